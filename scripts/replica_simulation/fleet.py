@@ -26,6 +26,7 @@ from tgi.microkernel.protocol import (
     Hello,
     Status,
     StepResult,
+    Tokens,
     encode,
 )
 from tgi.microkernel.sampling_params import SamplingParams
@@ -404,6 +405,8 @@ class Fleet:
         for _, message in scheduler.outgoing():
             if isinstance(message, End):
                 self._end(number, message)
+            elif isinstance(message, Tokens):
+                self._report_load(number, message.load)
             elif isinstance(message, Status):
                 replica.reported_at = self.now
                 self._report(number, message)
@@ -425,6 +428,12 @@ class Fleet:
     def _report(self, number: int, status: Status) -> None:
         for view in self.views:
             view.set_status(view[Place("", number)], status)
+
+    def _report_load(self, number: int, load: int) -> None:
+        """The tokenizers that have requests at this replica get tokens of nearly every step."""
+        for view in self.views:
+            if (seen := view[Place("", number)]).requests:
+                seen.set_load(load)
 
     def _push_load(self, number: int) -> None:
         if isinstance(self._policy, ShortestQueue):

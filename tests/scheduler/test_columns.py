@@ -90,12 +90,13 @@ def test_no_instructions_per_item() -> None:
 
 def test_messages() -> None:
     columns = DrawnTokens(pack_column(UINT32, [7]), pack_column(INT32, [70]), pack_column(FLOAT32, [-1.0]))
-    message = tokens_message(columns, [(8, 80, -2.0)], [])
+    message = tokens_message(columns, [(8, 80, -2.0)], [], 3)
+    assert message.load == 3
     assert unpack_uint32(message.rids) == [7, 8]
     assert unpack_uint32(message.counts) == [1, 1]
     assert unpack_int32(message.token_ids) == [70, 80]
     assert message.top_counts == b""
-    runs = token_runs_message(NO_TOKENS, [(8, 80, -2.0), (8, 81, -2.0), (9, 90, -3.0)], [])
+    runs = token_runs_message(NO_TOKENS, [(8, 80, -2.0), (8, 81, -2.0), (9, 90, -3.0)], [], 3)
     assert unpack_uint32(runs.rids) == [8, 9]
     assert unpack_uint32(runs.counts) == [2, 1]
     assert unpack_int32(runs.token_ids) == [80, 81, 90]
@@ -108,7 +109,7 @@ def test_top_tokens_are_split_and_joined(counts: list[int]) -> None:
     tops = list(split_top_tokens(result))
     assert [one.n for one in tops] == counts
     rows = [(rid, 0, 0.0) for rid in range(len(counts))]
-    message = tokens_message(NO_TOKENS, rows, tops)
+    message = tokens_message(NO_TOKENS, rows, tops, 3)
     assert message.top_ids == ids
     assert message.top_counts == (pack_column(UINT32, counts) if any(counts) else b"")
     assert all(isinstance(one, TopTokens) for one in tops)

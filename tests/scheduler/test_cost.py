@@ -196,9 +196,9 @@ def test_cost_of_a_decode_row() -> None:
     assert each.within(1, 19), each
 
 
-@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 257, 3_604), (256, 437, 7_252)])
+@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 278, 4_015), (256, 458, 7_663)])
 def test_cost_of_a_step(rows: int, calls: int, instructions: int) -> None:
-    """Decode rows alone: their own cost, and about 190 calls for the step itself and two tokenizers."""
+    """Decode rows alone: their own cost, and about 210 calls for the step itself and two tokenizers."""
     each = cost(decoding(rows)) / STEPS
     assert each.within(calls, instructions), each
 
@@ -208,7 +208,7 @@ def test_cost_of_a_loop_iteration_for_one_stream(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(metrics._process, "store", MetricStore(tmp_path))
     monkeypatch.setattr(metrics._process, "metrics", {})
     each = cost(iterating(1)) / STEPS
-    assert each.within(211, 2_600), each
+    assert each.within(236, 2_952), each
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,6 @@ def test_the_hit_rate_is_that_of_one_large_cache() -> None:
         imbalances.append(max(means) / fmean(means))
     one_cache, in_turn, by_the_rule = map(fmean, hit_rates.values())
     print(hit_rates, imbalances)
-    assert by_the_rule > 0.93 * one_cache
+    assert by_the_rule > 0.94 * one_cache
     assert in_turn < 0.9 * by_the_rule
     assert max(imbalances) < 1.1

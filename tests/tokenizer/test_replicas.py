@@ -77,6 +77,17 @@ def test_requests_are_shared_and_a_prefix_stays_where_it_was() -> None:
         assert harness.send(rid, prompt + str(rid))[0] == first
 
 
+def test_tokens_tell_the_load_of_other_tokenizers() -> None:
+    harness = ReplicaHarness()
+    prompt = "What they have in common is longer than one page of the cache. " * 3
+    peer, add = harness.send(1, prompt)
+    assert harness.send(2, prompt)[0] == peer  # it has the prompt in its cache
+    ids = pack_column(INT32, ids_of("a"))
+    columns = pack_column(UINT32, [add.rid]), pack_column(UINT32, [1]), ids, pack_column(FLOAT32, [-1.0])
+    harness.pool.handle(peer, Tokens(*columns, load=40))
+    assert harness.send(3, prompt)[0] == other(peer)
+
+
 def test_requests_of_a_lost_scheduler_go_on_at_another() -> None:
     harness = ReplicaHarness()
     peer, add = harness.send(1)

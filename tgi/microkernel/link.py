@@ -64,6 +64,8 @@ HANDSHAKE_FAILURES = (
 )
 
 _PING = encode(Ping())
+# Messages that a link handles itself, once a peer has a session; all others are for the role.
+_OF_LINKS = frozenset((Beat, HostReports, Ping))
 
 
 # The roles of the peers of a link, by the own role and whether the link binds. So keys of front ends do not admit a
@@ -345,15 +347,14 @@ class Link:
                 self._disconnect(peer, planned=True)
             elif peer not in self.peers:
                 self._begin_new_session(peer)
+            elif kind not in _OF_LINKS:
+                yield peer, message
             elif kind is Beat:
                 self._silence.watch(peer)
                 if peer.role not in self._upstream_roles:  # else it tells only that the peer runs
                     yield peer, message
-            elif kind is HostReports:
-                if self.is_between_hosts:
-                    self._host_reports[peer] = message
-            elif kind is not Ping:
-                yield peer, message
+            elif kind is HostReports and self.is_between_hosts:
+                self._host_reports[peer] = message
         elif not isinstance(message, Ping | Goodbye):
             log.debug("dropped %s from an unknown peer on %s", type(message).__name__, self.address)
 

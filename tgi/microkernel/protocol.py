@@ -605,7 +605,9 @@ class HeldPages(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens of one step for one tokenizer: request rids[k] got counts[k] tokens. Top columns as in Texts."""
+    """The tokens of one step for one tokenizer: request rids[k] got counts[k] tokens. Top columns as in Texts.
+
+    `load` is how many requests of all tokenizers the scheduler has; -1: not told."""
 
     rids: bytes  # uint32
     counts: bytes  # uint32
@@ -614,6 +616,7 @@ class Tokens(NamedTuple):
     top_counts: bytes = b""
     top_ids: bytes = b""
     top_logprobs: bytes = b""
+    load: int = -1
 
 
 class PromptLogprobs(NamedTuple):

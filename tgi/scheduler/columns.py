@@ -97,16 +97,16 @@ def compress_columns(columns: DrawnTokens, kept: Sequence[bool]) -> DrawnTokens:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def tokens_message(columns: DrawnTokens, rows: list[DrawnToken], top_tokens: list[TopTokens]) -> Tokens:
+def tokens_message(columns: DrawnTokens, rows: list[DrawnToken], top_tokens: list[TopTokens], load: int) -> Tokens:
     """One token for each request: those in `columns`, then those in `rows`. `top_tokens` is empty or has one item per
-    row; then `columns` is empty."""
+    row; then `columns` is empty. `load`: see Tokens."""
     rids, ids, logprobs = columns
     if rows:
         more_rids, more_ids, more_logprobs = zip(*rows, strict=True)
         rids += pack_column(UINT32, more_rids)
         ids += pack_column(INT32, more_ids)
         logprobs += pack_column(FLOAT32, more_logprobs)
-    message = Tokens(rids, UINT32_ONE * (len(rids) // ITEM_BYTES), ids, logprobs)
+    message = Tokens(rids, UINT32_ONE * (len(rids) // ITEM_BYTES), ids, logprobs, load=load)
     counts = [one.n for one in top_tokens]
     if not any(counts):
         return message
@@ -117,11 +117,11 @@ def tokens_message(columns: DrawnTokens, rows: list[DrawnToken], top_tokens: lis
     )
 
 
-def token_runs_message(columns: DrawnTokens, rows: list[DrawnToken], top_tokens: list[TopTokens]) -> Tokens:
+def token_runs_message(columns: DrawnTokens, rows: list[DrawnToken], top_tokens: list[TopTokens], load: int) -> Tokens:
     """The same where a request may have several tokens: its rows are adjacent."""
     counts = [(rid, len(list(run))) for rid, run in groupby(rows, itemgetter(0))]
     rids, lengths = zip(*counts, strict=True)
-    message = tokens_message(columns, rows, top_tokens)
+    message = tokens_message(columns, rows, top_tokens, load)
     return message._replace(rids=pack_column(UINT32, rids), counts=pack_column(UINT32, lengths))
 
 

@@ -152,12 +152,15 @@ class TokenizerPeers:
         client.requests[add.rid] = request
         return request
 
-    def queue_tokens(self, make_message: Callable[[DrawnTokens, list[DrawnToken], list[TopTokens]], Tokens]) -> None:
-        """Queues the tokens that each client's requests have drawn. The messages are made when they are sent."""
+    def queue_tokens(
+        self, make_message: Callable[[DrawnTokens, list[DrawnToken], list[TopTokens], int], Tokens], load: int
+    ) -> None:
+        """Queues the tokens that each client's requests have drawn, with the number of requests that the scheduler has.
+        The messages are made when they are sent."""
         tokens = [
             (one.peer, one.take_tokens()) for one in self.clients.values() if one.token_rows or one.token_columns.rids
         ]
-        self._outbox.extend((peer, make_message(*one)) for peer, one in tokens)
+        self._outbox.extend((peer, make_message(*one, load)) for peer, one in tokens)
 
     def report_status(self, status: Status, load: LoadReport, now: float) -> None:
         """Queues the status, given without load, for all tokenizers if it should be reported."""

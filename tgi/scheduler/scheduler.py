@@ -466,7 +466,7 @@ class Scheduler:
             make_message = tokens_message
             finished = distribute_tokens(step, result, planner.batch.early_exits)
         self._send_adapter_updates()
-        self._tokenizers.queue_tokens(make_message)
+        self._tokenizers.queue_tokens(make_message, self.queued + self.running)
         if self._isolation.on_trial:
             for request in step.drawing:
                 if step.message.number >= request.valid_from_step and (

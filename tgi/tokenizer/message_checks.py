@@ -47,6 +47,8 @@ def check_tokens(tokens: Tokens, ids: list[int], rids: list[int], counts: list[i
     """From the scheduler, with three columns that the caller has unpacked."""
     if len(rids) != len(counts) or sum(counts) != len(ids) or len(tokens.logprobs) != len(tokens.token_ids):
         raise ProtocolError(f"{len(rids)} rids, {len(counts)} counts and {len(ids)} tokens do not fit")
+    if not -1 <= tokens.load <= MAX_INT32:
+        raise ProtocolError(f"`load` is {tokens.load}")
     if tokens.top_counts:
         tops = unpack_uint32(tokens.top_counts)
         if len(tops) != len(ids) or not ITEM_BYTES * sum(tops) == len(tokens.top_ids) == len(tokens.top_logprobs):

@@ -475,6 +475,8 @@ class TokenizerPool:
         self._progress.record()
         for rid in self._output_processor.process_tokens(self._requests_at(scheduler), tokens):
             self._send(scheduler, Stop(rid))
+        if tokens.load >= 0 and (replica := self._schedulers.replica_of(scheduler)) is not None:
+            replica.set_load(tokens.load)
 
     def _on_end(self, scheduler: PeerId, end: End) -> None:
         replica = self._schedulers.replica_of(scheduler)

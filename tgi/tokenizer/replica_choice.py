@@ -32,10 +32,10 @@ BLOCK_TOKENS = 16
 LENGTHS = (1, 2, 3, *(length << octave for octave in range(9) for length in (4, 5, 6, 7)))
 # The prompt tokens that are computed again to avoid a request above the bound; and the most that counts for a replica,
 # which limits the excess that a long prompt is worth.
-REQUEST_TOKENS, MAX_MATCHED_TOKENS = 64, 512
+REQUEST_TOKENS, MAX_MATCHED_TOKENS = 64, 256
 # A load differs from the mean by chance by about its root. The bound allows that where it is few requests, otherwise
 # this share of the mean.
-FEW_REQUESTS, BALANCE = 3, 0.05
+FEW_REQUESTS, BALANCE = 1, 0.02
 # Among replicas that know nothing of a prompt, one with more than this multiple of the mean load comes after others.
 NEW_PROMPT_BALANCE = 1.25
 # What it counts that a replica has computed with the adapter of the request.

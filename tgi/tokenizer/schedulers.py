@@ -128,6 +128,7 @@ class Schedulers:
         self._replicas: dict[Place, SchedulerReplica] = {}
         self._by_number: dict[int, SchedulerReplica] = {}
         self._connected: dict[PeerId, SchedulerReplica] = {}
+        self._suspecting: set[SchedulerReplica] = set()  # those with `worker_suspects`
         self._work_in_hand = work_in_hand
         self._tokenizers = tokenizers
         self._choice = ReplicaChoice()
@@ -194,6 +195,7 @@ class Schedulers:
             self._by_number.pop(number, None)
             self._choice.ring.remove(number)
             self._choice.index.forget(number)
+            self._suspecting = {one for one in self._suspecting if one.place != place}
             self._suspicions = {name: one for name, one in self._suspicions.items() if one[0].place != place}
             for replica in self:
                 if replica.unfit:  # perhaps no other is left
@@ -217,6 +219,10 @@ class Schedulers:
         if not status.ready:  # without a worker there is no prefix cache
             self._choice.index.forget(replica.number)
         replica.set_status(LIMITS_DIFFER if replica.unfit else status)
+        if replica.worker_suspects:
+            self._suspecting.add(replica)
+        else:
+            self._suspecting.discard(replica)
 
     # --- the choice ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +235,7 @@ class Schedulers:
             if now < until:
                 return None
             del self._suspicions[request.fingerprint]
-        for replica in self:
+        for replica in self._suspecting:
             if request.fingerprint in replica.worker_suspects and self._tries_suspects(replica, now):
                 return replica if replica.peer is not None else None
         digest = request.generate.sampling.adapter_digest
