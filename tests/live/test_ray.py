@@ -13,8 +13,6 @@ import pytest
 from tests.live.server import Server, still_running
 from tests.live.test_tree import all_streams, token_ids
 
-pytest.importorskip("ray")
-
 TOKENS = 100
 
 
