@@ -92,6 +92,9 @@ LONGEST_FILES = (
     "worker/test_models",
 )
 
+# Characters of the reason why a test failed, in the list at the end.
+MAX_REASON = 200
+
 # Collecting makes hundreds of thousands of objects that stay; searching them for garbage takes a tenth of the time.
 gc.disable()
 
@@ -131,8 +134,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """Unfreezes these objects and those of event loops; otherwise Triton reports leaks when Python ends."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Lists what failed, a line each, as the last lines of all: a log of CI may show no more than its end. Unfreezes
+    the objects of collecting and those of event loops; otherwise Triton reports leaks when Python ends."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    for report in [*reporter.getreports("failed"), *reporter.getreports("error")] if reporter else ():
+        reason = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longrepr))
+        first = next(iter(reason.splitlines()), "")
+        reporter.write_line(f"failed: {report.nodeid}: {first[:MAX_REASON]}")
     gc.unfreeze()
 
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.live.server import Server, SharedServers
-from tests.live.test_operating import begin, succeed
 from tests.live.test_tree import SCRIPTED, all_streams, token_ids
 from tgi.microkernel import rundir
+from tgi.microkernel.control import carry_out
 
 # With so few slots one replica could not compute all streams of `all_streams` at once.
-REPLICAS = (*SCRIPTED, "--replicas", "2", "--max-batch-size", "4")
+FEW_SLOTS = (*SCRIPTED, "--max-batch-size", "4")
+REPLICAS = (*FEW_SLOTS, "--replicas", "2")
 PARTS = {"scheduler-0", "scheduler-1", "worker-0", "worker-1"}
 
 
@@ -24,6 +26,12 @@ def state_of(server: Server, name: str) -> str:
     return state.state if state is not None else ""
 
 
+def operate(server: Server, **command: Any) -> Iterator[str]:
+    """The progress and result of an operation of rollout.py. It begins at once, while `tgi` may take seconds to start
+    on a busy machine."""
+    return carry_out(rundir.control_socket(server.run_directory, server.commands["up"].pid), command)
+
+
 @pytest.fixture
 def standing(tiny_llama: Path, shared_server: SharedServers) -> Server:
     server = shared_server("--model-id", str(tiny_llama), *REPLICAS)
@@ -33,7 +41,7 @@ def standing(tiny_llama: Path, shared_server: SharedServers) -> Server:
 
 @pytest.fixture
 def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *FEW_SLOTS) as server:
         yield server.start().wait_until_ready()
 
 
@@ -59,18 +67,21 @@ def test_streams_go_on_after_a_part_of_a_replica_is_killed(standing: Server, vic
 
 
 def test_replicas_come_and_go_under_streams(server: Server) -> None:
-    undisturbed = all_streams(server, 60)
-    assert succeed(server, "scale", "replica", "2").endswith("running: scheduler-0, scheduler-1, worker-0, worker-1\n")
+    undisturbed = all_streams(server, 100)
+    *_, result = operate(server, command="scale", role="replica", count=2)
+    assert result == "running: scheduler-0, scheduler-1, worker-0, worker-1"
     assert ready(server) >= PARTS
     recomputed = server.metric("tgi_recomputed_tokens")
 
     def retire() -> None:
-        scaling = begin(server, "scale", "replica", "1")
+        scaling = operate(server, command="scale", role="replica", count=1)
+        assert next(scaling) == "draining: scheduler-1"
         server.wait_until(lambda: state_of(server, "scheduler-1") == "draining", "the replica drains")
         assert server.generate("Hello", max_new_tokens=3)["generated_text"]
-        assert scaling.wait(60) == 0
+        *_, result = scaling
+        assert result == "running: scheduler-0, worker-0"
 
-    disturbed = all_streams(server, 60, act=retire)
+    disturbed = all_streams(server, 100, act=retire)
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     assert server.metric("tgi_recomputed_tokens") == recomputed  # each stream has ended where it was
     assert not {"scheduler-1", "worker-1"} & server.processes().keys()
@@ -79,9 +90,9 @@ def test_replicas_come_and_go_under_streams(server: Server) -> None:
 
 
 def test_a_scheduler_drains_before_it_is_replaced(standing: Server) -> None:
-    undisturbed = all_streams(standing, 60)
+    undisturbed = all_streams(standing, 100)
     recomputed = standing.metric("tgi_recomputed_tokens")
-    disturbed = all_streams(standing, 60, act=lambda: succeed(standing, "restart", "scheduler"))
+    disturbed = all_streams(standing, 100, act=lambda: [*operate(standing, command="restart", target="scheduler")])
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     assert standing.metric("tgi_recomputed_tokens") == recomputed
 
@@ -90,8 +101,8 @@ def test_what_a_replica_has_not_finished_in_time_goes_on_at_another(tiny_llama: 
     arguments = ("--model-id", str(tiny_llama), *REPLICAS, "--graceful-termination-timeout", "0.5")
     with Server(tmp_path / "run", *arguments) as server:
         server.start().wait_until_ready().wait_until(lambda: ready(server) >= PARTS, "both replicas are ready")
-        # Long ones: the command itself takes seconds on a busy machine.
-        undisturbed = all_streams(server, 300)
-        disturbed = all_streams(server, 300, act=lambda: succeed(server, "scale", "replica", "1"))
+        undisturbed = all_streams(server, 100)
+        retire = {"command": "scale", "role": "replica", "count": 1}
+        disturbed = all_streams(server, 100, act=lambda: [*operate(server, **retire)])
         assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
         assert server.metric("tgi_recomputed_tokens") > 0

@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import zmq
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId, end_sessions
 from tgi.microkernel.protocol import PROTOCOL, Cancel, Hello
 
 
@@ -100,6 +101,27 @@ def test_dealer_detects_disconnect_and_reconnect(address: str, links: Any) -> No
     up.detect_disconnects()
     assert list(up.receive()) == []  # the old disconnect is not reported again
     assert up.peers
+
+
+def test_what_was_sent_before_a_goodbye_is_read_however_late(address: str, links: Any) -> None:
+    """libzmq drops what a DEALER has not read when the connection ends."""
+    low, up = links(Link.bind(address, hello("scheduler"))), links(Link.connect(address, hello("tokenizer")))
+    until([low, up], lambda received: all(received))
+    (peer,) = low.peers
+    low.send(peer, Cancel(1))
+
+    def end() -> None:
+        end_sessions([low])
+        low.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(end)
+        assert up.socket.poll(30_000)
+        time.sleep(0.2)  # it is busy
+        assert not ended.done()
+        received = until([up], lambda received: len(received[0]) == 2)[0]
+        ended.result()
+    assert [event for _, event in received] == [Cancel(1), PeerDisconnected(planned=True)]
 
 
 def test_late_detection_does_not_disconnect_the_new_connection(address: str, links: Any) -> None:

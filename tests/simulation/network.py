@@ -97,6 +97,7 @@ class SimulatedSocket:
         self.connection: Connection | None = None  # of a DEALER
         self.monitor = Monitor(network.next_descriptor())
         self.descriptor = network.next_descriptor()
+        self.peers_answer = False  # its peers answer its Goodbye, so they have read all before it closes
         self._network = network
         self._unsent: list[bytes] = []
 
@@ -224,16 +225,17 @@ class Network:
                 self._clock.after(self._delay() + self._random.random() * unnoticed, self._close_side, connection, side)
 
     def socket_closed(self, socket: SimulatedSocket) -> None:
-        """The other sides read what was sent to them, then the end of the connection."""
+        """The other sides are delivered what was sent to them, then the end of the connection."""
         for connection in [one for one in self.connections if socket in one.sides]:
             side = connection.sides.index(socket)
             connection.open[side] = False
             if not connection.broken:
                 connection.broken = True
                 due = max(connection.latest[1 - side], self._clock.now + self._delay())
-                self._clock.at(due, self._close_side, connection, 1 - side)
+                self._clock.at(due, self._close_side, connection, 1 - side, socket.peers_answer)
 
-    def _close_side(self, connection: Connection, side: int) -> None:
+    def _close_side(self, connection: Connection, side: int, has_read: bool = False) -> None:
+        """As libzmq does it: a DEALER loses what it has not read, if its loop was stopped or busy."""
         socket = connection.sides[side]
         connection.open[side] = False
         if connection in self.connections and not any(connection.open):
@@ -245,6 +247,8 @@ class Network:
                 del socket.routes[connection.route]
         elif socket.connection is connection:
             socket.connection = None
+            if not has_read:
+                socket.inbox.clear()
             self._connect_later(socket)
         socket.monitor.pending += 1
         socket.owner.socket_readable(socket.monitor)

@@ -9,7 +9,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -63,7 +63,9 @@ HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-_PING = encode(Ping())
+_PING, _GOODBYE = encode(Ping()), encode(Goodbye())
+# How long a process that was told to end waits for the answers to its Goodbyes.
+GOODBYE_SECONDS = 1.0
 # Messages that a link handles itself, once a peer has a session; all others are for the role.
 _OF_LINKS = frozenset((Beat, HostReports, Ping))
 
@@ -305,8 +307,21 @@ class Link:
         return received
 
     def say_goodbye(self) -> None:
-        """Queues a Goodbye for every peer. For a process that was told to end, before `close`."""
+        """Sends a Goodbye to every peer. For a process that was told to end, see `end_sessions`."""
         self.broadcast(Goodbye())
+        self.flush()
+
+    def wait_for_goodbyes(self, deadline: float) -> None:
+        """Of a side that listens: waits until all peers have answered the Goodbye, at most until `deadline`, by
+        time.monotonic. What they send before that is dropped."""
+        poller = zmq.Poller()
+        for source in (self.socket, *self.event_sources):
+            poller.register(source, zmq.POLLIN)
+        while self._binds and self.peers and (seconds := deadline - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(1000 * seconds)))
+            if any(source in ready for source in self.event_sources):
+                self.detect_disconnects()
+            deque(self.receive(), maxlen=0)
 
     def close(self) -> None:
         """Sends the queued messages and closes. What the peer does not read within the linger time is lost."""
@@ -344,6 +359,8 @@ class Link:
         elif (peer := self._peer_of_route.get(route)) is not None:
             kind = type(message)
             if kind is Goodbye:
+                if not self._binds:
+                    self._send(route, [_GOODBYE])
                 self._disconnect(peer, planned=True)
             elif peer not in self.peers:
                 self._begin_new_session(peer)
@@ -448,6 +465,16 @@ class Link:
         route = self._routes[peer]
         self._disconnect(peer)
         self._send(route, [encode(self.own_hello)])
+
+
+def end_sessions(links: Iterable[Link]) -> None:
+    """Says Goodbye to all peers, for a process that was told to end. When a connection ends, libzmq drops what the
+    connecting side has not read: so that side answers the Goodbye, which it reads last, and the other waits for it."""
+    links, deadline = list(links), time.monotonic() + GOODBYE_SECONDS
+    for link in links:
+        link.say_goodbye()
+    for link in links:
+        link.wait_for_goodbyes(deadline)
 
 
 def _release(socket: "zmq.Socket[bytes]", event_sources: "list[zmq.Socket[bytes]]") -> None:

@@ -134,7 +134,8 @@ class Beat(NamedTuple):
 
 class Goodbye(NamedTuple):
     """The last message of a process that ends because it was told to: its neighbours go on without it at once, and know
-    that no request is the cause."""
+    that no request is the cause. The connecting side answers with a Goodbye of its own; the other waits for that before
+    it closes the connection."""
 
 
 class ProcessRow(NamedTuple):

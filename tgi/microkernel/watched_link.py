@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId, end_sessions
 from tgi.microkernel.process import Process
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class WatchedLink:
                 for one in self._members if receiver is None else (receiver,):
                     link.send(one, message)
             link.flush()
-        link.say_goodbye()
+        end_sessions([link])
         link.close()
 
 

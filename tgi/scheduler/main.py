@@ -10,7 +10,7 @@ from tgi.microkernel import curve, tracing
 from tgi.microkernel.discovery import nth_address
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId, end_sessions
 from tgi.microkernel.process import Process
 from tgi.microkernel.protocol import Add, Beat, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
 from tgi.microkernel.rundir import scheduler_socket, suspects_path
@@ -72,8 +72,7 @@ def main(process: Process) -> None:
             run_once(scheduler, links, metrics, spans)
             if process.beat_due:
                 process.exchange_beats(scheduler.beat(time.monotonic()))
-        for link in links:
-            link.say_goodbye()
+        end_sessions(links)
     finally:
         for link in links:
             link.close()

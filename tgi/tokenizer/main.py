@@ -10,7 +10,7 @@ from tgi.hub.model_config import read_model_config
 from tgi.microkernel import curve, tracing
 from tgi.microkernel.discovery import Discovery, DownstreamLinks, nth_address
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
-from tgi.microkernel.link import Link, Place
+from tgi.microkernel.link import Link, Place, end_sessions
 from tgi.microkernel.process import Process, work_in_hand
 from tgi.microkernel.progress import CHAT_TEMPLATE
 from tgi.microkernel.protocol import Hello, ModelSource
@@ -79,8 +79,9 @@ def main(process: Process) -> None:
         if process.beat_due:
             process.exchange_beats(pool.beat())
             schedulers.follow(pool)
-    for link in (*api_links, *schedulers.links):
-        link.say_goodbye()
+    links = [*api_links, *schedulers.links]
+    end_sessions(links)
+    for link in links:
         link.close()
     executors.shutdown()
     compiler.close()

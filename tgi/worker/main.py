@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tgi.hub.model_config import read_model_config
-from tgi.microkernel.link import Link
+from tgi.microkernel.link import Link, end_sessions
 from tgi.microkernel.process import Process
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.rundir import scheduler_socket
@@ -83,7 +83,7 @@ def main(process: Process) -> None:
             if settings.group is not None:
                 engine.adapters.refusal = NO_RUNTIME_ADAPTERS
             loop.serve(engine)
-        link.say_goodbye()
+        end_sessions([link])
     except Poisoned:
         log.critical("the worker cannot continue; its supervisor starts another", exc_info=True)
         sys.exit(1)
