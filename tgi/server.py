@@ -20,6 +20,7 @@ from tgi import __version__
 from tgi.api.tls import ServerCertificate
 from tgi.hub import memory
 from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rollout, rundir, tracing
+from tgi.microkernel.child import ProcessSpec
 from tgi.microkernel.discovery import resolve_name
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.lora_adapters import named_adapters
@@ -28,7 +29,7 @@ from tgi.microkernel.progress import Progress, abbreviated_path
 from tgi.microkernel.protocol import ROLES
 from tgi.microkernel.settings import GENERATION_CONFIGS, Settings
 from tgi.microkernel.settings_loading import ineffective_flags, non_default_settings, with_reloaded
-from tgi.microkernel.supervisor import ProcessSpec, Supervisor, listening_socket
+from tgi.microkernel.supervisor import Supervisor, listening_socket
 from tgi.microkernel.terminal import ControllingTerminal
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,13 @@ from tests.live.server import free_port
 from tests.microkernel.tcp import LoopedLink, hello
 from tgi.api.router import Router
 from tgi.microkernel import curve, rundir
+from tgi.microkernel.child import ChildProcess, ProcessSpec
 from tgi.microkernel.link import Link
 from tgi.microkernel.permits import Permits
 from tgi.microkernel.protocol import End, FinishReason, Generate
 from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.settings import Settings
-from tgi.microkernel.supervisor import ChildProcess, ProcessSpec, listening_socket
+from tgi.microkernel.supervisor import listening_socket
 
 
 class Api:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tgi.microkernel.child import ChildProcess, ProcessSpec
+from tgi.microkernel.exit_causes import OOM_SECONDS, OomKills, oom_kills
 from tgi.microkernel.process import work_register_path
 from tgi.microkernel.protocol import LastExit
 from tgi.microkernel.settings import Settings
-from tgi.microkernel.supervisor import OOM_SECONDS, ChildProcess, OomKills, ProcessSpec, oom_kills
 from tgi.microkernel.work_register import WorkRegister, fingerprint_number, split_fingerprints
 
 # A child that takes its work register, as Process does, and states that it works on one request.
@@ -70,7 +71,7 @@ def test_signals_from_outside_are_told_from_faults(child: ChildProcess, number: 
 
 def test_a_kill_for_lack_of_memory_is_a_fault(child: ChildProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     before = oom_kills()
-    monkeypatch.setattr("tgi.microkernel.supervisor.oom_kills", lambda: before + 1)
+    monkeypatch.setattr("tgi.microkernel.exit_causes.oom_kills", lambda: before + 1)
     os.kill(child.pid, signal.SIGKILL)
     report = report_after(child)
     assert (report.cause, report.outside) == ("was killed for lack of memory", False)
@@ -78,7 +79,7 @@ def test_a_kill_for_lack_of_memory_is_a_fault(child: ChildProcess, monkeypatch: 
 
 def test_an_earlier_kill_for_lack_of_memory_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     now, count = 100.0, 3
-    monkeypatch.setattr("tgi.microkernel.supervisor.oom_kills", lambda: count)
+    monkeypatch.setattr("tgi.microkernel.exit_causes.oom_kills", lambda: count)
     kills = OomKills(lambda: now)
     assert not kills.has_risen()
     count = 4

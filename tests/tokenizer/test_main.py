@@ -15,6 +15,7 @@ import zmq
 from tokenizers import Tokenizer
 
 from tests.tokenizer.harness import READY, end_messages, streamed_output
+from tgi.microkernel.child import ChildProcess, ProcessSpec
 from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column, unpack_int32
 from tgi.microkernel.link import Link
 from tgi.microkernel.protocol import (
@@ -36,7 +37,6 @@ from tgi.microkernel.protocol import (
 from tgi.microkernel.rundir import create_run_dir
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.settings import Settings
-from tgi.microkernel.supervisor import ChildProcess, ProcessSpec
 
 TIMEOUT = 60.0
 MEGABYTE = 1 << 20

@@ -16,6 +16,7 @@ from tests.worker.test_fake_worker import good, slot, step
 from tests.worker.test_loop import TIMEOUT, Scheduler
 from tests.worker.test_sampling import bias
 from tgi.microkernel import rundir
+from tgi.microkernel.child import ChildProcess, ProcessSpec
 from tgi.microkernel.codec import unpack_float32
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.process import fatal_error_path
@@ -23,7 +24,6 @@ from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.protocol import Status, encode
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.settings import Settings
-from tgi.microkernel.supervisor import ChildProcess, ProcessSpec
 from tgi.worker.engine import memory
 from tgi.worker.engine.startup import PAGES_FILE, start_engine
 from tgi.worker.models.loader import build_model

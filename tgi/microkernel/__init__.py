@@ -14,6 +14,8 @@ Messages
 Processes
     process          the child side: entry point, poll loop, heartbeat, state file
     supervisor       the parent side: start, restart, drain
+    child            a child process: start, heartbeat, report of its end
+    exit_causes      why a process has ended, in words, and whether by its own fault
     control          commands to a supervisor, over a socket in the run directory
     rollout          what `tgi restart`, `tgi scale` and `tgi reload` do, step by step
     terminal         tells a hang-up of the terminal from a SIGHUP that reloads files

@@ -1,13 +1,33 @@
-"""Starts child processes that run a role: those of the supervisor, and the further ranks of a worker."""
+"""A child process that runs a role: its start, its heartbeat, and the report of its end. The supervisor has them, and a
+worker its further ranks."""
 
+import contextlib
+import logging
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tgi.microkernel import interpreter
-from tgi.microkernel.process import PARENT_FD, PARENT_PID, SETTINGS
+from tgi.microkernel import interpreter, rundir
+from tgi.microkernel.exit_causes import HUNG, STOPPED, OomKills, cause_of_exit
+from tgi.microkernel.process import (
+    LAST_EXIT,
+    LISTEN_FD,
+    PARENT_FD,
+    PARENT_PID,
+    SETTINGS,
+    Heartbeat,
+    last_exit_text,
+    work_register_path,
+)
+from tgi.microkernel.protocol import LastExit
 from tgi.microkernel.settings import Settings
+from tgi.microkernel.work_register import WorkRegister
+
+log = logging.getLogger(__name__)
 
 
 class StartedChild(NamedTuple):
@@ -44,3 +64,111 @@ def start_child(
     finally:
         os.close(parent_end)
     return StartedChild(process, pipe)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process to keep running."""
+
+    role: str
+    replica: int
+    listen_fd: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    lock: rundir.RunDirLock | None = None  # of its name; None for the single roles, whose lock the supervisor keeps
+    pipeline: int = 0
+    index: int = 0  # of a scheduler or worker: its place among the replicas of its pipeline
+
+    @property
+    def name(self) -> str:
+        """Role and replica, such as `api-0`."""
+        return f"{self.role}-{self.replica}"
+
+
+class ChildProcess:
+    """A running process. Must be started by the main thread: the parent-death signal is sent when that thread ends."""
+
+    def __init__(self, spec: ProcessSpec, settings: Settings, last_exit: LastExit | None = None) -> None:
+        """`last_exit`: how the previous process of this role and replica ended. Raises OSError if the system has no
+        process, file or memory left."""
+        self.spec = spec
+        self.started = time.monotonic()
+        self.work_register = WorkRegister.open(work_register_path(settings.run_dir, spec.name))
+        self._last_exit = last_exit
+        self._oom_kills = OomKills()
+        self._hung = ""  # HUNG or STOPPED, once it has been killed for that
+        self.had_been_ready = False  # known when it has ended
+        self.heartbeat = Heartbeat(settings.run_dir / f"{spec.name}.beat")
+        self.heartbeat.begin(self.started + settings.start_timeout)
+        environment = dict(spec.environment)
+        if last_exit is not None:
+            environment[LAST_EXIT] = last_exit_text(last_exit)
+        if spec.listen_fd is not None:
+            environment[LISTEN_FD] = str(spec.listen_fd)
+        inherited = [] if spec.listen_fd is None else [spec.listen_fd]
+        self._process, self._pipe = start_child(settings, (spec.role, str(spec.replica)), environment, inherited)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code once it has ended (negative: the signal that ended it), else None."""
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal if it still runs."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def tick(self) -> None:
+        """To be called at each tick of the supervisor while it runs."""
+        self._oom_kills.tick()
+
+    def overdue(self) -> bool:
+        """Whether its heartbeat deadline has passed."""
+        return time.monotonic() > self.heartbeat.read_deadline()
+
+    def kill_hung(self) -> None:
+        """Kills it because it makes no progress. Called again while it dies, it does nothing."""
+        import psutil
+
+        if self._hung:
+            return
+        log.error("%s (pid %d) missed its heartbeat deadline; killing it", self.spec.name, self.pid)
+        self._hung = HUNG
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            for one in (process, *process.children(recursive=True)):  # a rank of a worker waits for the others
+                if one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    self._hung = STOPPED
+        self.signal(signal.SIGKILL)
+
+    def cause_of_exit(self, code: int) -> tuple[str, bool]:
+        """Why it ended, in words, and whether the cause is outside of it."""
+        if self._hung:
+            return self._hung, self._hung == STOPPED
+        return cause_of_exit(code, self._oom_kills.has_risen())
+
+    def exit_report(self, code: int) -> LastExit | None:
+        """How it ended, for its successor. What it had in hand may be the cause, unless it was a signal from outside.
+
+        A process that ended before it took the work register did nothing that its predecessor's report does not say.
+        One that was never ready and had nothing in hand may have ended before it could deliver that report, so its
+        successor does. Neighbours know the predecessor by its boot id, so a report that they get twice counts once. A
+        scheduler needs no neighbour for it.
+        """
+        boot, in_hand = self.work_register.boot, self.work_register.in_hand()
+        if self._last_exit is not None:
+            may_be_undelivered = self.spec.role != "scheduler" and not (self.had_been_ready or in_hand)
+            if may_be_undelivered or self._last_exit.boot == boot:
+                return self._last_exit
+        if not any(boot):
+            return None
+        cause, outside = self.cause_of_exit(code)
+        lived_ms = int(1000 * (time.monotonic() - self.started))
+        return LastExit(boot, cause, outside, in_hand, lived_ms)
+
+    def close(self) -> None:
+        """Releases the resources of an ended process."""
+        os.close(self._pipe)

@@ -10,12 +10,13 @@ import time
 from collections.abc import Generator, Iterable
 from typing import Any
 
+from tgi.microkernel.child import ProcessSpec
 from tgi.microkernel.control import Operation
 from tgi.microkernel.discovery import MAX_PORT, nth_address
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.rundir import SINGLE_ROLES
 from tgi.microkernel.settings import Settings
-from tgi.microkernel.supervisor import DRAIN_ORDER, ProcessSpec, Supervisor
+from tgi.microkernel.supervisor import DRAIN_ORDER, Supervisor
 
 # Maximum of `tgi scale`, against mistyped numbers.
 MAX_REPLICAS = 64

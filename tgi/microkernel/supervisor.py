@@ -1,7 +1,6 @@
 """The supervisor: starts child processes, restarts those that end or hang, adds and retires processes of a role while
 the server runs, and drains them role by role at the end."""
 
-import contextlib
 import logging
 import os
 import resource
@@ -9,33 +8,22 @@ import shutil
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import zmq
 
 from tgi.microkernel import metrics, rundir
-from tgi.microkernel.child import start_child
+from tgi.microkernel.child import ChildProcess, ProcessSpec
 from tgi.microkernel.control import ControlServer, StartOperation
 from tgi.microkernel.errors import FATAL, UserError
-from tgi.microkernel.process import (
-    HAND_OVER,
-    LAST_EXIT,
-    LISTEN_FD,
-    Heartbeat,
-    fatal_error_path,
-    last_exit_text,
-    work_register_path,
-)
+from tgi.microkernel.process import HAND_OVER, fatal_error_path
 from tgi.microkernel.protocol import ROLES, LastExit
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.settings_loading import reread_api_keys
 from tgi.microkernel.terminal import ControllingTerminal
 from tgi.microkernel.token_bucket import TokenBucket
-from tgi.microkernel.work_register import WorkRegister
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +38,6 @@ SETTLED_SECONDS = 10.0
 RESTARTS_IN_A_ROW = 10
 RESTART_PERIOD_SECONDS = 2.0
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 10.0
-
-# How long a process with much memory may take to end after the kernel has counted its kill.
-OOM_SECONDS = 10.0
 
 # A gap between two looks at the heartbeats that is longer than a tick and this: the supervisor itself did not run, and
 # perhaps neither did its children, so they get this long to report again before they are judged.
@@ -70,123 +55,6 @@ ROLE_GRACE_SECONDS = 5.0
 # A process that was told to hand over is killed this long after graceful_termination_timeout, which front ends keep by
 # themselves. The other roles need no more than the step or the text that they are at.
 HAND_OVER_MARGIN_SECONDS = 10.0
-
-
-# Signals that a process raises by its own fault. Any other comes from outside, but for a SIGKILL by the OOM killer.
-OWN_SIGNALS = frozenset(
-    (
-        signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS, signal.SIGTRAP,
-        signal.SIGPIPE, signal.SIGXCPU, signal.SIGXFSZ,
-    )
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ProcessSpec:
-    """One process to keep running."""
-
-    role: str
-    replica: int
-    listen_fd: int | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    lock: rundir.RunDirLock | None = None  # of its name; None for the single roles, whose lock the supervisor keeps
-    pipeline: int = 0
-    index: int = 0  # of a scheduler or worker: its place among the replicas of its pipeline
-
-    @property
-    def name(self) -> str:
-        """Role and replica, such as `api-0`."""
-        return f"{self.role}-{self.replica}"
-
-
-class ChildProcess:
-    """A running process. Must be started by the main thread: the parent-death signal is sent when that thread ends."""
-
-    def __init__(self, spec: ProcessSpec, settings: Settings, last_exit: LastExit | None = None) -> None:
-        """`last_exit`: how the previous process of this role and replica ended. Raises OSError if the system has no
-        process, file or memory left."""
-        self.spec = spec
-        self.started = time.monotonic()
-        self.work_register = WorkRegister.open(work_register_path(settings.run_dir, spec.name))
-        self._last_exit = last_exit
-        self._oom_kills = OomKills()
-        self._hung = ""  # HUNG or STOPPED, once it has been killed for that
-        self.had_been_ready = False  # known when it has ended
-        self.heartbeat = Heartbeat(settings.run_dir / f"{spec.name}.beat")
-        self.heartbeat.begin(self.started + settings.start_timeout)
-        environment = dict(spec.environment)
-        if last_exit is not None:
-            environment[LAST_EXIT] = last_exit_text(last_exit)
-        if spec.listen_fd is not None:
-            environment[LISTEN_FD] = str(spec.listen_fd)
-        inherited = [] if spec.listen_fd is None else [spec.listen_fd]
-        self._process, self._pipe = start_child(settings, (spec.role, str(spec.replica)), environment, inherited)
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """The exit code once it has ended (negative: the signal that ended it), else None."""
-        return self._process.poll()
-
-    def signal(self, number: int) -> None:
-        """Sends a signal if it still runs."""
-        if self._process.poll() is None:
-            self._process.send_signal(number)
-
-    def tick(self) -> None:
-        """To be called at each tick of the supervisor while it runs."""
-        self._oom_kills.tick()
-
-    def overdue(self) -> bool:
-        """Whether its heartbeat deadline has passed."""
-        return time.monotonic() > self.heartbeat.read_deadline()
-
-    def kill_hung(self) -> None:
-        """Kills it because it makes no progress. Called again while it dies, it does nothing."""
-        import psutil
-
-        if self._hung:
-            return
-        log.error("%s (pid %d) missed its heartbeat deadline; killing it", self.spec.name, self.pid)
-        self._hung = HUNG
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self.pid)
-            for one in (process, *process.children(recursive=True)):  # a rank of a worker waits for the others
-                if one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                    self._hung = STOPPED
-        self.signal(signal.SIGKILL)
-
-    def cause_of_exit(self, code: int) -> tuple[str, bool]:
-        """Why it ended, in words, and whether the cause is outside of it."""
-        if self._hung:
-            return self._hung, self._hung == STOPPED
-        return _cause_of_exit(code, self._oom_kills.has_risen())
-
-    def exit_report(self, code: int) -> LastExit | None:
-        """How it ended, for its successor. What it had in hand may be the cause, unless it was a signal from outside.
-
-        A process that ended before it took the work register did nothing that its predecessor's report does not say.
-        One that was never ready and had nothing in hand may have ended before it could deliver that report, so its
-        successor does. Neighbours know the predecessor by its boot id, so a report that they get twice counts once. A
-        scheduler needs no neighbour for it.
-        """
-        boot, in_hand = self.work_register.boot, self.work_register.in_hand()
-        if self._last_exit is not None:
-            may_be_undelivered = self.spec.role != "scheduler" and not (self.had_been_ready or in_hand)
-            if may_be_undelivered or self._last_exit.boot == boot:
-                return self._last_exit
-        if not any(boot):
-            return None
-        cause, outside = self.cause_of_exit(code)
-        lived_ms = int(1000 * (time.monotonic() - self.started))
-        return LastExit(boot, cause, outside, in_hand, lived_ms)
-
-    def close(self) -> None:
-        """Releases the resources of an ended process."""
-        os.close(self._pipe)
 
 
 class Backoff:
@@ -621,67 +489,6 @@ def _wait(descriptors: list[int], seconds: float) -> None:
     for descriptor in descriptors:
         poller.register(descriptor, zmq.POLLIN)
     poller.poll(int(1000 * seconds))
-
-
-# --- causes of death ---
-
-HUNG, STOPPED = "made no progress and was killed", "was stopped by a signal and was killed"
-
-
-def _cause_of_exit(code: int, out_of_memory: bool) -> tuple[str, bool]:
-    """Why a process ended, in words, and whether the cause is outside of it. `out_of_memory`: the OOM killer was
-    active lately. A process that is told to end (SIGTERM) drains and ends with code 0."""
-    if code >= 0:
-        return f"ended with code {code}", code == 0
-    number = -code
-    if number == signal.SIGKILL and out_of_memory:
-        return "was killed for lack of memory", False
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"  # a real-time signal has no name
-    return f"was killed by {name}", number not in OWN_SIGNALS
-
-
-class OomKills:
-    """Tells whether the OOM killer was active in the last OOM_SECONDS. An earlier kill, of another process, says
-    nothing about a death now."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._counts = deque(((clock(), oom_kills()),))  # with their times: the first is OOM_SECONDS old
-
-    def tick(self) -> None:
-        """To be called every second."""
-        now = self._clock()
-        if now - self._counts[-1][0] >= TICK_SECONDS:
-            self._counts.append((now, oom_kills()))
-            while self._counts[1][0] <= now - OOM_SECONDS:
-                self._counts.popleft()
-
-    def has_risen(self) -> bool:
-        """Whether the kernel counts more kills now than OOM_SECONDS ago."""
-        return oom_kills() > self._counts[0][1]
-
-
-def oom_kills() -> int:
-    """How many processes the OOM killer has ended so far: in this control group if its count can be read, else on this
-    host; 0 where neither is known."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2]
-        return _count_in(Path(f"/sys/fs/cgroup{group}") / "memory.events")
-    with contextlib.suppress(OSError, ValueError):
-        return _count_in(Path("/proc/vmstat"))
-    return 0
-
-
-def _count_in(path: Path) -> int:
-    """The value of the line `oom_kill`. Raises ValueError if there is none."""
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name == "oom_kill":
-            return int(value)
-    raise ValueError(f"{path} has no line `oom_kill`")
 
 
 def _drain(wake: socket.socket) -> None:

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from tgi.microkernel.child import StartedChild, start_child
 from tgi.microkernel.errors import FATAL
+from tgi.microkernel.exit_causes import OWN_SIGNALS
 from tgi.microkernel.link import Link
 from tgi.microkernel.process import Process, fatal_error_path
 from tgi.microkernel.protocol import DeploymentLimits, HeldPages, ResetSlots, Step, StepResult, UpdateAdapter
 from tgi.microkernel.rundir import process_name
-from tgi.microkernel.supervisor import OWN_SIGNALS
 from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.interface import BadStep, Engine, Poisoned
 from tgi.worker.engine.rank import RANK_MEMORY, RANK_RENDEZVOUS, ranks_socket

@@ -1,0 +1,80 @@
+"""Why a process has ended, and whether a request that it had in hand may be the cause."""
+
+import contextlib
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+# Signals that a process raises by its own fault. Any other comes from outside, but for a SIGKILL by the OOM killer.
+OWN_SIGNALS = frozenset(
+    (
+        signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS, signal.SIGTRAP,
+        signal.SIGPIPE, signal.SIGXCPU, signal.SIGXFSZ,
+    )
+)  # fmt: skip
+
+# What the supervisor has ended it for.
+HUNG, STOPPED = "made no progress and was killed", "was stopped by a signal and was killed"
+
+# How long a process with much memory may take to end after the kernel has counted its kill.
+OOM_SECONDS = 10.0
+# How often the kills are counted.
+OOM_TICK_SECONDS = 1.0
+
+
+def cause_of_exit(code: int, out_of_memory: bool) -> tuple[str, bool]:
+    """Why a process ended, in words, and whether the cause is outside of it. `out_of_memory`: the OOM killer was
+    active lately. A process that is told to end (SIGTERM) drains and ends with code 0."""
+    if code >= 0:
+        return f"ended with code {code}", code == 0
+    number = -code
+    if number == signal.SIGKILL and out_of_memory:
+        return "was killed for lack of memory", False
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"  # a real-time signal has no name
+    return f"was killed by {name}", number not in OWN_SIGNALS
+
+
+class OomKills:
+    """Tells whether the OOM killer was active in the last OOM_SECONDS. An earlier kill, of another process, says
+    nothing about a death now."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts = deque(((clock(), oom_kills()),))  # with their times: the first is OOM_SECONDS old
+
+    def tick(self) -> None:
+        """To be called every second."""
+        now = self._clock()
+        if now - self._counts[-1][0] >= OOM_TICK_SECONDS:
+            self._counts.append((now, oom_kills()))
+            while self._counts[1][0] <= now - OOM_SECONDS:
+                self._counts.popleft()
+
+    def has_risen(self) -> bool:
+        """Whether the kernel counts more kills now than OOM_SECONDS ago."""
+        return oom_kills() > self._counts[0][1]
+
+
+def oom_kills() -> int:
+    """How many processes the OOM killer has ended so far: in this control group if its count can be read, else on this
+    host; 0 where neither is known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2]
+        return _count_in(Path(f"/sys/fs/cgroup{group}") / "memory.events")
+    with contextlib.suppress(OSError, ValueError):
+        return _count_in(Path("/proc/vmstat"))
+    return 0
+
+
+def _count_in(path: Path) -> int:
+    """The value of the line `oom_kill`. Raises ValueError if there is none."""
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill":
+            return int(value)
+    raise ValueError(f"{path} has no line `oom_kill`")
