@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,7 @@ def test_top_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("key", "code"), [(b"q", 0), (b"\x03", 130), (b"", 128 + signal.SIGTERM)])
 def test_top_ends_and_restores_the_terminal(key: bytes, code: int, tmp_path: Path) -> None:
-    """By q, Ctrl-C and SIGTERM."""
+    """By q, Ctrl-C and SIGTERM; and while it is stopped by Ctrl-Z."""
     environment = os.environ | {"TGI_RUN": str(tmp_path / "run"), "XDG_RUNTIME_DIR": str(tmp_path), "TERM": "xterm"}
     outer, inner = os.openpty()
     before = termios.tcgetattr(inner)
@@ -218,6 +219,12 @@ def test_top_ends_and_restores_the_terminal(key: bytes, code: int, tmp_path: Pat
     while b"no running tgi server" not in shown:
         shown += os.read(outer, 4096)
     assert termios.tcgetattr(inner)[3] & termios.ICANON == 0
+    os.write(outer, b"\x1a")  # Ctrl-Z
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    assert termios.tcgetattr(inner) == before
+    process.send_signal(signal.SIGCONT)
+    while termios.tcgetattr(inner) == before:
+        time.sleep(0.01)
     os.write(outer, b"x")  # another key shows the next frame
     if key:
         os.write(outer, key)

@@ -134,22 +134,35 @@ def _repainted(lines: list[str], width: int, height: int) -> str:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """The terminal's other screen, where keys are read at once; restored at the end, also that by a signal."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
+    """The terminal's other screen, where keys are read at once; restored at the end, also that by a signal, and while
+    Ctrl-Z has stopped this process."""
     before = termios.tcgetattr(sys.stdin)
-    handlers = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+
+    def enter() -> None:
         tty.setcbreak(sys.stdin)
         sys.stdout.write(_ENTER)
-        yield
-    finally:
+
+    def leave() -> None:
         with contextlib.suppress(OSError):  # the terminal is gone
             sys.stdout.write(_LEAVE)
             sys.stdout.flush()
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    def pause(number: int, frame: object) -> None:
+        leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        enter()
+
+    actions = {signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGTSTP: pause}
+    handlers = {number: signal.signal(number, action) for number, action in actions.items()}
+    try:
+        enter()
+        yield
+    finally:
+        leave()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
