@@ -56,14 +56,20 @@ class Server:
     process of the tree outlives its supervisor."""
 
     def __init__(
-        self, run_directory: Path, *arguments: str, env: dict[str, str] | None = None, host: Host | None = None
+        self,
+        run_directory: Path,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        host: Host | None = None,
+        cwd: Path | None = None,
     ) -> None:
         """`arguments`: of every command. `env`: changes to the environment of every command. `host`: where commands
-        and client run, if not here."""
+        and client run, if not here. `cwd`: the working directory of `start`, if not the present one."""
         self.port = free_port()
         self.run_directory = run_directory
         self.url = f"{'https' if '--ssl-certfile' in arguments else 'http'}://127.0.0.1:{self.port}"
         self.arguments = arguments
+        self.cwd = cwd
         self.environment = os.environ | {"TGI_RUN": str(run_directory), "HF_HUB_OFFLINE": "1"} | (env or {})
         self.commands: dict[str, subprocess.Popen[str]] = {}
         self.output: dict[str, list[str]] = {}  # per command: the lines of stdout and stderr so far
@@ -77,7 +83,7 @@ class Server:
         """Starts `tgi COMMAND`."""
         address = ("--hostname", "127.0.0.1", "--port", str(self.port))
         full_command = [sys.executable, "-m", "tgi", command, *address, *self.arguments, *arguments]
-        return self.launch(command, full_command, self.environment)
+        return self.launch(command, full_command, self.environment, self.cwd)
 
     def launch(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> "Server":
         """Starts any command as the server, or as a part of it."""

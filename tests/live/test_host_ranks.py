@@ -1,10 +1,11 @@
 """A model on two ranks with run directories and supervisors of their own, as on two hosts, while ranks die and hang."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.live.server import Server, SharedServers, free_port
 from tests.live.test_tree import all_streams, token_ids
 from tests.microkernel.tcp import Cable, cable
+from tests.worker.loras import make_adapter
 
 TOKENS = 100
 
@@ -41,10 +43,14 @@ def flags_of_rank(model: Path, keys: str, rank: int, port: int) -> tuple[str, ..
 def ranks(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     directory, port = tmp_path_factory.mktemp("ranks"), free_port()
     keys = new_keys(directory / "keys")
+    files = [directory / "files0", directory / "files1"]
+    for own in files:
+        own.mkdir()
+    first_flags = (*flags_of_rank(tiny_llama, keys, 0, port), "--allow-adapter-updates")
     with (
         cable(port) as line,
-        Server(directory / "0", *flags_of_rank(tiny_llama, keys, 0, port)) as first,
-        Server(directory / "1", *flags_of_rank(tiny_llama, keys, 1, line.port)) as second,
+        Server(directory / "0", *first_flags, cwd=files[0]) as first,
+        Server(directory / "1", *flags_of_rank(tiny_llama, keys, 1, line.port), cwd=files[1]) as second,
     ):
         second.start("worker")
         first.start().wait_until_ready()
@@ -80,6 +86,33 @@ def test_streams_survive_a_rank_that_is_stopped(rank: int, ranks: Ranks, undistu
 
     disturbed = all_streams(ranks.first, TOKENS, act=stop)
     assert [token_ids(events) for events in disturbed] == undisturbed
+
+
+def test_an_adapter_of_run_time_is_the_same_on_all_ranks(
+    ranks: Ranks, tiny_llama: Path, tmp_path: Path, shared_server: SharedServers
+) -> None:
+    """Paths below /proc/self/cwd name other files on each rank, as if on hosts of their own."""
+    good = make_adapter(tmp_path / "good", tiny_llama)
+    assert ranks.first.cwd is not None
+    assert ranks.second.cwd is not None
+    make_adapter(ranks.first.cwd / "missing", tiny_llama)
+    make_adapter(ranks.first.cwd / "different", tiny_llama, seed=1)
+    make_adapter(ranks.second.cwd / "different", tiny_llama, seed=2)
+
+    def load(path: str) -> Any:
+        return ranks.first.client.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": path})
+
+    reasons = {"missing": "has no adapter_config.json", "different": "differs from that on the host of rank 0"}
+    for name, reason in reasons.items():
+        refused = load(f"/proc/self/cwd/{name}")
+        assert refused.status_code == 422
+        assert re.search(f"Rank 1 cannot use the adapter.*{reason}", refused.text)
+    assert load(str(good)).status_code == 200
+    one_rank = shared_server("--model-id", str(tiny_llama), "--lora-adapters", f"b={good}")
+    found, expected = (
+        server.generate("a story", max_new_tokens=20, adapter_id="b") for server in (ranks.first, one_rank)
+    )
+    assert found["generated_text"] == expected["generated_text"]
 
 
 def test_streams_survive_a_cut_cable(ranks: Ranks, undisturbed: list[list[int]]) -> None:

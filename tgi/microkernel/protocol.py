@@ -741,6 +741,16 @@ class AdapterUpdated(NamedTuple):
     error: str = ""  # for the client; "" on success
 
 
+class ReadAdapter(NamedTuple):
+    """From the first rank of a group on several hosts to the others: read the LoRA adapter in directory `path`, whose
+    content has this digest, for an UpdateAdapter that may follow. Answered by AdapterUpdated under the same rid."""
+
+    rid: int
+    name: str
+    path: str
+    digest: bytes
+
+
 # The tag of a message is its index in this list: append only.
 MESSAGES: list[type] = [
     Hello,
@@ -772,6 +782,7 @@ MESSAGES: list[type] = [
     JoinGroup,
     GroupFormed,
     HostReports,
+    ReadAdapter,
 ]
 
 codec = Codec(MESSAGES)

@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_RUNTIME_ADAPTERS = (
-    "The ranks of the worker run on several hosts, which must all have the files of an adapter: name it at start with "
-    "--lora-adapters."
-)
-
 
 def main(process: Process) -> None:
     """Runs until SIGTERM. Raises UserError where the model or the settings do not allow a start; exits with status 1 if
@@ -80,8 +75,8 @@ def main(process: Process) -> None:
             if group is not None:
                 group.wait_for_ranks()
                 engine = LeadingEngine(engine, group)
-            if settings.group is not None:
-                engine.adapters.refusal = NO_RUNTIME_ADAPTERS
+            if isinstance(group, HostGroup):
+                engine.adapters.on_fetch = group.confirm_adapter
             loop.serve(engine)
         end_sessions([link])
     except Poisoned:
@@ -108,7 +103,7 @@ def _serve_host_rank(process: Process) -> None:
     progress("starting", 0)
     with lost_rank_first(process):
         engine, _ = _start_engine(process, progress, place)
-        serve_rank(process, engine, link)
+        serve_rank(process, engine, link, lambda answer: link.send(answer))
     link.close()
 
 

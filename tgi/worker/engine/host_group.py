@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,16 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.options import flag
 from tgi.microkernel.process import Process
-from tgi.microkernel.protocol import Beat, GroupFormed, Hello, JoinGroup, LastExit
+from tgi.microkernel.protocol import (
+    AdapterUpdated,
+    Beat,
+    GroupFormed,
+    Hello,
+    JoinGroup,
+    LastExit,
+    LoadedAdapter,
+    ReadAdapter,
+)
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.watched_link import WatchedLink
 from tgi.worker.distributed.rank_place import HostRendezvous, RankPlace
@@ -42,6 +52,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Which network interface the collective operations use, for gloo and for NCCL.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 WAIT_SECONDS = 1.0
+# Between two looks for the answers of the ranks that read an adapter.
+POLL_SECONDS = 0.01
 
 
 class HostGroup:
@@ -58,6 +70,7 @@ class HostGroup:
         self._shared = shared_settings(process.settings)
         self._joined: dict[int, tuple[PeerId, JoinGroup]] = {}
         self._hellos: dict[PeerId, Hello] = {}
+        self._adapters_read = 0
 
     def meet(self) -> RankPlace | None:
         """Waits until all ranks have joined. Returns the place of the first one; None if the process was told to
@@ -80,6 +93,21 @@ class HostGroup:
     def send(self, message: tuple[Any, ...]) -> None:
         """Sends a message to all further ranks."""
         self._link.send(message)
+
+    def confirm_adapter(self, adapter: LoadedAdapter) -> None:
+        """Has the other ranks read an adapter that this one has read. Called by the one thread that reads adapters,
+        which waits for them: if one is gone meanwhile, this process ends. Raises UserError if one cannot."""
+        self._adapters_read += 1
+        wanted = ReadAdapter(self._adapters_read, adapter.name, adapter.path, adapter.digest)
+        ranks = {peer: rank for rank, (peer, _) in self._joined.items()}
+        self._link.send(wanted)
+        while ranks:
+            for peer, message in self._link.receive():
+                if isinstance(message, AdapterUpdated) and message.rid == wanted.rid and peer in ranks:
+                    rank = ranks.pop(peer)
+                    if message.error:
+                        raise UserError(f"Rank {rank} cannot use the adapter. {message.error}")
+            time.sleep(POLL_SECONDS)
 
     def wait_for_ranks(self) -> None:
         """All ranks were there when the group was formed, and each waits for the others while it loads."""

@@ -13,9 +13,19 @@ from typing import Any, Protocol
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.process import Process
-from tgi.microkernel.protocol import PIPELINE_DEPTH, Beat, Hello, ResetSlots, Step, UpdateAdapter
+from tgi.microkernel.protocol import (
+    PIPELINE_DEPTH,
+    AdapterUpdated,
+    Beat,
+    Hello,
+    ReadAdapter,
+    ResetSlots,
+    Step,
+    UpdateAdapter,
+)
 from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.interface import BadStep, Engine
+from tgi.worker.lora.registry import FetchedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +79,16 @@ def serve_child_rank(process: Process, start_engine: Callable[[RankPlace], Engin
     link.close()
 
 
-def serve_rank(process: Process, engine: Engine, steps: Steps) -> None:
-    """Does what the first rank tells this one, until the process is told to end, or the first rank is gone."""
+def serve_rank(
+    process: Process, engine: Engine, steps: Steps, answer: Callable[[AdapterUpdated], None] = lambda answer: None
+) -> None:
+    """Does what the first rank tells this one, until the process is told to end, or the first rank is gone. `answer`
+    sends it something."""
     process.publish_state("ready", "ready", 100)
     gc.collect()
     gc.freeze()
     in_flight: deque[Any] = deque()
+    fetched: dict[str, FetchedAdapter] = {}  # by path, until they are added, or others of their name are fetched
     while not process.stopping:
         process.wait(1.0)
         for peer, message in steps.receive():
@@ -88,8 +102,10 @@ def serve_rank(process: Process, engine: Engine, steps: Steps) -> None:
             elif isinstance(message, ResetSlots):
                 _collect(engine, in_flight, 0)
                 engine.reset()
+            elif isinstance(message, ReadAdapter):
+                answer(AdapterUpdated(message.rid, _read_adapter(engine, message, fetched)))
             elif isinstance(message, UpdateAdapter):
-                _update_adapter(engine, message)
+                _update_adapter(engine, message, fetched)
             elif isinstance(message, PeerDisconnected):
                 log.error("%s is gone", peer)
                 return
@@ -116,9 +132,24 @@ def _collect(engine: Engine, in_flight: deque[Any], left: int) -> None:
         engine.collect(in_flight.popleft())
 
 
-def _update_adapter(engine: Engine, update: UpdateAdapter) -> None:
-    """Loads or unloads an adapter, which the first rank has done already."""
+def _read_adapter(engine: Engine, wanted: ReadAdapter, fetched: dict[str, FetchedAdapter]) -> str:
+    """Reads an adapter that the first rank is going to add. Returns why it cannot be used here, or ""."""
+    try:
+        found = engine.adapters.fetch_adapter(wanted.name, Path(wanted.path))
+    except UserError as error:
+        return str(error)
+    if found.adapter.digest != wanted.digest:
+        return f"The adapter in {wanted.path} differs from that on the host of rank 0. Copy its files to all hosts."
+    for path in [path for path, other in fetched.items() if other.adapter.name == wanted.name]:
+        del fetched[path]
+    fetched[wanted.path] = found
+    return ""
+
+
+def _update_adapter(engine: Engine, update: UpdateAdapter, fetched: dict[str, FetchedAdapter]) -> None:
+    """Adds or removes an adapter, which the first rank has done already."""
     if update.path:
-        engine.adapters.add_adapter(engine.adapters.fetch_adapter(update.name, Path(update.path)))
+        known = fetched.pop(update.path, None)
+        engine.adapters.add_adapter(known or engine.adapters.fetch_adapter(update.name, Path(update.path)))
     else:
         engine.adapters.remove_adapter(update.name)

@@ -48,7 +48,9 @@ class AdapterRegistry:
         self._contents: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by digest
         # Called with name and path of each adapter that is added, and with name and "" of each that is removed.
         self.on_change: Callable[[str, str], None] = lambda name, path: None
-        self.refusal = ""  # why no further adapter can be loaded, if so
+        # Called with each adapter that was read, before it is added, in the thread that has read it. Raises UserError
+        # if another rank cannot read it.
+        self.on_fetch: Callable[[LoadedAdapter], None] = lambda adapter: None
 
     @property
     def loaded_adapters(self) -> list[LoadedAdapter]:
@@ -57,8 +59,6 @@ class AdapterRegistry:
 
     def fetch_adapter(self, name: str, path: Path) -> FetchedAdapter:
         """Reads an adapter without changing the registry, so another thread may call it. Raises UserError."""
-        if self.refusal:
-            raise UserError(self.refusal)
         self._require_free_name(name)
         digest = adapter_digest(path)
         content = self._contents.get(digest)
@@ -73,7 +73,9 @@ class AdapterRegistry:
                 raise UserError(
                     f"The adapter in {path} has changed while it was read. Load it again when it is complete."
                 )
-        return FetchedAdapter(LoadedAdapter(name, str(path), digest), content)
+        fetched = FetchedAdapter(LoadedAdapter(name, str(path), digest), content)
+        self.on_fetch(fetched.adapter)
+        return fetched
 
     def add_adapter(self, fetched: FetchedAdapter) -> bool:
         """Registers a fetched adapter, between two steps. Returns False if its name has this content already. Raises
