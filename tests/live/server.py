@@ -133,12 +133,14 @@ class Server:
                 self._readers[name].join(TIMEOUT_SECONDS)
         return "".join(line for lines in self.output.values() for line in lines)
 
-    def processes(self) -> dict[str, psutil.Process]:
-        """The supervised processes that run, by name ("worker-0"): what `tgi ps` reads, without its start-up."""
+    def processes(self, state: str | None = None) -> dict[str, psutil.Process]:
+        """The supervised processes that run, by name ("worker-0"): what `tgi ps` reads, without its start-up. `state`:
+        only those in this one ("ready")."""
         found = {}
-        for state in rundir.read_states(self.run_directory):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found[state.name] = psutil.Process(state.pid)
+        for one in rundir.read_states(self.run_directory):
+            if one.state == (state or one.state):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found[one.name] = psutil.Process(one.pid)
         return found
 
     def kill(self, name: str) -> None:
@@ -242,14 +244,17 @@ class SharedServers:
     """Running servers of one pytest process, one per set of flags. At most MAX_SHARED_SERVERS run; the least recently
     used one is ended for a new one.
 
-    A test may kill processes of a shared server, but neither stop it nor rely on metrics that count from zero.
+    A test may kill processes of a shared server, but neither stop it, nor change which processes it has (`tgi restart`,
+    `tgi scale`), nor rely on metrics that count from zero. Tests of other files may come next.
     """
 
     def __init__(self) -> None:
         self._servers: dict[tuple[str, ...], Server] = {}  # the least recently used one first
+        self._names: dict[Server, set[str]] = {}  # of the processes that were ready when its first test began
 
     def __call__(self, *flags: str) -> Server:
-        """The ready server of `tgi up FLAGS`. Fails if it has ended since the last test."""
+        """The ready server of `tgi up FLAGS`. Fails if it has ended since the last test, or lacks one of its first
+        processes."""
         server = self._servers.pop(flags, None)
         if server is None:
             while len(self._servers) >= MAX_SHARED_SERVERS:
@@ -257,6 +262,8 @@ class SharedServers:
             server = Server(Path(tempfile.mkdtemp(prefix="tgi-shared-")) / "run", *flags).start()
         try:
             server.wait_until_ready()
+            names = self._names.setdefault(server, {*server.processes("ready")})
+            server.wait_until(lambda: server.processes("ready").keys() >= names, f"{sorted(names)} are ready")
         except BaseException:
             self._end(server)
             raise
@@ -270,6 +277,7 @@ class SharedServers:
             self._servers.clear()
 
     def _end(self, server: Server) -> None:
+        self._names.pop(server, None)
         try:
             with server:
                 pass

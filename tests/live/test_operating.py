@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers, free_port
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, free_port
 from tests.models import model
 from tests.worker.loras import make_adapter
 from tgi.microkernel import rundir
@@ -25,10 +25,14 @@ PROMPTS = [f"Prompt number {n}, " + "and some more of it " * n for n in range(6)
 TOKENS = 120
 
 
-@pytest.fixture
-def standing(tiny_llama: Path, shared_server: SharedServers) -> Server:
-    """A server after whose tests the whole tree still runs, with the processes that it was started with or others."""
-    return shared_server("--model-id", str(tiny_llama), *SCRIPTED)
+@pytest.fixture(scope="module")
+def standing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server after whose tests the whole tree still runs, with the processes that it was started with or others. So
+    no other file can share it: a restarted tokenizer has another name."""
+    with Server(tmp_path_factory.mktemp("operating") / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
+        server.start().wait_until_ready()
+        server.wait_until(lambda: len(server.processes("ready")) == 5, "both tokenizers are ready, too")
+        yield server
 
 
 def tgi(server: Server, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -62,8 +66,7 @@ def succeed(server: Server, *arguments: str) -> str:
 
 def ready(server: Server, role: str) -> dict[str, int]:
     """The pids of the processes of a role that are ready, by name."""
-    states = rundir.read_states(server.run_directory)
-    return {state.name: state.pid for state in states if state.role == role and state.state == "ready"}
+    return {name: one.pid for name, one in server.processes("ready").items() if rundir.role_of(name) == role}
 
 
 def streams(server: Server, act: Callable[[], object] | None = None) -> list[list[dict[str, Any]]]:
@@ -74,9 +77,9 @@ def streams(server: Server, act: Callable[[], object] | None = None) -> list[lis
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[list[dict[str, Any]]]:
+def undisturbed(standing: Server) -> list[list[dict[str, Any]]]:
     """The streams of a server on which no command runs."""
-    return streams(shared_server("--model-id", str(tiny_llama), *SCRIPTED))
+    return streams(standing)
 
 
 class Requests:

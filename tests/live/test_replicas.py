@@ -18,7 +18,7 @@ PARTS = {"scheduler-0", "scheduler-1", "worker-0", "worker-1"}
 
 
 def ready(server: Server) -> set[str]:
-    return {state.name for state in rundir.read_states(server.run_directory) if state.state == "ready"}
+    return {*server.processes("ready")}
 
 
 def state_of(server: Server, name: str) -> str:
