@@ -252,11 +252,12 @@ def test_requests_of_a_front_end_whose_host_vanishes_are_cancelled(
 
 
 def test_hosts_start_on_a_network_that_comes_and_goes(tiny_llama: Path, tmp_path: Path) -> None:
-    """Connections are cut in all stages of the handshakes, then the network stays."""
+    """Connections are cut in all stages of the handshakes, then the network stays. One link has long round trips."""
     with network(*HOSTS) as net:
         deployment = Deployment(net, tmp_path, str(tiny_llama))
         for link in LINKS:
             net.change_between(*link, delay=0.05, cut=True)
+        net.change_between("front", "tokenizer", delay=0.5)
         with deployment.running():
             deployment.worker.wait_until(lambda: "worker-0" in deployment.worker.processes(), "the worker starts")
             chances = random.Random(0)
@@ -266,5 +267,7 @@ def test_hosts_start_on_a_network_that_comes_and_goes(tiny_llama: Path, tmp_path
                     net.change(source, target, cut=chances.random() < 0.5)
                 time.sleep(chances.uniform(0.02, 0.6))
             net.reset()
+            net.change_between("front", "tokenizer", delay=0.5)
             deployment.front.wait_until_ready()
+            net.reset()
             assert {len(ids) for ids in deployment.streams()} == {TOKENS}

@@ -95,6 +95,7 @@ class Cable:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.is_cut = False
+        self.damages_next = False  # of what goes to the connecting side
         self.sent = b""
         self._sockets = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -119,6 +120,8 @@ class Cable:
                     continue
                 if outward:
                     self.sent += data
+                elif self.damages_next:
+                    self.damages_next, data = False, data[:-1] + bytes([data[-1] ^ 1])
                 sink.sendall(data)
             if not self.is_cut:
                 sink.shutdown(socket.SHUT_WR)

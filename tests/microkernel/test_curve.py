@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tgi.microkernel import curve
 from tgi.microkernel.curve import MAX_STRANGERS
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.link import Link
+from tgi.microkernel.log import ComplaintLimit
 from tgi.microkernel.protocol import Cancel, encode
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
@@ -187,6 +189,62 @@ def test_connecting_side_reports_wrong_keys(
     assert not up.received
 
 
+@contextlib.contextmanager
+def service(port: int, answer: bytes) -> Iterator[list[float]]:
+    """Another service at this port: it answers each connection at once, and closes it. Yields the times of these."""
+    times: list[float] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                accepted, _ = listener.accept()
+                times.append(time.monotonic())
+                accepted.sendall(answer)
+                accepted.close()
+
+    listener = socket.create_server(("127.0.0.1", port))
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield times
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def test_connecting_side_connects_after_another_service_at_that_port_has_ended(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    with service(deployment.port, b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(200)) as times:
+        up = deployment.connect(hello("worker"))
+        assert until(lambda: len(times) > 1, up)
+    assert "another service listens there" in caplog.text
+    low = deployment.bind()
+    assert until(lambda: low.link.peers and up.link.peers, low, up)
+
+
+def test_failed_attempts_to_connect_become_rare(deployment: Deployment) -> None:
+    with service(deployment.port, b"") as times:
+        up = deployment.connect(hello("worker"))
+        assert until(lambda: len(times) > 1 and times[-1] - times[-2] > 2, up)
+
+
+def test_connecting_side_connects_again_after_damaged_data(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    low = deployment.bind()
+    with cable(deployment.port) as line:
+        up = deployment.connect(hello("worker"), port=line.port)
+        assert until(lambda: low.link.peers and up.link.peers, low, up)
+        line.damages_next = True
+        (peer,) = low.link.peers
+        low.link.send(peer, Cancel(7))
+        assert until(lambda: up.kinds().count("Hello") == 2, low, up)
+    assert "has sent damaged data" in caplog.text
+    assert up.kinds() == ["Hello", "PeerDisconnected", "Hello"]
+
+
 def test_an_impostor_of_the_scheduler_gets_nothing(deployment: Deployment, tmp_path: Path) -> None:
     """The holder of a host's file cannot pretend to be the scheduler: it does not contain the scheduler's secret."""
     impostor = deployment.scheduler_keys._replace(secret=deployment.host_keys.secret)
@@ -241,7 +299,7 @@ def test_a_front_end_cannot_claim_to_be_a_scheduler(
         up.link.own_hello, up.link._incompatibility = hello(role), lambda hello: ""  # type: ignore[method-assign]
         caplog.clear()
         assert until(lambda up=up, role=role: f"{role}-0" in caplog.text, low, up)
-        low.link._complains_at = 0.0
+        low.link._rejected = ComplaintLimit(0)
     assert not low.received
 
 

@@ -32,6 +32,22 @@ def lines(capsys: pytest.CaptureFixture[str], **settings: object) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
+def test_complaints_become_rare_until_there_is_no_cause_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 1e6
+    monkeypatch.setattr(log.time, "monotonic", lambda: seconds)
+    limit = log.ComplaintLimit(1.0)
+    times = []
+    for _ in range(400):
+        if limit.allows_one():
+            times.append(seconds - 1e6)
+        seconds += 0.5
+    assert times == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+    seconds += 200
+    assert [limit.allows_one() for _ in range(2)] == [True, False]
+    seconds += 1
+    assert limit.allows_one()
+
+
 def test_text_has_time_level_process_location_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = lines(capsys)
     parts = first.split()

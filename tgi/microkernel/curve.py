@@ -22,6 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.log import ComplaintLimit
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +34,16 @@ KEY_CHARACTERS = 40  # of a Curve25519 key in Z85
 # libzmq asks at this address who may connect, for all sockets of a context.
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"tgi"
-# A connection that has not proved its key by then is closed.
-HANDSHAKE_MILLISECONDS = 3000
+# A connection that has not proved its key by then is closed. A handshake takes four and a half round trips.
+HANDSHAKE_MILLISECONDS = 10_000
+MAX_ROUND_TRIP_SECONDS = 2.0
 # Connections whose peer has not sent a Hello. Of more the oldest are closed, so that strangers cannot take all file
 # descriptors; a peer of this deployment needs only milliseconds to prove its key.
 MAX_STRANGERS = 64
-# Minimum interval between log records that strangers can cause.
-COMPLAINT_SECONDS = 10.0
+# First interval between log records that strangers can cause, and between those of failed attempts to connect.
+COMPLAINT_SECONDS, ATTEMPT_COMPLAINT_SECONDS = 10.0, 1.0
+# Before an attempt to connect after one that has failed; doubled with each.
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 8.0
 
 
 # --- key files --------------------------------------------------------------------------------------------------------
@@ -214,7 +218,7 @@ class ConnectionGuard:
         self._address = address
         self._port = urlsplit(address).port
         self._accepted_keys = keys.accepted
-        self._complains_at = 0.0
+        self._complaints = ComplaintLimit(COMPLAINT_SECONDS)
         socket.curve_server = True
         socket.curve_secretkey = keys.secret
         socket.zap_domain = ZAP_DOMAIN
@@ -261,6 +265,89 @@ class ConnectionGuard:
                 duplicate.shutdown(sockets.SHUT_RDWR)
 
     def _complain(self, message: str) -> None:
-        if time.monotonic() >= self._complains_at:
-            self._complains_at = time.monotonic() + COMPLAINT_SECONDS
+        if self._complaints.allows_one():
             log.warning("%s", message)
+
+
+class Connector:
+    """Connects a socket to a TCP address again when the connection is lost, or an attempt has failed.
+
+    libzmq alone would try 50 times a second where the handshake fails, and never again after what is no handshake, or
+    a damaged message. So this object begins anew after each connection: at once if that had a session, else later with
+    each failure.
+    """
+
+    EVENTS = (
+        zmq.EVENT_CONNECTED
+        | zmq.EVENT_DISCONNECTED
+        | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    )
+
+    def __init__(self, socket: "zmq.Socket[bytes]", address: str, keys: ConnectingKeys) -> None:
+        """Has the socket accept only a process that has the secret key."""
+        use_connecting_keys(socket, keys)
+        self.has_session = False  # set by the link: the peer has been accepted
+        self._socket = socket
+        self._address = address
+        self._connected = False  # by the latest event
+        self._began_at = 0.0  # the connection
+        self._fault = ""  # why it has ended, if that is not what connections do
+        self._failures = 0  # since the latest session
+        self._retry_at: float | None = None
+        self._complaints = ComplaintLimit(ATTEMPT_COMPLAINT_SECONDS)
+
+    def read_events(self, monitor: "zmq.Socket[bytes]") -> bool:
+        """Reads all events of the socket's monitor. Returns whether a connection was lost."""
+        lost = False
+        while monitor.poll(0):
+            event, _ = struct.unpack("=HI", monitor.recv_multipart()[0])
+            if event == zmq.EVENT_CONNECTED:
+                self._connected, self._began_at, self._fault = True, time.monotonic(), _NO_LINK
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._fault = ""
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._connected, lost = False, True
+            else:
+                self._fault = self._describe_failure(event)
+        if lost and not self._connected:  # else libzmq has connected again
+            self._begin_anew()
+        return lost
+
+    def retry_if_due(self) -> None:
+        """Begins to connect when it is time to try again. libzmq repeats what is refused, after 200 to 500 ms."""
+        if self._retry_at is not None and time.monotonic() >= self._retry_at:
+            self._retry_at = None
+            self._socket.connect(self._address)
+
+    def _begin_anew(self) -> None:
+        if self._fault and self._complaints.allows_one():
+            log.error("%s %s. Trying again.", self._address, self._fault)
+        with contextlib.suppress(zmq.ZMQError):  # libzmq has given it up
+            self._socket.disconnect(self._address)
+        if self.has_session:
+            self.has_session, self._failures, self._retry_at = False, 0, None
+            self._socket.connect(self._address)
+        else:
+            self._retry_at = time.monotonic() + min(RETRY_SECONDS * 2**self._failures, MAX_RETRY_SECONDS)
+            self._failures = min(1 + self._failures, 10)
+
+    def _describe_failure(self, event: int) -> str:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return f"does not know the key of this process: {_OTHER_KEYS}"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and not self._fault:
+            return "has sent damaged data"
+        if 1000 * (time.monotonic() - self._began_at) > 0.9 * HANDSHAKE_MILLISECONDS:
+            return (
+                f"has not completed the handshake within {HANDSHAKE_MILLISECONDS // 1000} s: it hangs, it is no link, "
+                f"or the network loses much or has round trips of more than {MAX_ROUND_TRIP_SECONDS:.0f} s"
+            )
+        return f"has ended the handshake: it is busy, it is a process of another role, or {_OTHER_KEYS}"
+
+
+_NO_LINK = "is no link of tgi: another service listens there"
+_OTHER_KEYS = (
+    "its keys are those of another deployment. Give --keys a file that the same `tgi keys new` has made as its own"
+)

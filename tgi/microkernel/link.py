@@ -5,7 +5,6 @@ the run directory, those between hosts are encrypted TCP connections (see curve)
 """
 
 import logging
-import struct
 import time
 import weakref
 from collections import deque
@@ -22,11 +21,12 @@ from tgi.microkernel.curve import (
     HANDSHAKE_MILLISECONDS,
     ConnectingKeys,
     ConnectionGuard,
+    Connector,
     ListeningKeys,
-    use_connecting_keys,
 )
 from tgi.microkernel.errors import ProtocolError, UserError
 from tgi.microkernel.liveness import SilenceDetector
+from tgi.microkernel.log import ComplaintLimit
 from tgi.microkernel.protocol import (
     PROTOCOL,
     ROLES,
@@ -57,11 +57,8 @@ PROBE_SECONDS = 0.001
 HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS = 1000, 3000
 # Multipart messages of one TCP peer that wait to be received; then its connection is not read further.
 MAX_WAITING_MESSAGES = 1000
-# Minimum interval between log records that a peer can cause with every message.
+# First interval between log records that a peer can cause with every message.
 COMPLAINT_SECONDS = 1.0
-HANDSHAKE_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 _PING, _GOODBYE = encode(Ping()), encode(Goodbye())
 # How long a process that was told to end waits for the answers to its Goodbyes.
@@ -140,7 +137,12 @@ class Link:
     """
 
     def __init__(
-        self, socket: "zmq.Socket[bytes]", address: str, own_hello: Hello, guard: ConnectionGuard | None = None
+        self,
+        socket: "zmq.Socket[bytes]",
+        address: str,
+        own_hello: Hello,
+        guard: ConnectionGuard | None = None,
+        connector: Connector | None = None,
     ) -> None:
         self.socket = socket
         role = own_hello.role
@@ -162,14 +164,14 @@ class Link:
         self._binds = socket.type == zmq.ROUTER
         self._guard = guard  # of a ROUTER that listens on TCP
         self._peer_of_connection: dict[int, PeerId] = {}  # by file descriptor; only with a guard
-        self._complains_at = 0.0
+        self._connector = connector  # of a DEALER that connects over TCP
+        self._malformed, self._rejected = ComplaintLimit(COMPLAINT_SECONDS), ComplaintLimit(COMPLAINT_SECONDS)
         # Of a connecting side: whether a process is connected over another link, and the process for which that holds.
         self.has_other_link: Callable[[PeerId, Link], bool] = lambda peer, link: False
         self.redundant_peer: PeerId | None = None
-        # pyzmq's default address contains the file descriptor, which may have belonged to a socket closed just before.
         events = zmq.EVENT_DISCONNECTED | (zmq.EVENT_ACCEPTED if guard is not None else 0)
-        if not self._binds and socket.mechanism == zmq.CURVE:
-            events |= HANDSHAKE_FAILURES
+        events |= Connector.EVENTS if connector is not None else 0
+        # pyzmq's default address contains the file descriptor, which may have belonged to a socket closed just before.
         self.monitor = socket.get_monitor_socket(events, f"inproc://{uuid4()}")
         self.event_sources = [self.monitor] if guard is None else [self.monitor, guard.zap]
         self._release = weakref.finalize(self, _release, socket, self.event_sources)
@@ -195,12 +197,11 @@ class Link:
     def connect(cls, address: str, own_hello: Hello, keys: ConnectingKeys | None = None) -> "Link":
         """A link of the connecting side; a TCP address needs keys. The other end need not exist yet."""
         socket = _socket(zmq.DEALER, address, keys)
-        if keys is not None:
-            use_connecting_keys(socket, keys)
+        connector = Connector(socket, address, keys) if keys is not None else None
         socket.setsockopt(zmq.PROBE_ROUTER, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20 if connector is None else 200)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        link = cls(socket, address, own_hello)
+        link = cls(socket, address, own_hello, connector=connector)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
@@ -214,7 +215,10 @@ class Link:
         return bool(self._events or self._outbox) or self._may_have_more
 
     def receive(self) -> Iterator[tuple[PeerId, Any]]:
-        """Yields (peer, message) without blocking: Hello for a new connection, PeerDisconnected for a lost one."""
+        """Yields (peer, message) without blocking: Hello for a new connection, PeerDisconnected for a lost one. To be
+        called every BEAT_SECONDS, too: it connects again when that is due."""
+        if self._connector is not None:
+            self._connector.retry_if_due()
         self._may_have_more = False
         size = 0  # of messages over TCP
         for _ in range(MAX_MESSAGES_PER_RECEIVE):
@@ -329,16 +333,12 @@ class Link:
         self._release()
 
     def _drain_monitor(self) -> bool:
-        """Reads all events of the monitor. Returns whether there was one."""
+        """Reads all events of the monitor. Returns whether a connection was lost."""
+        if self._connector is not None:
+            return self._connector.read_events(self.monitor)
         found = False
         while self.monitor.poll(0):
-            event, _ = struct.unpack("=HI", self.monitor.recv_multipart()[0])
-            if event & HANDSHAKE_FAILURES:
-                self._complain(
-                    logging.ERROR,
-                    f"{self.address} has ended the handshake: it is busy, it is a process of another role, or its "
-                    "keys are those of another deployment. Give --keys a file that `tgi keys new` made with its own.",
-                )
+            self.monitor.recv_multipart()
             found = True
         return found
 
@@ -350,7 +350,8 @@ class Link:
         try:
             message = decode(frame)
         except ProtocolError as error:
-            self._complain(logging.WARNING, f"dropped a malformed message on {self.address}: {error}")
+            if self._malformed.allows_one():
+                log.warning("dropped a malformed message on %s: %s", self.address, error)
             return
         if isinstance(message, Hello):
             yield from self._handle_hello(route, message, connection)
@@ -379,7 +380,8 @@ class Link:
         if connection is not None and self._guard is not None and connection not in self._guard.connections:
             return  # it was closed meanwhile
         if problem := self._incompatibility(hello):
-            self._complain(logging.ERROR, f"rejected {hello.role}-{hello.replica} on {self.address}: {problem}")
+            if self._rejected.allows_one():
+                log.error("rejected %s-%d on %s: %s", hello.role, hello.replica, self.address, problem)
             self._send(route, [encode(LinkRejected(problem))])
             return
         peer = PeerId(hello.role, hello.replica, hello.boot)
@@ -404,6 +406,8 @@ class Link:
         self._peer_of_route[route] = peer
         if connection is not None:
             self._peer_of_connection[connection] = peer
+        if self._connector is not None:
+            self._connector.has_session = True
         if not self._binds and not self._send(route, [encode(self.own_hello)]):
             self._disconnect(peer)
         while self._events:
@@ -439,12 +443,6 @@ class Link:
                 return False
             raise
         return True
-
-    def _complain(self, level: int, message: str) -> None:
-        """Logs what a peer can cause at will, at a limited rate."""
-        if time.monotonic() >= self._complains_at:
-            self._complains_at = time.monotonic() + COMPLAINT_SECONDS
-            log.log(level, "%s", message)
 
     def _disconnect(self, peer: PeerId, planned: bool = False) -> None:
         """Ends the session, and forgets the connection."""

@@ -28,6 +28,29 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _LOGGING_ATTRIBUTES = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+# Largest interval of a ComplaintLimit.
+MAX_COMPLAINT_SECONDS = 60.0
+
+
+class ComplaintLimit:
+    """Limits the log records that others can cause at will. The interval between two of them doubles from `seconds` up
+    to a minute, and is the first one again when there was no cause for a minute."""
+
+    def __init__(self, seconds: float) -> None:
+        self._first = self._interval = seconds
+        self._due = 0.0  # by time.monotonic
+
+    def allows_one(self) -> bool:
+        """Whether to log a record now."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        quiet = now > self._due + MAX_COMPLAINT_SECONDS
+        self._interval = self._first if quiet else min(2 * self._interval, MAX_COMPLAINT_SECONDS)
+        self._due = now + self._interval
+        return True
+
+
 def configure_logging(process: str, settings: Settings) -> None:
     """Sends all logging of this process to standard error. `process` names it in each line ("worker-0").
 

@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId, end_sessions
+from tgi.microkernel.liveness import BEAT_SECONDS
 from tgi.microkernel.process import Process
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class WatchedLink:
         self._wake, self._wake_write = socket.socketpair()
         for end in (self._wake, self._wake_write):
             end.setblocking(False)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="watched link")
+        self._thread = threading.Thread(target=self._run_or_end, daemon=True, name="watched link")
         self._thread.start()
 
     def send(self, message: tuple[Any, ...], peer: PeerId | None = None) -> None:
@@ -69,13 +70,21 @@ class WatchedLink:
         with contextlib.suppress(BlockingIOError):  # the socket is full of wake-ups already
             self._wake_write.send(b"\0")
 
+    def _run_or_end(self) -> None:
+        """Without this thread the process would neither hear the others nor notice their end."""
+        try:
+            self._run()
+        except Exception:
+            log.critical("the link of the ranks has failed; the supervisor starts this process again", exc_info=True)
+            os._exit(1)
+
     def _run(self) -> None:
         link, poller = self._link, zmq.Poller()
         for source in (link.socket, *link.event_sources):
             poller.register(source, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
         while not self._closing:
-            ready = dict(poller.poll(0 if link.has_pending_work else None))
+            ready = dict(poller.poll(0 if link.has_pending_work else int(1000 * BEAT_SECONDS)))
             if self._wake.fileno() in ready:
                 self._wake.recv(4096)
             if any(source in ready for source in link.event_sources):
