@@ -104,7 +104,7 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         for role, replica, lock in reversed(claims)
         for index in range(settings.replicas if role in rundir.SINGLE_ROLES else 1)
     ]
-    has_other_hosts = settings.listen or settings.tokenizer_listen or settings.connect
+    has_other_hosts = settings.listen or settings.tokenizer_listen or settings.connect or settings.group
     publisher = ReportPublisher(settings.run_dir) if has_other_hosts else None
 
     def on_tick() -> None:

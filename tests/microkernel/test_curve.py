@@ -129,6 +129,15 @@ def test_peers_with_keys_exchange_messages(deployment: Deployment) -> None:
     assert [message.rid for _, message in low.received[1:]] == list(range(1000))
 
 
+def test_listener_on_all_addresses_knows_to_which_one_peers_have_connected(deployment: Deployment) -> None:
+    low = deployment.bind(f"tcp://0.0.0.0:{deployment.port}")
+    deployment.address = f"tcp://127.0.0.2:{deployment.port}"
+    up = deployment.connect(hello("worker"))
+    assert until(lambda: low.link.peers and up.link.peers, low, up)
+    assert low.link.local_address(low.link.peers) == "127.0.0.2"
+    assert low.link.local_address([]) == ""
+
+
 def test_ipv6(deployment: Deployment) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()

@@ -167,6 +167,19 @@ def rundir_with_site(path: Path) -> str:
     return rundir.site_id(path)
 
 
+def test_processes_of_a_host_pass_on_what_others_of_it_have_received(tmp_path: Path) -> None:
+    """As a tokenizer with front ends elsewhere, next to a scheduler whose worker is elsewhere."""
+    site = rundir_with_site(tmp_path)
+    scheduler, tokenizer = ReportExchange(tmp_path, site), ReportExchange(tmp_path, site)
+    worker, front = ScriptedLink([report(site_of(1))]), ScriptedLink([])
+    scheduler.exchange([worker])  # type: ignore[list-item]
+    for _ in range(2):
+        tokenizer.exchange([front])  # type: ignore[list-item]
+        scheduler.exchange([worker])  # type: ignore[list-item]
+    assert [one.site for message in front.sent for one in message.reports] == [site_of(1)]
+    assert len(worker.sent) == 1  # it has other peers
+
+
 def test_the_number_of_hosts_is_bounded(tmp_path: Path) -> None:
     site = rundir_with_site(tmp_path)
     exchange = ReportExchange(tmp_path, site)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 DEFECT = """
 import sys, time
+from pathlib import Path
 from types import SimpleNamespace
 from tests.microkernel.test_link import hello
 from tgi.microkernel.link import Link
 from tgi.microkernel.watched_link import WatchedLink
 
 address = "ipc://" + sys.argv[1]
-process = SimpleNamespace(wake_loop=lambda: None)
+process = SimpleNamespace(wake_loop=lambda: None, run_dir=Path(sys.argv[1]).parent)
 low = WatchedLink(process, Link.bind(address, hello("worker")))
 up = WatchedLink(process, Link.connect(address, hello("worker", 1)))
 while not (received := [*low.receive()]):

@@ -41,10 +41,13 @@ def ids_of(text: str, vocabulary: Vocabulary | None = None) -> list[int]:
 class PoolHarness:
     """A pool between two apis and a scheduler. Its clock advances by 1 ms per reading."""
 
-    def __init__(self, vocabulary: Vocabulary | None = None, scheduler: bool = True, template: str = "") -> None:
+    def __init__(
+        self, vocabulary: Vocabulary | None = None, scheduler: bool = True, template: str = "", **options: Any
+    ) -> None:
+        """`options`: of the pool."""
         self.now = 0.0
         templates = ChatTemplates({"default": template} if template else {}, {"bos_token": "<|bos|>"})
-        self.pool = TokenizerPool(vocabulary or byte_level(), ChatRenderer(templates), self._tick)
+        self.pool = TokenizerPool(vocabulary or byte_level(), ChatRenderer(templates), self._tick, **options)
         self.lives = 0
         self.sent: dict[PeerId, list[Any]] = {}
         for api in (API, OTHER):

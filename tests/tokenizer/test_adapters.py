@@ -105,3 +105,14 @@ def test_update_waits_for_a_scheduler() -> None:
     harness.connect_scheduler()
     (order,) = harness.received_by(harness.scheduler)
     assert (order.name, order.path) == ("new", "/lora/new")
+
+
+def test_updates_of_front_ends_are_refused_where_tokenizers_do_not_allow_them() -> None:
+    """A front end on another host has settings of its own."""
+    harness = PoolHarness(allow_adapter_updates=False)
+    for update in (UpdateAdapter(7, "mine", "/lora/mine"), UpdateAdapter(8, "mine", "")):
+        harness.pool.handle(API, update)
+        ((peer, answer),) = harness.pool.drain_outgoing()
+        assert (peer, answer.rid) == (API, update.rid)
+        assert "--allow-adapter-updates" in answer.error
+    assert harness.pool.idle

@@ -258,6 +258,13 @@ class ConnectionGuard:
         for connection in strangers[:-MAX_STRANGERS]:
             self._shut_down(connection)
 
+    def local_address(self, connection: int) -> str:
+        """The address of this host to which a peer has connected; "" if it is closed."""
+        with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(connection)) as duplicate:
+            host, port, *_ = duplicate.getsockname()
+            return str(host).removeprefix("::ffff:") if port == self._port else ""
+        return ""
+
     def _shut_down(self, connection: int) -> None:
         """Makes libzmq close a connection. It may have done so meanwhile, and the descriptor may be another's."""
         with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(connection)) as duplicate:

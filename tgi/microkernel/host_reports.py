@@ -2,8 +2,9 @@
 
 The supervisor of a host with links to others writes a HostReport of its run directory every two seconds. Each process
 with such a link sends that on, and what it has received on its other links. Received reports are written to the run
-directory, too. A report expires by its age, since clocks of different hosts are not compared. Of two reports of a host
-the newer one is known by the clock of that host, so that none is passed on twice where links form a circle.
+directory, too, where the other processes of the host find them. A report expires by its age, since clocks of different
+hosts are not compared. Of two reports of a host the newer one is known by the clock of that host, so that none is
+passed on twice where links form a circle.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import logging
 import os
 import re
 import struct
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -54,7 +56,7 @@ class KnownReport(NamedTuple):
 def write_report(run: Path, known: KnownReport) -> None:
     """Replaces the file of a host in a run directory atomically. A full disk must not end the process."""
     path = _path(run, known.report.site)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         draft.write_bytes(_CREATED.pack(known.created) + encode(HostReports([known.report])))
         draft.replace(path)
@@ -102,14 +104,13 @@ def _path(run: Path, site: str) -> Path:
 
 
 class ReportExchange:
-    """The reports that a process knows. To be called with each beat, for its links to other hosts."""
+    """The reports that a process knows. To be called with each beat, for its links to other hosts, by one thread."""
 
     def __init__(self, run: Path, site: str) -> None:
         self._run = run
         self._site = site
         self._known: dict[str, tuple[KnownReport, Link | None]] = {}  # by site, with the link that has brought it
-        self._own_changed_at = 0  # of the file of this host
-        self._exchanged_at = 0.0
+        self._changed_at: dict[str, int] = {}  # of the file of each site
 
     def exchange(self, links: Iterable[Link]) -> None:
         """Takes what the links have received, and queues on each what has changed since the last call."""
@@ -117,7 +118,7 @@ class ReportExchange:
         if not between_hosts:
             return
         now = time.monotonic()
-        changed = self._own_report()
+        changed = self._read_files()
         for link in between_hosts:
             for message in link.take_host_reports():
                 for report in message.reports[:MAX_HOSTS]:
@@ -137,25 +138,34 @@ class ReportExchange:
             if news:
                 link.send_host_reports(HostReports(news))
 
-    def _own_report(self) -> set[str]:
-        """Reads the file of this host if it has changed. Returns its site if so."""
-        with contextlib.suppress(OSError):
-            changed_at = _path(self._run, self._site).stat().st_mtime_ns
-            if changed_at != self._own_changed_at and (known := read_report(self._run, self._site)) is not None:
-                self._own_changed_at = changed_at
-                self._known[self._site] = known, None
-                return {self._site}
-        return set()
+    def _read_files(self) -> set[str]:
+        """Takes what the supervisor has written, and other processes of this host that have received news. Returns the
+        sites of reports that are newer than those known."""
+        changed, times = set(), {}
+        with contextlib.suppress(OSError), os.scandir(_path(self._run, "")) as entries:
+            for entry in entries:
+                if _SITE.fullmatch(entry.name):
+                    with contextlib.suppress(OSError):  # it has been removed
+                        times[entry.name] = entry.stat().st_mtime_ns
+        for site, changed_at in times.items():
+            if changed_at == self._changed_at.get(site) or (known := read_report(self._run, site)) is None:
+                continue
+            if site == self._site or self._is_news(known.report):
+                self._known[site] = known, None
+                changed.add(site)
+        self._changed_at = times
+        return changed
+
+    def _is_news(self, report: HostReport) -> bool:
+        """Whether the report of another host is to be kept."""
+        if (before := self._known.get(report.site)) is not None:
+            return report.made_ms > before[0].report.made_ms
+        return len(self._known) < MAX_HOSTS
 
     def _accept(self, received: HostReport, link: Link, now: float) -> set[str]:
         """Keeps a report if it is newer than the one that is known. Returns its site if so."""
         site = received.site
-        if (before := self._known.get(site)) is not None:
-            if received.made_ms <= before[0].report.made_ms:
-                return set()
-        elif len(self._known) >= MAX_HOSTS:
-            return set()
-        if site == self._site or (report := cleaned(received)) is None:
+        if site == self._site or not self._is_news(received) or (report := cleaned(received)) is None:
             return set()
         known = KnownReport(report, now - report.age_ms / 1000)
         self._known[site] = known, link

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -309,6 +310,14 @@ class Link:
         """What has been received since the last call: the latest of each peer."""
         received, self._host_reports = [*self._host_reports.values()], {}
         return received
+
+    def local_address(self, peers: Iterable[PeerId]) -> str:
+        """Of a TCP listener: the address of this host to which one of these peers has connected, one that other hosts
+        reach if there is one. "" if all are gone. Thread-safe."""
+        assert self._guard is not None
+        connections = [connection for connection, peer in [*self._peer_of_connection.items()] if peer in peers]
+        found = [address for one in connections if (address := self._guard.local_address(one))]
+        return min(found, key=lambda address: ip_address(address).is_loopback, default="")
 
     def say_goodbye(self) -> None:
         """Sends a Goodbye to every peer. For a process that was told to end, see `end_sessions`."""

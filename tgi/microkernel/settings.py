@@ -387,7 +387,8 @@ class Settings:
     allow_adapter_updates: bool = setting(
         ADAPTERS,
         False,
-        "Let clients load adapters from directories of this host, and unload them, while the server runs.",
+        "Let clients load adapters from directories of this host, and unload them, while the server runs. On several "
+        "hosts both front ends and tokenizers need it.",
         boolean,
         env=("TGI_ALLOW_ADAPTER_UPDATES",),
     )

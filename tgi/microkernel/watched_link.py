@@ -5,12 +5,15 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import zmq
 
+from tgi.microkernel import rundir
+from tgi.microkernel.host_reports import ReportExchange
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId, end_sessions
 from tgi.microkernel.liveness import BEAT_SECONDS
 from tgi.microkernel.process import Process
@@ -34,6 +37,8 @@ class WatchedLink:
         self._received: deque[tuple[PeerId, Any]] = deque()
         self._outgoing: deque[tuple[PeerId | None, tuple[Any, ...]]] = deque()
         self._members: frozenset[PeerId] = frozenset()
+        # Of the link's thread: that of the main thread waits for steps, and does not turn while it loads.
+        self._reports = ReportExchange(process.run_dir, rundir.site_id(process.run_dir))
         self._closing = False
         self._wake, self._wake_write = socket.socketpair()
         for end in (self._wake, self._wake_write):
@@ -50,6 +55,10 @@ class WatchedLink:
         """Yields what was received, as Link.receive. New messages end the `wait` of the process."""
         while self._received:
             yield self._received.popleft()
+
+    def local_address(self, peers: Iterable[PeerId]) -> str:
+        """See Link.local_address."""
+        return self._link.local_address(peers)
 
     def set_members(self, members: frozenset[PeerId]) -> bool:
         """From now on this process ends when one of these peers is gone. Returns False, and does nothing, if one is
@@ -83,6 +92,7 @@ class WatchedLink:
         for source in (link.socket, *link.event_sources):
             poller.register(source, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
+        next_beat_at = 0.0
         while not self._closing:
             ready = dict(poller.poll(0 if link.has_pending_work else int(1000 * BEAT_SECONDS)))
             if self._wake.fileno() in ready:
@@ -98,6 +108,9 @@ class WatchedLink:
                 receiver, message = self._outgoing.popleft()
                 for one in self._members if receiver is None else (receiver,):
                     link.send(one, message)
+            if (now := time.monotonic()) >= next_beat_at:
+                next_beat_at = now + BEAT_SECONDS
+                self._reports.exchange([link])
             link.flush()
         end_sessions([link])
         link.close()

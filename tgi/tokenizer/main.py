@@ -48,6 +48,7 @@ def main(process: Process) -> None:
         units=process.work_register.units,
         work_in_hand=partial(work_in_hand, process.run_dir),
         tokenizers=process.settings.validation_workers,
+        allow_adapter_updates=process.settings.allow_adapter_updates,
     )
     hello = process.hello(config.fingerprint)
     settings = process.settings

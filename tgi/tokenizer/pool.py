@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 # Requests of a lost scheduler that are sent again: at once, and then per second. So who takes them can serve meanwhile.
 RESUBMISSION_BURST, RESUBMISSIONS_PER_SECOND = 100, 250.0
 COMPLETE = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
+UPDATES_REFUSED = "adapters cannot be changed: the tokenizers run without --allow-adapter-updates"
 OVERLOADED = "too many long texts and grammars wait to be encoded"
 
 
@@ -95,10 +96,11 @@ class TokenizerPool:
         units: "memoryview[int] | None" = None,
         work_in_hand: Callable[[PeerId], bytes | None] = lambda peer: b"",
         tokenizers: int = 1,
+        allow_adapter_updates: bool = True,
     ) -> None:
         """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory.
         `work_in_hand`: the fingerprints of the requests that a scheduler has, or had, in hand; None: not known.
-        `tokenizers`: how many the server has."""
+        `tokenizers`: how many the server has. `allow_adapter_updates`: whether front ends may change adapters."""
         self._build_grammar = build_grammar or _build_in_process(AnswerGrammarBuilder(vocabulary))
         self.jobs = EncodingQueue()
         self._recorder = recorder
@@ -119,6 +121,7 @@ class TokenizerPool:
         self._progress = ProgressClock()
         self._limits: DeploymentLimits | None = None
         self._adapters = AdapterDirectory()
+        self._allow_adapter_updates = allow_adapter_updates
         self._output_processor = OutputProcessor(vocabulary, self._units)
         self._prompt_messages: list[tuple[PeerId, Any]] = []
         self._messages: list[tuple[PeerId, Any]] = []
@@ -242,6 +245,9 @@ class TokenizerPool:
         self._encode(tokenize, TokenizationKey(api, tokenize.rid), partial(self._encoder.encode_tokenize, tokenize))
 
     def _on_update_adapter(self, api: PeerId, update: UpdateAdapter) -> None:
+        if not self._allow_adapter_updates:  # a front end on another host has settings of its own
+            self._send(api, AdapterUpdated(update.rid, UPDATES_REFUSED))
+            return
         self._last_rid += 1
         forwarded = self._adapters.add_update(self._last_rid, api, update)
         for replica in self._schedulers:

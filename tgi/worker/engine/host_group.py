@@ -51,6 +51,7 @@ SHARED_SETTINGS = (
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Which network interface the collective operations use, for gloo and for NCCL.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ALL_ADDRESSES = ("0.0.0.0", "::")
 WAIT_SECONDS = 1.0
 # Between two looks for the answers of the ranks that read an adapter.
 POLL_SECONDS = 0.01
@@ -152,7 +153,8 @@ class HostGroup:
 
     def _form(self) -> RankPlace | None:
         """Tells all ranks where to meet. None if one is gone meanwhile."""
-        if not self._link.set_members(frozenset(peer for peer, _ in self._joined.values())):
+        members = frozenset(peer for peer, _ in self._joined.values())
+        if not self._link.set_members(members):
             return None
         listener = _listen(self._host)
         port = listener.getsockname()[1]
@@ -160,7 +162,7 @@ class HostGroup:
         for rank, (peer, _) in self._joined.items():
             before, all_there = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
             self._link.send(GroupFormed(port, before, all_there), peer)
-        _choose_interface(self._host)
+        _choose_interface(self._link.local_address(members) if self._host in ALL_ADDRESSES else self._host)
         self._process.publish_state("starting", "starting")
         meeting = HostRendezvous(self._host, port, listener.detach())
         return RankPlace(0, self._ranks, meeting, None, 0, hosts.count(hosts[0]))
@@ -235,7 +237,8 @@ def host_id() -> str:
 def _listen(host: str) -> socket.socket:
     """A listening socket with a port that the kernel chooses."""
     try:
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
     except OSError as error:
         raise UserError(
             f"Cannot listen on {host}: {error.strerror}. --group needs an address of rank 0's host."
