@@ -159,6 +159,19 @@ def test_a_short_cut_breaks_no_connection(
     assert deployment.streams(cut) == expected
 
 
+def test_streams_survive_cuts_of_any_length(deployment: Deployment, expected: list[list[int]]) -> None:
+    """Around the 2 s after which a silent peer is given up, and the 3 to 4 s after which the connection is."""
+
+    def cut() -> None:
+        for seconds, link in zip((2.2, 3.2, 4.5), LINKS, strict=True):
+            deployment.network.change_between(*link, cut=True)
+            time.sleep(seconds)
+            deployment.network.change_between(*link, cut=False)
+            time.sleep(0.2)
+
+    assert deployment.streams(cut) == expected
+
+
 @pytest.mark.parametrize("link", LINKS, ids="-".join)
 def test_streams_survive_a_cut_that_heals(
     deployment: Deployment, expected: list[list[int]], link: tuple[str, str]

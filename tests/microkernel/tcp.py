@@ -91,7 +91,7 @@ class Cable:
     what the connecting side has sent."""
 
     def __init__(self, target: int) -> None:
-        self._target = target
+        self.target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.is_cut = False
@@ -105,7 +105,7 @@ class Cable:
             while True:
                 here, _ = self._listener.accept()
                 try:
-                    there = socket.create_connection(("127.0.0.1", self._target))
+                    there = socket.create_connection(("127.0.0.1", self.target))
                 except ConnectionRefusedError:
                     here.close()
                     continue

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.live.server import free_port
-from tests.microkernel.tcp import Deployment, LoopedLink, hello, until
+from tests.microkernel.tcp import Deployment, LoopedLink, cable, hello, until
+from tgi.microkernel import discovery
 from tgi.microkernel.discovery import Discovery, DownstreamLinks, nth_address
 from tgi.microkernel.link import Link, Place
 
@@ -60,6 +61,28 @@ def test_a_process_with_two_addresses_is_connected_once(deployment: Deployment) 
     assert until(lambda: not follower.connected(), *follower.looped.values())
     assert follower.follow() == (1, 0)
     assert set(follower.links.links) == set(addresses)
+
+
+def test_a_second_address_that_becomes_that_of_another_process_is_used(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "RETRY_SECONDS", 0.0)
+    follower = Follower(deployment, deployment.address)
+    low = deployment.bind()
+    other = deployment.bind(f"tcp://127.0.0.1:{(other_port := free_port())}")
+    assert until(follower.connected, low, *follower.looped.values())
+    with cable(deployment.port) as line:
+        second = f"tcp://127.0.0.1:{line.port}"
+        follower.found.add(second)
+        for _ in range(2):  # the second time it is tried again
+            follower.follow()
+            link = follower.links.links[second]
+            assert until(lambda link=link: link.redundant_peer, low, *follower.looped.values())
+        line.target = other_port
+        follower.follow()
+        assert until(lambda: len(follower.connected()) == 2, low, other, *follower.looped.values())
+        assert follower.follow() == (0, 0)
+    assert low.kinds() == ["Hello"]
 
 
 def test_an_address_that_is_found_no_more_is_kept_while_its_process_is_connected(deployment: Deployment) -> None:

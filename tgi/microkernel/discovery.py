@@ -4,6 +4,7 @@ names are resolved again and again."""
 import logging
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from ipaddress import ip_address
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 # Between two resolutions of a name.
 RESOLVE_SECONDS = 3.0
+# Until an address is tried again that was a second one of a connected process: it may be that of another one by then.
+RETRY_SECONDS = 10.0
 # Answers of a resolver that mean: this name has no address now. Any other failure says nothing about the addresses.
 NO_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 MAX_PORT = 65535
@@ -120,6 +123,7 @@ class DownstreamLinks:
         self._connect = connect
         self._expected = set(expected)
         self._redundant: dict[str, PeerId] = {}  # addresses of processes that are connected at another one
+        self._retry_at: dict[str, float] = {}  # of these addresses: when they are looked at again
 
     def follow(self) -> tuple[list[Link], list[Link]]:
         """Connects to what has been found. Returns the links that are new, and those to be closed: their processes are
@@ -129,16 +133,21 @@ class DownstreamLinks:
         found |= self._expected
         removed = []
         for address, link in list(self.links.items()):
+            if link.peers:
+                self._redundant.pop(address, None)
             if link.redundant_peer is not None:
-                log.info("%s is the address of %s, which is connected at another one", address, link.redundant_peer)
+                if self._redundant.get(address) != link.redundant_peer:
+                    log.info("%s is the address of %s, which is connected at another one", address, link.redundant_peer)
                 self._redundant[address] = link.redundant_peer
+                self._retry_at[address] = time.monotonic() + RETRY_SECONDS
             if link.redundant_peer is not None or (address not in found and not link.peers):
                 link.has_other_link = _accept_none  # what connects until it is closed
                 removed.append(self.links.pop(address))
         connected = {peer for link in self.links.values() for peer in link.peers}
         self._redundant = {at: peer for at, peer in self._redundant.items() if at in found and peer in connected}
+        known = {at for at in self._redundant if time.monotonic() < self._retry_at[at]}
         added = []
-        for address in sorted(found - self.links.keys() - self._redundant.keys()):
+        for address in sorted(found - self.links.keys() - known):
             link = self.links[address] = self._connect(address)
             link.has_other_link = self._has_other_link
             added.append(link)
