@@ -62,7 +62,8 @@ MAX_WAITING_MESSAGES = 1000
 COMPLAINT_SECONDS = 1.0
 
 _PING, _GOODBYE = encode(Ping()), encode(Goodbye())
-# How long a process that was told to end waits for the answers to its Goodbyes.
+# How long a process that was told to end waits for the answers to its Goodbyes. Over a slow network none may come in
+# this time, but there the end of the connection is as late as the Goodbye: the peer has the same time to read that.
 GOODBYE_SECONDS = 1.0
 # Messages that a link handles itself, once a peer has a session; all others are for the role.
 _OF_LINKS = frozenset((Beat, HostReports, Ping))

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 
 from tgi.hub.model_config import read_model_config
@@ -74,7 +75,7 @@ def main(process: Process) -> None:
             streams.drop_detached()
         deadline = pool.deadline()
         process.wait(IDLE_SECONDS if deadline is None else deadline - time.monotonic())
-        run_once(pool, streams, api_links, schedulers.links, executors)
+        run_once(pool, streams, api_links, schedulers.links, executors, partial(schedulers.note_place, pool))
         if executors.longest_seconds() > process.settings.hang_timeout:
             process.begin_work(0.0, "a text")  # the supervisor ends this process: a thread cannot be ended
         if process.beat_due:
@@ -107,14 +108,14 @@ class SchedulerLinks:
     def _find(self) -> list[str]:
         return [self._process.link_address(name) for name in self._process.scheduler_sockets("front")]
 
+    def note_place(self, pool: TokenizerPool, link: Link, place: Place) -> None:
+        """A scheduler has connected over this link. Forgets one of another place, which it has replaced."""
+        before, self._places[link] = self._places.get(link, place), place
+        if before != place:
+            pool.remove_scheduler(before)
+
     def follow(self, pool: TokenizerPool) -> None:
-        """Connects to schedulers that were added, and forgets those that were retired or replaced by one elsewhere."""
-        for link in self.links:
-            for peer, hello in link.peers.items():
-                place = Place(hello.site, peer.replica)
-                if self._places.setdefault(link, place) != place:
-                    pool.remove_scheduler(self._places[link])
-                    self._places[link] = place
+        """Connects to schedulers that were added, and forgets those that were retired."""
         added, removed = self._found.follow()
         for link in added:
             self._process.watch_link(link)
@@ -134,11 +135,15 @@ def run_once(
     api_links: list[Link],
     scheduler_links: list[Link],
     executors: JobExecutors,
+    note_place: Callable[[Link, Place], None] = lambda link, place: None,
 ) -> None:
-    """One iteration of the loop: handles all received messages and completed jobs, then sends what they produced."""
+    """One iteration of the loop: handles all received messages and completed jobs, then sends what they produced.
+    `note_place` is called for each scheduler that has connected."""
     for link in scheduler_links:
         for peer, message in link.receive():
             pool.handle(peer, message)
+            if isinstance(message, Hello):
+                note_place(link, Place(message.site, peer.replica))
     for link in api_links:
         for peer, message in link.receive():
             streams.receive(peer, message)
