@@ -176,7 +176,7 @@ def test_tgi_why_tells_the_trial_of_a_request(server: Server) -> None:
         answer = server.client.post("/generate", json=body, headers={"x-request-id": "poison"})
         assert answer.status_code == 424
 
-    server.stream_all([("Innocent", {"max_new_tokens": 80})], act=poison, after=5)
+    server.stream_all([("Innocent", {"max_new_tokens": 200})], act=poison, after=5)
     command = [sys.executable, "-m", "tgi", "why", "poison"]
     told = subprocess.run(command, env=server.environment, capture_output=True, text=True, check=True).stdout
     for phase in ("recovery of worker-0", "queue on trial", "decode on trial", "on trial with 2 strikes"):
@@ -187,7 +187,7 @@ def test_tgi_why_tells_the_trial_of_a_request(server: Server) -> None:
     other = subprocess.run(command, env=server.environment, capture_output=True, text=True, check=True).stdout
     assert "others are on trial" in other
     assert "released from trial" in other
-    assert "ended with 80 tokens" in other
+    assert "ended with 200 tokens" in other
 
 
 @pytest.mark.parametrize(

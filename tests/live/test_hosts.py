@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -134,7 +133,7 @@ def test_replicas_with_workers_and_front_ends_on_other_hosts(hosts: Hosts) -> No
         fourth.start("tokenizer").start("api")
         fourth.wait_until_ready()
         first.wait_until(lambda: len([one for one in states(first) if one == "scheduler"]) == 2, "both compute")
-        requests = [(f"Prompt {number}", {"max_new_tokens": 60}) for number in range(8)]
+        requests = [(f"Prompt {number}", {"max_new_tokens": 120}) for number in range(8)]
         running: list[float] = []
         undisturbed = fourth.stream_all(requests, lambda: running.append(first.metric("tgi_batch_current_size")), 20)
         assert running == [8]  # of two schedulers with four slots each
@@ -232,8 +231,8 @@ def test_ps_and_top_show_all_hosts(hosts: Hosts) -> None:
         for server in (first, worker, middle, fronts):
             server.wait_until(lambda server=server: shown(server) == everything, "all hosts are shown")
         fronts.wait_until_ready()
-        stream = threading.Thread(target=lambda: fronts.generate("A prompt", max_new_tokens=300))
-        stream.start()
+        stream = fronts.stream("A prompt", max_new_tokens=10_000)  # runs until it is closed
+        next(stream)
         worker.wait_until(lambda: load(worker)["running"] == 1, "the host of the worker knows the load of the others")
         first.wait_until(lambda: load(first)["tokens_per_second"] > 0, "tokens are counted")
         lines = succeed(worker, "top", "--once").splitlines()
@@ -242,7 +241,7 @@ def test_ps_and_top_show_all_hosts(hosts: Hosts) -> None:
             "host", "name", "pid", "state", "stage", "cpu", "memory_mb", "beat_age", "progress_age", "work",
         ]  # fmt: skip
         assert len(lines) == 2 + sum(everything.values())
-        stream.join()
+        stream.close()  # type: ignore[attr-defined]
         worker.stop(signal.SIGKILL)
         worker.commands.clear()
         expected = everything - Counter({"worker-0": 1, "supervisor": 1})

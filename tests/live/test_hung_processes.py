@@ -14,6 +14,8 @@ from tests.live.server import CLIENT_OPTIONS, Server, SharedServers
 from tests.live.test_tree import SCRIPTED, all_streams, token_ids
 
 FAULTS = Path(__file__).parent / "faults"
+# Enough that streams still run when a process is stopped, on a busy machine, too.
+TOKENS = 120
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def standing(tiny_llama: Path, shared_server: SharedServers) -> Server:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[Any]:
-    return all_streams(shared_server("--model-id", str(tiny_llama), *SCRIPTED), 60)
+    return all_streams(shared_server("--model-id", str(tiny_llama), *SCRIPTED), TOKENS)
 
 
 def suspend_until_replaced(server: Server, name: str, reports: bool = True) -> None:
@@ -40,13 +42,13 @@ def suspend_until_replaced(server: Server, name: str, reports: bool = True) -> N
 
 
 def test_a_hung_worker_is_replaced(standing: Server, undisturbed: list[Any]) -> None:
-    disturbed = all_streams(standing, 60, act=lambda: suspend_until_replaced(standing, "worker-0"))
+    disturbed = all_streams(standing, TOKENS, act=lambda: suspend_until_replaced(standing, "worker-0"))
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     standing.wait_until_ready()
 
 
 def test_a_hung_scheduler_is_reported_and_replaced(standing: Server, undisturbed: list[Any]) -> None:
-    disturbed = all_streams(standing, 60, act=lambda: suspend_until_replaced(standing, "scheduler-0"))
+    disturbed = all_streams(standing, TOKENS, act=lambda: suspend_until_replaced(standing, "scheduler-0"))
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     standing.wait_until_ready()
 
@@ -61,7 +63,7 @@ def test_requests_of_a_hung_tokenizer_move_to_another(standing: Server, undistur
         hung.suspend()
 
     try:
-        disturbed = all_streams(standing, 60, act=hang)
+        disturbed = all_streams(standing, TOKENS, act=hang)
         print(f"tokenizer-0: all streams ended {time.monotonic() - began[0]:.1f} s after it was stopped")
         assert standing.processes()["tokenizer-0"].pid == hung.pid
         assert standing.is_healthy()
@@ -69,7 +71,7 @@ def test_requests_of_a_hung_tokenizer_move_to_another(standing: Server, undistur
         hung.resume()
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     standing.wait_until(lambda: "responds again" in standing.output_text(), "the tokenizer is used again")
-    again = all_streams(standing, 60)
+    again = all_streams(standing, TOKENS)
     assert [token_ids(events) for events in again] == [token_ids(events) for events in undisturbed]
     standing.wait_until(lambda: standing.metric("tgi_batch_current_size") == 0, "no request is left behind")
 

@@ -239,13 +239,13 @@ def test_a_killed_supervisor_ends_the_command_with_an_error(server: Server) -> N
 
 def test_a_command_ends_with_the_server(server: Server) -> None:
     server.start().wait_until_ready()
-    stream = server.stream("Hello", max_new_tokens=100)
+    stream = server.stream("Hello", max_new_tokens=500)  # ten seconds: the command may take some until it drains
     events = [next(stream) for _ in range(5)]
     command = begin(server, "restart", "api")
     assert command.stdout is not None
     assert any("draining: api-0" in line for line in command.stdout)
     server.commands["up"].terminate()
-    assert len(events + list(stream)) == 100
+    assert len(events + list(stream)) == 500
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
     _, error = command.communicate(timeout=TIMEOUT_SECONDS)
     assert (command.returncode, error) == (1, "Error: The server ends.\n")

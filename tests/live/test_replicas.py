@@ -48,7 +48,7 @@ def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
 def test_both_replicas_compute(standing: Server) -> None:
     """Four slots each for eight streams: `all_streams` fails if one of them waits until another has ended."""
     running: list[float] = []
-    all_streams(standing, 60, act=lambda: running.append(standing.metric("tgi_batch_current_size")))
+    all_streams(standing, 120, act=lambda: running.append(standing.metric("tgi_batch_current_size")))
     assert running == [8]
 
 
@@ -67,7 +67,7 @@ def test_streams_go_on_after_a_part_of_a_replica_is_killed(standing: Server, vic
 
 
 def test_replicas_come_and_go_under_streams(server: Server) -> None:
-    undisturbed = all_streams(server, 100)
+    undisturbed = all_streams(server, 150)
     *_, result = operate(server, command="scale", role="replica", count=2)
     assert result == "running: scheduler-0, scheduler-1, worker-0, worker-1"
     assert ready(server) >= PARTS
@@ -81,7 +81,7 @@ def test_replicas_come_and_go_under_streams(server: Server) -> None:
         *_, result = scaling
         assert result == "running: scheduler-0, worker-0"
 
-    disturbed = all_streams(server, 100, act=retire)
+    disturbed = all_streams(server, 150, act=retire)
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     assert server.metric("tgi_recomputed_tokens") == recomputed  # each stream has ended where it was
     assert not {"scheduler-1", "worker-1"} & server.processes().keys()

@@ -410,14 +410,14 @@ def test_a_process_that_is_stopped_during_the_drain_is_replaced(server: Server) 
     flags = ("--graceful-termination-timeout", "100", "--hang-timeout", "2")
     server.start("up", *flags).wait_until_ready()
     process = server.processes()["worker-0"]
-    stream = server.stream("Hello", max_new_tokens=100)
+    stream = server.stream("Hello", max_new_tokens=200)
     events = [next(stream) for _ in range(5)]
     server.commands["up"].terminate()
     server.wait_until(
         lambda: "draining" in {one.state for one in rundir.read_states(server.run_directory)}, "it drains"
     )
     process.suspend()
-    assert len(events + list(stream)) == 100
+    assert len(events + list(stream)) == 200
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
     assert "missed its heartbeat deadline" in server.output_text()
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.live.server import Server
@@ -46,6 +47,22 @@ def test_streams_survive_a_rank_that_hangs(server: Server, undisturbed: list[lis
 
     disturbed = all_streams(server, TOKENS, act=hang, after=20)
     assert [token_ids(events) for events in disturbed] == undisturbed
+
+
+def test_a_rank_that_is_stopped_while_it_loads_is_replaced(server: Server, undisturbed: list[list[int]]) -> None:
+    """The first rank waits for it, with a deadline minutes later."""
+    stopped: list[psutil.Process] = []
+
+    def stop() -> bool:
+        if (loading := server.processes("starting").get("worker-0.1")) is not None:
+            loading.suspend()
+            stopped.append(loading)
+        return bool(stopped)
+
+    server.kill("worker-0")
+    server.wait_until(stop, "the second rank loads", poll_seconds=0.001)
+    server.wait_until(lambda: server.processes("ready").get("worker-0.1", *stopped) not in stopped, "it is replaced")
+    assert [token_ids(events) for events in all_streams(server, TOKENS)] == undisturbed
 
 
 def test_streams_survive_a_restart_of_the_scheduler(server: Server, undisturbed: list[list[int]]) -> None:

@@ -62,7 +62,7 @@ def test_stream_and_generate_return_the_same_tokens(standing: Server) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[Any]:
-    return all_streams(shared_server("--model-id", str(tiny_llama), *SCRIPTED), 60)
+    return all_streams(shared_server("--model-id", str(tiny_llama), *SCRIPTED), 100)
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0", "tokenizer-1"])
@@ -70,7 +70,7 @@ def test_streams_continue_after_a_process_is_killed(standing: Server, undisturbe
     """Half of the streams are greedy, half have a seed."""
     killed = standing.processes()[victim].pid
     recomputed_before = standing.metric("tgi_recomputed_tokens")
-    disturbed = all_streams(standing, 60, act=lambda: standing.kill(victim))
+    disturbed = all_streams(standing, 100, act=lambda: standing.kill(victim))
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     assert [events[-1]["generated_text"] for events in disturbed] == [
         events[-1]["generated_text"] for events in undisturbed

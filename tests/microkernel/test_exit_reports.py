@@ -1,5 +1,6 @@
 """How the supervisor reports the end of a process to its successor, and what that had in hand."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tgi.microkernel.child import ChildProcess, ProcessSpec
@@ -111,6 +113,41 @@ def test_a_process_that_a_signal_has_stopped_is_not_at_fault(child: ChildProcess
         child.kill_hung()  # as the supervisor does until it has ended
     report = report_after(child)
     assert (report.cause, report.outside) == ("was stopped by a signal and was killed", True)
+
+
+@pytest.mark.parametrize("whose", ["its own", "a rank's"])
+def test_a_process_that_is_stopped_while_it_loads_is_overdue_long_before_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    program = "import subprocess; subprocess.run(['sleep', '600'])"
+    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: [sys.executable, "-c", program])
+    child = ChildProcess(ProcessSpec("worker", 0), Settings(run_dir=tmp_path, start_timeout=600, hang_timeout=0.5))
+    process = psutil.Process(child.pid)
+    while not (ranks := process.children()):
+        time.sleep(0.01)
+    stopped = process if whose == "its own" else ranks[0]
+
+    def tick_until(overdue: bool) -> None:
+        while child.overdue() is not overdue:
+            child.tick()
+            time.sleep(0.01)
+
+    try:
+        stopped.suspend()
+        tick_until(overdue=True)
+        stopped.resume()  # one that continues is left alone
+        tick_until(overdue=False)
+        stopped.suspend()
+        tick_until(overdue=True)
+        child.kill_hung()
+        while (code := child.poll()) is None:
+            time.sleep(0.01)
+        assert child.cause_of_exit(code) == ("was stopped by a signal and was killed", True)
+    finally:
+        for one in (process, *ranks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        child.close()
 
 
 def test_a_process_that_never_took_the_register_passes_on_the_earlier_report(

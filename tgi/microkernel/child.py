@@ -16,6 +16,7 @@ from tgi.microkernel.exit_causes import HUNG, STOPPED, OomKills, cause_of_exit
 from tgi.microkernel.process import (
     LAST_EXIT,
     LISTEN_FD,
+    LOOP_TURN_SECONDS,
     PARENT_FD,
     PARENT_PID,
     SETTINGS,
@@ -28,6 +29,9 @@ from tgi.microkernel.settings import Settings
 from tgi.microkernel.work_register import WorkRegister
 
 log = logging.getLogger(__name__)
+
+# How often to look whether a signal has stopped a process that need not report soon.
+LOOK_SECONDS = 1.0
 
 
 class StartedChild(NamedTuple):
@@ -96,6 +100,9 @@ class ChildProcess:
         self._last_exit = last_exit
         self._oom_kills = OomKills()
         self._hung = ""  # HUNG or STOPPED, once it has been killed for that
+        self._stop_limit = min(LOOP_TURN_SECONDS, settings.hang_timeout)
+        self._stopped_at: float | None = None  # when it was first seen stopped, if it still is
+        self._look_at = self.started
         self.had_been_ready = False  # known when it has ended
         self.heartbeat = Heartbeat(settings.run_dir / f"{spec.name}.beat")
         self.heartbeat.begin(self.started + settings.start_timeout)
@@ -124,24 +131,27 @@ class ChildProcess:
     def tick(self) -> None:
         """To be called at each tick of the supervisor while it runs."""
         self._oom_kills.tick()
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            # One that turns its loop is overdue soon, if it is stopped.
+            is_stopped = self.heartbeat.read_deadline() > now + 2 * self._stop_limit and _is_stopped(self.pid)
+            self._stopped_at = (self._stopped_at or now) if is_stopped else None
 
     def overdue(self) -> bool:
-        """Whether its heartbeat deadline has passed."""
-        return time.monotonic() > self.heartbeat.read_deadline()
+        """Whether its heartbeat deadline has passed, or a signal has stopped it for as long as a loop may stand still:
+        a process that loads has a deadline minutes later."""
+        now = time.monotonic()
+        stopped_for = 0.0 if self._stopped_at is None else now - self._stopped_at
+        return now > self.heartbeat.read_deadline() or stopped_for > self._stop_limit
 
     def kill_hung(self) -> None:
         """Kills it because it makes no progress. Called again while it dies, it does nothing."""
-        import psutil
-
         if self._hung:
             return
-        log.error("%s (pid %d) missed its heartbeat deadline; killing it", self.spec.name, self.pid)
-        self._hung = HUNG
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self.pid)
-            for one in (process, *process.children(recursive=True)):  # a rank of a worker waits for the others
-                if one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                    self._hung = STOPPED
+        self._hung = STOPPED if _is_stopped(self.pid) else HUNG
+        why = "missed its heartbeat deadline" if self._stopped_at is None else "is stopped by a signal while it works"
+        log.error("%s (pid %d) %s; killing it", self.spec.name, self.pid, why)
         self.signal(signal.SIGKILL)
 
     def cause_of_exit(self, code: int) -> tuple[str, bool]:
@@ -172,3 +182,16 @@ class ChildProcess:
     def close(self) -> None:
         """Releases the resources of an ended process."""
         os.close(self._pipe)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process or a child of it: a rank of a worker waits for the others."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    return True
+    return False

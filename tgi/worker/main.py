@@ -43,7 +43,7 @@ def main(process: Process) -> None:
         serve_on_ray(process)
         return
     if process.rank:
-        serve_child_rank(process, partial(_start_torch_engine, process, lambda stage, percent: None))
+        serve_child_rank(process, partial(_start_torch_engine, process, partial(_publish_progress, process)))
         return
     if process.settings.rank:
         _serve_host_rank(process)
@@ -95,16 +95,18 @@ def _serve_host_rank(process: Process) -> None:
     if found is None:
         return
     place, link = found
-
-    def progress(stage: str, percent: int) -> None:
-        process.extend_deadline(process.settings.start_timeout)
-        process.publish_state("starting", stage, percent)
-
+    progress = partial(_publish_progress, process)
     progress("starting", 0)
     with lost_rank_first(process):
         engine, _ = _start_engine(process, progress, place)
         serve_rank(process, engine, link, lambda answer: link.send(answer))
     link.close()
+
+
+def _publish_progress(process: Process, stage: str, percent: int) -> None:
+    """Reports the progress of the start-up of a further rank, and extends its deadline."""
+    process.extend_deadline(process.settings.start_timeout)
+    process.publish_state("starting", stage, percent)
 
 
 def _scheduler_address(process: Process) -> str:

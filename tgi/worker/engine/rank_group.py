@@ -12,13 +12,14 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from typing import Any, Protocol
 
 from tgi.microkernel.child import StartedChild, start_child
 from tgi.microkernel.errors import FATAL
 from tgi.microkernel.exit_causes import OWN_SIGNALS
 from tgi.microkernel.link import Link
-from tgi.microkernel.process import Process, fatal_error_path
+from tgi.microkernel.process import Heartbeat, Process, fatal_error_path
 from tgi.microkernel.protocol import DeploymentLimits, HeldPages, ResetSlots, Step, StepResult, UpdateAdapter
 from tgi.microkernel.rundir import process_name
 from tgi.worker.distributed.rank_place import RankPlace
@@ -46,6 +47,10 @@ class RankGroup:
         self.place = RankPlace(0, ranks, rendezvous, memory, 0, ranks)
         environment = {RANK_MEMORY: str(memory), RANK_RENDEZVOUS: str(rendezvous)}
         arguments = process.role, str(process.replica)
+        names = [process_name(process.role, process.replica, rank) for rank in range(1, ranks)]
+        self._heartbeats = [Heartbeat(process.run_dir / f"{name}.beat") for name in names]
+        for heartbeat in self._heartbeats:
+            heartbeat.begin(time.monotonic() + process.settings.start_timeout)
         self._children = [
             start_child(process.settings, (*arguments, str(rank)), environment, [memory]) for rank in range(1, ranks)
         ]
@@ -59,9 +64,11 @@ class RankGroup:
         self.link.flush()
 
     def wait_for_ranks(self) -> None:
-        """Waits until all further ranks are connected, each of which has then loaded its part of the model."""
+        """Waits until all further ranks are connected, each of which has then loaded its part of the model. Meanwhile
+        the deadline of this process is the earliest of theirs, which the supervisor does not know."""
         while len(self.link.peers) < len(self._children):
-            self._process.extend_deadline(self._process.settings.start_timeout)
+            deadline = min(heartbeat.read_deadline() for heartbeat in self._heartbeats)
+            self._process.extend_deadline(deadline - time.monotonic())
             for _ in self.link.receive():
                 pass
             self.link.socket.poll(100)
