@@ -4,8 +4,9 @@ import argparse
 import gc
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from scripts.replica_simulation.fleet import (
     Figures,
@@ -16,15 +17,24 @@ from scripts.replica_simulation.fleet import (
     ShortestQueue,
     simulate,
 )
-from scripts.replica_simulation.workload import Mix
+from scripts.replica_simulation.workload import Mix, percentile
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.options import count, integer, number
 from tgi.scheduler.journal import read_journal
 from tgi.scheduler.main import GC_THRESHOLD
 from tgi.scheduler.replay import RecordedRun, StepTimes, fit_step_times
+from tgi.tokenizer.replica_choice import BLOCK_TOKENS
+
+Value = TypeVar("Value")
 
 # Assumed, not measured: an 8B model in bfloat16 on an H100 SXM, from its data sheet. A step reads 16 GB of weights at
 # 3.35 TB/s, and some more: 7 ms. A prompt token takes 2 * 8e9 operations at half of 990 TFLOP/s: 32 us. A position has
 # 128 KB of keys and values: 0.04 us. 20 us per row for sampling and the host.
 ASSUMED_H100_8B = StepTimes(fixed=7e-3, row=2e-5, token=3.2e-5, position=3.9e-8)
+
+# Figures need some requests after the warm-up; with more load than this, requests only wait.
+LEAST_REQUESTS, MOST_LOAD = 100, 10
+LEAST_PAGES = -(-Mix().most_tokens // BLOCK_TOKENS)
 
 POLICIES: dict[str, type[Policy]] = {"product": Product, "turns": InTurn, "shortest": ShortestQueue}
 
@@ -69,20 +79,53 @@ HEADER = (
 )
 
 
+def _read(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """A parser of a setting as one of an argument, whose error says what is expected."""
+
+    def read(text: str) -> Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+def _of_journal(path: Path) -> tuple[StepTimes, str]:
+    """The step times of a journal, and what the report says of them. Raises UserError if it has no steps."""
+    observed = RecordedRun(read_journal(path)).step_times
+    if not observed:
+        raise UserError(f"{path} has no steps to fit the step times to. Record one while the server has requests.")
+    times = fit_step_times(observed)
+    errors = sorted(
+        abs(times.fixed + times.row * rows + times.token * tokens - seconds) / seconds
+        for rows, tokens, seconds in observed
+    )
+    median = percentile(errors, 0.5)
+    return times, f"{path}, {len(observed):,} steps, which they miss by {median:.0%} in the median"
+
+
 def main() -> None:
     """Prints a row per policy."""
     parser = argparse.ArgumentParser(
         prog="scripts/simulate replicas", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--replicas", type=int, default=20)
-    parser.add_argument("--requests", type=int, default=8000)
-    parser.add_argument("--tokenizers", type=int, default=8)
-    parser.add_argument("--load", type=float, default=0.7, help="share of the capacity with one cache and full batches")
-    parser.add_argument("--slots", type=int, default=128, help="requests that a replica computes at once")
-    parser.add_argument("--pages", type=int, default=4096, help="of 16 tokens, of each replica")
-    parser.add_argument("--prefill-tokens", type=int, default=2048, help="prompt tokens of a step, at most")
+    parser.add_argument("--replicas", type=_read(count), default=20)
+    parser.add_argument("--requests", type=_read(count), default=8000, help=f"at least {LEAST_REQUESTS}")
+    parser.add_argument("--tokenizers", type=_read(count), default=8)
+    parser.add_argument(
+        "--load", type=_read(number), default=0.7, help="share of the capacity with one cache and full batches"
+    )
+    parser.add_argument("--slots", type=_read(count), default=128, help="requests that a replica computes at once")
+    parser.add_argument(
+        "--pages",
+        type=_read(count),
+        default=4096,
+        help=f"of {BLOCK_TOKENS} tokens, of each replica; at least {LEAST_PAGES}, for the longest request",
+    )
+    parser.add_argument("--prefill-tokens", type=_read(count), default=2048, help="prompt tokens of a step, at most")
     parser.add_argument("--policies", default="product,turns,shortest", help="comma separated")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_read(integer), default=0)
     parser.add_argument(
         "--journal",
         type=Path,
@@ -91,9 +134,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.policies.split(",")) - POLICIES.keys():
         parser.error(f"there is no policy {', '.join(unknown)}; choose from {', '.join(POLICIES)}")
+    if arguments.requests < LEAST_REQUESTS:
+        parser.error(f"--requests is {arguments.requests}; give at least {LEAST_REQUESTS}")
+    if arguments.pages < LEAST_PAGES:
+        parser.error(f"--pages is {arguments.pages}; the longest request needs {LEAST_PAGES}")
+    if not 0 < arguments.load <= MOST_LOAD:
+        parser.error(f"--load is {arguments.load:g}; give a number above 0 and at most {MOST_LOAD}")
     times, source = ASSUMED_H100_8B, "assumed for an 8B model on an H100, not measured"
     if arguments.journal is not None:
-        times, source = fit_step_times(RecordedRun(read_journal(arguments.journal)).step_times), str(arguments.journal)
+        try:
+            times, source = _of_journal(arguments.journal)
+        except UserError as error:
+            parser.error(str(error))
     config = FleetConfig(
         arguments.replicas, arguments.tokenizers, arguments.slots, arguments.pages, times, arguments.prefill_tokens
     )

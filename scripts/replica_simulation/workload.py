@@ -46,6 +46,12 @@ class Mix(NamedTuple):
     answer: Lengths = Lengths(40, 0.8, 1, 400)
     most_history: int = 2000  # tokens after which a conversation ends
 
+    @property
+    def most_tokens(self) -> int:
+        """What the longest prompt and its answer can have."""
+        shared = max(self.system.most, self.most_history) + self.message.most
+        return max(shared, self.unshared_prompt.most) + self.answer.most
+
 
 class Prompt(NamedTuple):
     """A request before it is sent."""

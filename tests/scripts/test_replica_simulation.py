@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from scripts.replica_simulation.__main__ import ASSUMED_H100_8B
+from scripts.replica_simulation.__main__ import ASSUMED_H100_8B, main
 from scripts.replica_simulation.fleet import Figures, FleetConfig, InTurn, Policy, Product, ShortestQueue, simulate
 from scripts.replica_simulation.workload import Mix
 
@@ -54,3 +54,24 @@ def test_the_same_seed_gives_the_same_figures() -> None:
         for seed in ("1", "2")
     }
     assert len(outputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--replicas", "0"), "argument --replicas: '0' is not above 0"),
+        (("--tokenizers", "many"), "argument --tokenizers: 'many' is not a whole number"),
+        (("--requests", "1"), "--requests is 1; give at least 100"),
+        (("--pages", "10"), "--pages is 10; the longest request needs 244"),
+        (("--load", "0"), "--load is 0; give a number above 0 and at most 10"),
+        (("--journal", __file__), "is not a journal of this version of tgi"),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["simulate", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err

@@ -36,7 +36,8 @@ REQUEST_TOKENS, MAX_MATCHED_TOKENS = 64, 256
 # A load differs from the mean by chance by about its root. The bound allows that where it is few requests, otherwise
 # this share of the mean.
 FEW_REQUESTS, BALANCE = 1, 0.02
-# Among replicas that know nothing of a prompt, one with more than this multiple of the mean load comes after others.
+# Among replicas that know nothing of a prompt, one with more than this multiple of the mean load comes after others; if
+# it would have to wait for a slot, one with more than the mean load.
 NEW_PROMPT_BALANCE = 1.25
 # What it counts that a replica has computed with the adapter of the request.
 ADAPTER_TOKENS = 32
@@ -215,10 +216,11 @@ class ReplicaChoice:
             if not excess and one.load < one.slots:
                 found = True
                 enough -= not matched
+            has_slot = one.load < one.slots
             merit = (
-                one.load < one.slots,
+                has_slot,
                 min(matched, MAX_MATCHED_TOKENS) - REQUEST_TOKENS * excess,
-                0.0 if matched else -max(0.0, one.load - NEW_PROMPT_BALANCE * mean_load),
+                0.0 if matched else -max(0.0, one.load - (NEW_PROMPT_BALANCE if has_slot else 1.0) * mean_load),
                 -order,  # those that know as much of a prompt in the order of the ring, so that few compute it
             )
             if best is None or merit > best:
