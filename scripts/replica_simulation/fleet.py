@@ -9,7 +9,7 @@ it would hold in one lane each otherwise.
 import heapq
 import time
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from enum import IntEnum
 from random import Random
 from typing import NamedTuple, Protocol
@@ -191,7 +191,7 @@ class OneCache:
 
     def __init__(self, pages: int) -> None:
         self._pages = pages
-        self._keys: dict[int, None] = {}  # the least recently used first
+        self._keys: OrderedDict[int, None] = OrderedDict()  # the least recently used first
 
     def serve(self, prompt: Prompt) -> int:
         """How many tokens of the prompt it has; then it has all of them, and those of the answer."""
@@ -211,7 +211,7 @@ class OneCache:
             keys.pop(key, None)
             keys[key] = None
         while len(keys) > self._pages:
-            del keys[next(iter(keys))]
+            keys.popitem(last=False)
         return found * BLOCK_TOKENS
 
 

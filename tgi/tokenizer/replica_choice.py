@@ -17,6 +17,7 @@ A tokenizer knows the prompts that it has sent itself. The reported load is that
 
 from array import array
 from bisect import bisect, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from itertools import islice
@@ -88,8 +89,9 @@ class PrefixIndex:
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
-        # By key, the least recently used first: the stamps by replica, the latest last.
-        self._stamps: dict[int, dict[int, int]] = {}
+        # By key, the least recently used first: the stamps by replica, the latest last. To find the first key of a dict
+        # takes longer with each key that was removed before it.
+        self._stamps: OrderedDict[int, dict[int, int]] = OrderedDict()
         self._sent: dict[int, int] = {}  # tokens by replica
         self._capacity: dict[int, int] = {}  # tokens by replica
 
@@ -131,7 +133,7 @@ class PrefixIndex:
             all_stamps[keys[level]] = stamps
         self._sent[number] = sent + (tokens[len(keys) - 1] if keys else 0) - matched
         while len(all_stamps) > self._max_keys:
-            del all_stamps[next(iter(all_stamps))]
+            all_stamps.popitem(last=False)
 
     def forget(self, number: int) -> None:
         """A replica has lost its cache."""
