@@ -116,3 +116,13 @@ def test_updates_of_front_ends_are_refused_where_tokenizers_do_not_allow_them() 
         assert (peer, answer.rid) == (API, update.rid)
         assert "--allow-adapter-updates" in answer.error
     assert harness.pool.idle
+
+
+def test_loaded_adapters_are_read_again_without_permission() -> None:
+    """At a SIGHUP of a front end."""
+    harness = PoolHarness(allow_adapter_updates=False)
+    harness.pool.handle(harness.scheduler, READY._replace(adapters=[POEMS]))
+    harness.pool.drain_outgoing()
+    harness.pool.handle(API, UpdateAdapter(7, POEMS.name, POEMS.path))
+    (order,) = harness.received_by(harness.scheduler)
+    assert (order.name, order.path) == (POEMS.name, POEMS.path)

@@ -46,6 +46,10 @@ class AdapterDirectory:
         change = self.changes.get(adapter.name)
         return change is not None and change.path == adapter.path
 
+    def is_loaded(self, name: str, path: str) -> bool:
+        """Whether the adapter in this directory has this name."""
+        return any((adapter.name, adapter.path) == (name, path) for adapter in self.loaded)
+
     def resolve_adapter(self, request: TokenizerRequestState) -> str:
         """Sets the digest of the adapter that a request names. Returns an error for the client, or "".
 

@@ -245,7 +245,8 @@ class TokenizerPool:
         self._encode(tokenize, TokenizationKey(api, tokenize.rid), partial(self._encoder.encode_tokenize, tokenize))
 
     def _on_update_adapter(self, api: PeerId, update: UpdateAdapter) -> None:
-        if not self._allow_adapter_updates:  # a front end on another host has settings of its own
+        # A front end on another host has settings of its own. At a SIGHUP it may have what is loaded read again.
+        if not self._allow_adapter_updates and not self._adapters.is_loaded(update.name, update.path):
             self._send(api, AdapterUpdated(update.rid, UPDATES_REFUSED))
             return
         self._last_rid += 1
