@@ -203,14 +203,14 @@ WORKER_KILLS = FaultConfig(0.3, weights=(1, 0, 0, 0, 0), role_weights=(0, 0, 0, 
 SCHEDULER_KILLS = WORKER_KILLS._replace(role_weights=(0, 0, 1, 0))
 PLANTED_BUGS = {
     "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
-        Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=0
+        Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=15
     ),
     "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=1),
     "front end resubmits without the grammar": PlantedBug(
         Generation, "to_message", resubmitted_without(grammar=b""), seed=9
     ),
     "front end ignores the limit of a key": PlantedBug(Admission, "_acquire", key_limits_are_ignored, seed=4),
-    "tokenizer forgets what it has sent of a stream": PlantedBug(ResumableStream, "record", does_nothing, seed=7),
+    "tokenizer forgets what it has sent of a stream": PlantedBug(ResumableStream, "record", does_nothing, seed=6),
     "scheduler serves clients in the order of arrival": PlantedBug(
         WaitingQueue, "_key", in_order_of_arrival, seed=1, clients=160, faults=NO_FAULTS
     ),
@@ -226,7 +226,7 @@ PLANTED_BUGS = {
     "front end asks for the whole prompt again": PlantedBug(
         Generation, "to_message", prompt_positions_are_not_resumed, seed=1
     ),
-    "front end does not resubmit": PlantedBug(Router, "_on_tokenizer_lost", does_nothing, seed=3),
+    "front end does not resubmit": PlantedBug(Router, "_on_tokenizer_lost", does_nothing, seed=26),
     "front end keeps permits": PlantedBug(Router, "_deactivate", permit_is_kept, seed=2),
     "front end is always healthy": PlantedBug(
         Health, "can_compute", answers(True), seed=1, faults=STOPPED_WORKERS._replace(role_weights=(0, 0, 1, 0))
@@ -273,18 +273,18 @@ PLANTED_BUGS = {
         TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1
     ),
     "tokenizer sends no texts for a lost front end's successor": PlantedBug(
-        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=0
+        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=2
     ),
-    "tokenizer does not report its status again": PlantedBug(TokenizerPool, "_publish_status", does_nothing, seed=4),
+    "tokenizer does not report its status again": PlantedBug(TokenizerPool, "_publish_status", does_nothing, seed=0),
     "scheduler sends ends twice": PlantedBug(Outbox, "extend", ends_are_sent_twice, seed=0),
     "scheduler does not end cancelled requests": PlantedBug(
-        Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped, seed=0
+        Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped, seed=9
     ),
     "scheduler ignores lost tokenizers": PlantedBug(
         Scheduler, "_handle_tokenizer_message", ignoring(PeerDisconnected), seed=10
     ),
     "scheduler ignores lost workers": PlantedBug(
-        Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=4
+        Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=17
     ),
     "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing, seed=0),
     "scheduler does not notice a stalled worker": PlantedBug(
@@ -292,7 +292,7 @@ PLANTED_BUGS = {
         "is_stalled",
         answers(False),
         faults=STOPPED_WORKERS,
-        seed=4,
+        seed=1,
     ),
     "scheduler does not release pages": PlantedBug(KVCacheManager, "release_later", pages_are_not_released, seed=2),
     "scheduler keeps the prefixes of a lost worker": PlantedBug(
@@ -304,11 +304,11 @@ PLANTED_BUGS = {
         SilenceDetector,
         "tick",
         nothing_is_silent,
-        seed=0,
+        seed=13,
         faults=STOPS_ABOVE_THE_SCHEDULER._replace(role_weights=(1, 0, 0, 0)),
     ),
     "link begins no new session with a silent peer": PlantedBug(
-        Link, "_begin_new_session", does_nothing, seed=0, faults=STOPS_ABOVE_THE_SCHEDULER
+        Link, "_begin_new_session", does_nothing, seed=2, faults=STOPS_ABOVE_THE_SCHEDULER
     ),
     "link reports no loss before a second Hello": PlantedBug(
         Link, "_handle_hello", no_loss_before_a_second_hello, seed=7
