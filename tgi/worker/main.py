@@ -99,7 +99,7 @@ def _serve_host_rank(process: Process) -> None:
     progress("starting", 0)
     with lost_rank_first(process):
         engine, _ = _start_engine(process, progress, place)
-        serve_rank(process, engine, link, lambda answer: link.send(answer))
+        serve_rank(process, engine, link, link.send)
     link.close()
 
 
