@@ -1,5 +1,6 @@
 """`tgi up --ray`: workers on a real Ray cluster of several nodes on this host; some are killed under streams."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,10 +20,11 @@ TOKENS = 100
 class Cluster:
     """See tests/live/ray_cluster.py."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.live.ray_cluster"],
-            env=os.environ | {"RAY_TMPDIR": directory},
+            env=os.environ | {"RAY_TMPDIR": str(directory), "TMPDIR": str(directory)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -39,6 +41,17 @@ class Cluster:
         (raylet,) = {parent.pid for parent in rank.parents()} & {*self.raylets}
         self.raylets.remove(raylet)
         assert self._ask(f"kill {raylet}") == 0
+
+    def kill_actor_of(self, rank: psutil.Process) -> None:
+        """Kills the actor that runs a rank."""
+        actor = next(parent for parent in rank.parents() if "RankActor" in " ".join(parent.cmdline()))
+        actor.kill()
+        actor.wait(60)
+
+    def files_with(self, text: str) -> list[str]:
+        """The files of the nodes and of their actors that contain this text."""
+        command = ["grep", "-rlsF", "-D", "skip", "-e", text, str(self.directory)]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.splitlines()
 
     def ranks(self) -> list[psutil.Process]:
         """The worker processes that run on the nodes, by number of the rank."""
@@ -84,7 +97,7 @@ def cluster() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(
         dir="/tmp", prefix="ray-", ignore_cleanup_errors=True
     ) as directory:  # short: Ray's sockets lie in it
-        made = Cluster(directory)
+        made = Cluster(Path(directory))
         try:
             made.add()
             made.add()
@@ -150,11 +163,16 @@ def test_a_stream_that_loses_its_worker_again_and_again(cluster: Cluster, tiny_l
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), "--ray", cluster.address, *scripted) as server:
         server.start().wait_until_ready()
         expected = token_ids(list(server.stream("A prompt", max_new_tokens=60)))
+        secret = json.loads((server.run_directory / "keys" / "host.key").read_text())["secret"]
         found = []
         for number, event in enumerate(server.stream("A prompt", max_new_tokens=60), 1):
             found.append(event["token"]["id"])
             if number in (10, 30, 50):
                 server.kill("worker-0")  # whose actors Ray then removes
+            if number == 20:
+                assert cluster.files_with(secret) == []  # so a killed actor leaves none
+                cluster.kill_actor_of(cluster.ranks()[0])
+                assert cluster.files_with(secret) == []
         assert found == expected
         assert server.output_text().count("was killed by SIGKILL") == 3
 

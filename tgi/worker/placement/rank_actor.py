@@ -71,6 +71,10 @@ class RankActor:
         _remove_leftovers()
         self._directory = Path(f"{DIRECTORY}{os.getpid()}")  # short: sockets lie in it, whose paths have a limit
         self._directory.mkdir(mode=0o700)
+        # In memory alone, so that nothing is left on the node's disk however this process ends. Other processes of this
+        # user can open it as long as this process lives, and its child lives no longer.
+        self._key_file = os.memfd_create("tgi-host-key")
+        os.fchmod(self._key_file, 0o600)
 
     def start(self, order: str, settings: Mapping[str, str], keys: str, last_exit: str) -> None:
         """Runs `tgi worker` with these settings, by environment variable, and the content of the hosts' key file. Ends
@@ -79,13 +83,12 @@ class RankActor:
         self._end()
         self._order = order
         directory = self._directory / "run"
-        key_file = self._directory / "host.key"
-        key_file.unlink(missing_ok=True)
-        with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(keys)
+        os.ftruncate(self._key_file, 0)
+        os.pwrite(self._key_file, keys.encode(), 0)
         variables = {variable for name, option in OPTIONS.items() for variable in option.variables(name) + option.over}
         environment = {name: value for name, value in interpreter.child_environment().items() if name not in variables}
-        own = {PARENT_PID: str(os.getpid()), "TGI_RUN": str(directory), "TGI_KEYS": str(key_file)}
+        pid = os.getpid()
+        own = {PARENT_PID: str(pid), "TGI_RUN": str(directory), "TGI_KEYS": f"/proc/{pid}/fd/{self._key_file}"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", CHILD, "worker"],
             env=environment | dict(settings) | own | ({LAST_EXIT: last_exit} if last_exit else {}),
