@@ -118,6 +118,11 @@ class AdapterUpdates:
             adapters=engine.adapters.loaded_adapters,
         )
 
+    def fail_next_update(self) -> None:
+        """The worker cannot carry out the next update."""
+        assert self._sim.worker is not None
+        self._sim.handle(AdapterUpdated(self.queued_updates.popleft().rid, "no such directory"), self._sim.worker)
+
     def apply_next_update(self) -> bool:
         """The worker applies the next update. Returns whether there was one."""
         worker = self._sim.worker

@@ -4,7 +4,7 @@ import pytest
 
 from tests.scheduler.adapter_updates import directory
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.protocol import AdapterUpdated, FinishReason, UpdateAdapter
+from tgi.microkernel.protocol import MAX_ADAPTER_CHANGES, FinishReason, UpdateAdapter
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(
@@ -256,16 +256,126 @@ def test_a_request_without_its_adapter_fails_in_its_first_step_without_prompt_lo
     sim.run()
 
 
-def test_an_adapter_that_cannot_be_restored_is_reported_as_unloaded(
+def test_an_adapter_that_cannot_be_restored_is_reported_as_unloaded_and_tried_again(
     sim: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     sim.adapters.request_update("second", "two")
     sim.adapters.apply_next_update()
     sim.worker_up()
-    (order,) = sim.adapters.queued_updates
-    sim.adapters.queued_updates.clear()
-    assert sim.worker is not None
-    sim.handle(AdapterUpdated(order.rid, "no such directory"), sim.worker)
+    sim.adapters.fail_next_update()
     assert names(sim) == ["first"]
-    assert "could not load adapter second again: no such directory" in caplog.text
     assert sim.scheduler.ready
+    retry(sim)
+    assert names(sim) == ["first", "second"]
+    path = directory("two")
+    assert [record.getMessage()[:77] for record in caplog.records if "adapter" in record.name] == [
+        f"The worker could not load adapter second from {path}: no such directory. "[:77],
+        "Adapter second is loaded now",
+    ]
+
+
+def let_it_send(sim: Simulation) -> None:
+    """A turn of the scheduler's loop without messages."""
+    sim.plan()
+    sim.advance_time()
+
+
+def retry(sim: Simulation, fails: bool = False) -> float:
+    """Lets the worker try a postponed update again. Returns the seconds until then, in which nothing happens."""
+    before = sim.now
+    assert not sim.adapters.queued_updates
+    sim.now = sim.scheduler.deadline(before)
+    let_it_send(sim)
+    assert sim.scheduler.ready
+    assert len(sim.adapters.queued_updates) == 1
+    if fails:
+        sim.adapters.fail_next_update()
+    else:
+        sim.adapters.apply_next_update()
+    return sim.now - before
+
+
+def test_a_told_change_that_fails_is_tried_again_at_growing_intervals(
+    sim: Simulation, caplog: pytest.LogCaptureFixture
+) -> None:
+    change = UpdateAdapter(0, "second", str(directory("two")), 10)
+    sim.handle(change, sim.tokenizers[0].peer)
+    sim.adapters.fail_next_update()
+    sim.handle(change, sim.tokenizers[1].peer)  # is known
+    waits = [round(retry(sim, fails=True)) for _ in range(8)]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert caplog.text.count("could not load adapter second") == 1
+    assert sim.scheduler.worker.adapters.changes == {}
+    request = sim.add(PROMPT)
+    sim.run()
+    assert_as_if_alone(request, WORKER_CONFIG)
+    retry(sim)
+    assert names(sim) == ["first", "second"]
+    assert sim.scheduler.worker.adapters.changes == {"second": change}
+    assert sim.scheduler.deadline(sim.now) - sim.now > 1000
+
+
+@pytest.mark.parametrize("path", ["", "two"])
+def test_a_later_change_ends_the_attempts(sim: Simulation, path: str) -> None:
+    sim.handle(UpdateAdapter(0, "second", str(directory("one")), 10), sim.tokenizers[0].peer)
+    sim.adapters.fail_next_update()
+    later = UpdateAdapter(0, "second", path and str(directory(path)), 11)
+    sim.handle(later, sim.tokenizers[0].peer)
+    sim.adapters.apply_next_update()
+    assert sim.scheduler.deadline(sim.now) - sim.now > 1000
+    assert sim.scheduler.worker.adapters.changes == {"second": later}
+
+
+def test_a_retry_does_not_undo_a_later_change_that_is_pending(sim: Simulation) -> None:
+    sim.handle(UpdateAdapter(0, "second", str(directory("one")), 10), sim.tokenizers[0].peer)
+    sim.adapters.fail_next_update()
+    later = UpdateAdapter(1, "second", "", 11)
+    sim.adapters.pending[0, 1] = later
+    sim.handle(later, sim.tokenizers[0].peer)
+    sim.now += 10.0
+    let_it_send(sim)
+    assert len(sim.adapters.queued_updates) == 1
+    sim.adapters.apply_next_update()
+    let_it_send(sim)
+    assert not sim.adapters.queued_updates
+    assert names(sim) == ["first"]
+
+
+def test_a_told_change_is_carried_out_if_the_later_one_that_was_pending_fails(sim: Simulation) -> None:
+    later = UpdateAdapter(1, "second", str(directory("two")), 11)
+    sim.adapters.pending[0, 1] = later
+    sim.handle(later, sim.tokenizers[0].peer)
+    told = UpdateAdapter(0, "second", str(directory("one")), 10)
+    sim.handle(told, sim.tokenizers[1].peer)
+    sim.adapters.fail_next_update()
+    assert sim.adapters.errors == ["no such directory"]
+    retry(sim)
+    assert sim.scheduler.worker.adapters.changes == {"second": told}
+
+
+def test_what_has_failed_is_tried_by_the_next_worker_before_it_is_ready(sim: Simulation) -> None:
+    sim.handle(UpdateAdapter(0, "second", str(directory("two")), 10), sim.tokenizers[0].peer)
+    sim.adapters.fail_next_update()
+    sim.worker_up()
+    assert not sim.scheduler.ready
+    sim.adapters.apply_next_update()
+    assert sim.scheduler.ready
+    assert names(sim) == ["first", "second"]
+    sim.worker_up()
+    sim.adapters.fail_next_update()
+    sim.worker_up()  # which ends before it has answered
+    sim.worker_up()
+    sim.adapters.apply_next_update()
+    assert names(sim) == ["first", "second"]
+
+
+def test_the_updates_that_are_tried_again_are_bounded(sim: Simulation) -> None:
+    for number in range(MAX_ADAPTER_CHANGES + 5):
+        sim.handle(UpdateAdapter(0, f"name {number}", "/nowhere", 10 + number), sim.tokenizers[0].peer)
+        sim.adapters.fail_next_update()
+    sim.now += 1000.0
+    let_it_send(sim)
+    assert [one.name for one in sim.adapters.queued_updates] == [
+        f"name {number}" for number in range(5, MAX_ADAPTER_CHANGES + 5)
+    ]

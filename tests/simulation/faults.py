@@ -1,4 +1,5 @@
-"""What goes wrong: processes that are killed, replaced, stopped and continued, and connections that break."""
+"""What goes wrong: processes that are killed, replaced, stopped and continued, connections that break, and adapters
+that cannot be read."""
 
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,6 +52,11 @@ class FaultInjector:
             return False
         del self._doomed[process.name]
         return True
+
+    def adapter_fails(self) -> bool:
+        """Whether the files of an adapter cannot be read now."""
+        share = self._simulation.config.adapter_failures
+        return share > 0 and not self._ended and self.random.random() < share
 
     def _inject_later(self) -> None:
         self._simulation.clock.after(self.random.expovariate(1 / self._config.mean_seconds), self._inject)

@@ -257,6 +257,17 @@ PLANTED_BUGS = {
         faults=WORKER_KILLS._replace(role_weights=(0, 0, 1, 1)),
         restart_seconds=0.5,
     ),
+    "scheduler does not try again to load an adapter": PlantedBug(
+        WorkerAdapters,
+        "_retry_later",
+        does_nothing,
+        seed=0,
+        adapter_share=0.1,
+        adapter_failures=0.3,
+        replicas=2,
+        faults=WORKER_KILLS,
+        restart_seconds=0.5,
+    ),
     "tokenizer sends requests to a replica that drains": PlantedBug(
         SchedulerReplica,
         "takes_requests",

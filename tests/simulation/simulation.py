@@ -23,10 +23,12 @@ from tests.simulation.processes import (
     TokenizerProcess,
     WorkerProcess,
 )
-from tests.simulation.workload import ADDED_ADAPTER, VOCAB_SIZE, ClientRequest, Workload
+from tests.simulation.workload import ADDED_ADAPTER, UNREADABLE, VOCAB_SIZE, ClientRequest, Workload
 from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.errors import UserError
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import decode
+from tgi.scheduler.adapters import MAX_RETRY_SECONDS
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.tokenizer import encoding_jobs
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -71,6 +73,7 @@ class SimulationConfig(NamedTuple):
     poison_roles: tuple[str, ...] = ("worker", "step", "tokenizer", "scheduler")
     max_concurrent_requests: int = 10_000
     adapter_share: float = 0.0  # of the requests, that load or unload an adapter
+    adapter_failures: float = 0.0  # share of the adapters whose files cannot be read, while there are faults
     hang_timeout: float = 12.0  # seconds until the supervisor kills a stopped process
     healthy_after: float = 4.0  # seconds in which all processes run until /health must be 200
     patience: float = 150.0  # seconds that a request may take
@@ -122,6 +125,7 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         max_concurrent_requests=random.choice((10_000, 10_000, clients * 3 // 4)),
         adapter_share=random.choice((0.005, 0.03)),
         replicas=random.choice((1, 1, 2, 3)),
+        adapter_failures=random.choice((0.0, 0.0, 0.3)),
     )
     # Where a process takes longer to start than until the next one dies, hardly any request ends.
     return config._replace(restart_seconds=min(config.restart_seconds, config.faults.mean_seconds / 2))
@@ -203,6 +207,8 @@ class Simulation:
                 self._run_next()
             self.faults.end()
             end = self.clock.now + self.config.hang_timeout + self.config.healthy_after + 1
+            if self.config.adapter_failures:
+                end += MAX_RETRY_SECONDS
             while self.clock.now < end:
                 self._run_next()
             self._check_idle()
@@ -324,7 +330,10 @@ class SimulatedThread:
     def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         future: Future[Any] = Future()
         seconds = self._simulation.encoding_delay()
-        self._simulation.clock.after(seconds, lambda: future.set_result(function(*arguments)))
+        if self._simulation.faults.adapter_fails():
+            self._simulation.clock.after(seconds, lambda: future.set_exception(UserError(UNREADABLE)))
+        else:
+            self._simulation.clock.after(seconds, lambda: future.set_result(function(*arguments)))
         return future
 
 

@@ -56,6 +56,8 @@ LIGHT_CLIENT = Client("light", 6)  # has one request at a time
 CHANGING_ADAPTER, ADDED_ADAPTER = CLIENT_ADAPTERS = ("green", "violet")
 # After the answer to its load all tokenizers know an adapter within this time.
 ADAPTER_KNOWN_SECONDS = 5.0
+# The error of an adapter that cannot be read for a while.
+UNREADABLE = "the files cannot be read now"
 MAX_INPUT_WORDS = 9
 MAX_NEW_TOKENS = 24
 # Most requests are short: more happens in the same number of steps.
@@ -67,7 +69,7 @@ RESUME_SECONDS = (0.0, 0.3, 2.0, 8.0)
 # Seconds until a client tries again after a 429.
 NO_PERMIT_SECONDS = 1.0
 GOOD_OUTCOMES = frozenset(
-    ("exact", "invalid", "poisonous", "refused", "without adapter", "tokenized", "adapter updated")
+    ("exact", "invalid", "poisonous", "refused", "without adapter", "tokenized", "adapter updated", "adapter refused")
 )
 # Seconds until a client tries again after an error of its connection.
 RETRY_SECONDS = 0.05
@@ -358,6 +360,9 @@ class AdapterClient(ClientRequest):
 
     def _continue(self) -> None:
         if not self.done and (result := self._request.result) is not None:
+            if result.error == UNREADABLE:
+                self._end("adapter refused")
+                return
             if self._request.name == ADDED_ADAPTER:
                 self._workload.adapter_added()
             self._end("adapter updated" if not result.error else f"the adapter was not updated: {result.error}")
@@ -576,7 +581,9 @@ class Workload:
     def look_for_adapter(self) -> None:
         """To be called four times a second."""
         processes = [*self.simulation.schedulers, *self.simulation.workers]
-        if not any(adapter.name == ADDED_ADAPTER for one in processes for adapter in one.loaded_adapters):
+        having = [any(adapter.name == ADDED_ADAPTER for adapter in one.loaded_adapters) for one in processes]
+        # Where it could not be loaded again, requests may come that know no other replica.
+        if not (all if self.simulation.config.adapter_failures else any)(having):
             self.adapter_absent_at = self.simulation.clock.now
 
     def _added_adapter_is_known(self, without: SimulatedProcess | None = None) -> bool:

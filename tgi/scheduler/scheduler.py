@@ -200,6 +200,9 @@ class Scheduler:
     def _plan_step(self, now: float) -> InFlightStep | None:
         planner, pipeline, isolation = self._planner, self.pipeline, self._isolation
         self.next_plan_at = None
+        if (update_at := self.worker.adapters.next_due_at) is not None and update_at <= now:
+            self.worker.adapters.queue_postponed(now)
+            self._send_adapter_updates()
         if planner is None or not pipeline.has_room or not self.ready or self.worker.adapters.has_unsent_updates:
             return None
         if now < (due_at := pipeline.plan_ahead_at):
@@ -259,7 +262,8 @@ class Scheduler:
     def deadline(self, now: float) -> float:
         """When `plan` and `report_status` must be called even if no message comes."""
         soonest = now + 3600.0
-        for due_at in (self.pipeline.stalls_at(now), self._tokenizers.reporter.due_at, self.next_plan_at):
+        update_at = self.worker.adapters.next_due_at
+        for due_at in (self.pipeline.stalls_at(now), self._tokenizers.reporter.due_at, self.next_plan_at, update_at):
             if due_at is not None and due_at < soonest:
                 soonest = due_at
         return max(now, soonest)
@@ -640,7 +644,7 @@ class Scheduler:
                 self._outbox.append(worker, update)
 
     def _handle_adapter_updated(self, answer: AdapterUpdated, now: float) -> None:
-        if (forwarded := self.worker.adapters.take_answer(answer)) is not None:
+        if (forwarded := self.worker.adapters.take_answer(answer, now)) is not None:
             self._outbox.append(*forwarded)
         self.report_status(now)
 
