@@ -1,12 +1,14 @@
 """Decode steps of a model on one rank, and divided among several ranks on CPU.
 
     scripts/bench ranks [--ranks 2] [--model-id DIR] [--rows 1,8,32] [--rounds 5] [--quantize int8] [--clock cpu]
+                        [--gloo]
 
 Prints medians in milliseconds, in turn over the rounds: one rank with all cores; one rank with the cores that one of
 several ranks has; several ranks; and the collective operations of such a step alone, while all ranks are ready for
 them. The floor of several ranks is the time of one with as many cores, divided by their number. With `--clock cpu` the
 times are the processor time of the first rank, of all its threads and with the polling for other ranks: less precise on
-an idle machine, but comparable on a busy one.
+an idle machine, but comparable on a busy one. With `--gloo` the ranks combine their results as on several hosts, by
+default in shared memory.
 """
 
 import argparse
@@ -47,12 +49,15 @@ class Load(NamedTuple):
 _loads: dict[int, Load] = {}  # of this process, by the number of threads; negative: the part of a rank
 
 
-def load(call: RankCall, directory: Path, quantize: str | None, threads: int, whole: bool) -> None:
+def load(call: RankCall, directory: Path, quantize: str | None, gloo: bool, threads: int, whole: bool) -> None:
     """Loads the whole model, or the part of this rank."""
     spec = read_model_spec(directory, "auto", quantize)
     assert spec.decoder is not None
     kernels = CpuKernels(build_library(str(spec.dtype).removeprefix("torch.")), threads, spec.dtype)
-    communicator = None if whole else call.communicator(kernels, own_core=usable_cores() >= call.gloo.ranks)
+    communicator: Communicator | None = None
+    if not whole:
+        own_core = usable_cores() >= call.gloo.ranks
+        communicator = call.gloo if gloo else call.communicator(kernels, own_core)
     model = build_model(
         directory, "auto", "cpu", lambda *_: None, kernels=kernels, quantize=quantize, communicator=communicator
     )
@@ -115,13 +120,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--steps", type=count, default=40, help="of a round")
     parser.add_argument("--quantize")
+    parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args()
     directory, cores = model_directory(options.model_id), usable_cores()
     each = max(1, cores // options.ranks)
     with rank_group(options.ranks) as ranks:
         for threads, whole in ((cores, True), (each, True), (each, False)):
-            ranks.call("scripts.benchmarks.ranks.load", directory, options.quantize, threads, whole)
+            ranks.call("scripts.benchmarks.ranks.load", directory, options.quantize, options.gloo, threads, whole)
         print(
             f"| rows | 1 rank, {cores} threads | 1 rank, {each} threads | {options.ranks} ranks | collectives | floor |"
         )

@@ -1,6 +1,7 @@
 """A model on two ranks with run directories and supervisors of their own, as on two hosts, while ranks die and hang."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from tests.microkernel.tcp import Cable, cable
 from tests.worker.loras import make_adapter
 
 TOKENS = 100
+# Starts a command in a PID namespace, as in a container of its own.
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 class Ranks(NamedTuple):
@@ -28,6 +31,23 @@ class Ranks(NamedTuple):
     def pids(self) -> list[int]:
         """Of the ranks that run."""
         return [state["worker-0"].pid for one in self[:2] if "worker-0" in (state := one.processes())]
+
+
+class ServerInContainer(Server):
+    """Its commands see their own processes only."""
+
+    def launch(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> Server:
+        return super().launch(name, [*CONTAINER, *command], env, cwd)
+
+
+def missing_here() -> str:
+    """Why this machine cannot give a process a PID namespace, or ""."""
+    if os.geteuid():
+        return "it needs root"
+    try:
+        return subprocess.run([*CONTAINER, "true"], capture_output=True, text=True).stderr.strip()
+    except FileNotFoundError:
+        return "there is no unshare"
 
 
 def new_keys(directory: Path) -> str:
@@ -66,7 +86,31 @@ def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[list[int
 
 
 def test_two_hosts_answer_as_one_rank(ranks: Ranks, undisturbed: list[list[int]]) -> None:
+    assert "the 2 ranks combine their results in shared memory" in ranks.first.output_text()
     assert [token_ids(events) for events in all_streams(ranks.first, TOKENS)] == undisturbed
+
+
+def test_ranks_that_cannot_share_memory_give_the_same_bits(ranks: Ranks, tiny_llama: Path, tmp_path: Path) -> None:
+    """Over gloo, although they run on one machine."""
+    if reason := missing_here():
+        pytest.skip(f"cannot start a process in a PID namespace: {reason}")
+    port, keys = free_port(), new_keys(tmp_path / "keys")
+    with (
+        Server(tmp_path / "0", *flags_of_rank(tiny_llama, keys, 0, port)) as first,
+        ServerInContainer(tmp_path / "1", *flags_of_rank(tiny_llama, keys, 1, port)) as second,
+    ):
+        second.start("worker")
+        first.start().wait_until_ready()
+        assert "over gloo, since rank 1 cannot open the memory of rank 0 (" in first.output_text()
+
+        def answers(server: Server) -> list[list[dict[str, Any]]]:
+            greedy = [(f"prompt {number}", {"max_new_tokens": TOKENS}) for number in range(3)]
+            sampled = ("a story", {"max_new_tokens": TOKENS, "do_sample": True, "seed": 1, "top_n_tokens": 3})
+            act = (lambda: first.kill("worker-0")) if server is first else None
+            events = server.stream_all([*greedy, sampled], act)
+            return [[{**event["token"], "top": event.get("top_tokens")} for event in stream] for stream in events]
+
+        assert answers(first) == answers(ranks.first)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

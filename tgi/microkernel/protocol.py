@@ -7,7 +7,7 @@ Requests travel down, tokens travel up:
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- StepResult --  worker
     (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
     (UpdateAdapter travels down to the worker, its answer AdapterUpdated up)
-    (JoinGroup and GroupFormed are exchanged by the ranks of one worker)
+    (OfferMemory, JoinGroup and GroupFormed are exchanged by the ranks of one worker)
     (Hello in both directions of every link, Goodbye at an orderly end, Beat every half second, but not to a worker;
     Status travels up whenever something changed; HostReports in both directions between hosts)
 
@@ -454,25 +454,36 @@ class Cancel(NamedTuple):
     client_lost: bool = False
 
 
+class OfferMemory(NamedTuple):
+    """From the first rank of a worker to a further one that it has not started: memory for collective operations,
+    which is the file descriptor `file` of the process `pid`. Its name has the `token`."""
+
+    pid: int
+    file: int
+    token: str
+
+
 class JoinGroup(NamedTuple):
-    """From a further rank of a worker to the first one, where the ranks run on several hosts: it is ready to form a
-    group. `host` is an id of its machine. `settings`, a JSON object, must be the same on all ranks."""
+    """The answer to OfferMemory: the rank is ready to form a group. `host` is an id of its machine. `settings`, a JSON
+    object, must be the same on all ranks. `memory_error` says why it cannot use the memory, or is empty."""
 
     rank: int
     ranks: int
     host: str
     settings: str
+    memory_error: str = "it was offered none"
 
 
 class GroupFormed(NamedTuple):
     """The answer to JoinGroup when all ranks have joined: the port at the first rank's host where torch.distributed
     meets, how many lower ranks run on the receiver's machine, and how many in all. With an `error` the first rank has
-    refused it. When a member is gone, all others end."""
+    refused it. When a member is gone, all others end. If `shares_memory`, all ranks use the memory of the first one."""
 
     port: int
     local_rank: int
     local_ranks: int
     error: str = ""
+    shares_memory: bool = False
 
 
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------------------
@@ -783,6 +794,7 @@ MESSAGES: list[type] = [
     GroupFormed,
     HostReports,
     ReadAdapter,
+    OfferMemory,
 ]
 
 codec = Codec(MESSAGES)

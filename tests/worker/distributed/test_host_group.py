@@ -1,5 +1,6 @@
 """Ranks on several hosts: what they must have in common, their keys, and how the end of a group is reported."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.protocol import LastExit
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.settings_loading import load_settings
+from tgi.worker.distributed.group_memory import create_offer, open_memory
 from tgi.worker.engine.host_group import group_exit, shared_settings
 
 KILLED = LastExit(b"own", "was killed by SIGKILL", outside=True)
@@ -61,3 +63,18 @@ def test_all_ranks_have_the_key_of_the_hosts(tmp_path: Path) -> None:
     assert connecting.server != curve.load_host_keys(host).server
     with pytest.raises(UserError, match="--group needs that of a host"):
         curve.load_group_keys(scheduler)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory of other processes is found in Linux's /proc")
+def test_memory_is_opened_only_if_it_is_that_of_the_offer() -> None:
+    memory, offer = create_offer()
+    other, other_offer = create_offer()
+    opened = open_memory(offer)
+    os.pwrite(opened, b"shared", 0)
+    assert os.pread(memory, 6, 0) == b"shared"
+    with pytest.raises(FileNotFoundError, match="another process"):
+        open_memory(offer._replace(file=other_offer.file))  # as in another PID namespace
+    for file in (opened, memory, other):
+        os.close(file)
+    with pytest.raises(FileNotFoundError):
+        open_memory(offer)

@@ -19,6 +19,8 @@ from tests.worker.quantization.checkpoints import Gptq, write
 from tests.worker.test_decode_fast_path import CountingFastPath
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
+from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.families import FAMILIES
@@ -156,6 +158,26 @@ def test_quantized_at_load(quantize: str, native: bool, two: Ranks) -> None:
 def test_quantized_checkpoint(native: bool, two: Ranks, tmp_path: Path) -> None:
     written = write("llama", Gptq(bits=4, size=64), tmp_path, hidden=128, intermediate=192)
     check(two, written.directory, native)
+
+
+class GlooCall(RankCall):
+    """Ranks that compute on our kernels and share no memory."""
+
+    def communicator(self, kernels: CpuKernels | None, own_core: bool = False) -> Communicator:
+        """See RankCall."""
+        return self.gloo
+
+
+def logits_over_gloo(call: RankCall, *options: Any) -> list[torch.Tensor]:
+    return logits(GlooCall(*call), *options)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("gemma2", "bfloat16"), ("qwen3_moe", "float32")])
+def test_gloo_and_shared_memory_give_the_same_bits(kind: str, dtype: str, two: Ranks) -> None:
+    options = make(kind), True, dtype, None
+    (shared, _), gloo = two.call(f"{__name__}.logits", *options), two.call(f"{__name__}.logits_over_gloo", *options)
+    for found in gloo:
+        assert all(torch.equal(*both) for both in zip(found, shared, strict=True))
 
 
 def generated(call: RankCall | None, directory: Path, adapter: Path, native: bool) -> list[Drawn]:

@@ -19,6 +19,7 @@ class RankPlace(NamedTuple):
     rank: int
     ranks: int
     rendezvous: Path | HostRendezvous  # for torch.distributed; a file if all ranks run on this host
-    memory: int | None  # file descriptor of memory that all ranks share; None if they run on several hosts
+    memory: int | None  # file descriptor of memory that all ranks share; None if they share none
     local_rank: int  # among the ranks of this host
     local_ranks: int  # ranks on this host, which share its memory and cores
+    memory_error: str = ""  # on the first rank: why the ranks share no memory

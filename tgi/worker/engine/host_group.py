@@ -33,10 +33,12 @@ from tgi.microkernel.protocol import (
     JoinGroup,
     LastExit,
     LoadedAdapter,
+    OfferMemory,
     ReadAdapter,
 )
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.watched_link import WatchedLink
+from tgi.worker.distributed.group_memory import create_offer, open_memory
 from tgi.worker.distributed.rank_place import HostRendezvous, RankPlace
 from tgi.worker.lora.registry import adapter_digest
 
@@ -71,6 +73,7 @@ class HostGroup:
         self._shared = shared_settings(process.settings)
         self._joined: dict[int, tuple[PeerId, JoinGroup]] = {}
         self._hellos: dict[PeerId, Hello] = {}
+        self._memory, self._offer = create_offer()
         self._adapters_read = 0
 
     def meet(self) -> RankPlace | None:
@@ -124,6 +127,7 @@ class HostGroup:
     def _handle(self, peer: PeerId, message: Any) -> None:
         if isinstance(message, Hello):
             self._hellos[peer] = message
+            self._link.send(self._offer, peer)
         elif isinstance(message, PeerDisconnected):
             self._hellos.pop(peer, None)
             self._joined = {rank: joined for rank, joined in self._joined.items() if joined[0] != peer}
@@ -159,13 +163,24 @@ class HostGroup:
         listener = _listen(self._host)
         port = listener.getsockname()[1]
         hosts = [host_id(), *(self._joined[rank][1].host for rank in range(1, self._ranks))]
+        memory_error = self._memory_error()
         for rank, (peer, _) in self._joined.items():
             before, all_there = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-            self._link.send(GroupFormed(port, before, all_there), peer)
+            self._link.send(GroupFormed(port, before, all_there, "", not memory_error), peer)
         _choose_interface(self._link.local_address(members) if self._host in ALL_ADDRESSES else self._host)
         self._process.publish_state("starting", "starting")
         meeting = HostRendezvous(self._host, port, listener.detach())
-        return RankPlace(0, self._ranks, meeting, None, 0, hosts.count(hosts[0]))
+        memory = None if memory_error else self._memory
+        return RankPlace(0, self._ranks, meeting, memory, 0, hosts.count(hosts[0]), memory_error)
+
+    def _memory_error(self) -> str:
+        """Why the ranks that have joined cannot share memory, or ""."""
+        for rank, (_, join) in sorted(self._joined.items()):
+            if join.host != host_id():
+                return f"rank {rank} runs on another host"
+            if join.memory_error:
+                return f"rank {rank} cannot open the memory of rank 0 ({join.memory_error})"
+        return ""
 
 
 def join_group(process: Process, model: str) -> tuple[RankPlace, WatchedLink] | None:
@@ -177,14 +192,19 @@ def join_group(process: Process, model: str) -> tuple[RankPlace, WatchedLink] | 
     hello = process.hello(model)._replace(replica=rank, rank=rank)
     link = WatchedLink(process, Link.connect(address, hello, keys))
     join = JoinGroup(rank, ranks, host_id(), json.dumps(shared_settings(settings)))
+    memory: int | None = None
     process.publish_state("starting", "waiting for rank 0")
     log.info("rank %d waits for rank 0 at %s", rank, address)
     while not process.stopping:
         _wait(process)
         for peer, message in link.receive():
             if isinstance(message, Hello):
-                link.send(join, peer)
                 process.publish_state("starting", "waiting for the other ranks")
+            elif isinstance(message, OfferMemory):
+                if memory is not None:
+                    os.close(memory)
+                memory, error = _try_memory(message)
+                link.send(join._replace(memory_error=error), peer)
             elif isinstance(message, PeerDisconnected):
                 process.publish_state("starting", "waiting for rank 0")
             elif isinstance(message, GroupFormed):
@@ -194,9 +214,19 @@ def join_group(process: Process, model: str) -> tuple[RankPlace, WatchedLink] | 
                     host = urlsplit(address).hostname or ""
                     _choose_interface(host)
                     meeting = HostRendezvous(host, message.port)
-                    return RankPlace(rank, ranks, meeting, None, message.local_rank, message.local_ranks), link
+                    shared = memory if message.shares_memory else None
+                    return RankPlace(rank, ranks, meeting, shared, message.local_rank, message.local_ranks), link
     link.close()
     return None
+
+
+def _try_memory(offer: OfferMemory) -> tuple[int | None, str]:
+    """The memory of the first rank, or why this process cannot use it: ranks of one host may be in containers that
+    cannot share memory, or belong to different users."""
+    try:
+        return open_memory(offer), ""
+    except OSError as error:
+        return None, error.strerror or type(error).__name__
 
 
 def _wait(process: Process) -> None:

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from tgi.microkernel.link import Link
 from tgi.microkernel.process import Heartbeat, Process, fatal_error_path
 from tgi.microkernel.protocol import DeploymentLimits, HeldPages, ResetSlots, Step, StepResult, UpdateAdapter
 from tgi.microkernel.rundir import process_name
+from tgi.worker.distributed.group_memory import create_memory
 from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.interface import BadStep, Engine, Poisoned
 from tgi.worker.engine.rank import RANK_MEMORY, RANK_RENDEZVOUS, ranks_socket
@@ -41,7 +41,7 @@ class RankGroup:
         self.link = Link.bind(process.link_address(ranks_socket(process.replica)), process.hello())
         self._process = process
         self._ending = False
-        memory = _shared_memory()
+        memory = create_memory()
         rendezvous = process.run_dir / f"{process.name}.rendezvous"
         rendezvous.unlink(missing_ok=True)  # of an earlier group, which is gone
         self.place = RankPlace(0, ranks, rendezvous, memory, 0, ranks)
@@ -166,11 +166,3 @@ class LeadingEngine:
 
     def _forward_adapter(self, name: str, path: str) -> None:
         self._group.send(UpdateAdapter(0, name, path))
-
-
-def _shared_memory() -> int:
-    """A file descriptor of memory without a name, which child processes inherit."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("tgi-ranks", 0)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

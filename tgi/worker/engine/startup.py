@@ -204,9 +204,17 @@ def _connect_ranks(place: RankPlace, device: str, kernels: CpuKernels | None) ->
             f"The ranks compute on different devices; this one on {kind}. Give them devices of one kind, or on CPU the "
             "same --cpu, an instruction set that all of them have."
         )
-    if kernels is None or place.memory is None:
-        return torchs
-    return SharedMemoryCommunicator(kernels, place.memory, torchs, own_core=usable_cores() >= place.ranks)
+    communicator: Communicator = torchs
+    if device != "cpu":
+        way = "over NCCL"
+    elif kernels is None or place.memory is None:
+        way = f"over gloo, since {place.memory_error if kernels is not None else 'torch computes'}"
+    else:
+        way = "in shared memory"
+        communicator = SharedMemoryCommunicator(kernels, place.memory, torchs, usable_cores() >= place.ranks)
+    if place.rank == 0:
+        log.info("the %d ranks combine their results %s", place.ranks, way)
+    return communicator
 
 
 def _instructions() -> str:

@@ -105,7 +105,8 @@ class DecoderModel:
         if greedy is not None:
             return greedy
         if self._communicator is not None and self._vocabulary_shards is WHOLE_VOCABULARY:
-            return find_greedy_tokens(self._logits(hidden, batch.logits_indices))
+            logits, kernels = self._logits(hidden, batch.logits_indices), self.kv.cpu_kernels
+            return find_greedy_tokens(logits) if kernels is None else kernels.greedy_tokens(logits)
         x = self._head_input(hidden, batch.logits_indices)
         return self._weights.head.greedy_tokens(x, *self._logits_options, self._vocabulary_shards)
 
