@@ -317,9 +317,11 @@ def test_the_terminal_summary_shows_the_model_and_a_working_curl_command(tiny_ll
         server.wait(TIMEOUT_SECONDS)
 
 
-# Starts a command as a shell in a terminal does: as the leader of a session that the terminal controls.
+# Starts a command as a shell in a terminal does: as the leader of a session that the terminal controls, and with the
+# default action of SIGHUP, which is ignored here if the tests run under nohup.
 IN_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.setsid()
 fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0)
 os.execvp(sys.argv[2], sys.argv[2:])
