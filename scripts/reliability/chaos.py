@@ -2,13 +2,15 @@
 
     scripts/chaos                                  500 clients, a SIGKILL or SIGSTOP every second, for a minute
     scripts/chaos --seconds 600                    the soak: also shows memory and open files over the time
+    scripts/chaos --adapter-updates --worker torch --clients 40 --seconds 90 -- --replicas 2
     scripts/chaos --clients 150 --interval 1.5 --signals KILL --roles tokenizer,scheduler,worker --seconds 300
 
 Each client sends one request after the other, chosen from `--requests` different ones that use every feature of the
 API. First each of them is answered once by the undisturbed server; that is the expected answer. Then every `--interval`
 seconds a random process gets a random signal. Half of the stopped processes continue after a while; the others have to
 be replaced by the server. A client whose front end was killed resumes its stream with Last-Event-ID, and sends a
-request again whose answer was cut off. Prints the longest silences that clients of streams have seen, and the number of
+request again whose answer was cut off. With `--adapter-updates` one more client loads an adapter at run time, uses it
+and unloads it, again and again. Prints the longest silences that clients of streams have seen, and the number of
 answers that are
 
     exact    equal to the undisturbed one
@@ -43,12 +45,14 @@ from safetensors.numpy import save_file
 
 from scripts.benchmarks.servers import Failed, Server, free_port
 from scripts.make_model import make_model
+from scripts.reliability.adapter_changes import AdapterChanges
 from scripts.reliability.client import Answer, Client, Outcome
 from scripts.reliability.features import Asked, comparable, requests
 from tgi.microkernel import rundir
 
 ROLES = ("api", "tokenizer", "scheduler", "worker")
 ADAPTERS = ("poems", "code")
+CHANGING_ADAPTER = "tales"  # of --adapter-updates
 # Requests that are asked at once for the undisturbed answers.
 REFERENCE_CONCURRENCY = 64
 # A stopped process continues after a random time up to this one, or never.
@@ -98,6 +102,11 @@ class Tally:
         if verdict != "exact" and len(self.faults) < SHOWN_FAULTS:
             self.faults.append(f"{verdict}: {asked.feature} {asked.path}: {_difference(expected, got)}")
 
+    def add_faults(self, faults: list[str]) -> None:
+        """Counts other faults as lost answers."""
+        self.verdicts["lost"] += len(faults)
+        self.faults += faults
+
 
 class Disturber:
     """Sends random signals to random processes of a server."""
@@ -142,14 +151,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tgi-chaos-") as store:
         model = Path(arguments.model_id) if arguments.model_id else _make_model(Path(store))
         adapters = {name: Path(store) / name for name in ADAPTERS}
-        for seed, directory in enumerate(adapters.values()):
+        changing = Path(store) / CHANGING_ADAPTER
+        for seed, directory in enumerate((*adapters.values(), changing)):
             _make_adapter(directory, model, seed)
         port = free_port()
         command = _command(arguments, port, model, adapters)
         log = Path(arguments.log) if arguments.log else Path(store) / "log"
         with Server(command, {"HF_HUB_OFFLINE": "1"}, port, log) as server:
             server.wait("/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": 1}})
-            tally, samples, sent, left = asyncio.run(_run(arguments, server, list(adapters)))
+            tally, samples, sent, left = asyncio.run(_run(arguments, server, list(adapters), changing))
             run_directory = server.run_directory
         survivors = _processes(run_directory)
         for process in survivors:
@@ -169,7 +179,7 @@ def main() -> None:
 
 
 async def _run(
-    arguments: argparse.Namespace, server: Server, adapters: list[str]
+    arguments: argparse.Namespace, server: Server, adapters: list[str], changing: Path
 ) -> tuple[Tally, list[Sample], Counter[str], int]:
     """The undisturbed answers, then the disturbed ones. Returns also the requests that the server still holds."""
     asked = requests(arguments.requests, arguments.seed, adapters, arguments.tokens)
@@ -177,6 +187,7 @@ async def _run(
     statuses = Counter(answer[0] for answer in expected)
     print(f"expected  {len(asked)} answers, by status: {dict(statuses)}", flush=True)
     tally = Tally()
+    changes = await _adapter_changes(arguments, server.port, changing, tally) if arguments.adapter_updates else None
     begin = time.monotonic()
     samples = [_sample(server, 0.0)]
     end = begin + arguments.seconds
@@ -189,6 +200,8 @@ async def _run(
             tally.add(asked[chosen], await client.ask(asked[chosen].path, asked[chosen].body), expected[chosen])
 
     clients = [asyncio.create_task(go_on(number)) for number in range(arguments.clients)]
+    if changes is not None:
+        clients.append(asyncio.create_task(changes.run(end)))
     disturber = Disturber(server.run_directory, arguments.roles, arguments.signals, arguments.seed)
     sampled = begin
     while (now := time.monotonic()) < end:
@@ -199,9 +212,29 @@ async def _run(
             samples.append(_sample(server, now - begin))
     disturber.finish()
     await asyncio.gather(*clients)
+    if changes is not None:
+        tally.add_faults(changes.faults)
+        print(f"adapters  {changes.count} loads and unloads", flush=True)
     left = await _left_over(server.port)
     samples.append(_sample(server, time.monotonic() - begin))
     return tally, samples, disturber.sent, left
+
+
+async def _adapter_changes(arguments: argparse.Namespace, port: int, directory: Path, tally: Tally) -> AdapterChanges:
+    """The client of --adapter-updates, which knows the undisturbed answers. Raises Failed."""
+    kinds = requests(arguments.requests, arguments.seed, [CHANGING_ADAPTER], arguments.tokens)
+    asked = [one for one in kinds if one.feature == "adapter"]
+    expected: dict[Asked, Any] = {}
+    client = Client(port, arguments.patience, resume="api" in arguments.roles)
+    changes = AdapterChanges(
+        client, CHANGING_ADAPTER, directory, asked, lambda one, answer: tally.add(one, answer, expected[one])
+    )
+    await changes.load()
+    expected |= zip(asked, await _undisturbed(port, asked, arguments.patience), strict=True)
+    await changes.unload()
+    if changes.faults:
+        raise Failed(changes.faults[0])
+    return changes
 
 
 async def _undisturbed(port: int, asked: list[Asked], patience: float) -> list[Any]:
@@ -293,6 +326,8 @@ def _command(arguments: argparse.Namespace, port: int, model: Path, adapters: di
     command += ["--api-workers", str(arguments.front_ends), "--validation-workers", str(arguments.tokenizers)]
     command += ["--max-concurrent-requests", str(8 * arguments.clients), "--max-best-of", "4"]
     command += ["--lora-adapters", ",".join(f"{name}={path}" for name, path in adapters.items())]
+    if arguments.adapter_updates:
+        command += ["--allow-adapter-updates"]
     if "api" in arguments.roles:
         command += ["--resume-window", str(RESUME_SECONDS)]
     if arguments.worker == "scripted":
@@ -317,6 +352,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step-us", type=int, default=50_000, help="microseconds of a scripted step (50,000)")
     parser.add_argument("--front-ends", type=int, default=2)
     parser.add_argument("--tokenizers", type=int, default=2)
+    parser.add_argument("--adapter-updates", action="store_true", help="load and unload an adapter at run time")
     parser.add_argument("--model-id", default="", help="a model directory; otherwise a tiny one is made")
     parser.add_argument("--log", default="", help="file for the server's log")
     parser.add_argument("flags", nargs="*", help="further flags of `tgi up`, after --")

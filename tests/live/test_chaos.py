@@ -1,4 +1,4 @@
-"""scripts/chaos for a minute: 500 clients, every feature, and each second a random process is killed or stopped."""
+"""scripts/chaos: every answer is exact while random processes are killed or stopped."""
 
 import os
 import subprocess
@@ -8,10 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_every_answer_is_exact_while_processes_are_killed_and_stopped(tmp_path: Path) -> None:
+def run_chaos(tmp_path: Path, *arguments: str) -> str:
+    """What a run prints that finds nothing but exact answers."""
     log = tmp_path / "log"
     run = subprocess.run(
-        [sys.executable, "-P", "-m", "scripts.reliability.chaos", "--seconds", "60", "--log", str(log)],
+        [sys.executable, "-P", "-m", "scripts.reliability.chaos", "--log", str(log), *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -19,3 +20,19 @@ def test_every_answer_is_exact_while_processes_are_killed_and_stopped(tmp_path: 
     )
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr + log.read_text()[-20_000:]
+    return run.stdout
+
+
+def test_every_answer_is_exact_while_processes_are_killed_and_stopped(tmp_path: Path) -> None:
+    """500 clients, every feature, and each second a random process gets a signal, for a minute."""
+    run_chaos(tmp_path, "--seconds", "60")
+
+
+def test_two_replicas_and_an_adapter_that_is_loaded_and_unloaded(tmp_path: Path) -> None:
+    """The tokenizers live: a server forgets the adapter if all processes below the front ends end at once."""
+    few = ("--clients", "40", "--requests", "80", "--tokens", "15")
+    kills = ("--seconds", "8", "--interval", "1.9", "--signals", "KILL", "--roles", "scheduler,worker")
+    printed = run_chaos(tmp_path, *few, *kills, "--adapter-updates", "--", "--replicas", "2")
+    assert "SIGKILL" in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("adapters"))
+    assert int(line.split()[1]) > 2

@@ -131,7 +131,7 @@ class AdapterUpdates:
         update = self.queued_updates.popleft()
         registry = self._sim.engine.adapters
         changed = (
-            registry.add_adapter(registry.fetch_adapter(update.name, Path(update.path)))
+            registry.add_adapter(registry.fetch_adapter(update.name, Path(update.path)), update.stamp)
             if update.path
             else registry.remove_adapter(update.name)
         )

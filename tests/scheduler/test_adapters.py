@@ -67,6 +67,22 @@ def test_a_change_that_a_tokenizer_tells_is_carried_out_before_the_worker_is_rea
     assert [*sim.scheduler.worker.adapters.changes.values()] == changes
 
 
+def test_a_tokenizer_that_starts_while_no_worker_is_ready_learns_the_changes(sim: Simulation) -> None:
+    """The one that has told them may end before a worker has carried them out."""
+    changes = [UpdateAdapter(0, "first", "", 10), UpdateAdapter(0, "second", str(directory("two")), 11)]
+    sim.worker_down()
+    sim.restart_scheduler()
+    for change in changes:
+        sim.handle(change, sim.tokenizers[0].peer)
+    sim.advance_time()
+    assert sim.tokenizers[1].statuses[-1].adapter_changes == changes
+    assert sim.tokenizer_up(0).statuses[-1].adapter_changes == changes
+    sim.worker_up()
+    sim.adapters.apply_next_update()
+    sim.adapters.fail_next_update()
+    assert sim.tokenizer_up(0).statuses[-1].adapter_changes == changes
+
+
 @pytest.mark.parametrize("ready", [False, True])
 @pytest.mark.parametrize("told_last", [False, True])
 @pytest.mark.parametrize("late_is_told", [False, True])
@@ -157,9 +173,12 @@ def test_a_restarted_scheduler_learns_the_adapters_from_the_worker(sim: Simulati
     sim.adapters.apply_next_update()
     request = [sim.add(PROMPT, 12, adapter=adapter) for adapter in sim.adapters.loaded()]
     sim.step()
+    changes = dict(sim.scheduler.worker.adapters.changes)
     sim.restart_scheduler()
     sim.step()
     assert names(sim) == ["first", "second"]
+    assert sim.scheduler.worker.adapters.changes == changes
+    assert changes.keys() == {"second"}  # so other replicas learn it, but not what each has had at its start
     sim.worker_up()
     sim.run()
     assert names(sim) == ["first", "second"]

@@ -657,6 +657,12 @@ class SchedulerProcess(SimulatedProcess):
         """The adapters that the worker has, or is to load again."""
         return self.scheduler.worker.adapters.loaded if self.scheduler is not None else []
 
+    @property
+    def adapters_to_load(self) -> list[str]:
+        """The adapters that it tells tokenizers of, for other schedulers."""
+        changes = self.scheduler.worker.adapters.known_changes if self.scheduler is not None else []
+        return [change.name for change in changes if change.path]
+
     def _run(self) -> None:
         scheduler = self.scheduler
         assert scheduler is not None

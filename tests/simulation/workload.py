@@ -589,7 +589,8 @@ class Workload:
     def _added_adapter_is_known(self, without: SimulatedProcess | None = None) -> bool:
         processes = [*self.simulation.tokenizers, *self.simulation.schedulers, *self.simulation.workers]
         known = [adapter.name for one in processes if one is not without for adapter in one.loaded_adapters]
-        return ADDED_ADAPTER in known
+        told = [name for one in self.simulation.schedulers if one is not without for name in one.adapters_to_load]
+        return ADDED_ADAPTER in known + told
 
     def front_end_lost(self, front_end: FrontEnd) -> None:
         """The connections of its clients break."""

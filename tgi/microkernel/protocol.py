@@ -243,6 +243,7 @@ class LoadedAdapter(NamedTuple):
     name: str
     path: str  # its directory
     digest: bytes
+    stamp: int = 0  # of the UpdateAdapter that has loaded it; 0: it was loaded at start
 
 
 class UpdateAdapter(NamedTuple):
@@ -288,7 +289,7 @@ class Status(NamedTuple):
 
     From a scheduler: `suspects` are the fingerprints of requests that may have ended or stopped its worker. They are
     tried there, so that they do not end the workers of other replicas. `draining`: it takes no new requests.
-    `adapter_changes` are those that it has carried out.
+    `adapter_changes` are those that it has carried out, and those that it was told of and will carry out.
     """
 
     ready: bool

@@ -61,6 +61,19 @@ class WorkerAdapters:
         return any(update.name not in self._postponed for update in self._restoring.values())
 
     @property
+    def known_changes(self) -> list[UpdateAdapter]:
+        """By name the latest change that a worker has carried out, or that is to be carried out since a tokenizer has
+        told it: a tokenizer that starts while no worker is ready learns them so."""
+        owed = [*self._restoring.values(), *(one.update for one in self._postponed.values())]
+        if not owed:
+            return [*self.changes.values()]
+        known = dict(self.changes)
+        for update in owed:
+            if update.stamp:
+                record_change(known, update)
+        return [*known.values()]
+
+    @property
     def changing(self) -> bool:
         """Whether updates are pending."""
         return bool(self._changing)
@@ -135,6 +148,9 @@ class WorkerAdapters:
                 self.loaded = loaded
             updates = self._restoring | {rid: update for rid, (_, update) in self._requested.items()}
             updates = dict(sorted(updates.items(), key=lambda item: _order(item[1])))
+        for adapter in loaded:
+            if adapter.stamp:
+                record_change(self.changes, UpdateAdapter(0, adapter.name, adapter.path, adapter.stamp))
         self._reported, self._known = loaded, True
         self._refresh_loaded()
         self._add_unsent(updates)
@@ -247,10 +263,10 @@ def _order(update: UpdateAdapter) -> tuple[int, str]:
 def _updates_between(loaded: list[LoadedAdapter], wanted: list[LoadedAdapter]) -> list[UpdateAdapter]:
     """The updates, without rids, that turn the loaded adapters into the wanted ones."""
     loaded_paths = {adapter.name: adapter.path for adapter in loaded}
-    wanted_paths = {adapter.name: adapter.path for adapter in wanted}
-    unloads = [UpdateAdapter(rid=0, name=name, path="") for name in loaded_paths if name not in wanted_paths]
+    wanted_names = {adapter.name for adapter in wanted}
+    unloads = [UpdateAdapter(rid=0, name=name, path="") for name in loaded_paths if name not in wanted_names]
     return unloads + [
-        UpdateAdapter(rid=0, name=name, path=path)
-        for name, path in wanted_paths.items()
-        if loaded_paths.get(name) != path
+        UpdateAdapter(rid=0, name=adapter.name, path=adapter.path, stamp=adapter.stamp)
+        for adapter in wanted
+        if loaded_paths.get(adapter.name) != adapter.path
     ]

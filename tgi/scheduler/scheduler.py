@@ -702,5 +702,5 @@ class Scheduler:
             adapters=worker.adapters.loaded,
             suspects=self.suspects(now),
             draining=self.draining,
-            adapter_changes=[*worker.adapters.changes.values()],
+            adapter_changes=worker.adapters.known_changes,
         )
