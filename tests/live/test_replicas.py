@@ -106,3 +106,20 @@ def test_what_a_replica_has_not_finished_in_time_goes_on_at_another(tiny_llama: 
         disturbed = all_streams(server, 100, act=lambda: [*operate(server, **retire)])
         assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
         assert server.metric("tgi_recomputed_tokens") > 0
+
+
+def test_a_worker_is_replaced_when_its_replica_has_drained(standing: Server) -> None:
+    undisturbed = all_streams(standing, 100)
+    recomputed = standing.metric("tgi_recomputed_tokens")
+    before = standing.processes()
+    shown: list[str] = []
+
+    def restart() -> None:
+        shown.extend(operate(standing, command="restart", target="worker-1"))
+
+    disturbed = all_streams(standing, 100, act=restart)
+    assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
+    assert standing.metric("tgi_recomputed_tokens") == recomputed
+    assert shown[0] == "draining: scheduler-1"
+    after = standing.processes("ready")
+    assert {name for name in PARTS if before[name] != after[name]} == {"scheduler-1", "worker-1"}

@@ -47,14 +47,15 @@ def restart(supervisor: Supervisor, target: str) -> Operation:
 
     A front end or tokenizer is retired when a new one is ready: the front end finishes its requests, the requests of a
     tokenizer go on at another one. Scheduler and worker end before the new one starts, and requests wait for it; with
-    several replicas a scheduler finishes its requests first, and those of a worker go on at another replica.
+    several replicas their requests are finished first: the scheduler of a worker is replaced with it.
     """
     specs = [spec for role in DRAIN_ORDER for spec in supervisor.processes(role) if target in (role, spec.name)]
     if not specs:
         raise UserError(f"This server has no process {target}; `tgi ps` lists them.")
     for spec in specs:
         if spec.role in SINGLE_ROLES:
-            yield from _replace(supervisor, spec, spec.role == "scheduler" and supervisor.settings.replicas > 1)
+            drained = _scheduler_of(supervisor, spec) if supervisor.settings.replicas > 1 else None
+            yield from _replace(supervisor, spec, drained)
         else:
             (new,) = _start(supervisor, [spec.role])
             yield from _confirm(supervisor, [new])
@@ -219,22 +220,49 @@ def _retire_in_order(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waitin
         yield from _retire(supervisor, [spec for spec in specs if spec.role == role])
 
 
-def _replace(supervisor: Supervisor, spec: ProcessSpec, drain: bool) -> Waiting:
-    """Has a process hand over to a new one of the same name, and waits until that is ready. With `drain` it finishes
-    its requests first, as far as graceful_termination_timeout allows."""
-    old = supervisor.replace(spec, drain)
-    if drain:
+def _scheduler_of(supervisor: Supervisor, spec: ProcessSpec) -> ProcessSpec | None:
+    """The scheduler of a replica's scheduler or worker; None if another supervisor runs it."""
+    return next((one for one in supervisor.processes("scheduler") if one.index == spec.index), None)
+
+
+def _replace(supervisor: Supervisor, spec: ProcessSpec, drained: ProcessSpec | None = None) -> Waiting:
+    """Has a process hand over to a new one of the same name, and waits until that is ready. `drained`: a scheduler that
+    finishes its requests first, as far as graceful_termination_timeout allows, and is replaced, too."""
+    replaced = []  # with the pids of those that end
+    if drained is not None:
+        pid = supervisor.replace(drained, drain=True)
+        replaced.append((drained, pid))
         deadline = time.monotonic() + supervisor.settings.graceful_termination_timeout
-        while (state := supervisor.state(spec)) is not None and state.pid == old:
+        while _runs(supervisor, drained, pid):
             if time.monotonic() > deadline:
-                supervisor.replace(spec)
+                supervisor.replace(drained)
                 break
-            yield f"draining: {spec.name}"
+            yield f"draining: {drained.name}"
+    if spec != drained:
+        replaced.append((spec, supervisor.replace(spec)))
     deadline = time.monotonic() + supervisor.settings.start_timeout
-    while (state := supervisor.state(spec)) is None or state.pid == old or state.state != "ready":
+    while waiting := [_progress(supervisor, *one) for one in replaced if not _is_new(supervisor, *one)]:
+        names = ", ".join(waiting)
         if time.monotonic() > deadline:
             raise UserError(
-                f"{spec.name} was not ready within {supervisor.settings.start_timeout:g} s; its supervisor goes on "
-                "restarting it if it fails. The log says why."
+                f"{names}: not ready within {supervisor.settings.start_timeout:g} s; its supervisor goes on restarting "
+                "it if it fails. The log says why."
             )
-        yield f"replacing: {spec.name if state is None or state.pid == old else _with_stage(supervisor, spec)}"
+        yield f"replacing: {names}"
+
+
+def _runs(supervisor: Supervisor, spec: ProcessSpec, pid: int | None) -> bool:
+    """Whether the process with this pid still runs."""
+    state = supervisor.state(spec)
+    return state is not None and state.pid == pid
+
+
+def _is_new(supervisor: Supervisor, spec: ProcessSpec, old: int | None) -> bool:
+    """Whether another process than that with the pid `old` is ready."""
+    state = supervisor.state(spec)
+    return state is not None and state.pid != old and state.state == "ready"
+
+
+def _progress(supervisor: Supervisor, spec: ProcessSpec, old: int | None) -> str:
+    """The name of a process that is replaced, with the stage of the new one."""
+    return spec.name if _runs(supervisor, spec, old) else _with_stage(supervisor, spec)
