@@ -54,6 +54,10 @@ class Ranks:
             results.append(result)
         return results
 
+    def single(self) -> list["Ranks"]:
+        """Each rank alone, while the others wait."""
+        return [Ranks([connection]) for connection in self._connections]
+
     @property
     def first(self) -> "Ranks":
         """The first rank alone, while the others wait."""
