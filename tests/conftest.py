@@ -49,48 +49,64 @@ MARKERS = {
         "tokenizer/answer/test_calls",
         "tokenizer/test_cost",
         "worker/cpu_kernels/test_attention",
+        "worker/cpu_kernels/test_gated_linear",
+        "worker/cpu_kernels/test_models",
         "worker/cpu_kernels/test_neon",
         "worker/cpu_kernels/test_vectors",
+        "worker/distributed/test_models",
         "worker/gpu_kernels/",
         "worker/quantization/test_gguf",
         "worker/quantization/test_quantize",
         "worker/test_attention",
+        "worker/test_amx_permission",
         "worker/test_batch_independence",
+        "worker/test_deferred_imports",
         "worker/test_draft_runner",
+        "worker/test_dtype",
         "worker/test_fallback",
         "worker/test_families",
         "worker/test_host_cpu",
         "worker/test_load",
         "worker/test_main",
         "worker/test_models",
+        "worker/test_planning",
         "worker/test_prompt_logprobs",
         "worker/test_quantized_models",
         "worker/test_sampling",
     ),
 }
 
-# Run first, so that no process is left with one of them while the others have nothing to do.
+# Run first, so that no process is left with one of them while the others have nothing to do. Files that compute
+# alternate with files of servers, which mostly wait.
 LONGEST_FILES = (
     "live/test_operating",
-    "clients/",
     "test_wheel",
-    "live/test_chaos",
+    "live/test_starting",
     "simulation/",
+    "clients/",
     "worker/cpu_kernels/test_neon",
     "live/test_hung_processes",
-    "live/test_hostile_hosts",
-    "live/test_memory",
+    "live/test_network",
+    "live/test_chaos",
+    "worker/gpu_kernels/test_compiling",
+    "live/test_hosts",
     "live/test_crash_isolation",
+    "worker/distributed/test_models",
     "live/test_ray",
     "live/test_host_ranks",
-    "worker/gpu_kernels/test_compiling",
-    "live/test_starting",
-    "live/test_models",
     "worker/cpu_kernels/test_attention",
-    "live/test_load",
-    "live/test_hostile_texts",
+    "live/test_tree",
+    "worker/test_planning",
+    "live/test_tensor_parallel",
+    "worker/test_attention",
+    "live/test_grammars",
     "worker/test_models",
+    "live/test_models",
+    "live/test_load",
 )
+# The other files of servers are spread over this share of the rest: other tests use the cores while servers start, and
+# no file that takes long is the last one.
+SPREAD = 0.7
 
 # Characters of the reason why a test failed, in the list at the end.
 MAX_REASON = 200
@@ -150,9 +166,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.nodeid.removeprefix("tests/")
         item.add_marker(next((name for name, paths in MARKERS.items() if path.startswith(paths)), "fast"))
-    items.sort(key=_turn)
+    turns = _turns(items)
+    items.sort(key=lambda item: turns[item.path])
 
 
-def _turn(item: pytest.Item) -> int:
-    path = item.nodeid.removeprefix("tests/")
-    return next((turn for turn, prefix in enumerate(LONGEST_FILES) if path.startswith(prefix)), len(LONGEST_FILES))
+def _turns(items: list[pytest.Item]) -> dict[Path, float]:
+    """The order of the files: less than 0 for those of LONGEST_FILES, 0 to 1 for the others."""
+    turns: dict[Path, float] = {}
+    others: dict[bool, list[Path]] = {False: [], True: []}  # whether they start servers
+    for path, item in {item.path: item for item in items}.items():
+        name = item.nodeid.removeprefix("tests/")
+        longest = next((turn for turn, prefix in enumerate(LONGEST_FILES) if name.startswith(prefix)), None)
+        if longest is None:
+            others[item.get_closest_marker("live") is not None].append(path)
+        else:
+            turns[path] = longest - len(LONGEST_FILES)
+    for servers, paths in others.items():
+        turns |= {path: (SPREAD if servers else 1.0) * turn / len(paths) for turn, path in enumerate(paths)}
+    return turns

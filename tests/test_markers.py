@@ -1,14 +1,14 @@
-"""The table of markers in conftest.py names paths that exist."""
+"""The tables of conftest.py name paths that exist."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import MARKERS
+from tests.conftest import LONGEST_FILES, MARKERS
 
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("path", [path for paths in MARKERS.values() for path in paths])
-def test_a_path_of_the_table_exists(path: str) -> None:
+@pytest.mark.parametrize("path", [*LONGEST_FILES, *(path for paths in MARKERS.values() for path in paths)])
+def test_a_path_of_the_tables_exists(path: str) -> None:
     assert list(TESTS.glob(f"{path}*")) if not path.endswith("/") else (TESTS / path).is_dir()

@@ -49,7 +49,7 @@ class Machine:
         if isolation.turn_over:
             isolation.next_turn()
         for _ in range(isolation.turns + 1):
-            if rows := [key for key in self.streams if not isolation.on_trial or isolation.may_run(key)]:
+            if rows := [*filter(isolation.may_run, self.streams)] if isolation.on_trial else [*self.streams]:
                 isolation.record_step()
                 return rows
             isolation.next_turn()
@@ -59,9 +59,10 @@ class Machine:
         """One step, or a death from outside during it."""
         self.now += 1.0
         rows = self.rows()
-        for key in self.streams:
-            self._silence[key] = 0 if key in rows else self._silence[key] + 1
+        for key in self.streams.keys() - rows:
+            self._silence[key] += 1
             self.longest_silence = max(self.longest_silence, self._silence[key])
+        self._silence.update(dict.fromkeys(rows, 0))
         streams = [self.streams[key] for key in rows]
         lethal = [stream for stream in streams if stream.lethal and (stream.tokens + 1) % stream.lethal == 0]
         if kill or lethal:

@@ -188,10 +188,10 @@ class Simulation:
 
     def cancel(self, request: SubmittedRequest, kind: Any = Cancel) -> None:
         for tokenizer in self.tokenizers.values():
-            for rid, other in tokenizer.requests.items():
-                if other is request:
-                    self.handle(kind(rid), tokenizer.peer)
-                    request.cancelled_by_client = True
+            latest_first = reversed(tokenizer.requests.items())
+            if (rid := next((rid for rid, other in latest_first if other is request), None)) is not None:
+                self.handle(kind(rid), tokenizer.peer)
+                request.cancelled_by_client = True
 
     def stop(self, request: SubmittedRequest) -> None:
         self.cancel(request, Stop)

@@ -61,6 +61,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@cache
 def library(element: str = "bfloat16", instruction_set: str | None = None) -> Path:
     """As build.build_library; skips the test if this machine cannot run the kernels."""
     if (reason := _unavailable_reason(element, instruction_set)) is not None:

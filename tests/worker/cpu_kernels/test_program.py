@@ -97,7 +97,8 @@ def test_a_program_applies_adapters(kind: str, tmp_path: Path) -> None:
     projections = ("q_proj", "v_proj", "qkv_proj")
     some_of_it = model.load_adapter(make_adapter(tmp_path / "b", directory(kind), 8, projections, seed=2))
     plain = run(model)
-    for adapters in ((all_of_it, None, some_of_it), (None, some_of_it, None), (all_of_it, all_of_it, all_of_it)):
+    batches = ((all_of_it, None, some_of_it), (None, some_of_it, None), (all_of_it, all_of_it, all_of_it))
+    for adapters in batches[: 1 if EMULATED else None]:  # the first has rows of all kinds
         found = run(model, adapters)
         assert not same(found, plain)
         assert same(found, run(without_program(model), adapters))
