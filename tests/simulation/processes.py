@@ -33,7 +33,7 @@ from tgi.microkernel.protocol import (
 )
 from tgi.microkernel.rundir import scheduler_socket
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.work_register import WorkRegister, split_fingerprints
 from tgi.scheduler import main as scheduler_main
 from tgi.scheduler.metrics import SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler
@@ -530,6 +530,11 @@ class TokenizerProcess(SimulatedProcess):
         """As process.work_in_hand."""
         scheduler = self.simulation.schedulers[peer.replica]
         return scheduler.work_register.in_hand() if scheduler.hello().boot == peer.boot else b""
+
+    def kill(self, cause: str, outside: bool = True) -> None:
+        if self.alive and not outside:
+            self.simulation.tokenizer_crashes.update(split_fingerprints(self.work_register.in_hand()))
+        super().kill(cause, outside)
 
     def _ended(self) -> None:
         self.pool = None

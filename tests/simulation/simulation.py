@@ -152,6 +152,7 @@ class Simulation:
         self.stopped_upstream = StoppedUpstreamCheck(self)
         self.stranded = StrandedCheck(self)
         self.crashes = CrashesAtOneReplica(self)
+        self.tokenizer_crashes: Counter[bytes] = Counter()  # by fingerprint of what they had in hand
         self._failure: SimulationFailed | None = None
         self._trace: deque[tuple[float, tuple[Any, ...]]] = deque(maxlen=TRACE_ENTRIES)
 

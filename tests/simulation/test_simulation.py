@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.simulation.planted_bugs import PLANTED_BUGS
+from tests.simulation.planted_bugs import NO_FAULTS, PLANTED_BUGS
 from tests.simulation.simulation import Simulation, SimulationConfig, SimulationFailed, draw_config
+from tgi.microkernel.crash_isolation import CONVICTING_STRIKES
 
 # 20,000 requests in this many runs, each of another configuration.
 SEEDS, REQUESTS = 40, 500
@@ -35,6 +36,18 @@ def test_answers_are_exact(seed: int) -> None:
     assert simulation.workload.ended == REQUESTS
     assert simulation.workload.outcomes["exact"] > REQUESTS // 20
     assert simulation.health.samples > 20
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_request_ends_three_tokenizers_however_long_they_take_to_start(seed: int) -> None:
+    config = draw_config(seed, 150)._replace(
+        faults=NO_FAULTS, poison_share=0.03, poison_roles=("tokenizer",), tokenizers=2, front_ends=1, replicas=1,
+        restart_seconds=8.0, healthy_after=20.0,
+    )  # fmt: skip
+    simulation = Simulation(config)
+    simulation.run()
+    assert simulation.workload.outcomes["poisonous"] > 1
+    assert max(simulation.tokenizer_crashes.values()) == CONVICTING_STRIKES
 
 
 @pytest.mark.parametrize("name", PLANTED_BUGS)

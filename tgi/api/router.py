@@ -48,8 +48,9 @@ log = logging.getLogger(__name__)
 
 # Requests of a lost tokenizer that are sent to another: at once, and then per second. So it can serve its own.
 RESUBMISSION_BURST, RESUBMISSIONS_PER_SECOND = 100, 250.0
-# How long the requests that a dead tokenizer had in hand are kept back: until its successor has told how it ended.
-EXIT_REPORT_SECONDS = 5.0
+# How long the requests that a dead tokenizer had in hand are kept back: until its successor has told how it ended. This
+# is longer than a tokenizer takes to start on a busy machine: what is sent on before may end others without a strike.
+EXIT_REPORT_SECONDS = 30.0
 
 
 class Router:
