@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests: models, shared servers, markers by path, a directory for metrics."""
 
+import atexit
 import gc
 import os
 import tempfile
@@ -145,20 +146,20 @@ def shared_server() -> "Iterator[SharedServers]":
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what collecting has made out of all searches for garbage."""
+    """Leaves what collecting has made out of all searches for garbage, also out of those in which pytest looks for
+    unraisable exceptions at the end. Python's own search when it ends includes it; otherwise Triton reports leaks."""
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Lists what failed, a line each, as the last lines of all: a log of CI may show no more than its end. Unfreezes
-    the objects of collecting and those of event loops; otherwise Triton reports leaks when Python ends."""
+    """Lists what failed, a line each, as the last lines of all: a log of CI may show no more than its end."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     for report in [*reporter.getreports("failed"), *reporter.getreports("error")] if reporter else ():
         reason = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longrepr))
         first = next(iter(reason.splitlines()), "")
         reporter.write_line(f"failed: {report.nodeid}: {first[:MAX_REASON]}")
-    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
