@@ -204,11 +204,11 @@ def test_down_waits_for_a_holder_without_a_pid(run: Path) -> None:
     lock.release()
 
 
-def test_run_directory_is_listed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv("TGI_RUN", str(tmp_path / "tgi" / "3000"))
-    rundir.create_run_dir(tmp_path / "tgi" / "3000")
-    assert rundir.user_run_dirs() == [tmp_path / "tgi" / "3000"]
+def test_run_directory_is_listed_once(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    monkeypatch.setenv("TGI_RUN", str(short_path / "tgi" / "3000"))
+    rundir.create_run_dir(short_path / "tgi" / "3000")
+    assert rundir.user_run_dirs() == [short_path / "tgi" / "3000"]
 
 
 @pytest.mark.parametrize(
