@@ -1,6 +1,7 @@
 """Several schedulers with a worker each (`--replicas`), under the same tokenizers."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,21 @@ def test_replicas_come_and_go_under_streams(server: Server) -> None:
     assert not {"scheduler-1", "worker-1"} & server.processes().keys()
     assert not list(server.run_directory.glob("sched-1.*"))
     assert server.is_healthy()
+
+
+def test_a_new_replica_gets_requests_as_soon_as_scale_has_returned(tiny_llama: Path, tmp_path: Path) -> None:
+    one_tokenizer = ("--validation-workers", "1")  # so it knows the whole load
+    with (
+        Server(tmp_path / "run", "--model-id", str(tiny_llama), *FEW_SLOTS, *one_tokenizer) as server,
+        ThreadPoolExecutor(8) as clients,
+    ):
+        server.start().wait_until_ready()
+        [*operate(server, command="scale", role="replica", count=2)]
+        answers = [clients.submit(server.generate, f"{number}: Hello", max_new_tokens=200) for number in range(8)]
+        running = 0.0
+        while not all(answer.done() for answer in answers):
+            running = max(running, server.metric("tgi_batch_current_size"))
+        assert running == 8  # one replica has four slots
 
 
 def test_a_scheduler_drains_before_it_is_replaced(standing: Server) -> None:

@@ -71,8 +71,8 @@ class Process:
         self.stopping = False
         self.handing_over = False  # told to end by HAND_OVER; `stopping` is set, too
         self.run_dir = settings.run_dir
-        self.facts: dict[str, Any] = {}  # published with the state; to be set before "ready"
-        self._state = ("", "", -1)
+        self.facts: dict[str, Any] = {}  # published with the state; those of the summary to be set before "ready"
+        self._published: tuple[Any, ...] = ()
         self.last_exit = last_exit  # how its predecessor ended
         self.work_register = WorkRegister.open(work_register_path(self.run_dir, self.name))
         self.work_register.begin_life(self.boot)
@@ -238,9 +238,9 @@ class Process:
         self.heartbeat(0.0)
 
     def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
-        """Writes the state file: "starting", "ready" or "draining", with stage and percentage of start-up."""
-        if (state, stage, percent) != self._state:
-            self._state = (state, stage, percent)
+        """Writes the state file: "starting", "ready" or "draining", stage and percentage of start-up, and the facts."""
+        if (state, stage, percent, self.facts) != self._published:
+            self._published = (state, stage, percent, self.facts)
             rundir.write_state(
                 self.run_dir,
                 rundir.ProcessState(

@@ -31,6 +31,7 @@ LINE_SECONDS = 10.0
 RATE_SECONDS = 1.0
 
 CHAT_TEMPLATE = "chat_template"  # name of the tokenizer's fact
+TOKENIZERS = "tokenizers"  # name of the scheduler's fact: how many are connected
 
 EXAMPLE_QUESTION = "Name three primary colors."  # the demo model answers it with any seed
 

@@ -14,6 +14,7 @@ from tgi.microkernel.child import ProcessSpec
 from tgi.microkernel.control import Operation
 from tgi.microkernel.discovery import MAX_PORT, nth_address
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.progress import TOKENIZERS
 from tgi.microkernel.rundir import SINGLE_ROLES
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.supervisor import DRAIN_ORDER, Supervisor
@@ -94,8 +95,10 @@ def _scale_replicas(supervisor: Supervisor, count: int) -> Operation:
             f"{count} schedulers cannot listen at {listen} and the ports after it: ports end at {MAX_PORT}."
         )
     while supervisor.settings.replicas < count:
-        yield from _confirm(supervisor, _start(supervisor, reversed(roles)))
+        new = _start(supervisor, reversed(roles))
+        yield from _confirm(supervisor, new)
         supervisor.set_replicas(supervisor.settings.replicas + 1)
+        yield from _await_tokenizers(supervisor, new[-1])  # the scheduler
     while supervisor.settings.replicas > count:
         last = supervisor.settings.replicas - 1
         supervisor.set_replicas(last)
@@ -182,6 +185,16 @@ def _confirm(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waiting:
         yield "starting: " + ", ".join(_with_stage(supervisor, spec) for spec in waiting)
     for spec in specs:
         supervisor.confirm(spec)
+
+
+def _await_tokenizers(supervisor: Supervisor, scheduler: ProcessSpec) -> Waiting:
+    """Waits until the tokenizers have found a new scheduler: from then on it gets requests."""
+    deadline = time.monotonic() + supervisor.settings.start_timeout
+    while (state := supervisor.state(scheduler)) is not None and time.monotonic() < deadline:
+        states = [supervisor.state(spec) for spec in supervisor.processes("tokenizer")]
+        if state.facts.get(TOKENIZERS, 0) >= sum(one is not None and one.state == "ready" for one in states):
+            return
+        yield f"starting: {scheduler.name} (waiting for the tokenizers)"
 
 
 def _is_ready(supervisor: Supervisor, spec: ProcessSpec) -> bool:

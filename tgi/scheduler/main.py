@@ -12,6 +12,7 @@ from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId, end_sessions
 from tgi.microkernel.process import Process
+from tgi.microkernel.progress import TOKENIZERS
 from tgi.microkernel.protocol import Add, Beat, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
 from tgi.microkernel.rundir import scheduler_socket, suspects_path
 from tgi.microkernel.work_register import fingerprint_number
@@ -66,6 +67,7 @@ def main(process: Process) -> None:
         while not process.stopping or (scheduler.computes and not process.handing_over):
             now = time.monotonic()
             scheduler.draining = process.stopping
+            process.facts = {TOKENIZERS: scheduler.tokenizers}
             process.publish_state(*_process_state(process, scheduler))
             suspects.write_changes(scheduler)
             process.wait(scheduler.deadline(now) - now)

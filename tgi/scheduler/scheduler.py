@@ -292,6 +292,11 @@ class Scheduler:
         return self._planner.kv_cache.pool.used if self._planner else 0
 
     @property
+    def tokenizers(self) -> int:
+        """Number of tokenizers that are connected."""
+        return len(self._tokenizers.clients)
+
+    @property
     def loaded_adapters(self) -> int:
         """Number of adapters that a request may ask for."""
         return len(self.worker.adapters.loaded)
