@@ -18,9 +18,12 @@ from tgi.tokenizer.encoder import EncodedPrompt
 from tgi.tokenizer.replica_choice import (
     BLOCK_TOKENS,
     MAX_HOLDERS,
+    MAX_PRICE,
+    PRICE_GRAIN,
     Candidate,
     HashRing,
     PrefixIndex,
+    Prices,
     ReplicaChoice,
     prompt_keys,
 )
@@ -147,6 +150,43 @@ def test_a_prompt_that_all_requests_have_is_shared_by_all_replicas() -> None:
         assert number is not None
         loads[number] += 1
     assert max(loads.values()) < 25
+
+
+def test_the_price_of_a_replica_follows_its_load() -> None:
+    """It does not count while it is small, and is bounded; a replica that has gone has none."""
+    prices, lifetime = Prices(), 8 * 24
+    prices.observe({number: 24 if number else 30 for number in range(8)}, lifetime)
+    assert prices[0] == 0
+    for _ in range(4):
+        prices.observe({number: 24 if number else 30 for number in range(8)}, lifetime)
+    assert PRICE_GRAIN <= prices[0] < MAX_PRICE
+    assert prices[0] % PRICE_GRAIN == 0
+    assert {prices[number] for number in range(1, 8)} == {0}
+    for _ in range(100):
+        prices.observe({0: 40, 1: 8}, lifetime)
+    assert (prices[0], prices[1], prices[2]) == (MAX_PRICE, -MAX_PRICE, 0)
+    for _ in range(100):
+        prices.observe({0: 8, 1: 40}, lifetime)
+    assert (prices[0], prices[1]) == (-MAX_PRICE, MAX_PRICE)
+    prices.observe({0: 0, 1: 0}, lifetime)
+    assert (prices[0], prices[1]) == (-MAX_PRICE, MAX_PRICE)
+
+
+def test_a_popular_prefix_leaves_a_replica_whose_load_stays_above_the_mean() -> None:
+    """Four requests above the bound are not worth computing 500 tokens again, but they are if that goes on."""
+    choice, loads = ReplicaChoice(), {0: 18, 1: 12, 2: 12, 3: 12}
+    mean = sum(loads.values()) / len(loads)
+    for number in loads:
+        choice.ring.add(number)
+        choice.index.set_capacity(number, 1 << 20)
+    popular = prompt_keys(ids(*range(500)), b"")
+    choice.index.record(popular, 0)
+    chosen = []
+    for _ in range(40):
+        chosen.append(choice.choose(popular, mean, lambda number: Candidate(loads[number], 64)))
+        choice.prices.observe(loads, sum(loads.values()))
+    assert set(chosen[:10]) == {0}
+    assert 0 not in chosen[30:]
 
 
 def test_tokenizers_agree_on_a_new_prefix_without_asking_each_other() -> None:
@@ -293,7 +333,7 @@ def test_the_hit_rate_is_that_of_one_large_cache() -> None:
     """Also the load: that of the busier replica, averaged over the run."""
     hit_rates: dict[str, list[float]] = {"one cache": [], "in turn": [], "by the rule": []}
     imbalances = []
-    for seed in (7, 8):
+    for seed in range(7, 12):
         turns = count()
         routed = RoutedLoad(2, by_rule)
         hit_rates["one cache"].append(RoutedLoad(1, lambda views, request: 0).run(seed))

@@ -7,6 +7,12 @@ REQUEST_TOKENS against it. So a prefix that many requests have in common is comp
 share the load. The bound is little above the mean, as in consistent hashing with bounded loads (Mirrokni, Thorup,
 Zadimoghaddam 2016). One without a free slot is chosen only if those that were looked at have none.
 
+That alone would let a replica with popular prefixes stay above the bound by what they are worth. So it also has a
+price, which rises as long as its load is above the mean, until some of its prefixes are computed elsewhere, and which
+falls while the load is below. Prices are the multipliers of the constraint that all have the mean load over time; to
+move them by its violation is dual ascent (Arrow, Hurwicz, Uzawa 1958; for requests that arrive one by one: Balseiro,
+Lu, Mirrokni 2020).
+
 Candidates are the next replicas on a hash ring, from the first block of the prompt on, and some of those that were sent
 the longest known beginning of it. So all tokenizers send a new prefix to the same replica without asking each other,
 the caches hold different prefixes, and few of them move when replicas come and go. However many replicas there are, a
@@ -18,7 +24,7 @@ A tokenizer knows the prompts that it has sent itself. The reported load is that
 from array import array
 from bisect import bisect, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import islice
 from math import sqrt
@@ -33,7 +39,10 @@ BLOCK_TOKENS = 16
 LENGTHS = (1, 2, 3, *(length << octave for octave in range(9) for length in (4, 5, 6, 7)))
 # The prompt tokens that are computed again to avoid a request above the bound; and the most that counts for a replica,
 # which limits the excess that a long prompt is worth.
-REQUEST_TOKENS, MAX_MATCHED_TOKENS = 64, 256
+REQUEST_TOKENS, MAX_MATCHED_TOKENS = 64, 512
+# A price rises by this many tokens if the load is a request above the mean for as long as a request takes. What is left
+# of a price after the division by PRICE_GRAIN does not count, so that chance does not decide where the ring would.
+PRICE_STEP, PRICE_GRAIN, MAX_PRICE = 4, 32, 512
 # A load differs from the mean by chance by about its root. The bound allows that where it is few requests, otherwise
 # this share of the mean.
 FEW_REQUESTS, BALANCE = 1, 0.02
@@ -191,12 +200,38 @@ def load_bound(mean: float) -> float:
     return 1 + mean + min(sqrt(mean), max(FEW_REQUESTS, BALANCE * mean))
 
 
+class Prices:
+    """What counts against replicas whose load has been above the mean, in prompt tokens; negative if it was below."""
+
+    def __init__(self) -> None:
+        self._prices: dict[int, float] = {}
+
+    def __getitem__(self, number: int) -> int:
+        return int(self._prices.get(number, 0.0) / PRICE_GRAIN) * PRICE_GRAIN
+
+    def observe(self, loads: Mapping[int, int], sent: int) -> None:
+        """Takes the loads of all replicas. `sent`: the requests that were sent to them since the last call.
+
+        Time counts in requests: while one is computed, about as many are sent as all replicas have (Little's law). One
+        more per replica keeps prices still where there are few, which share the load by chance.
+        """
+        count, total = len(loads), sum(loads.values())
+        if not total:
+            return
+        mean, step = total / count, PRICE_STEP * sent / (total + count)
+        self._prices = {
+            number: max(-MAX_PRICE, min(MAX_PRICE, self._prices.get(number, 0.0) + step * (load - mean)))
+            for number, load in loads.items()
+        }
+
+
 class ReplicaChoice:
     """Chooses among the replicas on the ring."""
 
     def __init__(self) -> None:
         self.ring = HashRing()
         self.index = PrefixIndex()
+        self.prices = Prices()
         self._elsewhere = 0  # searches further along the ring
 
     def choose(self, prompt: PromptKeys, mean_load: float, candidate: Callable[[int], Candidate | None]) -> int | None:
@@ -214,14 +249,14 @@ class ReplicaChoice:
                 continue
             if (one := candidate(number)) is None:
                 continue
-            matched, excess = known.get(number, 0), max(0.0, one.load - bound)
-            if not excess and one.load < one.slots:
+            matched, excess, price = known.get(number, 0), max(0.0, one.load - bound), self.prices[number]
+            has_slot = one.load < one.slots
+            if has_slot and not excess and price <= 0:
                 found = True
                 enough -= not matched
-            has_slot = one.load < one.slots
             merit = (
                 has_slot,
-                min(matched, MAX_MATCHED_TOKENS) - REQUEST_TOKENS * excess,
+                min(matched, MAX_MATCHED_TOKENS) - REQUEST_TOKENS * excess - price,
                 0.0 if matched else -max(0.0, one.load - (NEW_PROMPT_BALANCE if has_slot else 1.0) * mean_load),
                 -order,  # those that know as much of a prompt in the order of the ring, so that few compute it
             )

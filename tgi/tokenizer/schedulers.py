@@ -133,7 +133,7 @@ class Schedulers:
         self._tokenizers = tokenizers
         self._choice = ReplicaChoice()
         self._mean_load = 0.0
-        self._choices_with_mean = 1 << 32  # since it was computed
+        self._choices_with_mean = 0  # since it was computed
         # By fingerprint: the replica whose scheduler died with the request in hand, and until when that waits for the
         # successor. So a request that crashes schedulers is tried at one replica and does not end one after the other.
         self._suspicions: dict[int, tuple[SchedulerReplica, float]] = {}
@@ -255,13 +255,11 @@ class Schedulers:
 
     def _choose_of_rank(self, rank: Rank, digest: bytes, prompt: PromptKeys) -> SchedulerReplica | None:
         """The best of the replicas of this rank; None: none of those that were looked at has it."""
-        mean = self._mean_load
-        if rank != ABLE or self._choices_with_mean * MEAN_SHARE >= len(self._replicas):
+        if rank == ABLE:
+            mean = self._mean_of_able()
+        else:
             loads = [one.load for one in self if one.takes_requests and _rank(one, digest) == rank]
             mean = sum(loads) / len(loads) if loads else 0.0
-            if rank == ABLE:
-                self._mean_load, self._choices_with_mean = mean, 0
-        self._choices_with_mean += 1
 
         def candidate(number: int) -> Candidate | None:
             replica = self._by_number.get(number)  # None: it was retired
@@ -271,6 +269,18 @@ class Schedulers:
 
         number = self._choice.choose(prompt, mean, candidate)
         return None if number is None else self._by_number[number]
+
+    def _mean_of_able(self) -> float:
+        """The mean load of the replicas that compute. Now and then it is computed again, with the prices."""
+        sent = self._choices_with_mean
+        if not sent or sent * MEAN_SHARE >= len(self._replicas):
+            loads = {one.number: one.load for one in self if one.takes_requests and _rank(one, b"") == ABLE}
+            # Other tokenizers send as much as this one.
+            self._choice.prices.observe(loads, sent * self._tokenizers)
+            self._mean_load = sum(loads.values()) / len(loads) if loads else 0.0
+            self._choices_with_mean = 0
+        self._choices_with_mean += 1
+        return self._mean_load
 
     def stranded(self, now: float) -> list[tuple[SchedulerReplica, TokenizerRequestState]]:
         """The requests at replicas that do not compute that another replica would compute now, with the replicas where

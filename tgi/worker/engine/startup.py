@@ -211,7 +211,7 @@ def _connect_ranks(place: RankPlace, device: str, kernels: CpuKernels | None) ->
         way = f"over gloo, since {place.memory_error if kernels is not None else 'torch computes'}"
     else:
         way = "in shared memory"
-        communicator = SharedMemoryCommunicator(kernels, place.memory, torchs, usable_cores() >= place.ranks)
+        communicator = SharedMemoryCommunicator(kernels, place.memory, torchs, own_core=usable_cores() >= place.ranks)
     if place.rank == 0:
         log.info("the %d ranks combine their results %s", place.ranks, way)
     return communicator
