@@ -209,6 +209,7 @@ def test_top_ends_and_restores_the_terminal(key: bytes, code: int, tmp_path: Pat
     command = [sys.executable, "-m", "tgi", "top", "--seconds", "60"]
 
     def take_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored if a shell has started the test run in the background
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that the terminal turns its key into SIGINT
 
     process = subprocess.Popen(
