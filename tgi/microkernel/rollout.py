@@ -98,7 +98,8 @@ def _scale_replicas(supervisor: Supervisor, count: int) -> Operation:
         new = _start(supervisor, reversed(roles))
         yield from _confirm(supervisor, new)
         supervisor.set_replicas(supervisor.settings.replicas + 1)
-        yield from _await_tokenizers(supervisor, new[-1])  # the scheduler
+        (scheduler,) = (spec for spec in new if spec.role == "scheduler")
+        yield from _await_tokenizers(supervisor, scheduler)
     while supervisor.settings.replicas > count:
         last = supervisor.settings.replicas - 1
         supervisor.set_replicas(last)
