@@ -1,11 +1,11 @@
 """Measures decode and prefill on a GPU next to its peaks, and the cost of the host between steps.
 
     scripts/bench gpu [--rows 1,8,64,256] [--context 512] [--prefill 8192] [--quantize int8]
-        [--trace FILE] [--device cpu --shape two-layer]
+        [--trace FILE] [--json FILE] [--device cpu --shape two-layer]
 
-The model has the layers of Llama-3.2-1B, or of another shape, and random weights, which are written to a temporary
-directory (2.5 GB; TMPDIR) and loaded by the worker's own start-up. There is no scheduler: the next step is always
-available. Times are medians over the rounds, and shares are relative to what this device has just reached:
+The model has the layers of Llama-3.2-1B, or of another shape, and random weights, which are made on the device. The
+worker's own start-up builds it. There is no scheduler: the next step is always available. Times are medians over the
+rounds, and shares are relative to what this device has just reached:
 
 - the floor of a decode step is the time to read the weights of all matrices once, and the keys and values of the
   contexts, at the rate of reading a large tensor;
@@ -20,6 +20,7 @@ available. Times are medians over the rounds, and shares are relative to what th
 import argparse
 import gc
 import importlib.metadata
+import json
 import logging
 import os
 import statistics
@@ -36,10 +37,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.benchmarks.engine_driver import Alone, Flow, Requests, flow
-from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored, write_model
+from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, random_weights, stored, write_config
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.options import boolean, count, counts, flag
 from tgi.microkernel.protocol import Step
+from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.settings import OPTIONS, Settings
 from tgi.microkernel.settings_loading import load_settings
 from tgi.server import nvidia_smi
@@ -89,6 +91,38 @@ class Decode(NamedTuple):
     flow: Flow
 
 
+# Rows that sample, by the name in the table.
+SAMPLINGS = {
+    "greedy": SamplingParams(0),
+    "temperature 0.8": SamplingParams(1, temperature=0.8),
+    "top_k 50": SamplingParams(1, top_k=50),
+    "top_p 0.9": SamplingParams(1, top_p=0.9),
+    "repetition_penalty 1.1": SamplingParams(1, do_sample=True, repetition_penalty=1.1),
+}
+
+
+class Sampling(NamedTuple):
+    """Decode steps of `rows` rows that all sample alike, in milliseconds."""
+
+    rows: int
+    name: str
+    flow: Flow
+
+
+def samplings(engine: TorchEngine, numbers: Sequence[int], context: int, rounds: int) -> list[Sampling]:
+    """The time of steps by the parameters of their rows."""
+    found = []
+    for rows in numbers:
+        for name, params in SAMPLINGS.items():
+            engine.reset()
+            each = [params._replace(seed=row) for row in range(rows)]
+            requests = Requests(engine, range(rows), context, longest(0, rounds), each)
+            flow(engine, requests.prompts())
+            flow(engine, requests.steps(WARM))
+            found.append(Sampling(rows, name, flow(engine, requests.steps(rounds))))
+    return found
+
+
 def _decode(engine: TorchEngine, rows: int, recorded: bool, context: int, rounds: int) -> Decode:
     """Half of the steps measured alone come before the others and half after them, so that mean context lengths are
     equal."""
@@ -136,7 +170,8 @@ def prefill_flop(config: dict[str, Any], tokens: int) -> float:
     hidden: int = config["hidden_size"]
     scored: int = hidden * config["vocab_size"]
     weights = layers * sum(outputs * inputs for outputs, inputs in matrices(config).values())
-    return 2.0 * (weights * tokens + layers * hidden * tokens * (tokens + 1) + scored)
+    queries, _ = matrices(config)["self_attn.q_proj"]
+    return 2.0 * (weights * tokens + layers * queries * tokens * (tokens + 1) + scored)
 
 
 # --- peaks of the device, with torch's own operations ---
@@ -267,7 +302,7 @@ def machine(device: torch.device) -> str:
 def settings(options: argparse.Namespace, directory: Path) -> Settings:
     """The worker's settings. Raises UserError for unsupported ones."""
     decoding = longest(options.context, options.rounds)
-    most = max(decoding, options.prefill + 1) + 1
+    most = max(decoding, max(options.prefill) + 1) + 1
     found = load_settings({name: getattr(options, name) for name in TAKEN}, {})
     return replace(
         found,
@@ -291,7 +326,7 @@ def taken(name: str) -> Callable[[str], Any]:
     return read
 
 
-def trace_file(text: str) -> Path:
+def output_file(text: str) -> Path:
     """A writable file. Raises ArgumentTypeError."""
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
@@ -305,10 +340,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--rows", type=counts, default="1,8,64,256")
     parser.add_argument("--context", type=count, default=512, help="tokens of each request when it begins to decode")
-    parser.add_argument("--prefill", type=count, default=8192, help="tokens of the long prompt")
+    parser.add_argument("--prefill", type=counts, default="2048,8192", help="tokens of the long prompts")
     parser.add_argument("--rounds", type=count, default=40)
     parser.add_argument("--peak-tflops", type=count, help="of the datasheet, in place of what is measured")
-    parser.add_argument("--trace", type=trace_file, metavar="FILE", help="trace decode steps of the first of --rows")
+    parser.add_argument("--trace", type=output_file, metavar="FILE", help="trace decode steps of the first of --rows")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to a file, too")
     for name in TAKEN:
         option = OPTIONS[name]
         bare = {"nargs": "?", "const": True} if option.read is boolean else {}
@@ -326,19 +362,35 @@ def report(engine: TorchEngine, config: dict[str, Any], options: argparse.Namesp
     if options.peak_tflops:
         peaks = peaks._replace(product=1e12 * options.peak_tflops)
         print(f"Shares of the peak are of {options.peak_tflops} TFLOP/s, as told.")
-    print(f"\nDecode behind {options.context} tokens; wanted are 80 % of the floor at 1 row, and less than 3 % idle\n")
+    print(f"\nDecode behind {options.context} tokens\n")
     found = decodes(engine, options.rows, options.context, options.rounds)
     print(*decode_table(found, peaks), "", sep="\n")
     if not all(one.held for one in found):
         print(f"{NOT_HELD}\n")
-    spent, flop = prefill(engine, options.prefill, options.rounds) / 1e3, prefill_flop(config, options.prefill)
-    steps = -(-options.prefill // engine.limits.max_batch_prefill_tokens)
-    print(f"A prompt of {options.prefill} tokens, {flop / 1e12:.4g} TFLOP; wanted are 50 % of the peak\n")
-    print("| steps | ms | tokens/s | TFLOP/s | of the peak |\n|---|---|---|---|---|")
-    print(
-        f"| {steps} | {1e3 * spent:.2f} | {options.prefill / spent:,.0f} | {flop / spent / 1e12:.2f} | "
-        f"{flop / spent / peaks.product:.1%} |"
-    )
+    print("Steps by how their rows sample\n")
+    print("| rows | parameters | step ms | launch ms |\n|---|---|---|---|")
+    sampled = samplings(engine, sorted({options.rows[0], options.rows[-1]}), options.context, options.rounds)
+    for one in sampled:
+        print(f"| {one.rows} | {one.name} | {one.flow.step:.3f} | {one.flow.launch:.3f} |")
+    print("\nPrompts\n\n| tokens | steps | ms | tokens/s | TFLOP/s | of the peak |\n|---|---|---|---|---|---|")
+    prefills = []
+    for tokens in options.prefill:
+        spent, flop = prefill(engine, tokens, min(options.rounds, 10)) / 1e3, prefill_flop(config, tokens)
+        steps = -(-tokens // engine.limits.max_batch_prefill_tokens)
+        prefills.append({"tokens": tokens, "ms": 1e3 * spent, "share": flop / spent / peaks.product})
+        print(
+            f"| {tokens} | {steps} | {1e3 * spent:.2f} | {tokens / spent:,.0f} | {flop / spent / 1e12:.2f} | "
+            f"{flop / spent / peaks.product:.1%} |"
+        )
+    if options.json:
+        figures = {
+            "machine": machine(device),
+            "peaks": peaks._asdict(),
+            "decode": [one._asdict() | {"flow": one.flow._asdict()} for one in found],
+            "sampling": [one._asdict() | {"flow": one.flow._asdict()} for one in sampled],
+            "prefill": prefills,
+        }
+        options.json.write_text(json.dumps(figures, indent=1))
     if options.trace:
         rows = options.rows[0]
         engine.reset()
@@ -357,9 +409,9 @@ def main() -> None:
             chosen = settings(options, Path(directory))
             config = CONFIG | SHAPES[options.shape] | {"max_position_embeddings": chosen.max_total_tokens}
             device = startup._device(chosen.device)
-            log.info("writing random weights to %s", directory)
-            write_model(config, Path(directory), device)
-            engine = startup.start_engine(chosen, lambda stage, percent: None)
+            write_config(config, Path(directory))
+            with random_weights(device, not config["tie_word_embeddings"]):
+                engine = startup.start_engine(chosen, lambda stage, percent: None)
             gc.collect()
             gc.freeze()  # as the worker's loop does
             report(engine, config, options)

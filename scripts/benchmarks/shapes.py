@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tgi.worker.layers.linear import Linear
+from tgi.worker.models import loader
 
+# Ends of the names of tensors that no random checkpoint has.
+NOT_STORED = (".codes", ".scales", "_scale")
 # Defaults of all shapes: SmolLM2-135M.
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -40,6 +43,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "8b": {  # Llama-3.1-8B
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "30b-a3b": {  # 12 of the 48 layers of Qwen3-30B-A3B
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
     "two-layer": {
         "hidden_size": 64,
         "intermediate_size": 256,
@@ -51,13 +78,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class RandomCheckpoint:
-    """A weight source with random bfloat16 tensors instead of files."""
+    """A checkpoint, or a weight source, with random bfloat16 tensors instead of files. `head`: it has an output head
+    of its own."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", head: bool = False) -> None:
         self._device = device
+        self._head = head
 
     def __contains__(self, name: str) -> bool:
-        return name != "lm_head.weight"
+        return self._head if name == "lm_head.weight" else not name.endswith(NOT_STORED)
+
+    def __enter__(self) -> "RandomCheckpoint":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Random numbers that preserve the scale of activations."""
@@ -70,43 +105,40 @@ class RandomCheckpoint:
         return self.tensor(name, outputs, inputs)
 
 
+@contextmanager
+def random_weights(device: str, head: bool) -> Iterator[None]:
+    """Models that are loaded meanwhile have random weights, made on `device`, instead of those of their directory."""
+    stored = loader.Checkpoint
+    loader.Checkpoint = lambda directory: RandomCheckpoint(device, head)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        loader.Checkpoint = stored  # type: ignore[misc]
+
+
 def matrices(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The matrices of a layer: checkpoint name -> (outputs, inputs)."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    """The matrices of a layer that a token is multiplied with: checkpoint name -> (outputs, inputs). Of experts, those
+    of one, with the width of all that a token chooses."""
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    if "num_experts" in config:
+        inner = config["moe_intermediate_size"] * config["num_experts_per_tok"]
+    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    queries, keys = head_dim * config["num_attention_heads"], head_dim * config["num_key_value_heads"]
     return {
-        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, hidden),
+        "self_attn.o_proj": (hidden, queries),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
 
 
-def write_model(config: dict[str, Any], directory: Path, device: str) -> None:
-    """Writes a model directory without a tokenizer. The weights are generated on `device` and are in host memory until
-    they are written."""
-    made = RandomCheckpoint(device)
-    config = config | {"torch_dtype": "bfloat16"}
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: made.tensor(name, *shape).cpu() for name, shape in _tensors(config)}, directory / "model.safetensors"
-    )
-
-
-def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Tensor names and shapes."""
-    hidden = config["hidden_size"]
-    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{number}."
-        for name, shape in matrices(config).items():
-            yield f"{prefix}{name}.weight", shape
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}{name}.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
+def write_config(config: dict[str, Any], directory: Path) -> None:
+    """Writes the config.json of a model whose weights are random_weights."""
+    (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
 
 
 def stored(part: Any) -> int:
