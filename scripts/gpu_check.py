@@ -44,10 +44,10 @@ def sections(device: str, shapes: list[str]) -> list[Section]:
 
 
 SIZES = {
-    "two-layer": "--rows 1,3 --context 40 --prefill 100 --rounds 3".split(),
-    "30b-a3b": "--rows 1,8,64 --rounds 10".split(),
-    "1b": "--rounds 20".split(),
-    "8b": "--rounds 20".split(),
+    "two-layer": ["--rows", "1,3", "--context", "40", "--prefill", "100", "--rounds", "3"],
+    "30b-a3b": ["--rows", "1,8,64", "--rounds", "10"],
+    "1b": ["--rounds", "20"],
+    "8b": ["--rounds", "20"],
 }
 
 

@@ -1,9 +1,5 @@
 """The deployment's limits: derived from memory and settings, with errors for settings that do not fit."""
 
-import mmap
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,6 @@ from tgi.worker.engine.memory import (
     cache_memory_on_cuda,
     cache_memory_on_host,
     choose_limits,
-    release_start_memory,
 )
 
 GB = 1 << 30
@@ -107,51 +102,3 @@ def test_a_containers_memory_limit_applies(tmp_path: Path, monkeypatch: pytest.M
     assert memory.available_on_host() == 3500000
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.available_on_host() > 3500000
-
-
-def test_pages_of_files_are_released_and_written_ones_kept(tmp_path: Path) -> None:
-    """A written page of a private mapping differs from the file."""
-    (path := tmp_path / "library").write_bytes(bytes(range(256)) * (1 << 14))
-
-    def resident() -> int:
-        """Bytes of the mappings of the file."""
-        found = re.findall(rf"^\S+ .* {path}\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M)
-        return 1024 * sum(map(int, found))
-
-    with path.open("rb") as file:
-        read = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        written = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    for mapping in (read, written):
-        assert sum(mapping[:: mmap.PAGESIZE]) == 0
-    written[:3] = b"new"
-    before = resident()  # less than both mappings where the write has split a huge page, which unmaps the rest of it
-    assert before > len(read)
-    release_start_memory()
-    assert 0 < resident() <= before - len(read)
-    assert read[:] == bytes(range(256)) * (1 << 14)
-    assert written[:4] == b"new\x03"
-
-
-# Prints the resident kilobytes of code of libraries after the start, and when they are given back. In a process of its
-# own: here the test above has given them back already.
-IDLE_PROCESS = r"""
-import re
-from pathlib import Path
-import numpy
-from tgi.worker.engine.memory import release_idle_memory
-
-def resident():
-    code = re.findall(r"^\S+ r-xp .*\.so.*\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M)
-    return sum(map(int, code))
-
-before = resident()
-release_idle_memory()
-print(before, resident())
-"""
-
-
-def test_an_idle_process_gives_back_library_pages() -> None:
-    """Those of numpy and Python: most of what they needed to start is not needed again at once."""
-    done = subprocess.run([sys.executable, "-P", "-c", IDLE_PROCESS], check=True, capture_output=True, text=True)
-    before, after = map(int, done.stdout.split())
-    assert after < 0.7 * before

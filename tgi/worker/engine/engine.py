@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from llguidance import LLTokenizer
 
+from tgi.microkernel.heap import release_freed_memory
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.protocol import DeploymentLimits, HeldPages, Step, StepResult
 from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, PrefaultingBackend
@@ -17,7 +18,6 @@ from tgi.worker.engine.decode_fast_path import DecodeFastPath
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
 from tgi.worker.engine.interface import BadStep, Poisoned
-from tgi.worker.engine.memory import release_idle_memory
 from tgi.worker.engine.prompt_logprobs import (
     PromptLogprobReader,
     PromptLogprobTensors,
@@ -151,7 +151,7 @@ class TorchEngine:
     def release_memory(self) -> None:
         """See Engine."""
         if not self._cuda:
-            release_idle_memory()
+            release_freed_memory()
 
     def launch(self, step: Step) -> PendingStep | StepResult:
         """Starts a step. Raises BadStep where it does not match the slots, and Poisoned where the device is lost.

@@ -1,17 +1,12 @@
-"""Sizes the KV cache, derives the deployment's limits from it, and gives back what only the start has used."""
+"""Sizes the KV cache, and derives the deployment's limits from it."""
 
-import ctypes
 import logging
-import mmap
-import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.heap import release_freed_memory
 from tgi.microkernel.protocol import DeploymentLimits
 from tgi.microkernel.settings import DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
 
@@ -22,10 +17,6 @@ GRAPH_BYTES = 8 << 20
 # On CPU the default cache takes this share of the available memory, because other processes need memory too.
 CPU_SHARE = 0.25
 MAX_CPU_CACHE_BYTES = 4 << 30
-# Linux: the mappings of this process, without and with their sizes
-MAPS, SMAPS = Path("/proc/self/maps"), Path("/proc/self/smaps")
-# The first line of a mapping: its addresses, permissions and file.
-MAPPING = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) (?P<permissions>\S+) \S+ \S+ \S+ *(?P<file>/.*)?")
 # The directory of a container's memory limit and use (cgroup v2).
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -159,46 +150,3 @@ def _pages(
     if previous_pages is not None and previous_pages * required.page_bytes <= memory.available:
         return previous_pages
     return min(memory.default // required.page_bytes, max_useful)
-
-
-def release_start_memory() -> None:
-    """Gives memory back that only the start has used, on Linux: freed memory that the C library keeps, and pages of
-    libraries, most of which only their initialization reads. The system maps a page again where it is used. Call only
-    while no other thread maps memory."""
-    if SMAPS.exists():
-        _release(_unwritten_file_mappings(SMAPS.read_text()))
-
-
-def release_idle_memory() -> None:
-    """Gives memory back that an idle worker does not need, on Linux: freed memory that the C library keeps, and pages
-    with the code of libraries. It takes a few milliseconds, and the next step takes up to one more."""
-    if MAPS.exists():
-        _release(_code_mappings(MAPS.read_text()))
-
-
-def _release(mappings: Iterable[tuple[int, int]]) -> None:
-    release_freed_memory()
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    libc = ctypes.CDLL(None)
-    for start, stop in mappings:
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
-
-
-def _code_mappings(maps: str) -> Iterator[tuple[int, int]]:
-    """The addresses of the code of libraries. They stay mapped, whatever other threads do meanwhile."""
-    for found in map(MAPPING.fullmatch, maps.splitlines()):
-        if found is not None and found["permissions"] == "r-xp" and ".so" in (found["file"] or ""):
-            yield int(found["start"], 16), int(found["stop"], 16)
-
-
-def _unwritten_file_mappings(smaps: str) -> Iterator[tuple[int, int]]:
-    """The addresses of mappings of files whose pages are all as in the file. Others hold data: a library's constants,
-    for example, are written once when it is loaded, and read-only from then on."""
-    mapping: re.Match[str] | None = None
-    for line in smaps.splitlines():
-        name, _, value = line.partition(":")
-        if found := MAPPING.fullmatch(line):
-            mapping = found if found["file"] and "w" not in found["permissions"] else None
-        elif name == "Anonymous" and value.split() == ["0", "kB"] and mapping is not None:
-            yield int(mapping["start"], 16), int(mapping["stop"], 16)

@@ -17,6 +17,7 @@ from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.heap import release_freed_memory
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.sampling_params import PARAMETERS, SamplingParams
@@ -116,7 +117,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
         load_adapters(engine.adapters, adapters)
     engine.served = _worker_facts(settings, models, limits)
     if device == "cpu":
-        memory.release_start_memory()
+        release_freed_memory()
     return engine
 
 
