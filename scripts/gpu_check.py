@@ -3,8 +3,8 @@
     scripts/gpu-check [--out DIR] [--only tests,1b,...] [--device cpu --shape two-layer]
 
 It needs the packages of the worker and pytest, and no network. Each section is a command of its own with a time limit,
-so one that fails leaves the others their time. Logs and figures go to DIR (by default $OUT, else a temporary directory);
-the table of all sections comes last.
+so one that fails leaves the others their time. Logs and figures go to DIR (by default $OUT, else a temporary
+directory); the table of all sections comes last.
 """
 
 import argparse

@@ -148,7 +148,7 @@ def load(directory: Path, positions: int) -> list[Format]:
             found.append(Format(name, source.bits, model, build_attention(model.kv, pages, CPU)))
     exact = found[0]
     for name, stored in CACHES.items():
-        attention = CudaAttention(exact.model.kv._replace(stored_dtype=stored), pages, CPU, "plain")
+        attention = CudaAttention(exact.model.kv._replace(stored_dtype=stored), pages, CPU)
         found.append(exact._replace(name=f"{exact.name}, cache {name}", attention=attention))
     if kernels is not None:
         cache = build_attention(exact.model.kv._replace(stored_dtype=torch.int8), pages, CPU)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -108,12 +109,8 @@ class RandomCheckpoint:
 @contextmanager
 def random_weights(device: str, head: bool) -> Iterator[None]:
     """Models that are loaded meanwhile have random weights, made on `device`, instead of those of their directory."""
-    stored = loader.Checkpoint
-    loader.Checkpoint = lambda directory: RandomCheckpoint(device, head)  # type: ignore[assignment,misc]
-    try:
+    with mock.patch.object(loader, "Checkpoint", return_value=RandomCheckpoint(device, head)):
         yield
-    finally:
-        loader.Checkpoint = stored  # type: ignore[misc]
 
 
 def matrices(config: dict[str, Any]) -> dict[str, tuple[int, int]]:

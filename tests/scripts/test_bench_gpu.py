@@ -13,7 +13,7 @@ from scripts.benchmarks import engine_driver, gpu
 from scripts.benchmarks.engine_driver import Alone, flow
 from scripts.benchmarks.gpu import decodes, longest, prefill_flop
 from scripts.benchmarks.shapes import CONFIG, SHAPES
-from tests.worker.test_cuda_graphs import Tapes, build, engines
+from tests.worker.gpu_kernels.test_cuda_graphs import Tapes, build, engines
 from tgi.microkernel.protocol import StepResult
 from tgi.worker.engine.engine import PendingStep
 
@@ -32,7 +32,7 @@ def test_tables_contain_the_measurements(
     monkeypatch.setattr(sys, "argv", ["bench_gpu", *arguments.split(), *more.split(), str(file)])
     gpu.main()
     printed = capsys.readouterr().out
-    decode, prefill, kernels = tables(printed)
+    decode, sampling, prefill, kernels = tables(printed)
     read_rate = float(printed.partition("It reads ")[2].partition(" GB/s")[0].replace(",", ""))
     assert [row["rows"] for row in decode] == ["1", "3"]
     for row in decode:
@@ -43,6 +43,7 @@ def test_tables_contain_the_measurements(
         share = float(row["floor ms"]) / float(row["device ms"])
         assert percent(row["floor / device"]) == pytest.approx(share, rel=0.05)
         assert (row["CUDA graph"], row["between"], row["idle"]) == ("no", "–", "–")
+    assert [row["rows"] for row in sampling] == ["1"] * len(gpu.SAMPLINGS) + ["3"] * len(gpu.SAMPLINGS)
     (row,) = prefill
     assert row["steps"] == "3"
     seconds = float(row["ms"]) / 1e3
@@ -78,7 +79,7 @@ def test_an_unsupported_quantization_is_rejected(monkeypatch: pytest.MonkeyPatch
 def test_decode_is_measured_with_and_without_cuda_graphs() -> None:
     """Graphs exist for up to two rows."""
     tapes = Tapes()
-    _, engine = engines(build("llama"), "plain", tapes, [2])
+    _, engine = engines(build("llama"), tapes, [2])
     engine.limits = engine.limits._replace(max_batch_prefill_tokens=8)  # prefills are chunked
     before = tapes.played
     found = decodes(engine, [1, 3], 10, 2)

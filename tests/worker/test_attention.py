@@ -4,17 +4,13 @@ Our own CPU kernels: cpu_kernels/test_attention.py. Our own GPU kernel: gpu_kern
 """
 
 import math
-import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.worker.batches import PAGE, Row, make_batch
-from tgi.worker.attention import build_attention, cuda, page_bytes, page_size
+from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.cuda import CudaAttention, to_cache_dtype
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
 from tgi.worker.attention.tile_planner import KEY_BLOCK
@@ -217,129 +213,24 @@ def test_page_size_and_bytes() -> None:
 # --- CUDA: arguments of the kernels -----------------------------------------------------------------------------------
 
 
-def reference(calls: list[dict[str, Any]], window: int | None) -> Callable[..., Tensor]:
-    """varlen_attn as documented, for contiguous keys and for pages; appends its options to `calls`."""
-
-    def varlen_attn(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window_size: tuple[int, int],
-        enable_gqa: bool = False,
-        seqused_k: Tensor | None = None,
-        block_table: Tensor | None = None,
-        num_splits: int | None = None,
-    ) -> Tensor:
-        calls.append({"num_splits": num_splits, "enable_gqa": enable_gqa})
-        assert window_size == (-1 if window is None else window - 1, 0)
-        assert query.is_contiguous()
-        found = []
-        for row in range(len(cu_seq_q) - 1):
-            own = query[cu_seq_q[row] : cu_seq_q[row + 1]]
-            if block_table is None:
-                assert cu_seq_k is not None
-                assert cu_seq_k.dtype == torch.int32
-                span = slice(int(cu_seq_k[row]), int(cu_seq_k[row + 1]))
-                keys, values = key[span], value[span]
-            else:
-                assert seqused_k is not None
-                assert block_table.dtype == seqused_k.dtype == torch.int32
-                used = int(seqused_k[row])
-                keys, values = (x[block_table[row].long()].flatten(0, 1)[:used] for x in (key, value))
-            assert len(own) <= max_q
-            assert len(keys) <= max_k
-            whole = Sequence.__new__(Sequence)
-            whole.query = torch.cat([own.new_zeros(len(keys) - len(own), *own.shape[1:]), own])
-            whole.key, whole.value = keys, values
-            found.append(expected(whole, scale, window)[len(keys) - len(own) :])
-        return torch.cat(found).to(query.dtype)
-
-    return varlen_attn
-
-
-@pytest.mark.parametrize("way", ["paged", "packed", "plain"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("window", [None, 20])
-def test_cuda_kernel_arguments(
-    way: str, heads: int, kv_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(cuda, "varlen_attn", reference(calls, window))
-    on_cuda(KVCacheSpec(2, heads, kv_heads, 16, torch.float32, (5, window)), way)
-    if way == "plain":
-        assert calls == []
-    else:
-        splits = 1 if way == "paged" else None
-        assert calls == [{"num_splits": splits, "enable_gqa": heads != kv_heads}] * 2
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_torchs_kernels_on_cuda(heads: int, kv_heads: int, window: int | None, cap: float | None) -> None:
+    on_cuda(KVCacheSpec(2, heads, kv_heads, 16, torch.float32, (5, window), softcap=cap))
 
 
-def test_arguments_for_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """varlen_attn of torch 2.11 has no parameters for pages and grouped heads; it detects the latter."""
-    calls: list[dict[str, Any]] = []
-    newer = reference(calls, None)
-
-    def older(*arguments: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
-        return newer(*arguments, scale=scale, window_size=window_size)
-
-    monkeypatch.setattr(cuda, "varlen_attn", older)
-    monkeypatch.setattr(cuda, "VARLEN_PARAMETERS", frozenset(("scale", "window_size")))
-    on_cuda(KVCacheSpec(2, 6, 2, 16, torch.float32), "packed")
-    assert len(calls) == 2
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cuda.flash, "activate_flash_attention_impl", lambda name: None)
-    assert cuda._choose(KVCacheSpec(1, 4, 2, 64, torch.bfloat16), torch.device("cuda")) == "packed"
-
-
-@pytest.mark.parametrize("window", [None, 20])
-def test_cuda_soft_caps_run_without_the_kernels(window: int | None) -> None:
-    kv = KVCacheSpec(2, 6, 2, 16, torch.float32, (5, window), softcap=0.5)
-    assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "plain"
-    on_cuda(kv, "plain")
-
-
-def test_a_flash_attention_package_without_kernels_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module is missing, or lacks the functions that torch needs."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for module in (None, ModuleType("flash_attn_interface")):
-        monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-        assert cuda._choose(KVCacheSpec(1, 4, 2, 64, torch.bfloat16), torch.device("cuda")) == "packed"
-
-
-@pytest.mark.parametrize("way", ["packed", "plain"])
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_cuda_8_bit_cache(way: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_8_bit_cache(stored: torch.dtype) -> None:
     """Values beyond the range of 8 bits are clamped; scales are applied at writing and reading."""
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(cuda, "varlen_attn", reference(calls, None))
     kv = KVCacheSpec(2, 6, 2, 16, torch.float32, stored_dtype=stored, cache_scales=((1.0, 1.0), (0.05, 20.0)))
     assert page_bytes(kv, torch.device("cuda")) * 4 == page_bytes(kv._replace(stored_dtype=None), torch.device("cuda"))
-    assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "packed"
-    on_cuda(kv, way)
-    assert len(calls) == (2 if way == "packed" else 0)
+    on_cuda(kv)
 
 
-def test_positions_beyond_the_context_do_not_reach_a_captured_step() -> None:
-    """A page of this request belonged to another request before, whose float16 values overflowed."""
-    kv = KVCacheSpec(1, 4, 2, 16, torch.float16)
-    attention = CudaAttention(kv, 4, CPU, "packed")
-
-    def step(position: int, value: float) -> Tensor:
-        batch = make_batch([Row([7], position, [3])])._replace(in_cuda_graph=True)
-        return attention.write_and_attend(attention.plan(batch), 0, torch.full((1, 8, 16), value).half(), 0.25)
-
-    step(5, torch.inf)
-    assert torch.equal(step(0, 1.0), torch.ones(1, 4, 16).half())
-
-
-def on_cuda(kv: KVCacheSpec, way: str) -> None:
+def on_cuda(kv: KVCacheSpec) -> None:
     """Runs chunks of two sequences in the second layer with CudaAttention, against `expected`."""
-    attention = CudaAttention(kv, 100, CPU, way)
+    attention = CudaAttention(kv, 100, CPU)
     one, two = Sequence(90, kv, 0), Sequence(37, kv, 1, seed=1)
     one.value[3, 0, 0] = 1e6
     one.key[80, 1, 2] = -1e6

@@ -16,11 +16,12 @@ from tests.worker.quantization.weights import random_floats, random_weight, rand
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.settings import Settings
 from tgi.worker.activations import ACTIVATIONS
-from tgi.worker.attention import build_attention, cuda
-from tgi.worker.attention.cuda import LayerKVCache
+from tgi.worker.attention import build_attention
+from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, start_engine
+from tgi.worker.gpu_kernels.attention_arguments import Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.selection import self_tested_kernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
@@ -75,7 +76,8 @@ def drawn(
         **more,
     )
     engine = start_engine(settings, lambda stage, percent: None)
-    assert (engine._decode_graphs is not None) == (device == GPU and graphs != (0,))
+    recorded = device == GPU and graphs != (0,) and not more.get("disable_custom_kernels")
+    assert bool(engine._decode_graphs and len(engine._decode_graphs)) == recorded
     guess = (lambda row, drawn: drafts) if drafts else None
     return drive(engine, PROMPTS, 12, [*SAMPLINGS, SamplingParams(0)], stagger=2, guess=guess)
 
@@ -143,48 +145,50 @@ def test_rows_of_a_real_model_are_what_torch_computes(gpu: GpuKernels, dtype: to
         norm.normalize_in_place(expected[:, :40])
         near(found, expected)
         for neighbours in (False, True):
-            turned = [qkv.clone(), qkv.clone()]
-            for one, kernels in zip(turned, (gpu, None), strict=True):
-                rotary = RotaryEmbedding(RopeConfig(128, {"rope_theta": 500000.0}, neighbours), there, kernels)
-                rotary.rotate(one, 40, rotary.angles(torch.arange(tokens, device=there), tokens, 40))
-            near(*turned)
+            rope, at = RopeConfig(128, {"rope_theta": 500000.0}, neighbours), torch.arange(tokens, device=there)
+            rotary, expected = RotaryEmbedding(rope, there), qkv.clone()
+            rotary.rotate(expected, 40, rotary.angles(at, tokens, 40))
+            keys, values = (torch.zeros(188, 16, 8, 128, dtype=dtype, device=there) for _ in range(2))
+            angles = RotaryEmbedding(rope, there, gpu).angles(at, tokens, 40)
+            query = gpu.rotate_and_write_kv(qkv, keys, values, at, (1.0, 1.0), Rotation(*angles, neighbours))
+            near(query, expected[:, :32])
+            near(keys.flatten(0, 1)[:tokens], expected[:, 32:40])
+            near(values.flatten(0, 1)[:tokens], qkv[:, 40:])
         left, right = random_tensor(there, tokens, 2 * 8192, dtype=dtype).chunk(2, 1)
         for then, activation in ACTIVATIONS.items():
             near(gpu.gated_activation(torch.cat((left, right), 1), then), activation(left) * right, roundings=2)
 
 
+# Queries and contexts: decode rows, drafts, a chunk behind a context, a prompt.
+ROWS = {"decode": [(1, 1), (1, 16), (1, 17), (1, 1000), (1, 5000)], "mixed": [(1, 700), (5, 90), (300, 1000), (65, 65)]}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kept", [None, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64), (16, 16, 256), (32, 1, 80)])
-def test_decode_attention_is_what_torch_computes(
-    gpu: GpuKernels, heads: int, kv_heads: int, head_dim: int, kept: torch.dtype | None, dtype: torch.dtype
+@pytest.mark.parametrize("rows", ROWS)
+def test_attention_is_what_torch_computes(
+    gpu: GpuKernels, rows: str, heads: int, kv_heads: int, head_dim: int, kept: torch.dtype | None, dtype: torch.dtype
 ) -> None:
-    """Of short contexts and long ones, with windows and caps, and the same for a row that stands alone."""
-    there, contexts = torch.device(GPU), [1, 16, 17, 1000, 5000]
+    """Of short contexts and long ones, with windows and caps."""
+    there = torch.device(GPU)
     tolerance = {torch.bfloat16: 1 / 128, torch.float16: 1 / 512, torch.float32: 1e-4}[dtype]
-    pages = [-(-length // 16) for length in contexts]
+    pages = [-(-length // 16) for _, length in ROWS[rows]]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).split(pages)
-    rows = [Row([0], length - 1, own.tolist()) for length, own in zip(contexts, order, strict=True)]
-    batch = moved(make_batch(rows, 16), GPU)
-    qkv = random_tensor(there, len(rows), heads + 2 * kv_heads, head_dim, dtype=dtype)
+    given = [Row([0] * n, length - n, own.tolist()) for (n, length), own in zip(ROWS[rows], order, strict=True)]
+    batch = moved(make_batch(given, 16), GPU)
+    qkv = random_tensor(there, len(batch.tokens), heads + 2 * kv_heads, head_dim, dtype=dtype)
     places = torch.arange(16 * sum(pages), device=there)
-    written = random_tensor(there, len(places), heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
-    for window, cap in ((None, None), (4096, None), (None, 5.0)):
-        kv = KVCacheSpec(1, heads, kv_heads, head_dim, dtype, (window,), cap, gpu_kernels=gpu, stored_dtype=kept)
-        cache = LayerKVCache(kv, 0, sum(pages), 16, there)
-        cache.write(written, places)
-        together, alone = (
-            gpu.paged_attention(
-                qkv[at:], cache.keys, cache.values, batch.page_table[at:], batch.context_lens[at:], 0.1, window, cap
-            )
-            for at in (0, len(contexts) - 1)
-        )
-        expected = cuda.attend_padded(
-            cuda.plan_padded_decode(batch, kv, 16), qkv[:, :heads].contiguous(), cache, 0.1, window, cap
-        )
-        largest = float(expected.abs().max())
-        torch.testing.assert_close(together, expected, rtol=tolerance, atol=tolerance * largest)
-        assert torch.equal(alone[0], together[-1])
+    known = random_tensor(there, len(places), heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
+    for window, cap in ((None, None), (400, None), (None, 5.0)):
+        kv = KVCacheSpec(1, heads, kv_heads, head_dim, dtype, (window,), cap, stored_dtype=kept)
+        found = []
+        for kernels in (gpu, None):
+            attention = CudaAttention(kv._replace(gpu_kernels=kernels), sum(pages), there)
+            attention._caches[0].write(known, places)
+            found.append(attention.write_and_attend(attention.plan(batch), 0, qkv, 0.1))
+        largest = float(found[1].abs().max())
+        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance * largest)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2", "qwen3_moe"])

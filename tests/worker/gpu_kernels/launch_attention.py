@@ -1,11 +1,12 @@
-"""Launches paged_attention and write_kv with the sizes of real models."""
+"""Launches paged_attention and rotate_and_write_kv with the sizes of real models."""
 
 import torch
 import triton
 
 from tests.worker.gpu_kernels.compile_launches import compiled
-from tgi.worker.gpu_kernels.kv_write import write_kv
-from tgi.worker.gpu_kernels.paged_attention import paged_attention
+from tgi.worker.gpu_kernels.attention_arguments import HeadNorm, Rotation, Rows
+from tgi.worker.gpu_kernels.kv_write import rotate_and_write_kv
+from tgi.worker.gpu_kernels.paged_attention import COUNTERS, paged_attention
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -47,11 +48,26 @@ def launch(
     """How many rows there are, how wide their table is and where a step puts both, and how far is seen, compiles
     nothing more."""
     keys, values = (torch.empty(9, 16, kv_heads, dim, dtype=kept) for _ in range(2))
-    for rows, window in ((3, None), (1, 16), (16, 7)):
+    weight = torch.empty(heads + kv_heads, dim)
+    for rows, window in ((3, None), (1, None), (16, 7), (2, 16)):
         qkv = torch.empty(rows, heads + 2 * kv_heads, dim, dtype=dtype)
+        positions = torch.zeros(1 + rows, dtype=torch.int64)[1:]
+        for rotation, norm in (
+            (Rotation(torch.empty(9, 2, dim), positions, False), None),
+            (Rotation(torch.empty(9, 2, dim // 2), positions, True), HeadNorm(weight, 1e-5)),
+        ):
+            query = rotate_and_write_kv(qkv, keys, values, positions, (1.0, 1.0), rotation, norm)
         table, context = (torch.zeros(1 + rows, *shape, dtype=torch.int32)[1:] for shape in ((rows,), ()))
-        write_kv(qkv, keys, values, torch.zeros(1 + rows, dtype=torch.int64)[1:])
-        paged_attention(qkv, keys, values, table, context, 0.1, window, cap, capability)
+        starts = torch.zeros(2 + rows, dtype=torch.int32)[1:]
+        counters = torch.zeros(COUNTERS, dtype=torch.int32)
+        for longest, splits in ((1, 16), (1, 1), (700, 1)):
+            given = Rows(0, rows, longest, starts if longest > 1 else None, table, context)
+            paged_attention(
+                *(query, keys, values, given, query, 0.1, window, cap),
+                capability=capability,
+                counters=counters,
+                splits=splits,
+            )
 
 
 if __name__ == "__main__":

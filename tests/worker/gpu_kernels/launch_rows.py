@@ -5,7 +5,6 @@ import torch
 from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.gpu_kernels.gated_activation import gated_activation
 from tgi.worker.gpu_kernels.norm import norm, norm_in_place
-from tgi.worker.gpu_kernels.rope import apply_rope
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -23,8 +22,5 @@ def _of_a_step(tokens: int, dtype: torch.dtype) -> None:
     for head_dim in (64, 128):
         part = qkv[:, : 40 * head_dim].unflatten(1, (40, head_dim))
         norm_in_place(part, torch.empty(40, head_dim), None, 1e-5, head_dim == 64)
-    positions = torch.zeros(2 * tokens, dtype=torch.int64)[tokens:]
-    for head_dim, turned, neighbours in ((64, 64, False), (128, 128, True), (80, 32, False)):
-        apply_rope(torch.empty(tokens, 48, head_dim, dtype=dtype), 40, torch.empty(9, 2, turned), positions, neighbours)
     for then in ACTIVATIONS:
         gated_activation(torch.empty(tokens, 2 * 8192, dtype=dtype), then)

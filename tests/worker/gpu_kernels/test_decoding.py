@@ -10,14 +10,14 @@ from tests.models import model as make
 from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.gpu_kernels.count_operations import counted
-from tests.worker.test_cuda_graphs import Again
+from tests.worker.gpu_kernels.test_cuda_graphs import Again
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.worker.attention.cuda import CudaAttention, MixedPlan
+from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.engine.engine import GraphCaptureConfig
 from tgi.worker.engine.startup import warm_up
+from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.gpu_kernels.self_test import random_tensor
 from tgi.worker.models.loader import build_model
 
 CPU, PAGES = torch.device("cpu"), 24
@@ -32,7 +32,7 @@ def drawn(
 ) -> list[Drawn]:
     """Rows come one by one, cross pages, end, and are filled up to the next of `rows`, if steps are recorded."""
     model = build_model(make(kind, layers=2), dtype, "cpu", lambda stage, percent: None)
-    attention = CudaAttention(model.kv._replace(gpu_kernels=gpu, stored_dtype=stored), PAGES, CPU, "plain")
+    attention = CudaAttention(model.kv._replace(gpu_kernels=gpu, stored_dtype=stored), PAGES, CPU)
     recording = GraphCaptureConfig(Again(), attention, list(rows)) if rows else None
     engine = make_engine(model, slots=4, pages=PAGES, attention=attention, recording=recording)
     assert engine.capture_decode_graphs() == len(rows)  # one graph serves contexts of every length
@@ -60,24 +60,6 @@ def test_an_engine_generates_the_tokens_of_torch(
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_decode_rows_use_our_kernel_next_to_a_prompt(window: int | None) -> None:
-    kv = KVCacheSpec(1, 4, 2, 16, torch.float32, (window,))
-    known = make_batch([Row(range(30), 0, [3, 1]), Row(range(17), 0, [0, 4])])
-    step = make_batch([Row([5], 30, [3, 1]), Row([6], 17, [0, 4]), Row(range(20), 0, [2, 6]), Row([7], 0, [5])])
-    found = []
-    for gpu in (GPU, None):
-        attention = CudaAttention(kv._replace(gpu_kernels=gpu), PAGES, CPU, "plain")
-        attention.write_and_attend(attention.plan(known), 0, random_tensor(CPU, 47, 8, 16), 0.2)
-        plan = attention.plan(step)
-        if gpu is not None:
-            assert isinstance(plan, MixedPlan)
-            assert len(plan.decode.context_lens) == 2
-            assert plan.others.query_lens_host == [20, 1]
-        found.append(attention.write_and_attend(plan, 0, random_tensor(CPU, 23, 8, 16, seed=1), 0.2))
-    assert torch.allclose(*found, atol=1e-6)
-
-
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_warm_up_covers_the_draft_model(drafts: int) -> None:
     """Including single tokens, which need a kernel of their own."""
@@ -88,28 +70,28 @@ def test_warm_up_covers_the_draft_model(drafts: int) -> None:
     )
     attend = gpu.paged_attention
 
-    def counting(*arguments: Any) -> torch.Tensor:
+    def counting(*arguments: Any, **named: Any) -> None:
         seen.append(arguments)
-        return attend(*arguments)
+        attend(*arguments, **named)
 
     gpu.paged_attention = counting  # type: ignore[assignment]
     engine = make_engine(model, slots=2, pages=PAGES, draft=model)
     assert engine._draft_runner is not None
-    engine._draft_runner._attention = CudaAttention(model.kv._replace(gpu_kernels=gpu), PAGES, CPU, "plain")
+    engine._draft_runner._attention = CudaAttention(model.kv._replace(gpu_kernels=gpu), PAGES, CPU)
     warm_up(engine, engine.limits, 2, 20, drafts, True)
     assert seen
 
 
-def test_attention_of_a_layer_takes_three_launches() -> None:
+def test_attention_of_a_layer_takes_two_launches() -> None:
     """And no copies, for any type of cache."""
     there = torch.device("meta")
     kv = KVCacheSpec(1, 4, 2, 64, torch.bfloat16, gpu_kernels=GPU, stored_dtype=torch.float8_e5m2)
-    attention = CudaAttention(kv, PAGES, there, "packed")
+    attention = CudaAttention(kv, PAGES, there)
     batch = make_batch([Row([5], 3, [0]), Row([8], 9, [1])])
     plan = attention.plan(moved(batch, "meta"))
     qkv = torch.empty(2, 8, 64, dtype=torch.bfloat16, device=there)
-    assert counted(lambda: attention.write_and_attend(plan, 0, qkv, 0.1)) == {
-        "_write_kv": 1,
-        "_attend_split": 1,
-        "_merge_splits": 1,
+    transform = HeadTransform(Rotation(torch.empty(9, 2, 64, device=there), batch.positions, False))
+    assert counted(lambda: attention.transform_and_attend(plan, 0, qkv, 0.1, transform)) == {
+        "_rotate_and_write_kv": 1,
+        "_attend": 1,
     }

@@ -1,4 +1,4 @@
-"""paged_attention and write_kv in Triton's interpreter, compared with torch."""
+"""paged_attention and rotate_and_write_kv in Triton's interpreter, compared with torch."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from tests.worker.batches import Row, make_batch
-from tgi.worker.attention import cuda
-from tgi.worker.attention.cuda import LayerKVCache, to_cache_dtype
-from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
+from tgi.worker.attention.cuda import CudaAttention, LayerKVCache, to_cache_dtype
+from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.gpu_kernels import paged_attention as module
+from tgi.worker.gpu_kernels.attention_arguments import Rows
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.gpu_kernels.paged_attention import block_size_of, splits_of
+from tgi.worker.gpu_kernels.paged_attention import Tile, splits_for, tile_for
 from tgi.worker.gpu_kernels.self_test import random_tensor
 
 CPU = torch.device("cpu")
@@ -28,19 +28,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:i
 
 
 class Case:
-    """Rows with these context lengths, on pages in any order, in a cache whose other slots are NaN."""
+    """Rows with these numbers of queries and context lengths, on pages in any order, in a cache whose other slots are
+    NaN."""
 
-    def __init__(self, kv: KVCacheSpec, contexts: Sequence[int]) -> None:
+    def __init__(self, kv: KVCacheSpec, rows: Sequence[tuple[int, int]]) -> None:
+        contexts = [length for _, length in rows]
         pages = [-(-length // PAGE) for length in contexts]
         order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(3)).tolist()
         begins = [sum(pages[:row]) for row in range(len(pages))]
-        rows = [
-            Row([0], length - 1, order[begin : begin + count])
-            for length, begin, count in zip(contexts, begins, pages, strict=True)
-        ]
-        self.kv, self.batch = kv, make_batch(rows, PAGE)
+        tables = [order[begin : begin + count] for begin, count in zip(begins, pages, strict=True)]
+        self.counts = [count for count, _ in rows]
+        self.kv = kv
+        self.batch = make_batch(
+            [Row([0] * n, length - n, own) for (n, length), own in zip(rows, tables, strict=True)], PAGE
+        )
         self.cache = LayerKVCache(kv, 0, sum(pages) + 1, PAGE, CPU)
-        self.qkv = random_tensor(CPU, len(rows), kv.heads + 2 * kv.kv_heads, kv.head_dim, dtype=kv.dtype)
+        self.query = random_tensor(CPU, sum(self.counts), kv.heads, kv.head_dim, dtype=kv.dtype)
         shape = kv.kv_heads, kv.head_dim
         self.keys, self.values = (
             [to_cache_dtype(random_tensor(CPU, n, *shape, dtype=kv.dtype, seed=seed), kv.cache_dtype) for n in contexts]
@@ -48,27 +51,39 @@ class Case:
         )
         for there, given in ((self.cache.keys, self.keys), (self.cache.values, self.values)):
             there.fill_(math.nan)
-            for row, known in zip(rows, given, strict=True):
-                at = torch.tensor([row.pages[n // PAGE] * PAGE + n % PAGE for n in range(len(known))])
+            for own, known in zip(tables, given, strict=True):
+                at = torch.tensor([own[n // PAGE] * PAGE + n % PAGE for n in range(len(known))])
                 there.view(torch.uint8).flatten(0, 1)[at] = known.view(torch.uint8)
 
-    def found(self, gpu: GpuKernels, batch: ForwardBatch | None = None, rows: slice = slice(None)) -> Tensor:
-        kv, batch = self.kv, batch or self.batch
-        rest = batch.page_table[rows], batch.context_lens[rows], SCALE, kv.sliding_window(0), kv.softcap
-        found: Tensor = gpu.paged_attention(self.qkv[rows], self.cache.keys, self.cache.values, *rest)
-        return found
+    def found(self, gpu: GpuKernels = GPU, splits: int | None = None, tile: Tile | None = None) -> Tensor:
+        kv, batch, longest = self.kv, self.batch, max(self.counts)
+        counters, out = gpu.split_counters(CPU), torch.full_like(self.query, math.nan)
+        rows = Rows(
+            *(0, len(self.query), longest, batch.cu_query_lens if longest > 1 else None),
+            *(batch.page_table, batch.context_lens),
+        )
+        gpu.paged_attention(
+            *(self.query, self.cache.keys, self.cache.values, rows, out, SCALE, kv.sliding_window(0), kv.softcap),
+            counters=counters,
+            splits=splits,
+            tile=tile,
+        )
+        assert not counters.any()
+        return out
 
     def expected(self) -> Tensor:
         """In float64."""
         kv, found = self.kv, []
-        for qkv, key, value in zip(self.qkv, self.keys, self.values, strict=True):
-            query = qkv[: kv.heads].double().unflatten(0, (kv.kv_heads, -1))
-            scores = torch.einsum("hgd,khd->hgk", query, key.double()) * SCALE
+        for mine, key, value in zip(self.query.double().split(self.counts), self.keys, self.values, strict=True):
+            scores = torch.einsum("thgd,khd->thgk", mine.unflatten(1, (kv.kv_heads, -1)), key.double()) * SCALE
             if kv.softcap is not None:
                 scores = kv.softcap * torch.tanh(scores / kv.softcap)
-            scores[..., : max(0, len(key) - (kv.sliding_window(0) or len(key)))] = -math.inf
-            found.append(torch.einsum("hgk,khd->hgd", scores.softmax(-1), value.double()).flatten(0, 1))
-        return torch.stack(found)
+            own = torch.arange(len(key) - len(mine), len(key))[:, None, None, None]
+            at = torch.arange(len(key))
+            hidden = (at > own) | (at <= own - (kv.sliding_window(0) or 1 << 30))
+            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            found.append(torch.einsum("thgk,khd->thgd", weights, value.double()).flatten(1, 2))
+        return torch.cat(found)
 
 
 def near(found: Tensor, expected: Tensor) -> None:
@@ -76,56 +91,79 @@ def near(found: Tensor, expected: Tensor) -> None:
     assert off <= TOLERANCE[found.dtype], float(off)
 
 
+def ones(*contexts: int) -> list[tuple[int, int]]:
+    """Decode rows."""
+    return [(1, length) for length in contexts]
+
+
 @pytest.mark.parametrize(
-    ("kv", "contexts"),
+    ("kv", "rows", "splits"),
     [
-        (KVCacheSpec(1, 4, 2, 64, SINGLE), (1, 15, 16, 17, 64, 65, 257)),
-        (KVCacheSpec(1, 3, 3, 64, BRAIN), (1, 16, 300)),
-        (KVCacheSpec(1, 8, 2, 128, HALF), (17, 2500)),
-        (KVCacheSpec(1, 7, 1, 96, HALF), (1, 130)),
-        (KVCacheSpec(1, 16, 2, 256, BRAIN, softcap=3.0), (130,)),
-        (KVCacheSpec(1, 2, 1, 8, SINGLE, (40,), softcap=0.5), (1, 40, 41, 300)),
-        (KVCacheSpec(1, 4, 2, 64, HALF, (1000,)), (1000, 3003)),
-        (KVCacheSpec(1, 20, 1, 32, SINGLE), (70,)),
+        (KVCacheSpec(1, 4, 2, 64, SINGLE), ones(1, 15, 16, 17, 64, 65, 257), None),
+        (KVCacheSpec(1, 3, 3, 64, BRAIN), ones(1, 16, 300), 2),
+        (KVCacheSpec(1, 8, 2, 128, HALF), ones(17, 2500), 8),
+        (KVCacheSpec(1, 7, 1, 96, HALF), ones(1, 130), 1),
+        (KVCacheSpec(1, 16, 2, 256, BRAIN, softcap=3.0), ones(130), 4),
+        (KVCacheSpec(1, 2, 1, 8, SINGLE, (40,), softcap=0.5), ones(1, 40, 41, 300), 4),
+        (KVCacheSpec(1, 4, 2, 64, HALF, (1000,)), ones(1000, 3003), 2),
+        (KVCacheSpec(1, 20, 1, 32, SINGLE), ones(70), None),
+        # Prompts, chunks and drafts.
+        (KVCacheSpec(1, 4, 2, 64, SINGLE), [(1, 1), (2, 2), (130, 130), (33, 170)], None),
+        (KVCacheSpec(1, 7, 1, 64, HALF), [(40, 40), (9, 100), (1, 30)], None),
+        (KVCacheSpec(1, 4, 2, 80, BRAIN, (20,)), [(70, 70), (5, 90)], None),
+        (KVCacheSpec(1, 4, 4, 256, SINGLE, softcap=2.0), [(20, 50)], None),
+        (KVCacheSpec(1, 4, 1, 64, BRAIN), [(4, 200), (8, 8), (1, 90)], 4),
+        (KVCacheSpec(1, 6, 2, 32, SINGLE, (15,)), [(8, 120), (3, 3)], 8),
+        (KVCacheSpec(1, 4, 2, 64, HALF, stored_dtype=E5M2), [(20, 40), (1, 17)], None),
     ],
 )
-def test_paged_attention_is_causal(kv: KVCacheSpec, contexts: Sequence[int]) -> None:
-    case = Case(kv, contexts)
-    near(case.found(GPU), case.expected())
+def test_paged_attention_is_causal(kv: KVCacheSpec, rows: list[tuple[int, int]], splits: int | None) -> None:
+    case = Case(kv, rows)
+    near(case.found(splits=splits), case.expected())
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 16, 1, 1), Tile(32, 128, 1, 1), Tile(128, 32, 1, 1)])
+def test_any_tile_gives_the_same_attention(tile: Tile) -> None:
+    case = Case(KVCacheSpec(1, 6, 2, 32, SINGLE), [(1, 50), (70, 90), (3, 3)])
+    near(case.found(tile=tile, splits=2), case.expected())
 
 
 @pytest.mark.parametrize("gpu", [GPU, OLDER])
 @pytest.mark.parametrize("kept", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [BRAIN, HALF, SINGLE])
 def test_an_8_bit_cache_is_read_exactly(dtype: torch.dtype, kept: torch.dtype, gpu: GpuKernels) -> None:
-    case = Case(KVCacheSpec(1, 4, 2, 64, dtype, stored_dtype=kept), (130,))
+    case = Case(KVCacheSpec(1, 4, 2, 64, dtype, stored_dtype=kept), ones(130))
     near(case.found(gpu), case.expected())
 
 
-def test_a_row_is_the_same_in_any_batch() -> None:
+def test_a_row_is_the_same_in_any_batch_of_the_same_splits() -> None:
     """For any width of the page table and any pages."""
-    case = Case(KVCacheSpec(1, 4, 2, 64, BRAIN), (33, 700, 5))
-    together = case.found(GPU)
+    kv = KVCacheSpec(1, 4, 2, 64, BRAIN)
+    case = Case(kv, ones(33, 700, 5))
+    together = case.found(splits=4)
+    case.batch = case.batch._replace(page_table=torch.nn.functional.pad(case.batch.page_table, (0, 30)))
+    assert torch.equal(case.found(splits=4), together)
+    batch, query = case.batch, case.query
     for row in range(3):
-        assert torch.equal(case.found(GPU, rows=slice(row, row + 1))[0], together[row])
-    wide = torch.nn.functional.pad(case.batch.page_table, (0, 30))
-    assert torch.equal(case.found(GPU, case.batch._replace(page_table=wide)), together)
+        part = slice(row, row + 1)
+        case.batch = batch._replace(page_table=batch.page_table[part], context_lens=batch.context_lens[part])
+        case.query, case.counts = query[part], [1]
+        assert torch.equal(case.found(splits=4)[0], together[row])
 
 
-@pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (50, 2.0)])
-def test_paged_attention_matches_torch_on_gathered_pages(
-    dtype: torch.dtype, window: int | None, cap: float | None
-) -> None:
-    kv = KVCacheSpec(1, 4, 2, 64, dtype, (window,), cap)
-    case = Case(kv, (1, 40, 150))
-    case.cache.keys.nan_to_num_()
-    case.cache.values.nan_to_num_()
-    query = case.qkv[:, :4].contiguous()
-    near(
-        case.found(GPU),
-        cuda.attend_padded(cuda.plan_padded_decode(case.batch, kv, PAGE), query, case.cache, SCALE, window, cap),
-    )
+def test_decode_rows_before_prompts_have_a_launch_of_their_own() -> None:
+    kv = KVCacheSpec(1, 4, 2, 16, SINGLE, (None,))
+    known = make_batch([Row(range(30), 0, [3, 1]), Row(range(17), 0, [0, 4])])
+    step = make_batch([Row([5], 30, [3, 1]), Row([6], 17, [0, 4]), Row(range(20), 0, [2, 6]), Row([7], 0, [5])])
+    found = []
+    for gpu in (GPU, None):
+        attention = CudaAttention(kv._replace(gpu_kernels=gpu), 8, CPU)
+        attention.write_and_attend(attention.plan(known), 0, random_tensor(CPU, 47, 8, 16), 0.2)
+        plan = attention.plan(step)
+        if gpu is not None:
+            assert [(group.first, group.tokens, group.longest) for group in plan.groups] == [(0, 2, 1), (2, 21, 20)]
+        found.append(attention.write_and_attend(plan, 0, random_tensor(CPU, 23, 8, 16, seed=1), 0.2))
+    assert torch.allclose(*found, atol=1e-6)
 
 
 @pytest.mark.parametrize("stored", [None, E4M3, E5M2])
@@ -139,19 +177,19 @@ def test_written_keys_and_values_match_torchs_conversion(dtype: torch.dtype, sto
         some = some.nan_to_num(7.0, math.inf, -math.inf)
     qkv = torch.cat([torch.zeros(32, 2, 64, dtype=dtype), some.view(32, 32, 64)], 1)
     places = torch.randperm(48, generator=torch.Generator().manual_seed(0))[:32]
-    ours, torchs = (LayerKVCache(kv._replace(gpu_kernels=gpu), 0, 3, PAGE, CPU) for gpu in (GPU, None))
-    for cache in (ours, torchs):
-        cache.write(qkv, places)
+    ours, torchs = (LayerKVCache(kv, 0, 3, PAGE, CPU) for _ in range(2))
+    GPU.rotate_and_write_kv(qkv, ours.keys, ours.values, places, ours.scales)
+    torchs.write(qkv, places)
     for one, other in ((ours.keys, torchs.keys), (ours.values, torchs.values)):
         assert one.float().isfinite().all() or stored is None
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_splits_follow_from_the_context_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert [splits_of(kv_heads) for kv_heads in (1, 2, 3, 8, 32)] == [module.MAX_SPLITS] * 5
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_SPLITS", 64)
-        assert [splits_of(kv_heads) for kv_heads in (1, 2, 3, 8, 32)] == [64, 64, 32, 16, 16]
-    sizes = [(64, BRAIN), (128, HALF), (256, HALF), (128, SINGLE), (512, SINGLE)]
-    assert [block_size_of(width, dtype) for width, dtype in sizes] == [64, 64, 32, 32, 16]
+def test_few_rows_are_divided_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SPLITS", 32)
+    assert [splits_for(rows, 8) for rows in (1, 2, 8, 16, 32, 33, 256)] == [32, 16, 4, 2, 1, 1, 1]
+    for width, dtype in ((64, BRAIN), (128, HALF), (256, HALF), (128, SINGLE), (512, SINGLE)):
+        for queries in (1, 16, 17, 64, 1000):
+            tile = tile_for(queries, width, dtype)
+            assert tile.keys * width * dtype.itemsize <= 32 << 10
+            assert tile.queries in (16, 64, 128)

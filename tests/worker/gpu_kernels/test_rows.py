@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.decoder_config import RopeConfig
+from tgi.worker.gpu_kernels.attention_arguments import Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
 from tgi.worker.layers.linear import Linear
@@ -54,31 +55,35 @@ def test_a_norm_in_place_changes_no_other_columns(shape: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "head_dim"), [(16, 16), (12, 20), (2, 8)])
-@pytest.mark.parametrize("neighbours", [False, True])
-def test_rope_matches_torch(neighbours: bool, dim: int, head_dim: int, dtype: torch.dtype) -> None:
-    """A whole head or its first elements, at any position, for queries and keys but not values."""
-    rope = RopeConfig(dim, {"rope_theta": 10000.0}, neighbours)
-    positions = torch.tensor([0, 5, 2049, 5])
-    turned = []
-    for kernels in (GPU, None):
-        rotary = RotaryEmbedding(rope, CPU, kernels)
-        qkv = random_tensor(CPU, 4, 11, head_dim, dtype=dtype)
-        rotary.rotate(qkv, 9, rotary.angles(positions, 2050, 9))
-        turned.append(qkv)
-    near(*turned)
-    assert torch.equal(turned[0][:, 9:], random_tensor(CPU, 4, 11, head_dim, dtype=dtype)[:, 9:])
-
-
-def test_more_heads_than_one_program_rotates() -> None:
-    rope = RopeConfig(128, {"rope_theta": 10000.0})
-    turned = []
-    for kernels in (GPU, None):
-        rotary = RotaryEmbedding(rope, CPU, kernels)
-        qkv = random_tensor(CPU, 1, 44, 128)
-        rotary.rotate(qkv, 40, rotary.angles(torch.tensor([77]), 78, 40))
-        turned.append(qkv)
-    near(*turned)
+@pytest.mark.parametrize(
+    ("heads", "dim", "head_dim", "neighbours", "normed"),
+    [(7, 16, 16, False, False), (7, 12, 20, True, True), (7, 2, 8, False, True), (36, 128, 128, True, False)],
+)
+def test_queries_and_keys_are_normalized_rotated_and_written(
+    heads: int, dim: int, head_dim: int, neighbours: bool, normed: bool, dtype: torch.dtype
+) -> None:
+    """A whole head or its first elements, at any position, and more heads than one program has."""
+    kv, positions, slots = 2, torch.tensor([0, 5, 2049, 5]), torch.tensor([40, 3, 16, 17])
+    qkv, rope = (
+        random_tensor(CPU, 4, heads + 2 * kv, head_dim, dtype=dtype),
+        RopeConfig(dim, {"rope_theta": 10000.0}, neighbours),
+    )
+    norm = Norm(random_tensor(CPU, heads + kv, head_dim, seed=4), None, 1e-6, False)
+    given = norm.of_heads()
+    assert given is not None
+    expected, rotary = qkv.float().clone(), RotaryEmbedding(rope, CPU)
+    if normed:
+        norm.normalize_in_place(expected[:, : heads + kv])
+    rotary.rotate(expected, heads + kv, rotary.angles(positions, 2050, heads + kv))
+    keys, values = (torch.zeros(3, 16, kv, head_dim, dtype=dtype) for _ in range(2))
+    angles = RotaryEmbedding(rope, CPU, GPU).angles(positions, 2050, heads + kv)
+    query = GPU.rotate_and_write_kv(
+        *(qkv, keys, values, slots, (1.0, 1.0), Rotation(*angles, neighbours)),
+        given if normed else None,
+    )
+    near(query, expected[:, :heads].to(dtype))
+    near(keys.flatten(0, 1)[slots], expected[:, heads : heads + kv].to(dtype))
+    assert torch.equal(values.flatten(0, 1)[slots], qkv[:, heads + kv :])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

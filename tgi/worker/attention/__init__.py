@@ -4,7 +4,7 @@ interface      ForwardBatch, KVCacheSpec and the protocols of a backend; read th
 torch_cpu      CPU, with torch's flash attention kernel
 tile_planner   divides a step into tiles for torch_cpu
 cpu_kernels    CPU, with our own kernels
-cuda           NVIDIA GPUs: our decode kernel, torch's variable-length attention, padded decode for CUDA graphs
+cuda           NVIDIA GPUs, with our own kernels
 """
 
 import torch

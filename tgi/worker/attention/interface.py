@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.gpu_kernels.attention_arguments import HeadTransform
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.kv_cache_sizes import cpu_head_dim, token_bytes
 
@@ -104,6 +105,16 @@ class AttentionBackend(Protocol):
         `qkv` [T, heads + 2 * kv_heads, head_dim] holds queries, keys and values. Returns [T, heads, head_dim] in their
         dtype.
         """
+
+
+@runtime_checkable
+class TransformingBackend(AttentionBackend, Protocol):
+    """A backend that applies a HeadTransform while it stores keys and values."""
+
+    def transform_and_attend(
+        self, plan: Any, layer: int, qkv: Tensor, scale: float, transform: HeadTransform
+    ) -> Tensor:
+        """`write_and_attend` of the transformed queries and keys."""
 
 
 @runtime_checkable

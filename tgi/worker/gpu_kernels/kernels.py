@@ -2,6 +2,9 @@
 
 from functools import partial
 
+import torch
+from torch import Tensor
+
 
 class GpuKernels:
     """The functions of this package's modules, which describe them. Made only in a worker with a GPU: it imports
@@ -16,14 +19,18 @@ class GpuKernels:
             norm,
             paged_attention,
             quantized_matmul,
-            rope,
         )
 
         self.capability = capability
         self.norm, self.norm_in_place = norm.norm, norm.norm_in_place
-        self.apply_rope = rope.apply_rope
         self.gated_activation = gated_activation.gated_activation
         self.quantized_matmul = quantized_matmul.quantized_matmul
         self.quantize_rows = float8.quantize_rows
-        self.write_kv = kv_write.write_kv
+        self.rotate_and_write_kv = kv_write.rotate_and_write_kv
         self.paged_attention = partial(paged_attention.paged_attention, capability=capability)
+
+    def split_counters(self, device: torch.device) -> Tensor:
+        """The `counters` of paged_attention."""
+        from tgi.worker.gpu_kernels.paged_attention import COUNTERS
+
+        return torch.zeros(COUNTERS, dtype=torch.int32, device=device)

@@ -1,20 +1,32 @@
-"""Writes the keys and values of a step into the KV cache of a layer, converted to its type, in one launch."""
+"""From the qkv projection to attention in one launch: norms of queries and keys, rotary embedding, KV cache write.
+
+Queries go to a tensor of their own; keys and values go to the pages of the KV cache, converted to its type.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi.worker.gpu_kernels.attention_arguments import HeadNorm, Rotation
 from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
 
 # For each 8-bit float type: bits of the fraction, and bias of the exponent.
 FRACTION_AND_BIAS = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}
+ELEMENTS = 1024  # of a program
 
 
-def write_kv(
-    qkv: Tensor, keys: Tensor, values: Tensor, slots: Tensor, divisors: tuple[float, float] = (1.0, 1.0)
-) -> None:
-    """Writes the keys and values of `qkv` [T, heads + 2 * kv_heads, head_dim], which has queries, keys and values.
+def rotate_and_write_kv(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    divisors: tuple[float, float] = (1.0, 1.0),
+    rotation: Rotation | None = None,
+    norm: HeadNorm | None = None,
+) -> Tensor:
+    """Writes the keys and values of `qkv` [T, heads + 2 * kv_heads, head_dim], and returns the queries [T, heads,
+    head_dim]. Queries and keys are normalized, then rotated; all in float32, rounded once.
 
     `keys` and `values` [pages, page_size, kv_heads, head_dim] are the cache, of the type of `qkv` or of 8-bit floats.
     `slots` int64 [T] is the slot mapping: page * page_size + offset. All are contiguous. For 8-bit floats, keys and
@@ -23,19 +35,30 @@ def write_kv(
     """
     tokens, both, dim = qkv.shape
     kv_heads = keys.shape[2]
+    heads = both - 2 * kv_heads
     fraction, bias = FRACTION_AND_BIAS.get(keys.dtype, (0, 0))
     most = torch.finfo(keys.dtype).max if fraction or keys.dtype is torch.float16 else 0.0
     if fraction:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    _write_kv[tokens,](
-        *(qkv, keys, values, slots, 1 / divisors[0], 1 / divisors[1]),
-        QUERIES=(both - 2 * kv_heads) * dim,
-        NUMBERS=kv_heads * dim,
-        BLOCK=triton.next_power_of_2(kv_heads * dim),
+    query = qkv.new_empty(tokens, heads, dim)
+    width = triton.next_power_of_2(dim)
+    together = min(triton.next_power_of_2(both), max(1, ELEMENTS // width))
+    angles, positions, neighbours = rotation or (None, None, False)
+    weight, epsilon = norm or (None, 0.0)
+    _rotate_and_write_kv[tokens, triton.cdiv(both, together)](
+        *(qkv, query, keys, values, slots, angles, positions, weight, epsilon, 1 / divisors[0], 1 / divisors[1]),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        WIDTH=width,
+        ROTARY=0 if angles is None else angles.shape[2],
+        NEIGHBOURS=neighbours,
+        TOGETHER=together,
         MOST=most,
         FRACTION=fraction,
         BIAS=bias,
     )
+    return query
 
 
 @triton.jit
@@ -62,40 +85,103 @@ def _convert(x, factor, MOST: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.con
     return x
 
 
-# The alignment of a step's slots does not compile another kernel.
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _write_kv(
+# The alignment of a step's slots and positions does not compile another kernel.
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _rotate_and_write_kv(
     qkv,
+    query,
     keys,
     values,
     slots,
+    angles,
+    positions,
+    weight,
+    epsilon,
     key_factor,
     value_factor,
-    QUERIES: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     MOST: tl.constexpr,
     FRACTION: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    token, number = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    real = number < NUMBERS
-    begin = qkv + token * (QUERIES + 2 * NUMBERS) + QUERIES
-    slot = tl.load(slots + token) * NUMBERS
-    key = tl.load(begin + number, mask=real, other=0.0)
-    value = tl.load(begin + NUMBERS + number, mask=real, other=0.0)
-    key, value = _convert(key, key_factor, MOST, FRACTION, BIAS), _convert(value, value_factor, MOST, FRACTION, BIAS)
-    tl.store(keys + slot + number, key.to(keys.dtype.element_ty), mask=real)
-    tl.store(values + slot + number, value.to(values.dtype.element_ty), mask=real)
+    """Some heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
+    number = tl.arange(0, WIDTH)[None, :]
+    BOTH: tl.constexpr = HEADS + 2 * KV_HEADS
+    inside = (head < BOTH) & (number < DIM)
+    turned = inside & (head < HEADS + KV_HEADS)
+    here = qkv + (token * BOTH + head) * DIM
+    stored = tl.load(here + number, mask=inside, other=0.0)
+    x = stored.to(tl.float32)
+    if weight is not None:
+        norm = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + epsilon)[:, None]
+        scaled = x * norm * tl.load(weight + head * DIM + number, mask=turned, other=1.0)
+        x = tl.where(turned, scaled, x)
+    if ROTARY > 0:
+        # Element i becomes x[i] cos[i] -+ x[partner] sin[i]; cos and sin are stored for both elements of a pair.
+        partner = (
+            number ^ 1 if NEIGHBOURS else tl.where(number < ROTARY // 2, number + ROTARY // 2, number - ROTARY // 2)
+        )
+        first = number % 2 == 0 if NEIGHBOURS else number < ROTARY // 2
+        pair = turned & (number < ROTARY)
+        other = tl.load(here + partner, mask=pair, other=0.0).to(tl.float32)
+        if weight is not None:
+            other *= norm * tl.load(weight + head * DIM + partner, mask=pair, other=1.0)
+        waves = angles + tl.load(positions + token) * (2 * ROTARY) + number
+        cos = tl.load(waves, mask=number < ROTARY, other=1.0)
+        sin = tl.load(waves + ROTARY, mask=number < ROTARY, other=0.0)
+        x = tl.where(pair, x * cos + tl.where(first, -other, other) * sin, x)
+    # Rounded as the model's type first: the cache holds what the queries' type would.
+    x = x.to(stored.dtype)
+    tl.store(query + (token * HEADS + head) * DIM + number, x, mask=inside & (head < HEADS))
+    slot = tl.load(slots + token) * KV_HEADS
+    key = _convert(x, key_factor, MOST, FRACTION, BIAS).to(keys.dtype.element_ty)
+    value = _convert(x, value_factor, MOST, FRACTION, BIAS).to(values.dtype.element_ty)
+    tl.store(keys + (slot + head - HEADS) * DIM + number, key, mask=turned & (head >= HEADS))
+    owner = head - HEADS - KV_HEADS
+    tl.store(values + (slot + owner) * DIM + number, value, mask=inside & (owner >= 0))
 
 
 def self_test(device: torch.device) -> None:
-    """Every type of cache, with numbers of all magnitudes. Raises SelfTestFailed if the results differ from torch's."""
+    """Every type of cache with numbers of all magnitudes; both kinds of pairs, with and without norms. Raises
+    SelfTestFailed if the results differ from torch's."""
     slots, most = torch.tensor([37, 5, 16], device=device), torch.finfo(torch.float16).max
     qkv = (2.0 ** (12 * random_tensor(device, 3, 4 + 2 * 2, 64)) - 1).clamp(max=most).half()
     for cache_dtype in (torch.float16, *FRACTION_AND_BIAS):
         keys, values = (torch.zeros(3, 16, 2, 64, dtype=cache_dtype, device=device) for _ in range(2))
-        write_kv(qkv, keys, values, slots)
+        query = rotate_and_write_kv(qkv, keys, values, slots)
         written = torch.cat([x.float().flatten(0, 1)[slots] for x in (keys, values)], 1)
         expected = qkv[:, 4:].float().clamp(max=torch.finfo(cache_dtype).max).to(cache_dtype).float()
         check_close(f"what is written as {cache_dtype}", written, expected, 0)
+        check_close("queries that are not rotated", query, qkv[:, :4], 0)
+    positions = torch.tensor([3, 0, 8], device=device)
+    waves, weight = random_tensor(device, 9, 2, 10, seed=1), random_tensor(device, 5, 24, seed=2)
+    for neighbours, norm, (dtype, tolerance) in (
+        (False, None, (torch.bfloat16, 0.01)),
+        (True, HeadNorm(weight, 1e-5), (torch.float32, 1e-5)),
+        (False, HeadNorm(weight, 1e-5), (torch.bfloat16, 0.01)),
+    ):
+        table = waves.repeat_interleave(2, dim=2) if neighbours else waves.repeat(1, 1, 2)
+        qkv = random_tensor(device, 3, 3 + 2 * 2, 24, dtype=dtype)
+        keys, values = (torch.zeros(3, 16, 2, 24, dtype=dtype, device=device) for _ in range(2))
+        x = qkv[:, :5].float()
+        if norm is not None:
+            x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt() * norm.weight
+        cos, sin = table[positions][:, :, None].unbind(1)
+        flat = x[..., :20]
+        if neighbours:
+            across = torch.stack((-flat[..., 1::2], flat[..., ::2]), -1).flatten(-2)
+        else:
+            across = torch.cat((-flat[..., 10:], flat[..., :10]), -1)
+        expected = torch.cat((flat * cos + across * sin, x[..., 20:]), -1).to(dtype)
+        query = rotate_and_write_kv(qkv, keys, values, slots, (1.0, 1.0), Rotation(table, positions, neighbours), norm)
+        check_close("rotated queries", query, expected[:, :3], tolerance)
+        check_close("rotated keys", keys.flatten(0, 1)[slots], expected[:, 3:], tolerance)
+        check_close("values", values.flatten(0, 1)[slots], qkv[:, 5:], 0)

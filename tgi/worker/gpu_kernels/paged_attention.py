@@ -1,91 +1,130 @@
-"""Decode attention: one query per row, over the pages of the KV cache.
+"""Causal attention over the pages of the KV cache, for decode rows, prompt chunks, drafts, and mixtures of them.
 
-Flash decoding: the context of a row is divided into splits. One program attends to a split with all queries of one KV
-head, with float32 sums over blocks of keys; a second kernel merges the splits. The division of a context follows from
-its length alone, so a row's result does not depend on its batch. The number of programs does not depend on the
-contexts, which are read on the device, so one captured CUDA graph serves all steps. A split beyond the end of a context
-costs a program that returns at once.
+A program attends with a block of queries of one row, for all heads that share a KV head, to a split of the keys that
+they see: flash attention with float32 sums over tiles of keys, which are read in place through the page table. The size
+of a tile is independent of the page size. Where rows are few, several splits of a context are computed side by side;
+the program that finishes last merges them, so this takes no further launch.
+
+The grid follows from the numbers of rows and tokens alone. Rows and contexts are read on the device, so one captured
+CUDA graph serves all steps. A block beyond the queries of its row costs a program that returns at once.
 
 Keys and values of 8 bits are converted to float16, which represents all of them and takes the fewest instructions; the
 queries and the weights of values are then multiplied as float16. In float32 all products are exact.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi.worker.gpu_kernels.attention_arguments import Rows
 from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
 
-# Programs of a row, over all KV heads: about as many as a GPU has multiprocessors. The results of the splits take 64
-# MiB for 256 rows of 32 heads of 128 elements, with 8 KV heads.
-PROGRAMS = 128
-MIN_SPLITS, MAX_SPLITS = 16, 64
-# Bytes of a block of keys in the type of computation, and the maximum number of keys. With a block of values and the
-# next blocks, which are loaded meanwhile, they stay below the 99 KiB of shared memory that any GPU has for a program.
-BLOCK_BYTES, MAX_KEYS = 16 << 10, 64
 SMALLEST = 16  # minimum side of the matrices of tl.dot
 NO_WINDOW = 1 << 30  # larger than any context
 CONVERTS_E4M3 = (8, 9)  # the compute capability from which on GPUs, and Triton's compiler, convert e4m3
 MAX_FLOAT16 = tl.constexpr(65504.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Programs that keep a GPU busy. Rows are divided into splits while there are fewer.
+PROGRAMS = 256
+MAX_SPLITS = 32
+
+
+class Tile(NamedTuple):
+    """The shape of a program's work."""
+
+    queries: int  # of a block, times the heads that share a KV head; a power of two
+    keys: int
+    warps: int
+    stages: int
+
+
+# For 16-bit numbers and heads of up to 128 elements: by the number of queries times heads of a KV head in the longest
+# row. Larger heads and numbers have fewer keys in a tile: a tile of keys has at most TILE_BYTES.
+SHORT, MIDDLE, LONG = Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)
+TILE_BYTES = 16 << 10
+
+
+def tile_for(queries: int, width: int, dtype: torch.dtype) -> Tile:
+    """The tile for rows of up to so many queries (times heads of a KV head) of `width` elements."""
+    tile = next((tile for tile in (SHORT, MIDDLE) if queries <= tile.queries), LONG)
+    size = width * dtype.itemsize
+    if size > 256:  # the sums of the results take the registers
+        tile = tile._replace(queries=min(tile.queries, 64), stages=2)
+    return tile._replace(keys=max(SMALLEST, min(tile.keys, TILE_BYTES // size)))
+
+
+def splits_for(blocks: int, kv_heads: int) -> int:
+    """The number of splits of a context, a power of two, for so many blocks of queries."""
+    wanted = PROGRAMS // max(1, blocks * kv_heads)
+    return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
 
 def paged_attention(
-    qkv: Tensor,
+    query: Tensor,
     keys: Tensor,
     values: Tensor,
-    table: Tensor,
-    context: Tensor,
+    rows: Rows,
+    out: Tensor,
     scale: float,
-    window: int | None,
-    cap: float | None,
+    window: int | None = None,
+    cap: float | None = None,
+    *,
     capability: tuple[int, int],
-) -> Tensor:
-    """The attention of the last token of each row, [R, heads, head_dim].
+    counters: Tensor,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> None:
+    """Writes the attention of these rows to `out` [T, heads, head_dim], which is contiguous.
 
-    `qkv` [R, heads + 2 * kv_heads, head_dim] begins with the queries. `keys` and `values` [pages, page_size, kv_heads,
-    head_dim] are the KV cache of a layer, of the queries' type or of 8-bit floats. `table` int32 [R, P] has the page
-    table of each row, `context` int32 [R] the context lengths, from 1 on. All are contiguous; the rows of `table` may
-    have a larger stride. Scores are multiplied by `scale` and limited to cap * tanh(score / cap). `window`: the number
-    of positions that a query sees; None: all. `capability` is the GPU's.
+    `query` [T, heads, head_dim] may have a larger stride from token to token. `keys` and `values` [pages, page_size,
+    kv_heads, head_dim] are the KV cache of a layer, of the queries' type or of 8-bit floats; they already have the
+    step's own. Scores are multiplied by `scale` and limited to cap * tanh(score / cap). `window`: the number of
+    positions that a query sees; None: all. `capability` is the GPU's. `counters` int32 [COUNTERS] are zero before and
+    after. `tile` and `splits` override what is chosen by the shape of the step.
     """
-    rows, both, dim = qkv.shape
+    _, heads, dim = query.shape
     page, kv_heads = keys.shape[1:3]
-    heads, width = both - 2 * kv_heads, max(SMALLEST, triton.next_power_of_2(dim))
-    splits = splits_of(kv_heads)
-    sums = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=qkv.device)
-    weights = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=qkv.device)
-    found = qkv.new_empty(rows, heads, dim)
+    group, width = heads // kv_heads, max(SMALLEST, triton.next_power_of_2(dim))
+    tile = tile or tile_for(rows.longest * group, width, query.dtype)
+    padded_group = triton.next_power_of_2(group)
+    queries = max(tile.queries, padded_group)
+    block = 1 if rows.starts is None else queries // group
+    count = len(rows.context)
+    blocks = count if rows.starts is None else rows.tokens // block + count
+    splits = splits or splits_for(count if rows.longest * group <= queries else blocks, kv_heads)
+    if splits > 1 and blocks * kv_heads > len(counters):
+        splits = 1
+    sums = weights = out
+    if splits > 1:
+        sums = torch.empty(rows.tokens, heads, splits, dim, dtype=torch.float32, device=query.device)
+        weights = torch.empty(rows.tokens, heads, splits, 2, dtype=torch.float32, device=query.device)
     by_bits = keys.dtype is torch.float8_e4m3fn and capability < CONVERTS_E4M3
     if by_bits:
         keys, values = keys.view(torch.int8), values.view(torch.int8)
-    seen = NO_WINDOW if window is None else window
-    shapes = {"DIM": dim, "WIDTH": width, "SPLITS": splits}
-    _attend_split[rows, kv_heads, splits](
-        *(qkv, keys, values, table, context, sums, weights, table.stride(0), seen, scale),
+    _attend[blocks, kv_heads, splits](
+        *(query, keys, values, rows.table, rows.context, rows.starts, out, sums, weights, counters),
+        *(count, rows.first, query.stride(0), rows.table.stride(0), NO_WINDOW if window is None else window, scale),
         CAP=cap or 0.0,
+        WINDOWED=window is not None,
         HEADS=heads,
         KV_HEADS=kv_heads,
-        BLOCK=block_size_of(width, qkv.dtype),
-        QUERIES=max(SMALLEST, triton.next_power_of_2(heads // kv_heads)),
+        DIM=dim,
+        WIDTH=width,
         PAGE=page,
+        BLOCK=block,
+        QUERIES=queries,
+        KEYS=tile.keys,
+        SPLITS=splits,
         BY_BITS=by_bits,
-        **shapes,
-        num_stages=2,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
-    _merge_splits[rows * heads,](sums, weights, found, **shapes)
-    return found
 
 
-def splits_of(kv_heads: int) -> int:
-    """The number of splits of a row, a power of two."""
-    return min(MAX_SPLITS, max(MIN_SPLITS, PROGRAMS // triton.next_power_of_2(kv_heads)))
-
-
-def block_size_of(width: int, dtype: torch.dtype) -> int:
-    """The number of keys in a block, for keys of `width` elements of this type."""
-    return max(SMALLEST, min(MAX_KEYS, BLOCK_BYTES // (width * dtype.itemsize)))
+COUNTERS = 1 << 12  # blocks times KV heads of a launch with splits at most
 
 
 @triton.jit
@@ -100,134 +139,230 @@ def _converted(x, dtype: tl.constexpr, BY_BITS: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def _tiles(
+    q, peak, total, found,
+    keys, values, own_table, head, position, length, window, scale, begin, end,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, BY_BITS: tl.constexpr,
+):  # fmt: skip
+    """Attends to the tiles of keys from `begin` to `end` - 1. MASKED: some of these keys are not visible to some query,
+    or lie beyond the context."""
+    number = tl.arange(0, WIDTH)
+    for tile in range(begin, end):
+        at = tile * KEYS + tl.arange(0, KEYS)
+        if MASKED:
+            page = tl.load(own_table + at // PAGE, mask=at < length, other=0).to(tl.int64)
+        else:
+            page = tl.load(own_table + at // PAGE).to(tl.int64)
+        place = ((page * PAGE + at % PAGE) * KV_HEADS + head)[:, None] * DIM + number[None, :]
+        if MASKED or WIDTH != DIM:
+            written = (at < length)[:, None] & (number < DIM)[None, :]  # memory beyond the context is uninitialized
+            key = tl.load(keys + place, mask=written, other=0.0)
+            value = tl.load(values + place, mask=written, other=0.0)
+        else:
+            key, value = tl.load(keys + place), tl.load(values + place)
+        key, value = _converted(key, q.dtype, BY_BITS), _converted(value, q.dtype, BY_BITS)
+        score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        if CAP > 0.0:
+            score = CAP - 2 * CAP / (tl.exp(score * (2.0 / CAP)) + 1)  # CAP * tanh(score / CAP)
+            score *= LOG2_E
+        if MASKED:
+            hidden = at[None, :] > position[:, None]
+            if WINDOWED:
+                hidden |= at[None, :] <= position[:, None] - window
+            score = tl.where(hidden, float("-inf"), score)
+        higher = tl.maximum(peak, tl.max(score, 1))
+        if MASKED:
+            higher = tl.maximum(higher, -1e30)  # a query may see no key of this tile
+        weight = tl.exp2(score - higher[:, None])
+        rescale = tl.exp2(peak - higher)
+        total = total * rescale + tl.sum(weight, 1)
+        found = tl.dot(weight.to(q.dtype), value, found * rescale[:, None], input_precision="ieee")
+        peak = higher
+    return peak, total, found
+
+
 # The alignment of a step's columns and the width of its page table do not compile another kernel.
-@triton.jit(do_not_specialize=["table_width", "window"], do_not_specialize_on_alignment=["table", "context"])
-def _attend_split(
-    qkv,
+@triton.jit(
+    do_not_specialize=["rows", "first", "table_width", "window"],
+    do_not_specialize_on_alignment=["table", "context", "starts", "query_stride"],
+)
+def _attend(
+    query,
     keys,
     values,
     table,
     context,
+    starts,
+    out,
     sums,
     weights,
+    counters,
+    rows,
+    first,
+    query_stride,
     table_width,
     window,
     scale,
     CAP: tl.constexpr,
+    WINDOWED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """One split of a row for one KV head: for each query the weighted sum of the values, the largest score and the sum
-    of weights, which is 0 for a split beyond the context. Blocks start at multiples of their size, and each has at
-    least one visible key."""
-    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    length = tl.load(context + row)
-    first, end = tl.maximum(length - window, 0) // BLOCK, (length + BLOCK - 1) // BLOCK
-    share = (end - first + SPLITS - 1) // SPLITS
-    begin = first + split * share
-    end = tl.minimum(begin + share, end)
+    """One block of queries for one KV head over one split of its keys."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    query = tl.arange(0, QUERIES)
-    part = (row * HEADS + head * GROUP + query) * SPLITS + split
-    if begin >= end:
-        tl.store(weights + 2 * part + 1, 0.0, mask=query < GROUP)
-        return
+    head, split = tl.program_id(1), tl.program_id(2)
+    if starts is None:
+        row = tl.program_id(0)
+        block, begin_query, count = 0, first + row, 1
+    else:
+        # The blocks of row r begin at starts[r] // BLOCK + r, counted from the first row. Long prompts come first.
+        program = tl.num_programs(0) - 1 - tl.program_id(0)
+        origin = tl.load(starts)
+        low, high = 0, rows - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if (tl.load(starts + middle) - origin) // BLOCK + middle <= program:
+                low = middle
+            else:
+                high = middle - 1
+        row = low
+        begin_query = tl.load(starts + row)
+        count = tl.load(starts + row + 1) - begin_query
+        block = program - ((begin_query - origin) // BLOCK + row)
+        if block * BLOCK >= count:
+            return
+    length = tl.load(context + row)
+    lowest = length - count + block * BLOCK  # position of the first query
+    visible = tl.minimum(lowest + BLOCK, length)  # keys that the last query sees
+    first_tile, end_tile = tl.maximum(lowest - window + 1, 0) // KEYS, (visible + KEYS - 1) // KEYS
+    share = (end_tile - first_tile + SPLITS - 1) // SPLITS
+    begin = first_tile + split * share
+    end = tl.minimum(begin + share, end_tile)
+
     # The type of computation, and the factor by which the cache's elements are too small in it.
-    narrow: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and qkv.dtype.element_ty != tl.float32
-    dtype: tl.constexpr = tl.float16 if narrow else qkv.dtype.element_ty
+    narrow: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty != tl.float32
+    dtype: tl.constexpr = tl.float16 if narrow else query.dtype.element_ty
     SMALLER: tl.constexpr = 256.0 if BY_BITS else 1.0
     number = tl.arange(0, WIDTH)
-    real = (query < GROUP)[:, None] & (number < DIM)[None, :]
-    mine = (head * GROUP + query)[:, None] * DIM + number[None, :]
-    q = tl.load(qkv + row * (HEADS + 2 * KV_HEADS) * DIM + mine, mask=real, other=0.0)
+    place = tl.arange(0, QUERIES)
+    of_block, of_group = place // GROUP, place % GROUP
+    position = lowest + of_block
+    real = (of_block < BLOCK) & (block * BLOCK + of_block < count)
+    token = (begin_query + block * BLOCK + of_block).to(tl.int64)
+    mine = head * GROUP + of_group
+    inside = real[:, None] & (number < DIM)[None, :]
+    q = tl.load(query + (token * query_stride + mine * DIM)[:, None] + number[None, :], mask=inside, other=0.0)
     if narrow:
         q = tl.minimum(tl.maximum(q.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16).to(dtype)
+    factor = scale * SMALLER if CAP > 0.0 else scale * SMALLER * LOG2_E
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     found = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for block in range(begin, end):
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        page = tl.load(table + row * table_width + at // PAGE, mask=at < length, other=0).to(tl.int64)
-        place = ((page * PAGE + at % PAGE) * KV_HEADS + head)[:, None] * DIM + number[None, :]
-        written = (at < length)[:, None] & (number < DIM)[None, :]  # memory beyond the context is uninitialized
-        key = _converted(tl.load(keys + place, mask=written, other=0.0), dtype, BY_BITS)
-        value = _converted(tl.load(values + place, mask=written, other=0.0), dtype, BY_BITS)
-        score = tl.dot(q, tl.trans(key), input_precision="ieee") * (scale * SMALLER)
-        if CAP > 0.0:
-            score = CAP - 2 * CAP / (tl.exp(score * (2.0 / CAP)) + 1)  # CAP * tanh(score / CAP)
-        hidden = (at >= length) | (at < length - window)
-        score = tl.where(hidden[None, :], float("-inf"), score * LOG2_E)
-        higher = tl.maximum(peak, tl.max(score, 1))
-        weight = tl.exp2(score - higher[:, None])
-        rescale = tl.exp2(peak - higher)
-        total = total * rescale + tl.sum(weight, 1)
-        found = found * rescale[:, None] + tl.dot(weight.to(dtype), value, input_precision="ieee")
-        peak = higher
-    tl.store(sums + part[:, None] * DIM + number[None, :], found * SMALLER, mask=real)
-    tl.store(weights + 2 * part, peak, mask=query < GROUP)
-    tl.store(weights + 2 * part + 1, total, mask=query < GROUP)
-
-
-@triton.jit
-def _merge_splits(sums, weights, found, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """Merges the splits of one query. For a split with a sum of weights of 0 nothing else was written."""
-    query = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, WIDTH)
-    part = query * SPLITS + tl.arange(0, SPLITS)
-    total = tl.load(weights + 2 * part + 1)
-    peak = tl.load(weights + 2 * part, mask=total > 0, other=float("-inf"))
-    real = (total > 0)[:, None] & (number < DIM)[None, :]
-    parts = tl.load(sums + part[:, None] * DIM + number[None, :], mask=real, other=0.0)
-    weight = tl.exp2(peak - tl.max(peak, 0))
-    result = tl.sum(parts * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(found + query * DIM + number, result.to(found.dtype.element_ty), mask=number < DIM)
+    # All queries see all keys of the tiles before `whole`.
+    whole = end
+    if WINDOWED:
+        whole = begin
+    else:
+        whole = tl.maximum(begin, tl.minimum(end, (lowest + 1) // KEYS))
+        peak, total, found = _tiles(
+            q, peak, total, found,
+            keys, values, table + row.to(tl.int64) * table_width, head, position, length, window, factor, begin, whole,
+            False, WINDOWED, CAP, KV_HEADS, DIM, WIDTH, PAGE, KEYS, BY_BITS,
+        )  # fmt: skip
+    peak, total, found = _tiles(
+        q, peak, total, found,
+        keys, values, table + row.to(tl.int64) * table_width, head, position, length, window, factor, whole, end,
+        True, WINDOWED, CAP, KV_HEADS, DIM, WIDTH, PAGE, KEYS, BY_BITS,
+    )  # fmt: skip
+    result = (token * HEADS + mine)[:, None] * DIM + number[None, :]
+    if SPLITS == 1:
+        tl.store(out + result, (found * SMALLER / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        part = ((token - first) * HEADS + mine) * SPLITS + split
+        tl.store(sums + part[:, None] * DIM + number[None, :], found * SMALLER, mask=inside)
+        tl.store(weights + 2 * part, peak, mask=real)
+        tl.store(weights + 2 * part + 1, total, mask=real)
+        tl.debug_barrier()  # all threads have written before one of them counts
+        counter = counters + tl.program_id(0) * KV_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            tl.store(counter, 0)
+            of_split = tl.arange(0, SPLITS)
+            for one in range(0, tl.minimum(BLOCK, count - block * BLOCK) * GROUP):
+                where = (begin_query + block * BLOCK + one // GROUP).to(tl.int64) * HEADS + head * GROUP + one % GROUP
+                part = (where - first * HEADS) * SPLITS + of_split
+                # Results of other multiprocessors: not from this one's own cache.
+                totals = tl.load(weights + 2 * part + 1, cache_modifier=".cg")
+                peaks = tl.load(weights + 2 * part, mask=totals > 0, other=float("-inf"), cache_modifier=".cg")
+                given = (totals > 0)[:, None] & (number < DIM)[None, :]
+                parts = tl.load(
+                    sums + part[:, None] * DIM + number[None, :], mask=given, other=0.0, cache_modifier=".cg"
+                )
+                share_of = tl.exp2(peaks - tl.max(peaks, 0))
+                merged = tl.sum(parts * share_of[:, None], 0) / tl.sum(totals * share_of, 0)
+                tl.store(out + where * DIM + number, merged.to(out.dtype.element_ty), mask=number < DIM)
 
 
 def self_test(device: torch.device) -> None:
-    """Short and long contexts with pages in any order, with a window and a cap, for every type of cache. Raises
-    SelfTestFailed if the results differ from torch's."""
+    """Decode rows, prompts and drafts with pages in any order, with a window and a cap, one split and several, for
+    every type of cache. Raises SelfTestFailed if the results differ from torch's."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     context = torch.tensor([1, 17, 150], dtype=torch.int32, device=device)
     table = torch.tensor([[11, 0, 0, 0, 0, 0, 0, 0, 0, 0], [4, 9, *[0] * 8], [7, 2, 0, 10, 5, 3, 6, 1, 12, 8]])
-    qkv = random_tensor(device, 3, 4 + 2 * 2, 64, dtype=torch.bfloat16)
-    for cache_dtype, window, cap in (
-        (torch.bfloat16, None, None),
-        (torch.bfloat16, 100, 2.0),
-        (torch.float8_e4m3fn, None, None),
-        (torch.float8_e5m2, 100, None),
+    for cache_dtype, window, cap, counts, splits in (
+        (torch.bfloat16, None, None, [1, 1, 1], 4),
+        (torch.bfloat16, 100, 2.0, [1, 3, 2], 2),
+        (torch.bfloat16, None, None, [1, 8, 8], 8),
+        (torch.bfloat16, None, None, [1, 17, 70], 1),
+        (torch.bfloat16, 40, None, [1, 1, 150], 1),
+        (torch.float8_e4m3fn, None, None, [1, 1, 1], 4),
+        (torch.float8_e5m2, 100, None, [1, 5, 9], 1),
     ):
+        query = random_tensor(device, sum(counts), 4, 64, dtype=torch.bfloat16)
         keys, values = (random_tensor(device, 13, 16, 2, 64, seed=seed).to(cache_dtype) for seed in (1, 2))
-        found = paged_attention(qkv, keys, values, table.int().to(device), context, 0.25, window, cap, capability)
-        expected = _reference_attention(qkv, keys, values, table.tolist(), context.tolist(), 0.25, window, cap)
-        check_close(f"attention to a cache of {cache_dtype}", found.cpu(), expected, 0.02)
+        starts = torch.tensor([0, *counts], device=device).cumsum(0).int() if max(counts) > 1 else None
+        rows = Rows(0, sum(counts), max(counts), starts, table.int().to(device), context)
+        out = torch.full_like(query, float("nan"))
+        paged_attention(
+            query, keys, values, rows, out, 0.25, window, cap, capability=capability, counters=counters, splits=splits
+        )
+        expected = reference_attention(query, keys, values, table.tolist(), counts, context.tolist(), 0.25, window, cap)
+        check_close(f"attention to a cache of {cache_dtype}", out.cpu(), expected, 0.02)
 
 
-def _reference_attention(
-    qkv: Tensor,
+def reference_attention(
+    query: Tensor,
     keys: Tensor,
     values: Tensor,
     table: list[list[int]],
-    context: list[int],
+    counts: list[int],
+    contexts: list[int],
     scale: float,
     window: int | None,
     cap: float | None,
 ) -> Tensor:
     """The reference: row by row in float32, on CPU."""
     kv_heads, dim = keys.shape[2:]
-    queries = qkv.cpu().float()[:, : -2 * kv_heads].unflatten(1, (kv_heads, -1))
     found = []
-    for query, pages, length in zip(queries, table, context, strict=True):
+    for mine, pages, length in zip(query.cpu().float().split(counts), table, contexts, strict=True):
         key, value = (x.cpu().float()[pages].view(-1, kv_heads, dim)[:length] for x in (keys, values))
-        scores = torch.einsum("hgd,khd->hgk", query, key) * scale
+        scores = torch.einsum("thgd,khd->thgk", mine.unflatten(1, (kv_heads, -1)), key) * scale
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
-        scores[..., : max(0, length - (window or length))] = -torch.inf
-        found.append(torch.einsum("hgk,khd->hgd", scores.softmax(-1), value).flatten(0, 1))
-    return torch.stack(found).to(qkv.dtype)
+        own = torch.arange(length - len(mine), length)[:, None, None, None]
+        hidden = torch.arange(length) > own
+        if window is not None:
+            hidden |= torch.arange(length) <= own - window
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        found.append(torch.einsum("thgk,khd->thgd", weights, value).flatten(1, 2))
+    return torch.cat(found).to(query.dtype)

@@ -17,7 +17,6 @@ log = logging.getLogger(__name__)
 # The modules that have kernels, each with a `self_test(device)` that raises unless they compute there what torch does.
 MODULES = (
     "tgi.worker.gpu_kernels.norm",
-    "tgi.worker.gpu_kernels.rope",
     "tgi.worker.gpu_kernels.gated_activation",
     "tgi.worker.gpu_kernels.quantized_matmul",
     "tgi.worker.gpu_kernels.float8",

@@ -130,6 +130,8 @@ class Linear:
             self._weight = as_plain(weight, dtype) if weight.device.type == "cpu" and gpu is None else weight
             self._product = find_product(self._weight, bias, dtype, gpu)
             self._call = self._torch if gated is None else self._torch_gated
+            if gpu is not None and epilogue == "add" and bias is None and isinstance(self._weight, Tensor):
+                self._call = self._torch_accumulate
 
     def __call__(self, x: Tensor, other: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
         """y for x [rows, inputs]. `other` is the second operand of "add" and "mul".
@@ -239,6 +241,11 @@ class Linear:
         if other is None or self.epilogue not in _BINARY:
             return y
         return y.add_(other) if self.epilogue == "add" else y.mul_(other)
+
+    def _torch_accumulate(self, x: Tensor, other: Tensor | None) -> Tensor:
+        """The product adds to `other` as it is written, so the sum takes no launch of its own."""
+        assert other is not None
+        return other.addmm_(x, self._weight.t())
 
     def _torch_gated(self, x: Tensor, other: Tensor | None) -> Tensor:
         return self.apply_gate(self._product(x))

@@ -8,6 +8,7 @@ from torch import float32 as wide
 
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.program import Program
+from tgi.worker.gpu_kernels.attention_arguments import HeadNorm
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 
 
@@ -45,6 +46,12 @@ class Norm(NamedTuple):
             self.kernels.norm_in_place(x, self.weight, self.bias, self.epsilon, self.centred)
         else:
             x.copy_(self(x))
+
+    def of_heads(self) -> HeadNorm | None:
+        """This norm, if it is an RMS norm of each head."""
+        if self.weight.ndim != 2 or self.centred or self.bias is not None:
+            return None
+        return HeadNorm(self.weight, self.epsilon)
 
     def append_to(self, program: Program, x: int, y: int, start: int = 0) -> None:
         """Appends this norm to a program: of the columns from `start` on of buffer x, written to those of buffer y."""

@@ -119,12 +119,14 @@ class RotaryEmbedding:
         self._table = torch.cat([self._table, rows.to(self._device)])
 
     def rotate(self, qkv: Tensor, heads: int, angles: tuple[Tensor, Tensor]) -> None:
-        """Rotates the first `heads` heads of qkv [T, H, head_dim] in place; computed in float32.
+        """Rotates the first `heads` heads of qkv [T, H, head_dim] in place; computed in float32. Our GPU kernels rotate
+        while they write to the KV cache instead (attention.interface.HeadTransform).
 
         With torch, products and sums are separate operations: torch would use a fused multiply-add for some elements
         only, depending on their number, and results would not be batch invariant.
         """
         if self._kernels is not None:
+            assert isinstance(self._kernels, CpuKernels)
             self._kernels.apply_rope(qkv, heads, *angles, self.interleaved)
             return
         cos, sin = angles

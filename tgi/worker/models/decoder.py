@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
-from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
+from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec, TransformingBackend
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.communicator import Communicator
@@ -191,6 +191,7 @@ class DecoderModel:
                 angles=angles,
                 tokens=count,
                 attention=attention,
+                gpu_attention=attention if isinstance(attention, TransformingBackend) and self.kv.gpu_kernels else None,
                 plan=plan,
                 deltas=deltas,
                 communicator=self._communicator,

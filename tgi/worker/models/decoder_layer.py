@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
+from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec, TransformingBackend
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
+from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
@@ -68,11 +69,9 @@ class LayerOperations(Protocol[X]):
     def linear(self, group: str, linear: Linear, x: X, residual: X | None = None) -> X:
         """linear(x); with `residual`, the second operand of the epilogue "add"."""
 
-    def norm_columns(self, norm: Norm, qkv: X, start: int) -> None:
-        """Normalizes, in place, norm.weight.numel() columns of `qkv` from `start` on."""
-
-    def attend(self, qkv: X) -> X:
-        """Applies the rotary embedding to queries and keys, then attention."""
+    def attend(self, qkv: X, norms: tuple[Norm, ...]) -> X:
+        """Applies the norms (DecoderLayer.query_key_norms) and the rotary embedding to queries and keys, then
+        attention."""
 
     def gate_up(self, mlp: Mlp, x: X) -> X:
         """The input of mlp.down."""
@@ -90,11 +89,7 @@ class LayerOperations(Protocol[X]):
 def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X], hidden: X) -> X:
     """The hidden states after the layer. In a parallel layer, attention and MLP have the same input."""
     normed = _norm(layer.attention_before, operations, hidden)
-    qkv, start = operations.linear("attention", layer.qkv, normed), 0
-    for norm in layer.query_key_norms:
-        operations.norm_columns(norm, qkv, start)
-        start += norm.weight.numel()
-    mixed = operations.attend(qkv)
+    mixed = operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms)
     hidden = _project_and_add("output", layer.output, layer.attention_after, operations, mixed, hidden)
     if not parallel:
         normed = _norm(layer.mlp_before, operations, hidden)
@@ -132,6 +127,7 @@ class DecoderStep(NamedTuple):
     angles: Sequence[tuple[Tensor, Tensor]]  # RotaryEmbedding.angles of each of them
     tokens: int  # rows from this one on are padding
     attention: AttentionBackend
+    gpu_attention: TransformingBackend | None  # `attention`, if our GPU kernels compute it
     plan: Any  # of `attention`
     deltas: LoraDeltas | PackedDeltas | None
     communicator: Communicator | None  # None: the only rank
@@ -156,19 +152,28 @@ class TensorOperations(NamedTuple):
         """The linear layers `group` of x, with the residual added."""
         return linear(x, residual) if self.lora is None else self.lora.apply_linear(group, linear, x, residual)
 
-    def norm_columns(self, norm: Norm, qkv: Tensor, start: int) -> None:
-        """Norms some heads of qkv in place, from column `start` on."""
-        norm.normalize_in_place(qkv[:, start : start + norm.weight.numel()].unflatten(1, norm.weight.shape))
-
-    def attend(self, qkv: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, norms: tuple[Norm, ...]) -> Tensor:
         """Attention over the rows of qkv."""
         step = self.step
         config, kv, rows, tokens = step.config, step.kv, len(qkv), step.tokens
-        qkv = qkv.view(rows, kv.heads + 2 * kv.kv_heads, kv.head_dim)
-        rope = config.layers[self.number].rope
-        if rope is not None:
-            step.rotaries[rope].rotate(qkv, kv.heads + kv.kv_heads, step.angles[rope])
-        mixed = step.attention.write_and_attend(step.plan, self.number, qkv[:tokens], config.attention_scale)
+        heads, rope = kv.heads + kv.kv_heads, config.layers[self.number].rope
+        columns = qkv
+        qkv = qkv.view(rows, heads + kv.kv_heads, kv.head_dim)
+        rotary = None if rope is None else step.rotaries[rope]
+        if step.gpu_attention is None:
+            _norm_heads(norms, columns)
+            if rotary is not None and rope is not None:
+                rotary.rotate(qkv, heads, step.angles[rope])
+            mixed = step.attention.write_and_attend(step.plan, self.number, qkv[:tokens], config.attention_scale)
+        else:
+            head_norm = norms[0].of_heads() if len(norms) == 1 else None
+            if head_norm is None:
+                _norm_heads(norms, columns)
+            rotation = None if rotary is None else Rotation(*step.angles[rope or 0], rotary.interleaved)
+            transform = HeadTransform(rotation, head_norm)
+            mixed = step.gpu_attention.transform_and_attend(
+                step.plan, self.number, qkv, config.attention_scale, transform
+            )
         mixed = mixed.reshape(tokens, kv.heads * kv.head_dim)
         return mixed if tokens == rows else F.pad(mixed, (0, 0, 0, rows - tokens))
 
@@ -190,6 +195,14 @@ class TensorOperations(NamedTuple):
         """x + hidden."""
         scale = self.step.config.residual_scale
         return hidden + (x if scale == 1.0 else x * scale)
+
+
+def _norm_heads(norms: tuple[Norm, ...], qkv: Tensor) -> None:
+    """Applies DecoderLayer.query_key_norms to the columns of qkv [rows, columns], in place."""
+    start = 0
+    for norm in norms:
+        norm.normalize_in_place(qkv[:, start : start + norm.weight.numel()].unflatten(1, norm.weight.shape))
+        start += norm.weight.numel()
 
 
 class ProgramBuffer(IntEnum):
@@ -267,12 +280,12 @@ class ProgramOperations(NamedTuple):
         linear.append_to(self.program, x, y, y, self._delta(group, x))
         return y
 
-    def norm_columns(self, norm: Norm, qkv: ProgramBuffer, start: int) -> None:
-        """Norms some heads of qkv in place, from column `start` on."""
-        norm.append_to(self.program, qkv, qkv, start)
-
-    def attend(self, qkv: ProgramBuffer) -> ProgramBuffer:
+    def attend(self, qkv: ProgramBuffer, norms: tuple[Norm, ...]) -> ProgramBuffer:
         """Attention over the rows of qkv."""
+        start = 0
+        for norm in norms:
+            norm.append_to(self.program, qkv, qkv, start)
+            start += norm.weight.numel()
         kv, rope = self.kv, self.config.layers[self.number].rope
         if rope is not None:
             self.rotaries[rope].append_to(self.program, qkv, rope, kv.heads + kv.kv_heads, kv.head_dim)

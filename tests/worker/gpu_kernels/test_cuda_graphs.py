@@ -1,6 +1,8 @@
-"""CUDA graphs, tested on CPU with a capturer that records torch's operations and replays them on the same memory."""
+"""CUDA graphs, tested on CPU with a capturer that records torch's operations and the launches of our kernels, which
+Triton's interpreter computes, and replays them on the same memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,21 +10,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
 
 from tests.models import model as make
 from tests.worker.driving import Drawn, drive, make_engine
-from tests.worker.test_attention import reference
 from tests.worker.test_fake_worker import slot, step
 from tgi.microkernel.codec import unpack_float32, unpack_int32
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.protocol import DeploymentLimits, encode
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.worker.attention import cuda
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
 from tgi.worker.engine.cuda_graphs import DecodeGraphs, Replay, graph_batch_sizes
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS
+from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers import rotary
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
@@ -30,6 +32,7 @@ from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.watermark import Watermark
 
 CPU, PAGES = torch.device("cpu"), 64
+GPU = GpuKernels((9, 0))
 PROMPTS = [[5, 9, 3], [7] * 20, list(range(40)), [1], [8, 8, 30, 2]]
 
 
@@ -38,20 +41,20 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[Callable[[], object]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
+        self.calls.append(partial(_repeat, func, args, kwargs or {}, result))
         return result
 
-    def play(self) -> None:
-        """Repeats all operations. Tensors that an operation created get the new content in the same memory."""
-        for func, args, kwargs, result in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(old, Tensor) and not old.is_mkldnn and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+
+def _repeat(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Repeats an operation. Tensors that it created get the new content in the same memory."""
+    again = func(*args, **kwargs)
+    for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+        if isinstance(old, Tensor) and not old.is_mkldnn and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
 
 
 class Tapes:
@@ -61,14 +64,22 @@ class Tapes:
         self.recorded = self.played = 0
 
     def capture(self, run: Replay) -> Replay:
-        tape = Tape()
-        with tape:
+        tape, launch = Tape(), InterpretedFunction.run
+
+        def record(kernel: Any, *args: Any, **options: Any) -> None:
+            before = len(tape.calls)
+            launch(kernel, *args, **options)
+            tape.calls[before:] = [partial(launch, kernel, *args, **options)]  # not the interpreter's own operations
+
+        with pytest.MonkeyPatch.context() as patch, tape:
+            patch.setattr(InterpretedFunction, "run", record)
             run()
         self.recorded += 1
 
         def play() -> None:
             self.played += 1
-            tape.play()
+            for call in tape.calls:
+                call()
 
         return play
 
@@ -89,9 +100,9 @@ def llama() -> Model:
     return build("llama")
 
 
-def engines(model: Model, way: str, recorder: Any, rows: Sequence[int]) -> tuple[TorchEngine, TorchEngine]:
+def engines(model: Model, recorder: Any, rows: Sequence[int]) -> tuple[TorchEngine, TorchEngine]:
     """Two engines with the CUDA attention backend: one without graphs, one with."""
-    plain, attention = (CudaAttention(model.kv, PAGES, CPU, way) for _ in range(2))
+    plain, attention = (CudaAttention(model.kv._replace(gpu_kernels=GPU), PAGES, CPU) for _ in range(2))
     recording = GraphCaptureConfig(recorder, attention, list(rows))
     recorded = make_engine(model, slots=8, pages=PAGES, attention=attention, recording=recording)
     recorded.capture_decode_graphs()
@@ -108,12 +119,11 @@ def compare(one: Sequence[Drawn], other: Sequence[Drawn]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_replayed_steps_sample_the_same_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows arrive one by one, cross pages and context bounds, end, and are padded to the next size. gemma2 has
-    sliding windows and a softcap, llama neither."""
-    monkeypatch.setattr(cuda, "SHORTEST_CAPTURE", 32)
+def test_replayed_steps_sample_the_same_tokens(kind: str) -> None:
+    """Rows arrive one by one, cross pages, end, and are padded to the next size. gemma2 has sliding windows and a
+    softcap, llama neither."""
     model, tapes = build(kind), Tapes()
-    plain, recorded = engines(model, "plain", tapes, [1, 4, 8])
+    plain, recorded = engines(model, tapes, [1, 4, 8])
     samplings = [
         SamplingParams(0),
         SamplingParams(1, do_sample=True),
@@ -123,22 +133,14 @@ def test_replayed_steps_sample_the_same_tokens(kind: str, monkeypatch: pytest.Mo
     ]
     expected, found = (drive(one, PROMPTS, 12, samplings, stagger=2) for one in (plain, recorded))
     compare(expected, found)
-    assert tapes.recorded == 3 * len(cuda.padded_context_bounds(model.kv, 1, recorded.limits.max_total_tokens, 16))
+    assert tapes.recorded == 3
     assert tapes.played > tapes.recorded + 8  # each once to be checked; steps with a prompt are computed
-
-
-@pytest.mark.parametrize("way", ["paged", "packed"])
-def test_with_a_reference_in_place_of_flash_attention(way: str, llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layouts of Flash Attention 3 and 2."""
-    monkeypatch.setattr(cuda, "varlen_attn", reference([], None))
-    plain, recorded = engines(llama, way, Again(), [2, 8])
-    compare(drive(plain, PROMPTS, 6), drive(recorded, PROMPTS, 6))
 
 
 def test_steps_without_a_fitting_graph_are_computed(llama: Model) -> None:
     """A prompt, a row that does not sample, drafts, and more rows or tokens than any graph has."""
     tapes = Tapes()
-    _, engine = engines(llama, "plain", tapes, [2])
+    _, engine = engines(llama, tapes, [2])
     tapes.played = 0
 
     def run(rows: list[tuple[int, int, int, int]], *more: Any) -> list[int]:
@@ -159,7 +161,7 @@ def test_steps_without_a_fitting_graph_are_computed(llama: Model) -> None:
 def test_padding_rows_write_to_no_page_of_a_request(llama: Model) -> None:
     """The request of the first slot has ended and its page was given to another, but the page table still has it."""
     found = []
-    for engine in engines(llama, "plain", Tapes(), [4]):
+    for engine in engines(llama, Tapes(), [4]):
         old, new = slot(0, [4, 5, 6], encode(SamplingParams(0))), slot(1, [9, 8, 7, 6], encode(SamplingParams(0)))
         engine.collect(engine.launch(step(1, [(0, 0, 3, 1)], [old], [(0, 5)])))
         ids = unpack_int32(engine.collect(engine.launch(step(2, [(1, 0, 4, 1)], [new], [(1, 5)]))).token_ids)
@@ -175,13 +177,11 @@ def test_padding_rows_write_to_no_page_of_a_request(llama: Model) -> None:
 
 
 def test_memory_read_by_a_graph_stays_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context is longer than those of all graphs, within the limit of requests."""
+    """The table of rotary angles, when a context is longer than any before."""
     monkeypatch.setattr(rotary, "TABLE_BLOCK", 16)
-    monkeypatch.setattr(cuda, "SHORTEST_CAPTURE", 16)
-    monkeypatch.setattr(cuda, "MAX_GATHER_BYTES", 1 << 14)
     model = build("llama")
     assert isinstance(model, DecoderModel)
-    _, engine = engines(model, "plain", Tapes(), [1])
+    _, engine = engines(model, Tapes(), [1])
     table = model._rotaries[0]._table
     drive(engine, [[3] * 500], 2)
     assert model._rotaries[0]._table is table
@@ -189,7 +189,7 @@ def test_memory_read_by_a_graph_stays_in_place(monkeypatch: pytest.MonkeyPatch) 
 
 def test_rows_with_adapters_are_computed_without_graphs(llama: Model) -> None:
     tapes = Tapes()
-    _, engine = engines(llama, "plain", tapes, [2])
+    _, engine = engines(llama, tapes, [2])
     tapes.played = 0
     new = [slot(at, [4, 5, 6], encode(SamplingParams(0))) for at in range(2)]
     engine.collect(engine.launch(step(1, [(0, 0, 3, 1), (1, 0, 3, 1)], new, [(0, 0), (1, 1)])))
@@ -218,7 +218,7 @@ class Broken:
 @pytest.mark.parametrize(("recorder", "words"), [(Wrong(), "differs by"), (Broken(), "not permitted")])
 def test_a_graph_that_fails_or_differs_is_an_error(llama: Model, recorder: Any, words: str) -> None:
     with pytest.raises(UserError, match=f"{words}.* --cuda-graphs 0"):
-        engines(llama, "plain", recorder, [2])
+        engines(llama, recorder, [2])
 
 
 def test_models_without_graphs_name_the_obstacle() -> None:
@@ -241,16 +241,13 @@ def test_graph_batch_sizes(asked: tuple[int, ...], most: int, expected: list[int
     assert graph_batch_sizes(asked, most) == expected
 
 
-def test_context_bounds_of_graphs() -> None:
-    """Each is twice the previous one, up to the longest in whole pages, while copies of the keys fit in memory."""
-    kv = KVCacheSpec(2, 32, 8, 128, torch.bfloat16)
-    assert cuda.padded_context_bounds(kv, 1, 4000, 16) == [512, 1024, 2048, 4000]
-    assert cuda.padded_context_bounds(kv, 1, 100, 16) == [112]
-    assert cuda.padded_context_bounds(kv, 32, 131072, 16) == [512, 1024, 2048]
-    assert cuda.padded_context_bounds(kv, 256, 131072, 16) == []
-    paged = CudaAttention(KVCacheSpec(1, 2, 1, 8, torch.bfloat16), 2, CPU, "paged")
-    assert isinstance(paged, CapturableBackend)
-    assert paged.capture_context_bounds(64, 131072) == [131072]
+def test_torchs_kernels_are_not_captured() -> None:
+    """The host would have to know the contexts."""
+    kv = KVCacheSpec(1, 2, 1, 8, torch.bfloat16)
+    for gpu, bounds in ((GPU, [131072]), (None, [])):
+        attention = CudaAttention(kv._replace(gpu_kernels=gpu), 2, CPU)
+        assert isinstance(attention, CapturableBackend)
+        assert attention.capture_context_bounds(64, 131072) == bounds
 
 
 class RaiseOnWait(TorchDispatchMode):
@@ -267,16 +264,14 @@ class RaiseOnWait(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("way", ["paged", "packed"])
 @pytest.mark.parametrize("rows", [[], [4]], ids=["computed", "recorded"])
-def test_launching_a_step_does_not_wait_for_the_device(
-    way: str, rows: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launching_a_step_does_not_wait_for_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole engine on torch's "meta" device: steps with all logits processors but watermarks, new pages and top-n
     logprobs, then a prompt with logprobs and drafts. Each is launched before the previous one is collected."""
     device = torch.device("meta")
-    model = build_model(make("llama"), "float32", "meta", lambda stage, percent: None)
-    attention = CudaAttention(model.kv, PAGES, device, way)
+    model = build_model(make("llama"), "float32", "meta", lambda stage, percent: None, gpu=GPU)
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *args, **options: None)
+    attention = CudaAttention(model.kv, PAGES, device)
     limits = DeploymentLimits(200, 199, PAGES * 16, 256, 8, PAGES, 16, model.vocab_size, "float32", "cuda")
     recording = GraphCaptureConfig(Again(), attention, rows) if rows else None
     mark = Watermark(model.vocab_size, CPU)
