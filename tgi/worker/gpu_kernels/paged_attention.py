@@ -183,6 +183,20 @@ def _tiles(
     return peak, total, found
 
 
+@triton.jit
+def _merge_splits(out, sums, weights, part, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    """Merges the results of the splits of one query and head, which begin at `part`. They come from other
+    multiprocessors, so not from this one's own cache."""
+    at, number = part + tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    total = tl.load(weights + 2 * at + 1, cache_modifier=".cg")
+    peak = tl.load(weights + 2 * at, mask=total > 0, other=float("-inf"), cache_modifier=".cg")
+    given = (total > 0)[:, None] & (number < DIM)[None, :]
+    found = tl.load(sums + at[:, None] * DIM + number[None, :], mask=given, other=0.0, cache_modifier=".cg")
+    weight = tl.exp2(peak - tl.max(peak, 0))
+    merged = tl.sum(found * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out + number, merged.to(out.dtype.element_ty), mask=number < DIM)
+
+
 # The alignment of a step's columns and the width of its page table do not compile another kernel.
 @triton.jit(
     do_not_specialize=["rows", "first", "table_width", "window"],
@@ -296,20 +310,10 @@ def _attend(
         counter = counters + tl.program_id(0) * KV_HEADS + head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             tl.store(counter, 0)
-            of_split = tl.arange(0, SPLITS)
+            first_query = begin_query + block * BLOCK
             for one in range(0, tl.minimum(BLOCK, count - block * BLOCK) * GROUP):
-                where = (begin_query + block * BLOCK + one // GROUP).to(tl.int64) * HEADS + head * GROUP + one % GROUP
-                part = (where - first * HEADS) * SPLITS + of_split
-                # Results of other multiprocessors: not from this one's own cache.
-                totals = tl.load(weights + 2 * part + 1, cache_modifier=".cg")
-                peaks = tl.load(weights + 2 * part, mask=totals > 0, other=float("-inf"), cache_modifier=".cg")
-                given = (totals > 0)[:, None] & (number < DIM)[None, :]
-                parts = tl.load(
-                    sums + part[:, None] * DIM + number[None, :], mask=given, other=0.0, cache_modifier=".cg"
-                )
-                share_of = tl.exp2(peaks - tl.max(peaks, 0))
-                merged = tl.sum(parts * share_of[:, None], 0) / tl.sum(totals * share_of, 0)
-                tl.store(out + where * DIM + number, merged.to(out.dtype.element_ty), mask=number < DIM)
+                where = (first_query + one // GROUP).to(tl.int64) * HEADS + head * GROUP + one % GROUP
+                _merge_splits(out + where * DIM, sums, weights, (where - first * HEADS) * SPLITS, DIM, WIDTH, SPLITS)
 
 
 def self_test(device: torch.device) -> None:
