@@ -12,11 +12,13 @@ class GpuKernels:
         from tgi.worker.gpu_kernels import (
             float8,
             gated_activation,
+            grouped_matmul,
             kv_write,
             norm,
             paged_attention,
             quantized_matmul,
             rope,
+            routing,
         )
 
         self.capability = capability
@@ -24,6 +26,8 @@ class GpuKernels:
         self.apply_rope = rope.apply_rope
         self.gated_activation = gated_activation.gated_activation
         self.quantized_matmul = quantized_matmul.quantized_matmul
+        self.route, self.combine = routing.route, routing.combine
+        self.choose_expert_tile, self.grouped_matmul = grouped_matmul.choose_tile, grouped_matmul.grouped_matmul
         self.quantize_rows = float8.quantize_rows
         self.write_kv = kv_write.write_kv
         self.paged_attention = partial(paged_attention.paged_attention, capability=capability)

@@ -20,6 +20,8 @@ MODULES = (
     "tgi.worker.gpu_kernels.rope",
     "tgi.worker.gpu_kernels.gated_activation",
     "tgi.worker.gpu_kernels.quantized_matmul",
+    "tgi.worker.gpu_kernels.routing",
+    "tgi.worker.gpu_kernels.grouped_matmul",
     "tgi.worker.gpu_kernels.float8",
     "tgi.worker.gpu_kernels.kv_write",
     "tgi.worker.gpu_kernels.paged_attention",
