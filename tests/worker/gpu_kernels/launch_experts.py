@@ -1,40 +1,33 @@
 """Launches the routing and the products of experts with the sizes of real models."""
 
-from collections.abc import Iterator
-
 import torch
 import triton
 
 from tests.worker.gpu_kernels.launch_products import forms
 from tgi.worker.gpu_kernels.grouped_matmul import choose_tile, grouped_matmul
 from tgi.worker.gpu_kernels.routing import combine, route
-from tgi.worker.quantization import float8
-from tgi.worker.quantization.weight import QuantizedWeight, Weight
+from tgi.worker.quantization.weight import Weight
 
+QUANTIZED = (0, 1, 2, 10)  # of forms: 8-bit integers and the codebook, 8-bit floats, 4-bit integers with shifts
 EXPERTS, HIDDEN, INNER, TOP_K = 128, 2048, 768, 8  # of Qwen3-30B-A3B
 
 
 def launches(dtype: torch.dtype) -> None:
-    """See compile_launches.py. How many tokens there are compiles another kernel only where the tile changes. All forms
-    of weights are compiled for one capability and type, and plain ones for the others."""
-    for tokens, normalized in ((3, True), (8192, False)):
-        routing = route(torch.empty(tokens, EXPERTS, dtype=dtype), TOP_K, normalized, 64)
-        combine(torch.empty(tokens * TOP_K, HIDDEN, dtype=dtype), routing)
+    """See compile_launches.py. How many tokens there are compiles another kernel only where the tile changes. Quantized
+    weights are compiled for one capability and type."""
     capability = divmod(triton.runtime.driver.active.get_current_target().arch, 10)
     full = (dtype, capability) == (torch.bfloat16, (9, 0))
-    for weight in _weights(dtype, full):
-        if isinstance(weight, QuantizedWeight) and weight.floating and capability < float8.MIN_CAPABILITY:
-            continue
-        for rows in (TOP_K, 8 * EXPERTS, 512 * EXPERTS) if full else (TOP_K, 512 * EXPERTS):
-            _products(weight, dtype, rows)
-
-
-def _weights(dtype: torch.dtype, full: bool) -> Iterator[Weight]:
-    """Weights of two experts of HIDDEN inputs, which stand for EXPERTS."""
-    yield torch.empty(4 * INNER, HIDDEN, dtype=dtype)
-    for number, weight in enumerate(forms(4 * INNER, HIDDEN)):
-        if dtype is not torch.float32 and (full or number < 3):
-            yield weight
+    for tokens, normalized in ((3, True), (2048, False)) if full else ((3, False),):
+        routing = route(torch.empty(tokens, EXPERTS, dtype=dtype), TOP_K, normalized, 64)
+        combine(torch.empty(tokens * TOP_K, HIDDEN, dtype=dtype), routing)
+    # Weights of two experts of HIDDEN inputs, which stand for EXPERTS.
+    plain = torch.empty(4 * INNER, HIDDEN, dtype=dtype)
+    for rows in (TOP_K, 8 * EXPERTS, 512 * EXPERTS) if full else (512 * EXPERTS,):
+        _products(plain, dtype, rows)
+    if full:
+        for number, weight in enumerate(forms(4 * INNER, HIDDEN)):
+            for rows in (TOP_K, 512 * EXPERTS) if number in QUANTIZED else ():
+                _products(weight, dtype, rows)
 
 
 def _products(weight: Weight, dtype: torch.dtype, rows: int) -> None:

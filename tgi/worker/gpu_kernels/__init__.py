@@ -1,6 +1,7 @@
 """The worker's GPU kernels, in Triton, which torch depends on. Without them torch's own kernels compute.
 
-Invariant: each row of a result is summed in an order that does not depend on the other rows of the launch.
+Invariant: each row of a result is summed in an order that does not depend on the other rows of the launch. In
+grouped_matmul that holds for a given number of rows, which selects a tile size.
 
 Read kernels.py first: GpuKernels, the functions by name. Each module below holds one kernel, the function that
 launches it, and `self_test(device)`, which compares it with torch on small tensors before the worker relies on it:
@@ -9,6 +10,8 @@ launches it, and `self_test(device)`, which compares it with torch on small tens
 - kv_write: keys and values into the paged KV cache, converted to its type,
 - paged_attention: decode attention over the pages (flash decoding),
 - quantized_matmul: few rows times a quantized weight,
+- routing: which tokens each expert of a mixture computes, and the weighted sum of a token's experts,
+- grouped_matmul: sorted rows times the weights of their experts, plain or quantized,
 - float8: activations as 8-bit floats.
 
 selection runs all self-tests and decides; self_test has their helpers.
