@@ -59,6 +59,7 @@ TAKEN = (
     "quantize",
     "kv_cache_dtype",
     "cuda_graphs",
+    "batch_invariant",
     "disable_custom_kernels",
     "max_batch_prefill_tokens",
 )
@@ -137,7 +138,7 @@ def _decode(engine: TorchEngine, rows: int, recorded: bool, context: int, rounds
     measured = before + alone.measure(requests, -(-rounds // 2))
     kept: Any = engine._attention  # knows the type of keys and values
     token = page_bytes(kept._kv, model.device) / kept.page_size
-    read = stored((model._weights.layers, model._weights.head)) + rows * (context + WARM + rounds) * token
+    read = stored((model._weights.layers, model._weights.head), rows) + rows * (context + WARM + rounds) * token
     return Decode(rows, recorded, read, statistics.median(measured), alone.works, flowing)
 
 

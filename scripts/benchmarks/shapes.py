@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tgi.worker.layers.linear import Linear
+from tgi.worker.layers.mlp import GroupedExperts, MixtureOfExperts
 from tgi.worker.models import loader
 
 # Ends of the names of tensors that no random checkpoint has.
@@ -138,10 +139,15 @@ def write_config(config: dict[str, Any], directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
 
 
-def stored(part: Any) -> int:
-    """Bytes of the weights of linear layers in any format, of one or of all in a tuple or list, without norms."""
+def stored(part: Any, rows: int | None = None) -> int:
+    """Bytes of the weights of linear layers in any format, of one or of all in a tuple or list, without norms. With
+    `rows`, only of as many experts as so many tokens are expected to choose, if all experts are as probable."""
     if isinstance(part, Linear):
         return stored(part._weight)
+    if isinstance(part, MixtureOfExperts | GroupedExperts) and rows is not None:
+        router, everything = stored(part.router), stored(part)
+        chosen = 1 - (1 - part.top_k / part.router.outputs) ** rows
+        return router + round(chosen * (everything - router))
     if isinstance(part, (tuple, list)) and not hasattr(part, "nbytes"):
-        return sum(map(stored, part))
+        return sum(stored(one, rows) for one in part)
     return int(getattr(part, "nbytes", 0))

@@ -135,7 +135,7 @@ def decode(config: dict[str, Any], source: WeightSource, rows: int, options: arg
     bench = lora.Bench([], context, rounds + 8, False, options.quantize, config, rows, options.dtype, source)
     found = Measurement(bench)
     model, position = found.model, context + rounds / 2
-    weights = stored((model._weights.layers, model._weights.head))
+    weights = stored((model._weights.layers, model._weights.head), rows)
     cached = rows * position * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
     operations = rows * (2 * matmul_weights(config) + 2 * head_weights(config) + attention_operations(config, position))
     for number in range(rounds + 5):
@@ -147,7 +147,7 @@ def prefill(config: dict[str, Any], source: WeightSource, tokens: int, options: 
     """A prompt of that many tokens, computed in one step without its past."""
     bench = lora.Bench([], tokens, 2, False, options.quantize, config, 1, options.dtype, source)
     found, requests = Measurement(bench), bench.kinds[0]
-    weights = stored((found.model._weights.layers, found.model._weights.head))
+    weights = stored((found.model._weights.layers, found.model._weights.head), tokens)
     attended = tokens * attention_operations(config, (tokens + 1) / 2)
     operations = 2 * tokens * matmul_weights(config) + 2 * head_weights(config) + attended
 

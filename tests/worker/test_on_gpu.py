@@ -25,13 +25,14 @@ from tgi.worker.gpu_kernels.attention_arguments import Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.selection import self_tested_kernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
-from tgi.worker.layers.linear import KERNEL_MAX_ROWS_FP8, find_product
+from tgi.worker.layers.linear import KERNEL_MAX_ROWS_FP8, Linear, find_product
+from tgi.worker.layers.mlp import GroupedExperts
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import AdapterSpan
 from tgi.worker.models.loader import build_model
 from tgi.worker.quantization import float8
-from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain
 
 GPU = "cuda"
 PROMPTS = [[5, 9, 3], [7] * 20, list(range(40)), [1], [8, 8, 30, 2] * 200]
@@ -111,7 +112,8 @@ def test_a_gpu_samples_the_same_tokens_as_a_cpu(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "cache"), [("llama", None), ("gemma2", None), ("llama", "fp8_e4m3fn"), ("gemma2", "fp8_e5m2")]
+    ("kind", "cache"),
+    [("llama", None), ("gemma2", None), ("qwen3_moe", None), ("llama", "fp8_e4m3fn"), ("gemma2", "fp8_e5m2")],
 )
 def test_replayed_steps_sample_the_same_tokens(kind: str, cache: str | None, tmp_path: Path) -> None:
     """In bfloat16, with our kernels and torch's. Where two tokens have nearly equal logits, the texts may diverge."""
@@ -243,12 +245,47 @@ def multiply_exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
     return (x.double() @ weight.dequantized(torch.float32).double().t()).float()
 
 
-@pytest.mark.parametrize("quantize", ["int4", "fp8"])
-def test_replayed_quantized_steps_sample_the_same_tokens(quantize: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4", "int4 in groups", "fp8"])
+def test_experts_are_what_torch_computes(gpu: GpuKernels, kind: str, dtype: torch.dtype) -> None:
+    """With real sizes, for tiles of all sizes. A token's bits depend on its own experts alone."""
+    there, experts, hidden, inner = torch.device(GPU), 16, 1024, 384
+    if kind == "fp8" and not float8.stays_float8_on(there):
+        pytest.skip("needs a GPU that multiplies 8-bit floats")
+
+    def made(outputs: int, inputs: int) -> Weight:
+        if kind == "fp8":
+            return random_floats(outputs, inputs).to(there)
+        if kind == "plain":
+            return random_tensor(there, outputs, inputs, dtype=dtype) / inputs**0.5
+        weight = random_weight(outputs, inputs, 4, 128, True) if "groups" in kind else None
+        return (weight or random_whole(outputs, inputs, int(kind[3:4]))).to(there)
+
+    up, down = made(experts * 2 * inner, hidden), made(experts * hidden, inner)
+    router = random_tensor(there, experts, hidden, dtype=dtype) / 32
+    mixture = GroupedExperts(Linear(router, gpu=gpu), up, down, "silu", True, 2, True, False, gpu)
+    wide = [as_plain(weight, torch.float32).chunk(experts) for weight in (up, down)]
+    for tokens in (1, 30, 200, 3000):
+        x = random_tensor(there, tokens, hidden, dtype=dtype, seed=tokens)
+        found = mixture(x, tokens)
+        weights, chosen = mixture.router(x).float().softmax(-1).topk(2)
+        expected = torch.zeros(tokens, hidden, device=there)
+        for expert, (first, last) in enumerate(zip(*wide, strict=True)):
+            rows, choice = (chosen == expert).nonzero(as_tuple=True)
+            left, right = (x[rows].float() @ first.t()).chunk(2, 1)
+            part = (ACTIVATIONS["silu"](left) * right).to(dtype).float() @ last.t()
+            expected.index_add_(0, rows, part * (weights / weights.sum(1, keepdim=True))[rows, choice, None])
+        assert (found.float() - expected).norm() <= 0.006 * expected.norm()
+        other = torch.cat([x[:1], -x[1:].flip(0)])
+        assert torch.equal(mixture(other, tokens)[0], found[0])
+
+
+@pytest.mark.parametrize(("kind", "quantize"), [("llama", "int4"), ("llama", "fp8"), ("qwen3_moe", "int4")])
+def test_replayed_quantized_steps_sample_the_same_tokens(kind: str, quantize: str, tmp_path: Path) -> None:
     if quantize == "fp8" and not float8.stays_float8_on(torch.device(GPU)):
         pytest.skip("needs a GPU that multiplies 8-bit floats")
-    plain = drawn("llama", "bfloat16", tmp_path / "plain", GPU, (0,), quantize=quantize)
-    recorded = drawn("llama", "bfloat16", tmp_path / "recorded", GPU, (), quantize=quantize)
+    plain = drawn(kind, "bfloat16", tmp_path / "plain", GPU, (0,), quantize=quantize)
+    recorded = drawn(kind, "bfloat16", tmp_path / "recorded", GPU, (), quantize=quantize)
     for one, other in zip(plain, recorded, strict=True):
         assert one.ids[:1] == other.ids[:1]
         assert one.logprobs[:1] == pytest.approx(other.logprobs[:1], abs=0.1)

@@ -322,6 +322,13 @@ class Settings:
         "Compute with torch only, without this server's kernels, on CPU or CUDA.",
         boolean,
     )
+    batch_invariant: bool = setting(
+        PERFORMANCE,
+        False,
+        "On a GPU: the bits of a result do not depend on the other requests of its steps, as they never do on our own "
+        "CPU kernels. Costs some speed.",
+        boolean,
+    )
     cpu: str | None = setting(
         PERFORMANCE,
         None,

@@ -4,7 +4,6 @@ import torch
 
 from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.gpu_kernels.gated_activation import gated_activation
-from tgi.worker.gpu_kernels.matmul import matmul
 from tgi.worker.gpu_kernels.norm import norm, norm_in_place
 
 

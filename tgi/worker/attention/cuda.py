@@ -54,6 +54,9 @@ class CudaAttention:
         if self._kv.gpu_kernels is None:
             return CudaPlan(batch.slot_mapping, (), batch)
         lens = batch.query_lens_host
+        if self._kv.gpu_kernels.batch_invariant:  # one tile for all
+            whole = batch.cu_query_lens, batch.page_table, batch.context_lens
+            return CudaPlan(batch.slot_mapping, (Rows(0, sum(lens), max(lens), *whole),), batch)
         decode = next((row for row, count in enumerate(lens) if count > 1), len(lens))
         groups = []
         if decode:

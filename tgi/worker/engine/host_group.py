@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 SHARED_SETTINGS = (
     "worker", "dtype", "quantize", "kv_cache_dtype", "max_total_tokens", "max_input_tokens", "max_batch_total_tokens",
     "max_batch_prefill_tokens", "max_batch_size", "cuda_graphs", "speculate", "watermark_gamma", "watermark_delta",
+    "batch_invariant",
     "disable_custom_kernels",
 )  # fmt: skip
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

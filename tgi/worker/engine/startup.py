@@ -152,7 +152,11 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
         if device == "cpu":
             kernels, reason = select_cpu_kernels(specs, device, progress)
         else:
-            gpu, reason = select_gpu_kernels(specs, device)
+            gpu, reason = select_gpu_kernels(specs, device, settings.batch_invariant)
+    if settings.batch_invariant and device != "cpu" and gpu is None:
+        raise UserError(
+            f"--batch-invariant needs our own GPU kernels, and torch's compute here: {reason}. Start without it."
+        )
     if kernels is None:
         load_deferred()  # torch computes, or transformers
     kv_cache_dtype = _kv_cache_dtype(settings.kv_cache_dtype, device, kernels is not None)

@@ -1,7 +1,8 @@
 """The worker's GPU kernels, in Triton, which torch depends on. Without them torch's own kernels compute.
 
-Invariant: each row of a result is summed in an order that does not depend on the other rows of the launch; of
-attention, in as many splits as fit to the number of rows.
+Invariant: each row of a result is summed in an order that does not depend on the contents of the other rows of the
+launch. The number of rows chooses the splits of contexts and the tiles of experts, unless `batch_invariant` asks for
+one order always.
 
 Read kernels.py first: GpuKernels, the functions by name. Each module below holds one kernel, the function that
 launches it, and `self_test(device)`, which compares it with torch on small tensors before the worker relies on it:
@@ -9,7 +10,10 @@ launches it, and `self_test(device)`, which compares it with torch on small tens
 - norm, gated_activation: per row, in one launch each,
 - kv_write: from the qkv projection to attention: norms of heads, rotary embedding, the write to the paged KV cache,
 - paged_attention: attention over the pages, of decode rows, prompts and drafts; attention_arguments has its data,
+- matmul: rows times a weight in 16 or 32 bits, in one order for any number of rows,
 - quantized_matmul: few rows times a quantized weight,
+- routing: which tokens each expert of a mixture computes, and the weighted sum of a token's experts,
+- grouped_matmul: sorted rows times the weights of their experts, plain or quantized,
 - float8: activations as 8-bit floats.
 
 selection runs all self-tests and decides; self_test has their helpers.

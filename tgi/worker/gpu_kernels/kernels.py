@@ -10,24 +10,36 @@ class GpuKernels:
     """The functions of this package's modules, which describe them. Made only in a worker with a GPU: it imports
     Triton."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
-        """`capability` is CUDA's compute capability."""
+    def __init__(self, capability: tuple[int, int], batch_invariant: bool = False) -> None:
+        """`capability` is CUDA's compute capability. `batch_invariant`: the bits of a row do not depend on the number
+        of rows either."""
         from tgi.worker.gpu_kernels import (
             float8,
             gated_activation,
+            grouped_matmul,
             kv_write,
+            matmul,
             norm,
             paged_attention,
             quantized_matmul,
+            routing,
         )
 
         self.capability = capability
         self.norm, self.norm_in_place = norm.norm, norm.norm_in_place
         self.gated_activation = gated_activation.gated_activation
         self.quantized_matmul = quantized_matmul.quantized_matmul
+        self.route, self.combine = routing.route, routing.combine
+        self.choose_expert_tile, self.grouped_matmul = grouped_matmul.choose_tile, grouped_matmul.grouped_matmul
         self.quantize_rows = float8.quantize_rows
         self.rotate_and_write_kv = kv_write.rotate_and_write_kv
-        self.paged_attention = partial(paged_attention.paged_attention, capability=capability)
+        self.paged_attention = partial(
+            paged_attention.paged_attention, capability=capability, batch_invariant=batch_invariant
+        )
+        self.matmul = matmul.matmul
+        self.batch_invariant = batch_invariant
+        if batch_invariant:
+            self.choose_expert_tile = grouped_matmul.invariant_tile
 
     def split_counters(self, device: torch.device) -> Tensor:
         """The `counters` of paged_attention."""

@@ -74,6 +74,7 @@ def paged_attention(
     *,
     capability: tuple[int, int],
     counters: Tensor,
+    batch_invariant: bool = False,
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> None:
@@ -83,11 +84,14 @@ def paged_attention(
     kv_heads, head_dim] are the KV cache of a layer, of the queries' type or of 8-bit floats; they already have the
     step's own. Scores are multiplied by `scale` and limited to cap * tanh(score / cap). `window`: the number of
     positions that a query sees; None: all. `capability` is the GPU's. `counters` int32 [COUNTERS] are zero before and
-    after. `tile` and `splits` override what is chosen by the shape of the step.
+    after. `batch_invariant`: one tile and one split for any shape of a step; a query's bits depend on its row's
+    context alone. `tile` and `splits` override what is chosen.
     """
     _, heads, dim = query.shape
     page, kv_heads = keys.shape[1:3]
     group, width = heads // kv_heads, max(SMALLEST, triton.next_power_of_2(dim))
+    if batch_invariant:
+        tile, splits = tile_for(MIDDLE.queries, width, query.dtype), 1
     tile = tile or tile_for(rows.longest * group, width, query.dtype)
     padded_group = triton.next_power_of_2(group)
     queries = max(tile.queries, padded_group)

@@ -25,14 +25,54 @@ BYTES = 256  # of an output in a tile: wide enough that most columns of scales a
 STAGES = {1: 6, 2: 4}  # tiles in flight from memory, by codes per byte
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _quantized_matmul(
-    x,  # [rows, inputs]
+@triton.jit
+def decoded_tile(
     codes,  # [outputs, width], two in a byte where these are uint8
     scales,  # [outputs, groups], or [outputs, 1] where there are factors or no groups
     shifts,  # [outputs, groups], or None
     factors,  # [outputs, groups], or None
     table,  # [factors, 16], or None
+    places,  # int64 [OUTPUTS], of outputs
+    there,  # [OUTPUTS]: whether there is such an output
+    start,  # the first input
+    width,
+    groups,
+    GROUP: tl.constexpr,  # inputs that share a scale or a factor; 0: all
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,  # of the tile; a multiple of GROUP, or a divisor
+):
+    """A tile [OUTPUTS, INPUTS] of a weight, without `scales` where there are factors or no groups. Plain weights are
+    codes without groups."""
+    PACKED: tl.constexpr = 2 if codes.dtype.element_ty == tl.uint8 else 1
+    at = start // PACKED + tl.arange(0, INPUTS // PACKED)
+    mask = there[:, None] & (at < width)[None, :]
+    code = tl.load(codes + places[:, None] * width + at[None, :], mask=mask, other=0.0)
+    if PACKED == 2:
+        code = tl.interleave(code & 15, code >> 4)
+        if factors is None and shifts is None:
+            code = code.to(tl.int8) - 8
+    if GROUP > 0:
+        SHARED: tl.constexpr = GROUP if GROUP < INPUTS else INPUTS
+        at = start // GROUP + tl.arange(0, INPUTS // SHARED)
+        mask = there[:, None] & (at < groups)[None, :]
+        at = places[:, None] * groups + at[None, :]
+        code = tl.reshape(code, (OUTPUTS, INPUTS // SHARED, SHARED))
+        if factors is not None:
+            factor = tl.load(factors + at, mask=mask, other=0).to(tl.int32)
+            entries = tl.load(table + factor[:, :, None] * 16 + tl.arange(0, 16)[None, None, :])
+            code = tl.gather(entries, code.to(tl.int32), 2)
+        else:
+            code = code.to(tl.float32) * tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+            if shifts is not None:
+                code += tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+        code = tl.reshape(code, (OUTPUTS, INPUTS))
+    return code
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantized_matmul(
+    x,  # [rows, inputs]
+    codes, scales, shifts, factors, table,  # of `decoded_tile`
     bias,  # [outputs], or None
     y,  # [rows, outputs]
     rows,
@@ -40,42 +80,22 @@ def _quantized_matmul(
     inputs,
     width,
     groups,
-    GROUP: tl.constexpr,  # inputs that share a scale or a factor; 0: all
+    GROUP: tl.constexpr,  # of `decoded_tile`
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-):
+):  # fmt: skip
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there, given = output < outputs, row < rows
     places = output.to(tl.int64)  # a large head has more than 2**31 codes
     sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    PACKED: tl.constexpr = 2 if codes.dtype.element_ty == tl.uint8 else 1
     for start in range(0, inputs, INPUTS):
         at = start + tl.arange(0, INPUTS)
         left = tl.load(x + row[:, None] * inputs + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
-        at = start // PACKED + tl.arange(0, INPUTS // PACKED)
-        mask = there[:, None] & (at < width)[None, :]
-        code = tl.load(codes + places[:, None] * width + at[None, :], mask=mask, other=0.0)
-        if PACKED == 2:
-            code = tl.interleave(code & 15, code >> 4)
-            if factors is None and shifts is None:
-                code = code.to(tl.int8) - 8
-        if GROUP > 0:
-            at = start // GROUP + tl.arange(0, INPUTS // GROUP)
-            mask = there[:, None] & (at < groups)[None, :]
-            at = places[:, None] * groups + at[None, :]
-            code = tl.reshape(code, (OUTPUTS, INPUTS // GROUP, GROUP))
-            if factors is not None:
-                factor = tl.load(factors + at, mask=mask, other=0).to(tl.int32)
-                entries = tl.load(table + factor[:, :, None] * 16 + tl.arange(0, 16)[None, None, :])
-                code = tl.gather(entries, code.to(tl.int32), 2)
-            else:
-                code = code.to(tl.float32) * tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
-                if shifts is not None:
-                    code += tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
-            code = tl.reshape(code, (OUTPUTS, INPUTS))
-        right = code.to(left.dtype)
+        right = decoded_tile(
+            codes, scales, shifts, factors, table, places, there, start, width, groups, GROUP, OUTPUTS, INPUTS
+        ).to(left.dtype)
         sums = tl.dot(left, tl.trans(right), sums)
     if GROUP == 0 or factors is not None:
         sums *= tl.load(scales + output, mask=there, other=0.0).to(tl.float32)[None, :]
@@ -83,6 +103,13 @@ def _quantized_matmul(
         sums += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
     where = row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(y + where, sums.to(y.dtype.element_ty), mask=given[:, None] & there[None, :])
+
+
+def group_of(weight: QuantizedWeight) -> int:
+    """GROUP of `decoded_tile`."""
+    grouped = weight.scales if weight.factors is None else weight.factors
+    alone = grouped.shape[1] == 1 and weight.shifts is None and weight.factors is None
+    return 0 if alone else weight.shape[1] // grouped.shape[1]
 
 
 def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
@@ -97,7 +124,7 @@ def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
     _quantized_matmul[triton.cdiv(outputs, tile), triton.cdiv(rows, ROWS)](
         *(x.contiguous(), codes, scales, shifts, factors, None if factors is None else codebook_on(x.device), bias, y),
         *(rows, outputs, inputs, codes.shape[1], groups),
-        GROUP=0 if groups == 1 and shifts is None and factors is None else inputs // groups,
+        GROUP=group_of(weight),
         ROWS=ROWS,
         OUTPUTS=tile,
         INPUTS=each * BYTES,

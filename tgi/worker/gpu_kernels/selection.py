@@ -18,7 +18,10 @@ log = logging.getLogger(__name__)
 MODULES = (
     "tgi.worker.gpu_kernels.norm",
     "tgi.worker.gpu_kernels.gated_activation",
+    "tgi.worker.gpu_kernels.matmul",
     "tgi.worker.gpu_kernels.quantized_matmul",
+    "tgi.worker.gpu_kernels.routing",
+    "tgi.worker.gpu_kernels.grouped_matmul",
     "tgi.worker.gpu_kernels.float8",
     "tgi.worker.gpu_kernels.kv_write",
     "tgi.worker.gpu_kernels.paged_attention",
@@ -33,7 +36,9 @@ class GpuModelCandidate(Protocol):
         """None: the model runs through transformers."""
 
 
-def select_gpu_kernels(models: Sequence[GpuModelCandidate], device: str) -> tuple[GpuKernels | None, str]:
+def select_gpu_kernels(
+    models: Sequence[GpuModelCandidate], device: str, batch_invariant: bool = False
+) -> tuple[GpuKernels | None, str]:
     """The GPU kernels if they can compute any of these models on this device ("cpu", "cuda"), or None and the
     reason."""
     if device != "cuda":
@@ -43,11 +48,16 @@ def select_gpu_kernels(models: Sequence[GpuModelCandidate], device: str) -> tupl
     if importlib.util.find_spec("triton") is None:
         log.warning("computing with torch's kernels, which are slower than our own: triton is not installed")
         return None, "triton is not installed"
-    return self_tested_kernels(torch.device(device), torch.cuda.get_device_capability())
+    return self_tested_kernels(
+        torch.device(device), torch.cuda.get_device_capability(), batch_invariant=batch_invariant
+    )
 
 
 def self_tested_kernels(
-    device: torch.device, capability: tuple[int, int], modules: Sequence[str] = MODULES
+    device: torch.device,
+    capability: tuple[int, int],
+    modules: Sequence[str] = MODULES,
+    batch_invariant: bool = False,
 ) -> tuple[GpuKernels | None, str]:
     """The GPU kernels if all modules pass their self-tests on this device, or None and the failed one, which is also
     logged as a warning. Raises UserError if a kernel leaves the GPU unusable."""
@@ -60,7 +70,7 @@ def self_tested_kernels(
             _require_usable(device, reason)
             log.warning("computing with torch's kernels: %s", reason)
             return None, reason
-    return GpuKernels(capability), ""
+    return GpuKernels(capability, batch_invariant), ""
 
 
 def _require_usable(device: torch.device, reason: str) -> None:

@@ -245,6 +245,9 @@ class Linear:
     def _torch_accumulate(self, x: Tensor, other: Tensor | None) -> Tensor:
         """The product adds to `other` as it is written, so the sum takes no launch of its own."""
         assert other is not None
+        assert self._gpu is not None
+        if self._gpu.batch_invariant:
+            return self._gpu.matmul(x, self._weight, into=other)
         return other.addmm_(x, self._weight.t())
 
     def _torch_gated(self, x: Tensor, other: Tensor | None) -> Tensor:
@@ -320,11 +323,14 @@ Product = Callable[[Tensor], Tensor]
 def find_product(weight: Weight, bias: Tensor | None, dtype: torch.dtype, gpu: GpuKernels | None) -> Product:
     """The function x @ weight.T + bias of x [rows, inputs] in `dtype`, for a weight that may be quantized (on CUDA).
 
-    Calls with few rows use our GPU kernel on the quantized weight, if there is one. Calls with more rows dequantize the
-    whole weight or, for FP8 weights on a device with FP8 products, quantize the activations to FP8.
+    Kernels that are batch invariant compute any number of rows in one way: plain weights in tiles of one size, quantized
+    ones from their bits. Otherwise calls with few rows use our GPU kernel on the quantized weight, if there is one;
+    calls with more rows dequantize the whole weight or, for FP8 weights on a device with FP8 products, quantize the
+    activations to FP8.
     """
+    invariant = gpu is not None and gpu.batch_invariant
     if isinstance(weight, Tensor):
-        return partial(F.linear, weight=weight, bias=bias)
+        return partial(gpu.matmul if gpu is not None and invariant else F.linear, weight=weight, bias=bias)
     dequantizing = partial(_dequantize_and_multiply, weight, bias, dtype)
     if dtype is torch.float32:
         return dequantizing
@@ -334,6 +340,8 @@ def find_product(weight: Weight, bias: Tensor | None, dtype: torch.dtype, gpu: G
     if gpu is None:
         return many_rows
     few_rows = partial(gpu.quantized_matmul, weight=weight, bias=bias)
+    if invariant:
+        return few_rows
     return partial(_multiply_by_rows, KERNEL_MAX_ROWS_FP8 if fp8 else KERNEL_MAX_ROWS, few_rows, many_rows)
 
 

@@ -21,7 +21,7 @@ from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.layers.linear import Linear, choose_row_counts
-from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
+from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LoraDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
@@ -69,7 +69,8 @@ class DecoderModel:
         )
         self.footprint = weights.footprint
         self.device = device
-        self.cuda_graph_obstacle = None if config.experts is None else "the host reads which experts the tokens chose"
+        looped = config.experts is not None and gpu is None
+        self.cuda_graph_obstacle = "the host reads which experts the tokens chose" if looped else None
         self._config = config
         self._logits_options = config.logit_scale, config.logit_cap
         self._weights = weights
@@ -232,9 +233,9 @@ class DecoderModel:
         return self._weights.norm(hidden.index_select(0, indices))
 
 
-def _activated_linear(mlp: Mlp | MixtureOfExperts) -> Linear | None:
+def _activated_linear(mlp: Mlp | Experts) -> Linear | None:
     """The layer of an MLP whose epilogue is the activation. None for experts, for which LoRA is not supported."""
-    return None if isinstance(mlp, MixtureOfExperts) else mlp.gate or mlp.up
+    return mlp.gate or mlp.up if isinstance(mlp, Mlp) else None
 
 
 def _linears(layer: DecoderLayer) -> list[Linear]:
@@ -242,6 +243,6 @@ def _linears(layer: DecoderLayer) -> list[Linear]:
     if isinstance(layer.mlp, Mlp):
         mlps, router = [layer.mlp], []
     else:
-        mlps, router = layer.mlp.experts, [layer.mlp.router]
+        mlps, router = layer.mlp.experts if isinstance(layer.mlp, MixtureOfExperts) else [], [layer.mlp.router]
     inside = [linear for mlp in mlps for linear in mlp if linear is not None]
     return [layer.qkv, layer.output, *router, *inside]

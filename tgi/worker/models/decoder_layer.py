@@ -21,7 +21,7 @@ from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.linear import Linear
-from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
+from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
@@ -43,7 +43,7 @@ class DecoderLayer(NamedTuple):
     output: Linear
     attention_after: Norm | None
     mlp_before: Norm | None
-    mlp: Mlp | MixtureOfExperts
+    mlp: Mlp | Experts
     mlp_after: Norm | None
 
 
@@ -76,7 +76,7 @@ class LayerOperations(Protocol[X]):
     def gate_up(self, mlp: Mlp, x: X) -> X:
         """The input of mlp.down."""
 
-    def experts(self, experts: MixtureOfExperts, x: X) -> X:
+    def experts(self, experts: Experts, x: X) -> X:
         """experts(x)."""
 
     def all_reduce(self, x: X) -> X:
@@ -97,7 +97,7 @@ def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X
         inner = operations.gate_up(layer.mlp, normed)
         return _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden)
     mixed = operations.experts(layer.mlp, normed)
-    if layer.mlp.experts[0].down.partial_sum:
+    if layer.mlp.partial_sum:
         mixed = operations.all_reduce(mixed)
     return operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden)
 
@@ -181,7 +181,7 @@ class TensorOperations(NamedTuple):
         """The gated activation of the MLP's first layers."""
         return mlp.gate_up(x) if self.lora is None else self.lora.apply_mlp_inner(mlp, x)
 
-    def experts(self, experts: MixtureOfExperts, x: Tensor) -> Tensor:
+    def experts(self, experts: Experts, x: Tensor) -> Tensor:
         """The mixture of experts of x."""
         return experts(x, self.step.tokens)
 
@@ -303,7 +303,7 @@ class ProgramOperations(NamedTuple):
             mlp.up.append_to(self.program, x, y, y, delta._replace(column=mlp.gate.outputs))
         return y
 
-    def experts(self, experts: MixtureOfExperts, x: ProgramBuffer) -> ProgramBuffer:
+    def experts(self, experts: Experts, x: ProgramBuffer) -> ProgramBuffer:
         """The mixture of experts of x."""
         raise NotImplementedError("a model with experts has no program")
 

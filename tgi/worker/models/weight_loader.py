@@ -13,12 +13,12 @@ from torch import Tensor
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
-from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.linear import Linear
-from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
+from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights
 from tgi.worker.models.interface import WeightFootprint
@@ -167,20 +167,53 @@ class DecoderWeightLoader:
         biases = [bias for _, bias in (first, second) if bias is not None]
         return None, self._build(first[0], torch.cat(biases) if biases else None, config.activation, second[0])
 
-    def _experts(self, prefix: str) -> MixtureOfExperts:
+    def _experts(self, prefix: str) -> Experts:
         names, experts = self._config.names, self._config.experts
         assert experts is not None
         each = (names.expert_gate, names.expert_up, names.expert_down)
+        router = self._router(prefix + names.router, experts.count)
+        if self._gpu is not None:
+            return self._grouped_experts(prefix, each, experts, router, self._gpu)
 
         def expert(number: int) -> Mlp:
             gate, up, down = (name.format(number) for name in each)
             return self._mlp(prefix, (gate, up, down), experts.intermediate, self._shard.expert_inner, True)
 
         return MixtureOfExperts(
-            router=self._router(prefix + names.router, experts.count),
+            router=router,
             experts=[expert(number) for number in range(experts.count)],
             top_k=experts.top_k,
             normalized=experts.normalized,
+        )
+
+    def _grouped_experts(
+        self, prefix: str, names: tuple[str, str, str], experts: ExpertsConfig, router: Linear, gpu: GpuKernels
+    ) -> GroupedExperts:
+        config, inner, local = self._config, experts.intermediate, self._shard.expert_inner
+        assert not config.mlp_bias
+
+        def stacked(inputs: int, columns: range, outputs: int, rows: range, names: tuple[str, ...]) -> Weight:
+            """One weight of these matrices of all experts. They are not needed any more when it returns, so that memory
+            holds no more than one layer twice."""
+            parts: list[Weight] = []
+            for number in range(experts.count):
+                matrices = (StoredMatrix(prefix + name.format(number), outputs, rows) for name in names)
+                parts += [weight for weight, _ in self._matrices(False, inputs, *matrices, columns=columns)]
+            weight = stack_weights(parts, self._dtype)
+            self._count(weight)
+            return weight
+
+        hidden = range(config.hidden)
+        return GroupedExperts(
+            router=router,
+            up=stacked(config.hidden, hidden, inner, local, names[:2] if config.gated else names[1:2]),
+            down=stacked(inner, local, config.hidden, hidden, names[2:]),
+            activation=config.activation,
+            gated=config.gated,
+            top_k=experts.top_k,
+            normalized=experts.normalized,
+            partial_sum=len(local) < inner,
+            kernels=gpu,
         )
 
     def _router(self, name: str, experts: int) -> Linear:

@@ -1,0 +1,183 @@
+"""Products of sorted rows with the weights of their experts, in one launch: y = then(x @ w.T), with w that of a row's
+expert, or the gated then(x @ gate.T) * (x @ up.T).
+
+Each program computes some outputs of a block of rows of one expert (see routing.Routing), over all inputs. Plain
+weights are read as they are, quantized ones are decoded in registers as in quantized_matmul.py, also for many rows.
+Tiles are chosen by the numbers of rows and experts alone, so a row's result does not depend on the experts that other
+tokens choose, nor on its place in a block.
+"""
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.gpu_kernels.gated_activation import _activation
+from tgi.worker.gpu_kernels.quantized_matmul import decoded_tile, group_of
+from tgi.worker.gpu_kernels.routing import Routing, route
+from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
+from tgi.worker.quantization import float8
+from tgi.worker.quantization.quantize import quantize_weight
+from tgi.worker.quantization.weight import QuantizedWeight, Weight, codebook_on
+
+
+class Tile(NamedTuple):
+    """What a program computes, and how."""
+
+    rows: int
+    outputs: int  # of a gated product, and as many of its other weight; twice as many of another product
+    inputs: int  # summed at once
+    warps: int
+    stages: int  # tiles in flight from memory
+
+
+# By bits of a number of the weight (of the inputs, if these have more), the tiles up to a mean number of rows of an
+# expert. Few rows take as long as the weights take to be read.
+TILES = {
+    4: ((4.0, Tile(16, 16, 256, 4, 4)), (math.inf, Tile(64, 32, 128, 4, 3))),
+    8: ((4.0, Tile(16, 16, 256, 4, 4)), (math.inf, Tile(64, 64, 64, 4, 3))),
+    16: ((4.0, Tile(16, 16, 128, 4, 5)), (32.0, Tile(64, 64, 64, 4, 4)), (math.inf, Tile(128, 128, 64, 8, 3))),
+    32: ((math.inf, Tile(16, 16, 32, 4, 2)),),
+}
+
+
+def choose_tile(weight: Weight, dtype: torch.dtype, rows: int, experts: int) -> Tile:
+    """The tile for `rows` sorted rows."""
+    wide = dtype is torch.float32
+    bits = 32 if wide else weight.bits if isinstance(weight, QuantizedWeight) else 16
+    return next(tile for mean, tile in TILES[bits] if rows <= mean * experts)
+
+
+def invariant_tile(weight: Weight, dtype: torch.dtype, rows: int, experts: int) -> Tile:
+    """The same tile for any number of rows."""
+    return choose_tile(weight, dtype, 8 * experts, experts)
+
+
+@triton.jit
+def _grouped_matmul(
+    x,  # [tokens, inputs], or in sorted order [rows, inputs]
+    sorted_tokens, ends, block_experts, block_rows,  # Routing; the first is None if x is in sorted order
+    codes, scales, shifts, factors, table,  # of decoded_tile
+    y,  # [rows, outputs], in sorted order
+    outputs,
+    inputs,
+    width,
+    groups,
+    GROUP: tl.constexpr,
+    GATED: tl.constexpr,
+    THEN: tl.constexpr,  # an activation; "": none
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    expert = tl.load(block_experts + tl.program_id(1))
+    if expert < 0:
+        return
+    row = tl.load(block_rows + tl.program_id(1)) + tl.arange(0, ROWS)
+    given = row < tl.load(ends + expert)
+    source = row if sorted_tokens is None else tl.load(sorted_tokens + row, mask=given, other=0)
+    source = x + source.to(tl.int64)[:, None] * inputs
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    there = output < outputs
+    first = expert.to(tl.int64) * (outputs + outputs if GATED else outputs) + output
+    sums, factor = tl.zeros((ROWS, OUTPUTS), tl.float32), tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, inputs, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        left = tl.load(source + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
+        right = decoded_tile(
+            codes, scales, shifts, factors, table, first, there, start, width, groups, GROUP, OUTPUTS, INPUTS
+        ).to(left.dtype)
+        sums = tl.dot(left, tl.trans(right), sums, input_precision=PRECISION)
+        if GATED:
+            right = decoded_tile(
+                codes, scales, shifts, factors, table, first + outputs, there, start, width, groups, GROUP, OUTPUTS,
+                INPUTS,
+            ).to(left.dtype)  # fmt: skip
+            factor = tl.dot(left, tl.trans(right), factor, input_precision=PRECISION)
+    if scales is not None and (GROUP == 0 or factors is not None):
+        sums *= tl.load(scales + first, mask=there, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            factor *= tl.load(scales + first + outputs, mask=there, other=0.0).to(tl.float32)[None, :]
+    if THEN != "":
+        sums = _activation(sums, THEN)
+    if GATED:
+        sums *= factor
+    where = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(y + where, sums.to(y.dtype.element_ty), mask=given[:, None] & there[None, :])
+
+
+def grouped_matmul(
+    x: Tensor,
+    weight: Weight,
+    routing: Routing,
+    tile: Tile,
+    then: str = "",
+    gated: bool = False,
+    by_token: bool = False,
+) -> Tensor:
+    """then(x @ w.T) [rows, outputs] in sorted order, for x [rows, inputs] in sorted order or, `by_token`, [tokens,
+    inputs]. `weight` [experts * outputs, inputs] has the experts one after the other; a plain one has the type of x.
+    With `gated`, each expert has the outputs of the gate, then as many others, and the result is
+    then(x @ gate.T) * (x @ up.T). `then` is an activation, or "" for none. `routing` has blocks of `tile.rows`."""
+    experts, rows = len(routing.ends), len(routing.tokens)
+    all_outputs, inputs = weight.shape
+    outputs = all_outputs // experts // (2 if gated else 1)
+    if isinstance(weight, Tensor):
+        assert weight.dtype is x.dtype
+        columns, groups, group = (weight, None, None, None, None), 1, 0
+    else:
+        grouped = weight.scales if weight.factors is None else weight.factors
+        columns = (*weight, None if weight.factors is None else codebook_on(x.device))
+        groups, group = grouped.shape[1], group_of(weight)
+    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    size = tile.outputs if gated else 2 * tile.outputs
+    _grouped_matmul[triton.cdiv(outputs, size), len(routing.block_experts)](
+        *(x.contiguous(), routing.tokens if by_token else None, routing.ends),
+        *(routing.block_experts, routing.block_rows, *columns, y),
+        *(outputs, inputs, columns[0].shape[1], groups),
+        GROUP=group,
+        GATED=gated,
+        THEN=then,
+        ROWS=tile.rows,
+        OUTPUTS=size,
+        INPUTS=tile.inputs,
+        PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y
+
+
+def self_test(device: torch.device) -> None:
+    """All kinds of weights, for few rows and many. Raises SelfTestFailed if the results differ from torch's."""
+    interpreted = device.type == "cpu"
+    experts, inner, hidden, dtype = 3, 24, 416, torch.float16 if interpreted else torch.bfloat16
+    plain = [
+        random_tensor(torch.device("cpu"), experts * outputs, hidden, seed=seed) / hidden**0.5
+        for seed, outputs in enumerate((2 * inner, inner))
+    ]
+    kinds = ["int8", "int4"]
+    if interpreted or torch.cuda.get_device_capability(device) >= float8.MIN_CAPABILITY:
+        kinds.append("fp8")
+    forms: dict[str, list[Weight]] = {"16 bits": [one.to(device, dtype) for one in plain]}
+    forms |= {kind: [quantize_weight(one, kind).to(device) for one in plain] for kind in kinds}
+    for tokens in (2,) if interpreted else (2, 20, 200):
+        x = random_tensor(device, tokens, hidden, dtype=dtype)
+        for kind, (both, single) in forms.items():
+            tile = choose_tile(both, dtype, 2 * tokens, experts)
+            routing = route(random_tensor(device, tokens, experts), 2, True, tile.rows)
+            ends = [0, *routing.ends.tolist()]
+            rows = [x[routing.tokens[a:b].long()].float() for a, b in pairwise(ends)]
+            for weight, then in ((both, "silu"), (single, "")):
+                dense = weight.float() if isinstance(weight, Tensor) else weight.dequantized(torch.float32)
+                sums = torch.cat([a @ b.t() for a, b in zip(rows, dense.chunk(experts), strict=True)])
+                left, *right = sums.chunk(2, 1) if then else (sums,)
+                expected = ACTIVATIONS[then](left) * right[0] if then else left
+                found = grouped_matmul(x, weight, routing, tile, then, bool(then), by_token=True)
+                check_close(f"a product of experts with {kind}", found, expected.to(dtype), 2**-6)

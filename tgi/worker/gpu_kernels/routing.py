@@ -1,0 +1,226 @@
+"""Routing of tokens to the experts of a mixture, on the GPU: the choice of each token's experts, the order of the
+tokens by expert, and the weighted sum of what the experts return.
+
+All shapes follow from the numbers of tokens and experts, so a CUDA graph can keep the launches, whatever the tokens
+choose. Tokens are counted and sorted by expert in tiles: each tile counts its tokens of each expert (`_choose`), then
+adds the counts of all tiles to find the places of its own (`_sort`). Up to FEW_TOKENS there is one tile, and one launch
+does both. The products over the sorted tokens are in grouped_matmul.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgi.worker.gpu_kernels.self_test import SelfTestFailed, check_close, random_tensor
+
+FEW_TOKENS, MANY_TOKENS = 16, 64  # of a tile
+MANY_TILES = 64  # tiles of FEW_TOKENS; beyond, tiles have MANY_TOKENS
+COUNTED = 32  # tiles whose counts are added at once
+BLOCKS = 64  # of products, described at once
+SUMMED = 512  # columns of a program of `combine`
+LARGEST = 3e38  # in place of larger logits
+
+
+class Routing(NamedTuple):
+    """Which rows each expert computes. The T tokens with `top_k` experts each are n = T * top_k sorted rows: by expert,
+    and the rows of an expert by token. Rows of the same expert are computed in blocks of equal size; the last block of
+    an expert may have fewer."""
+
+    weights: Tensor  # float32 [T, top_k]: of the experts of a token, the most probable first
+    positions: Tensor  # int32 [T, top_k]: the sorted row of each of them
+    tokens: Tensor  # int32 [n]: the token of a sorted row
+    ends: Tensor  # int32 [experts]: the row after the last one of an expert
+    block_experts: Tensor  # int32 [blocks]: the expert of a block; -1: an empty block
+    block_rows: Tensor  # int32 [blocks]: its first row
+
+
+def most_blocks(rows: int, experts: int, block: int) -> int:
+    """The largest number of blocks that `rows` sorted rows can need."""
+    return rows if rows <= experts else experts + (rows - experts) // block
+
+
+@triton.jit
+def _place(
+    number, token, before, total, positions, sorted_tokens, ends, block_experts, block_rows, experts, blocks, tiles,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Writes the Routing of a tile. number [tokens, EXPERTS]: 1 for a token's most probable expert, 2 for the next; 0:
+    not chosen. `before` and `total` [EXPERTS] count the tokens of each expert in earlier tiles and in all."""
+    expert = tl.arange(0, EXPERTS)
+    chosen = (number > 0).to(tl.int32)
+    last = tl.cumsum(total, 0)
+    first = last - total
+    position = (first + before)[None, :] + tl.cumsum(chosen, 0) - chosen
+    tl.store(positions + token[:, None] * TOP_K + number - 1, position, mask=number > 0)
+    tl.store(sorted_tokens + position, tl.broadcast_to(token[:, None], position.shape), mask=number > 0)
+    tile = tl.program_id(0)
+    if tile == 0:
+        tl.store(ends + expert, last, mask=expert < experts)
+    held = (total + BLOCK - 1) // BLOCK
+    last_block = tl.cumsum(held, 0)
+    shift = first - (last_block - held) * BLOCK
+    for start in range(tile * CHUNK, blocks, tiles * CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        owner = tl.sum((last_block[None, :] <= block[:, None]).to(tl.int32), 1)
+        row = block * BLOCK + tl.sum(tl.where(expert[None, :] == owner[:, None], shift[None, :], 0), 1)
+        tl.store(block_experts + block, tl.where(owner < EXPERTS, owner, -1), mask=block < blocks)
+        tl.store(block_rows + block, row, mask=block < blocks)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def _choose(
+    logits,  # [tokens, experts]
+    weights, positions, sorted_tokens, ends, block_experts, block_rows,  # Routing
+    numbers,  # uint8 [tokens, experts], see `_place`
+    counts,  # int32 [tiles, experts]
+    tokens, experts, blocks,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr, ALONE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    token, expert = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
+    there = (token < tokens)[:, None] & (expert < experts)[None, :]
+    at = token[:, None] * experts + expert[None, :]
+    x = tl.load(logits + at, mask=there, other=0.0).to(tl.float32)
+    # A token has TOP_K different experts also where its logits are not numbers.
+    x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), -LARGEST)
+    left = tl.where((expert < experts)[None, :], x, float("-inf"))
+    share = tl.exp(left - tl.max(left, 1)[:, None])
+    number = tl.zeros((TOKENS, EXPERTS), tl.int32)
+    for turn in range(1, TOP_K + 1):
+        best = left == tl.max(left, 1)[:, None]
+        best = expert[None, :] == tl.min(tl.where(best, expert[None, :], EXPERTS), 1)[:, None]
+        number = tl.where(best, turn, number)
+        left = tl.where(best, float("-inf"), left)
+    if NORMALIZED:
+        share = share / tl.sum(tl.where(number > 0, share, 0.0), 1)[:, None]
+    else:
+        share = share / tl.sum(share, 1)[:, None]
+    number = tl.where(there, number, 0)
+    tl.store(weights + token[:, None] * TOP_K + number - 1, share, mask=number > 0)
+    count = tl.sum((number > 0).to(tl.int32), 0)
+    if ALONE:
+        _place(
+            number, token, tl.zeros_like(count), count, positions, sorted_tokens, ends, block_experts, block_rows,
+            experts, blocks, 1, BLOCK, TOP_K, EXPERTS, CHUNK,
+        )  # fmt: skip
+    else:
+        tl.store(numbers + at, number.to(tl.uint8), mask=there)
+        tl.store(counts + tl.program_id(0) * experts + expert, count, mask=expert < experts)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "tiles"])
+def _sort(
+    positions, sorted_tokens, ends, block_experts, block_rows,  # Routing
+    numbers, counts,  # of `_choose`
+    tokens, experts, blocks, tiles,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
+):  # fmt: skip
+    token, expert = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
+    before, total = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, tiles, COUNTED):
+        tile = start + tl.arange(0, COUNTED)
+        mask = (tile < tiles)[:, None] & (expert < experts)[None, :]
+        count = tl.load(counts + tile[:, None] * experts + expert[None, :], mask=mask, other=0)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where((tile < tl.program_id(0))[:, None], count, 0), 0)
+    mask = (token < tokens)[:, None] & (expert < experts)[None, :]
+    number = tl.load(numbers + token[:, None] * experts + expert[None, :], mask=mask, other=0).to(tl.int32)
+    _place(
+        number, token, before, total, positions, sorted_tokens, ends, block_experts, block_rows, experts, blocks, tiles,
+        BLOCK, TOP_K, EXPERTS, CHUNK,
+    )  # fmt: skip
+
+
+def route(logits: Tensor, top_k: int, normalized: bool, block: int) -> Routing:
+    """The `top_k` most probable experts of each token, by router logits [tokens, experts] (of equal ones the first),
+    and their probabilities, which with `normalized` are scaled to sum to 1. Products compute blocks of `block` rows."""
+    tokens, experts = logits.shape
+    rows = tokens * top_k
+    blocks = most_blocks(rows, experts, block)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    rest = integers(tokens, top_k), integers(rows), integers(experts), integers(blocks), integers(blocks)
+    size = FEW_TOKENS if tokens <= FEW_TOKENS * MANY_TILES else MANY_TOKENS
+    tiles = triton.cdiv(tokens, size)
+    numbers = counts = None
+    if tiles > 1:
+        numbers = torch.empty(tokens, experts, dtype=torch.uint8, device=logits.device)
+        counts = integers(tiles, experts)
+    sizes = {
+        "BLOCK": block,
+        "TOP_K": top_k,
+        "TOKENS": size,
+        "EXPERTS": triton.next_power_of_2(experts),
+        "CHUNK": BLOCKS,
+        "num_warps": 4 if size == FEW_TOKENS else 8,
+    }
+    _choose[(tiles,)](
+        *(logits.contiguous(), weights, *rest, numbers, counts, tokens, experts, blocks),
+        NORMALIZED=normalized,
+        ALONE=tiles == 1,
+        LARGEST=LARGEST,
+        **sizes,
+    )
+    if tiles > 1:
+        _sort[(tiles,)](*rest, numbers, counts, tokens, experts, blocks, tiles, COUNTED=COUNTED, **sizes)
+    return Routing(weights, *rest)
+
+
+@triton.jit
+def _combine(parts, positions, weights, y, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        position = tl.load(positions + token * TOP_K + choice).to(tl.int64)
+        part = tl.load(parts + position * size + at, mask=inside, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + token * TOP_K + choice)
+    tl.store(y + token * size + at, total.to(y.dtype.element_ty), mask=inside)
+
+
+def combine(parts: Tensor, routing: Routing) -> Tensor:
+    """[tokens, size]: the sum of a token's rows of `parts` [rows, size], in sorted order, times their weights. In
+    float32, the most probable expert first."""
+    (tokens, top_k), size = routing.positions.shape, parts.shape[1]
+    y = torch.empty(tokens, size, dtype=parts.dtype, device=parts.device)
+    grid = tokens, triton.cdiv(size, SUMMED)
+    _combine[grid](parts, routing.positions, routing.weights, y, size, top_k, SUMMED)
+    return y
+
+
+def self_test(device: torch.device) -> None:
+    """One tile and several. Raises SelfTestFailed if the choice or the order differs from torch's."""
+    block = 4
+    for tokens, normalized in ((5, True), (40, False)):
+        logits = random_tensor(device, tokens, 12)
+        found = route(logits, 3, normalized, block)
+        weights, chosen = logits.softmax(-1).topk(3)
+        weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
+        check_close("the weights of experts", found.weights, weights, 1e-5)
+        order = chosen.view(-1).argsort(stable=True)
+        loads = torch.bincount(chosen.view(-1), minlength=12)
+        held = (loads + block - 1) // block
+        experts = torch.repeat_interleave(held)
+        number = torch.arange(len(experts), device=device) - (held.cumsum(0) - held)[experts]
+        begins = (loads.cumsum(0) - loads)[experts] + number * block
+        parts = random_tensor(device, 3 * tokens, 20)
+        expected = (parts[order.argsort()].view(tokens, 3, 20) * weights[:, :, None]).sum(1)
+        for what, one, other in (
+            ("the tokens of experts", found.tokens, order // 3),
+            ("the ends of experts", found.ends, loads.cumsum(0)),
+            ("the experts of blocks", found.block_experts[: len(experts)], experts),
+            ("the rows of blocks", found.block_rows[: len(experts)], begins),
+        ):
+            if not torch.equal(one.long(), other):
+                raise SelfTestFailed(f"{what} are {one.tolist()}, where {other.tolist()} is expected")
+        if not bool((found.block_experts[len(experts) :] == -1).all()):
+            raise SelfTestFailed("blocks without rows have an expert")
+        check_close("the sum of experts", combine(parts, found), expected, 1e-5)
