@@ -77,6 +77,8 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     if place is not None and device != "cpu":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # fewer if each rank sees its own only
     if device != "cpu":
+        progress("initializing CUDA", 0)
+        torch.cuda.init()
         load_deferred()  # before the kernels' self-tests, which draw random numbers
     else:
         limited = "" if settings.cpu is None else ", limited by --cpu"
@@ -172,7 +174,10 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
     def build(directory: Path, model_progress: Progress, communicator: Communicator | None = None) -> Model:
         asked, narrow = quantize[directory], kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         trusted = settings.trust_remote_code
-        return build_model(directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow, communicator)
+        dummy = not settings.needs_weights
+        return build_model(
+            directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow, communicator, dummy
+        )
 
     served = build(settings.model_dir, progress, communicator)
     if settings.draft_model_dir is None:
@@ -299,7 +304,7 @@ def _graph_batch_sizes(settings: Settings, served: Model) -> list[int]:
 
 
 def _load_token_table(directory: Path, vocab_size: int) -> LLTokenizer:
-    config = read_model_config(directory)
+    config = read_model_config(directory, weights=False)
     return token_table(read_tokenizer(config), config.eos_token_ids, vocab_size)
 
 
