@@ -146,7 +146,7 @@ def decodes(engine: TorchEngine, numbers: Sequence[int], context: int, rounds: i
     found, recordings = [], engine._decode_graphs
     most = longest(context, rounds)
     for rows in numbers:
-        if recordings and any(graph.rows >= rows and graph.max_context >= most for graph in recordings._graphs):
+        if recordings and any(size >= rows and bound >= most for size, bound in recordings._shapes):
             found.append(_decode(engine, rows, True, context, rounds))
         engine._decode_graphs = None
         found.append(_decode(engine, rows, False, context, rounds))

@@ -89,12 +89,14 @@ def llama() -> Model:
     return build("llama")
 
 
-def engines(model: Model, way: str, recorder: Any, rows: Sequence[int]) -> tuple[TorchEngine, TorchEngine]:
+def engines(
+    model: Model, way: str, recorder: Any, rows: Sequence[int], limit: int | None = None
+) -> tuple[TorchEngine, TorchEngine]:
     """Two engines with the CUDA attention backend: one without graphs, one with."""
     plain, attention = (CudaAttention(model.kv, PAGES, CPU, way) for _ in range(2))
     recording = GraphCaptureConfig(recorder, attention, list(rows))
     recorded = make_engine(model, slots=8, pages=PAGES, attention=attention, recording=recording)
-    recorded.capture_decode_graphs()
+    recorded.capture_decode_graphs(limit)
     return make_engine(model, slots=8, pages=PAGES, attention=plain), recorded
 
 
@@ -125,6 +127,25 @@ def test_replayed_steps_sample_the_same_tokens(kind: str, monkeypatch: pytest.Mo
     compare(expected, found)
     assert tapes.recorded == 3 * len(cuda.padded_context_bounds(model.kv, 1, recorded.limits.max_total_tokens, 16))
     assert tapes.played > tapes.recorded + 8  # each once to be checked; steps with a prompt are computed
+
+
+def test_graphs_are_captured_when_a_step_needs_them(llama: Model, caplog: pytest.LogCaptureFixture) -> None:
+    """At the start only the largest. One that cannot be captured later is replaced by the next larger one."""
+
+    class Late(Tapes):
+        def capture(self, run: Replay) -> Replay:
+            if self.recorded == 1:  # the second
+                self.recorded += 1
+                raise RuntimeError("out of memory")
+            return super().capture(run)
+
+    tapes = Late()
+    plain, recorded = engines(llama, "plain", tapes, [1, 2, 4, 8], limit=1)
+    assert tapes.recorded == 1
+    expected, found = (drive(one, PROMPTS, 12, stagger=2) for one in (plain, recorded))
+    compare(expected, found)
+    assert tapes.recorded > 2
+    assert [record.levelname for record in caplog.records if "use a larger CUDA graph" in record.message] == ["WARNING"]
 
 
 @pytest.mark.parametrize("way", ["paged", "packed"])

@@ -110,7 +110,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
     if graph_sizes:
         progress("capturing CUDA graphs", 98)
-        engine.capture_decode_graphs()
+        engine.capture_decode_graphs(1)  # the largest; the others when a step needs them
     if place is None or place.rank == 0:
         _write_previous_pages(settings.run_dir, limits.pages)
     if adapters := settings.adapters:
