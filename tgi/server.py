@@ -252,9 +252,10 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         code=settings.trust_remote_code,
         progress=progress.show_stage,
     )
-    has_worker = "worker" in roles and settings.ray is None  # no other role reads the weights
+    has_worker = "worker" in roles and settings.ray is None
+    reads_weights = has_worker and settings.needs_weights  # no other role does
     directory = fetch(
-        settings.model_id, settings.revision, weights=has_worker and settings.weights_cache_override is None
+        settings.model_id, settings.revision, weights=reads_weights and settings.weights_cache_override is None
     )
     known = replace(
         named,
@@ -270,7 +271,7 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         generation_config=None if generation in GENERATION_CONFIGS else _path(generation),
     )
     directory = overridden_directory(directory, changes, settings.run_dir / "models")
-    read_model_config(directory, weights=has_worker)  # rejects an unsupported model before any process starts
+    read_model_config(directory, weights=reads_weights)  # rejects an unsupported model before any process starts
     known = replace(known, model_dir=directory)
     if generation != "tgi":
         known = replace(known, sampling_defaults=read_sampling_defaults(directory))
@@ -297,7 +298,7 @@ def _with_draft(settings: Settings, fetch: Callable[[str, str | None], Path]) ->
     from tgi.hub.model_config import read_model_config
 
     directory = fetch(settings.draft_model_id, settings.draft_model_revision)
-    read_model_config(directory)
+    read_model_config(directory, weights=settings.needs_weights)
     return replace(settings, draft_model_dir=directory)
 
 

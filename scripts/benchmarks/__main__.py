@@ -20,6 +20,11 @@ MEASUREMENTS = {
     "lora": ("lora", "decode steps with LoRA adapters"),
     "ranks": ("ranks", "decode steps of a model that is divided among several ranks on CPU"),
     "gpu": ("gpu", "decode and prefill on a GPU, next to its peaks"),
+    "gpu-profile": ("gpu_profile", "the host's functions and the kernels of decode steps on a GPU"),
+    "stack": ("stack", "all processes on a known shape: start, throughput next to the engine alone, kill -9"),
+    "offline": ("offline", "scheduler and engine in one process, under requests at once"),
+    "families": ("families", "every family's tiny model on a device, compared with transformers there"),
+    "peer-gpu": ("peer_gpu", "continuous batching of transformers, on the shape and load of stack"),
     "quality": ("quality", "perplexity of quantized weights and of an 8-bit KV cache"),
 }
 

@@ -37,7 +37,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.benchmarks.engine_driver import Alone, Flow, Requests, flow
-from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, random_weights, stored, write_config
+from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored, write_config
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.options import boolean, count, counts, flag
 from tgi.microkernel.protocol import Step
@@ -147,7 +147,7 @@ def decodes(engine: TorchEngine, numbers: Sequence[int], context: int, rounds: i
     found, recordings = [], engine._decode_graphs
     most = longest(context, rounds)
     for rows in numbers:
-        if recordings and any(graph.rows >= rows and graph.max_context >= most for graph in recordings._graphs):
+        if recordings and any(size >= rows and bound >= most for size, bound in recordings._shapes):
             found.append(_decode(engine, rows, True, context, rounds))
         engine._decode_graphs = None
         found.append(_decode(engine, rows, False, context, rounds))
@@ -304,7 +304,7 @@ def settings(options: argparse.Namespace, directory: Path) -> Settings:
     """The worker's settings. Raises UserError for unsupported ones."""
     decoding = longest(options.context, options.rounds)
     most = max(decoding, max(options.prefill) + 1) + 1
-    found = load_settings({name: getattr(options, name) for name in TAKEN}, {})
+    found = load_settings({name: getattr(options, name) for name in TAKEN} | {"load_format": "dummy"}, {})
     return replace(
         found,
         model_dir=directory,
@@ -409,10 +409,8 @@ def main() -> None:
         try:
             chosen = settings(options, Path(directory))
             config = CONFIG | SHAPES[options.shape] | {"max_position_embeddings": chosen.max_total_tokens}
-            device = startup._device(chosen.device)
             write_config(config, Path(directory))
-            with random_weights(device, not config["tie_word_embeddings"]):
-                engine = startup.start_engine(chosen, lambda stage, percent: None)
+            engine = startup.start_engine(chosen, lambda stage, percent: None)
             gc.collect()
             gc.freeze()  # as the worker's loop does
             report(engine, config, options)

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from scripts.benchmarks.engine_driver import Requests, collected, flow
-from scripts.benchmarks.shapes import CONFIG, RandomCheckpoint
+from scripts.benchmarks.shapes import CONFIG
 from tgi.microkernel.options import count, counts
 from tgi.microkernel.protocol import DeploymentLimits, LoadedAdapter
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention, page_size
+from tgi.worker.checkpoint import RandomCheckpoint
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.sharding import whole_model
@@ -70,7 +71,7 @@ class Bench:
         kernels = None if plain else select_cpu_kernels([ModelSpec(config, dtype)], "cpu")[0]
         if kernels is None:
             choose_threads()
-        source = source or RandomCheckpoint()
+        source = source or RandomCheckpoint(torch.device("cpu"))
         if quantize:
             source = QuantizingWeightSource(source, quantize)
         reader = DecoderWeightLoader(source, config, whole_model(config), dtype, CPU, kernels)

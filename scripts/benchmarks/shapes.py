@@ -1,21 +1,17 @@
 """Models for benchmarks: layer shapes of known models, with random weights."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import chain, islice, product
+from itertools import count as numbers
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
-from unittest import mock
 
-import torch
-from torch import Tensor
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import GroupedExperts, MixtureOfExperts
-from tgi.worker.models import loader
 
-# Ends of the names of tensors that no random checkpoint has.
-NOT_STORED = (".codes", ".scales", "_scale")
 # Defaults of all shapes: SmolLM2-135M.
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -79,41 +75,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-class RandomCheckpoint:
-    """A checkpoint, or a weight source, with random bfloat16 tensors instead of files. `head`: it has an output head
-    of its own."""
-
-    def __init__(self, device: str = "cpu", head: bool = False) -> None:
-        self._device = device
-        self._head = head
-
-    def __contains__(self, name: str) -> bool:
-        return self._head if name == "lm_head.weight" else not name.endswith(NOT_STORED)
-
-    def __enter__(self) -> "RandomCheckpoint":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """Random numbers that preserve the scale of activations."""
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
-        return (torch.randn(shape, device=self._device) / shape[-1] ** 0.5).to(torch.bfloat16)
-
-    def weight(self, name: str, outputs: int, inputs: int) -> Tensor:
-        """Random weight of a layer."""
-        return self.tensor(name, outputs, inputs)
-
-
-@contextmanager
-def random_weights(device: str, head: bool) -> Iterator[None]:
-    """Models that are loaded meanwhile have random weights, made on `device`, instead of those of their directory."""
-    with mock.patch.object(loader, "Checkpoint", return_value=RandomCheckpoint(device, head)):
-        yield
-
-
 def matrices(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """The matrices of a layer that a token is multiplied with: checkpoint name -> (outputs, inputs). Of experts, those
     of one, with the width of all that a token chooses."""
@@ -134,8 +95,26 @@ def matrices(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     }
 
 
+def write_tokenizer(vocabulary: int, directory: Path) -> None:
+    """Writes a byte-level BPE tokenizer of that many ids, at least 256: the bytes, then pairs, triples and so on of
+    lower-case letters, each of which the letters before it and its last letter merge to. Every id decodes to text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {character: number for number, character in enumerate(alphabet)}
+    merges: list[tuple[str, str]] = []
+    words = chain.from_iterable(map("".join, product(ascii_lowercase, repeat=length)) for length in numbers(2))
+    for word in islice(words, vocabulary - len(alphabet)):
+        ids[word] = len(ids)
+        merges.append((word[:-1], word[-1]))
+    tokenizer = Tokenizer(models.BPE(ids, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages[-1]['content'] }}"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(described))
+
+
 def write_config(config: dict[str, Any], directory: Path) -> None:
-    """Writes the config.json of a model whose weights are random_weights."""
+    """Writes the config.json of a model whose weights --load-format dummy makes."""
     (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
 
 

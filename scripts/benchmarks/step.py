@@ -24,12 +24,12 @@ import torch
 
 from scripts.benchmarks import lora
 from scripts.benchmarks.engine_driver import collected
-from scripts.benchmarks.shapes import CONFIG, SHAPES, RandomCheckpoint, matrices, stored
+from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored
 from tgi.hub.resolver import model_directory
 from tgi.microkernel.options import count, counts
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD
 from tgi.worker.attention import page_bytes, page_size
-from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.checkpoint import Checkpoint, RandomCheckpoint
 from tgi.worker.cpu_kernels.arena import Arena
 from tgi.worker.host_cpu import kernel_set, limit_instruction_set
 from tgi.worker.instruction_sets import BY_NAME, ELEMENTS
@@ -194,7 +194,7 @@ def main() -> None:
     limit_instruction_set(options.cpu)
     longest = max(options.context + 2 * options.rounds, *options.prefill) + 64
     with ExitStack() as opened:
-        source: WeightSource = RandomCheckpoint()
+        source: WeightSource = RandomCheckpoint(torch.device("cpu"))
         config = CONFIG | SHAPES[options.shape] | {"vocab_size": 32000}
         if options.model_id:
             directory = model_directory(options.model_id)

@@ -14,6 +14,7 @@ and unloads it, again and again. Prints the longest silences that clients of str
 answers that are
 
     exact    equal to the undisturbed one
+    close    equal but for logprobs, which differ by up to --logprob-tolerance (on a GPU products depend on the batch)
     wrong    different
     lost     refused with an error, or cut off
     hung     silent for `--patience` seconds
@@ -47,7 +48,7 @@ from scripts.benchmarks.servers import Failed, Server, free_port
 from scripts.make_model import make_model
 from scripts.reliability.adapter_changes import AdapterChanges
 from scripts.reliability.client import Answer, Client, Outcome
-from scripts.reliability.features import Asked, comparable, requests
+from scripts.reliability.features import Asked, comparable, is_close, requests
 from tgi.microkernel import rundir
 
 ROLES = ("api", "tokenizer", "scheduler", "worker")
@@ -61,6 +62,7 @@ SAMPLE_SECONDS = 5.0
 # The server gets this long to drop what clients have left.
 SETTLE_SECONDS = 20.0
 SHOWN_FAULTS = 20
+GOOD = ("exact", "close")  # verdicts
 # How long a stream waits for its client: as long as a front end may be stopped before it is replaced, and a little.
 RESUME_SECONDS = 60
 
@@ -76,7 +78,9 @@ class Sample(NamedTuple):
 class Tally:
     """Counts answers by verdict, and keeps the silences and the first faults."""
 
-    def __init__(self) -> None:
+    def __init__(self, tolerance: float = 0.0) -> None:
+        """`tolerance` of logprobs."""
+        self._tolerance = tolerance
         self.verdicts: Counter[str] = Counter()
         self.silences: list[float] = []
         self.resumed = 0
@@ -96,10 +100,12 @@ class Tally:
                 got = f"{error!r} in {answer.body[-300:]!r}"
             if got == expected:
                 verdict = "exact"
+            elif self._tolerance and is_close(expected, got, self._tolerance):
+                verdict = "close"
             elif answer.status != 200 or b'"error"' in answer.body:
                 verdict = "lost"
         self.verdicts[verdict] += 1
-        if verdict != "exact" and len(self.faults) < SHOWN_FAULTS:
+        if verdict not in GOOD and len(self.faults) < SHOWN_FAULTS:
             self.faults.append(f"{verdict}: {asked.feature} {asked.path}: {_difference(expected, got)}")
 
     def add_faults(self, faults: list[str]) -> None:
@@ -172,10 +178,11 @@ def main() -> None:
         print(f"resources {sample.seconds:5.0f} s: {sample.megabytes:.0f} MB, {sample.files} open files")
     for fault in tally.faults:
         print(f"  {fault}")
-    verdicts = {name: tally.verdicts[name] for name in ("exact", "wrong", "lost", "hung")}
+    verdicts = {name: tally.verdicts[name] for name in (*GOOD, "wrong", "lost", "hung")}
     verdicts["orphans"] = left + len(survivors)
     print(", ".join(f"{name} {count}" for name, count in verdicts.items()) + f" ({tally.resumed} retried or resumed)")
-    sys.exit(any(count for name, count in verdicts.items() if name != "exact") or not verdicts["exact"])
+    good = sum(verdicts[name] for name in GOOD)
+    sys.exit(any(count for name, count in verdicts.items() if name not in GOOD) or not good)
 
 
 async def _run(
@@ -186,7 +193,7 @@ async def _run(
     expected = await _undisturbed(server.port, asked, arguments.patience)
     statuses = Counter(answer[0] for answer in expected)
     print(f"expected  {len(asked)} answers, by status: {dict(statuses)}", flush=True)
-    tally = Tally()
+    tally = Tally(arguments.logprob_tolerance)
     changes = await _adapter_changes(arguments, server.port, changing, tally) if arguments.adapter_updates else None
     begin = time.monotonic()
     samples = [_sample(server, 0.0)]
@@ -347,6 +354,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=200, help="different requests (200)")
     parser.add_argument("--tokens", type=int, default=40, help="mean tokens of an answer, about (40)")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds of silence that count as hung (120)")
+    parser.add_argument("--logprob-tolerance", type=float, default=0.0, help="of an answer that counts as close (0)")
     parser.add_argument("--seed", type=int, default=0, help="of requests, signals and processes")
     parser.add_argument("--worker", choices=("scripted", "torch"), default="scripted")
     parser.add_argument("--step-us", type=int, default=50_000, help="microseconds of a scripted step (50,000)")

@@ -119,6 +119,21 @@ def comparable(asked: Asked, answer: Answer) -> Any:
     return answer.status, _joined(found)
 
 
+def is_close(expected: Any, got: Any, tolerance: float, is_logprob: bool = False) -> bool:
+    """Whether two results of `comparable` are equal but for logprobs, which may differ by `tolerance`."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        return expected.keys() == got.keys() and all(
+            is_close(one, got[name], tolerance, is_logprob or "logprob" in name) for name, one in expected.items()
+        )
+    if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        return len(expected) == len(got) and all(
+            is_close(one, other, tolerance, is_logprob) for one, other in zip(expected, got, strict=True)
+        )
+    if is_logprob and isinstance(expected, float | int) and isinstance(got, float | int):
+        return abs(expected - got) <= tolerance
+    return bool(expected == got)
+
+
 def _without_volatile(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_volatile(one) for key, one in value.items() if key not in VOLATILE}

@@ -32,7 +32,7 @@ def test_tables_contain_the_measurements(
     monkeypatch.setattr(sys, "argv", ["bench_gpu", *arguments.split(), *more.split(), str(file)])
     gpu.main()
     printed = capsys.readouterr().out
-    decode, sampling, prefill, kernels = tables(printed)
+    decode, sampled, prefill, kernels = tables(printed)
     read_rate = float(printed.partition("It reads ")[2].partition(" GB/s")[0].replace(",", ""))
     assert [row["rows"] for row in decode] == ["1", "3"]
     for row in decode:
@@ -43,7 +43,7 @@ def test_tables_contain_the_measurements(
         share = float(row["floor ms"]) / float(row["device ms"])
         assert percent(row["floor / device"]) == pytest.approx(share, rel=0.05)
         assert (row["CUDA graph"], row["between"], row["idle"]) == ("no", "–", "–")
-    assert [row["rows"] for row in sampling] == ["1"] * len(gpu.SAMPLINGS) + ["3"] * len(gpu.SAMPLINGS)
+    assert [(row["rows"], row["parameters"]) for row in sampled] == [(n, name) for n in "13" for name in gpu.SAMPLINGS]
     (row,) = prefill
     assert row["steps"] == "3"
     seconds = float(row["ms"]) / 1e3
@@ -175,7 +175,7 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     arguments = f"--device cuda --shape two-layer --rows 1,3 --context 40 --prefill 300 --rounds 5 --trace {file}"
     monkeypatch.setattr(sys, "argv", ["bench_gpu", *arguments.split()])
     gpu.main()
-    decode, prefill, kernels = tables(capsys.readouterr().out)
+    decode, _, prefill, kernels = tables(capsys.readouterr().out)
     assert [(row["rows"], row["CUDA graph"]) for row in decode] == [
         ("1", "yes"),
         ("1", "no"),

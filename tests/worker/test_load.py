@@ -192,3 +192,14 @@ def test_loading_does_not_import_transformers() -> None:
     heavy = ("transformers", "safetensors.torch", "torch._dynamo", "triton")
     code = f"import sys, tgi.worker.engine.startup; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_dummy_weights_need_no_files_and_are_the_same_again(directory: Path) -> None:
+    """A worker that replaces another one computes the same tokens."""
+    (directory / SINGLE_FILE).unlink()
+    models = [build_model(directory, "auto", "cpu", lambda stage, percent: None, dummy=True) for _ in range(2)]
+    found = [prefill(model, build_attention(model.kv, 8, torch.device("cpu")), IDS, range(8)) for model in models]
+    assert torch.equal(*found)
+    assert 0.1 < float(found[0].std()) < 10
+    with pytest.raises(UserError, match="runs through transformers"):
+        build_model(make("gpt2"), "auto", "cpu", lambda stage, percent: None, dummy=True)

@@ -30,6 +30,8 @@ from tgi.microkernel.protocol import PROTOCOL, Beat, Hello, LastExit
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
 from tgi.microkernel.work_register import WorkRegister
 
+logger = logging.getLogger(__name__)
+
 # A loop that has not turned for this long hangs, or for `hang_timeout` if that is shorter. Work that may take longer
 # extends the deadline before it begins.
 LOOP_TURN_SECONDS = 10.0
@@ -73,6 +75,7 @@ class Process:
         self.run_dir = settings.run_dir
         self.facts: dict[str, Any] = {}  # published with the state; those of the summary to be set before "ready"
         self._published: tuple[Any, ...] = ()
+        self._stages = StartStages()
         self.last_exit = last_exit  # how its predecessor ended
         self.work_register = WorkRegister.open(work_register_path(self.run_dir, self.name))
         self.work_register.begin_life(self.boot)
@@ -239,6 +242,10 @@ class Process:
 
     def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
         """Writes the state file: "starting", "ready" or "draining", stage and percentage of start-up, and the facts."""
+        if self._stages.enter("" if state == "ready" else stage or state):
+            # Of a process that replaces another one, for which clients have waited, it is worth a line.
+            level = logging.DEBUG if self.last_exit is None else logging.INFO
+            logger.log(level, "%s has started in %s", self.name, self._stages)
         if (state, stage, percent, self.facts) != self._published:
             self._published = (state, stage, percent, self.facts)
             rundir.write_state(
@@ -255,6 +262,39 @@ class Process:
                     rank=self.rank,
                 ),
             )
+
+
+class StartStages:
+    """The stages of a process's start with their times, from the start of its interpreter on."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._stage = "interpreter"
+        self._ended = False
+        self._since = time.monotonic() - age_of_process()
+
+    def enter(self, stage: str) -> bool:
+        """Ends the current stage; "" means that the process has started. Returns whether it has started just now."""
+        if self._ended or stage == self._stage:
+            return False
+        now = time.monotonic()
+        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since, self._ended = stage, now, not stage
+        return self._ended
+
+    def __str__(self) -> str:
+        whole = sum(self._seconds.values())
+        return f"{whole:.2f} s: " + ", ".join(f"{stage} {spent:.2f}" for stage, spent in self._seconds.items())
+
+
+def age_of_process() -> float:
+    """Seconds since this process was started; on Linux with the resolution of its clock ticks, elsewhere 0."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return 0.0
+    return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
 class ProgressReport(NamedTuple):
@@ -365,7 +405,7 @@ def run_role() -> None:
     except UserError as error:
         _exit_fatally(process, str(error))
     except ImportError as error:
-        logging.getLogger(__name__).debug("cannot run", exc_info=True)
+        logger.debug("cannot run", exc_info=True)
         _exit_fatally(
             process, f"{process.name} cannot run, since an import fails ({error}): {interpreter.INSTALL_ADVICE}."
         )
@@ -376,7 +416,7 @@ def _exit_fatally(process: Process, message: str) -> None:
     try:
         fatal_error_path(process.run_dir, process.name).write_text(message)
     except OSError:
-        logging.getLogger(__name__).error("%s", message)
+        logger.error("%s", message)
     sys.exit(FATAL)
 
 

@@ -50,6 +50,7 @@ GROUPS = MODEL, SERVING, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATIO
 )
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
 # Values of --kv-cache-dtype, by the device.
 GPU_KV_CACHE_DTYPES, CPU_KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2"), ("bfloat16", "int8")
 
@@ -113,6 +114,15 @@ class Settings:
         text,
         env=("TGI_DEVICE",),
         choices=("auto", "cpu", "cuda", "mps"),
+    )
+    load_format: str = setting(
+        MODEL,
+        "auto",
+        "dummy: random weights, the same at each start; files with weights are not read, and need not be there. For "
+        "benchmarks only.",
+        text,
+        env=("TGI_LOAD_FORMAT",),
+        choices=LOAD_FORMATS,
     )
     trust_remote_code: bool = setting(
         MODEL,
@@ -658,6 +668,11 @@ class Settings:
     draft_model_dir: Path | None = None  # the resolved draft_model_id
     adapters: tuple[tuple[str, str], ...] = ()  # (name, directory) of each of lora_adapters
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether a worker reads the weights of the model's files."""
+        return self.load_format != "dummy"
+
     def to_json(self) -> str:
         """Serializes the settings for the environment of a child process."""
         return json.dumps(asdict(self), default=str)
@@ -683,9 +698,9 @@ DEFAULTS = Settings()
 # The settings that `tgi reload` can change: those of the model, which return to their defaults if they are not given,
 # and limits, which stay as they are.
 RELOADED_MODEL = (
-    "model_id", "revision", "dtype", "tokenizer_config_path", "generation_config", "weights_cache_override",
-    "rope_scaling", "rope_factor", "quantize", "kv_cache_dtype", "lora_adapters", "speculate", "draft_model_id",
-    "draft_model_revision",
+    "model_id", "revision", "dtype", "load_format", "tokenizer_config_path", "generation_config",
+    "weights_cache_override", "rope_scaling", "rope_factor", "quantize", "kv_cache_dtype", "lora_adapters", "speculate",
+    "draft_model_id", "draft_model_revision",
 )  # fmt: skip
 # The settings of a worker that a `tgi worker` on another host is given.
 WORKER_GROUPS = (MODEL, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATION)

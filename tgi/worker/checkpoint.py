@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tgi.microkernel.errors import UserError
+from tgi.worker.deferred_imports import load_deferred
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -111,6 +113,44 @@ class Checkpoint:
             raise UserError(f"{path} is not an index of safetensors files: {error!r}. {_AGAIN}") from error
 
 
+class RandomCheckpoint(Checkpoint):
+    """A checkpoint of random bfloat16 tensors, which are made on `device` and read from no file. A tensor depends on
+    its name and shape alone, so a worker that replaces another has the same weights."""
+
+    def __init__(self, device: torch.device, directory: Path = Path()) -> None:
+        load_deferred()  # generators of random numbers need it
+        self.directory = directory
+        self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        return not name.endswith(_OF_QUANTIZED_WEIGHTS)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Matrices preserve the scale of activations; vectors are ones, biases zeros."""
+        if len(shape) == 1:
+            value = 0.0 if name.endswith(".bias") else 1.0
+            return torch.full(shape, value, dtype=torch.bfloat16, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(crc32(name.encode()))
+        made = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return made.normal_(0, shape[-1] ** -0.5, generator=generator)
+
+    def raw_tensor(self, name: str) -> Tensor:
+        """See Checkpoint."""
+        raise UserError(f"--load-format dummy makes plain weights, and has no tensor {name!r}.")
+
+    def file_of(self, name: str) -> Path:
+        """See Checkpoint."""
+        return self.directory
+
+
+# Ends of the names of tensors that only quantized weights and caches have.
+_OF_QUANTIZED_WEIGHTS = (".codes", ".scales", "_scale")
 _AGAIN = "It is incomplete or damaged: fetch the model again."
 
 

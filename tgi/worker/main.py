@@ -51,7 +51,7 @@ def main(process: Process) -> None:
     if (devices := replica_devices(process.settings, os.environ)) is not None:
         os.environ[VISIBLE[0]] = devices  # also for the further ranks
     settings = process.settings
-    model = read_model_config(settings.model_dir).fingerprint
+    model = read_model_config(settings.model_dir, weights=settings.needs_weights).fingerprint
     ranks = settings.num_shard or 1
     group: RankGroup | HostGroup | None = None
     link: Link | None = None
@@ -91,7 +91,9 @@ def main(process: Process) -> None:
 
 def _serve_host_rank(process: Process) -> None:
     """Runs a further rank whose first rank is a process of another supervisor."""
-    found = join_group(process, read_model_config(process.settings.model_dir).fingerprint)
+    settings = process.settings
+    model = read_model_config(settings.model_dir, weights=settings.needs_weights)
+    found = join_group(process, model.fingerprint)
     if found is None:
         return
     place, link = found
@@ -140,6 +142,7 @@ def _start_torch_engine(
     if ranks * replicas > 1:
         take_cores(settings.replica_index * ranks + rank, replicas * ranks)
     defer_imports()
+    progress("importing torch", 0)
     from tgi.worker.engine.startup import start_engine  # imports torch, which the fake worker does not need
 
     return start_engine(settings, progress, place)

@@ -98,7 +98,7 @@ def _unavailable_reason(element: str, instruction_set: str | None) -> str | None
 
 def _compiles_small_source(chosen: InstructionSet) -> bool:
     try:
-        with tempfile.TemporaryDirectory(dir=build._cache_directory()) as directory:
+        with tempfile.TemporaryDirectory(dir=build.cache_directory()) as directory:
             source = Path(directory) / "little.cpp"
             source.write_text(SMALL_SOURCE)
             build._run([*build.compiler_command(), *FLAGS, *chosen.flags, "-c", str(source), "-o", f"{source}.o"])

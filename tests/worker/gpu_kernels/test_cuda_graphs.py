@@ -100,12 +100,14 @@ def llama() -> Model:
     return build("llama")
 
 
-def engines(model: Model, recorder: Any, rows: Sequence[int]) -> tuple[TorchEngine, TorchEngine]:
+def engines(
+    model: Model, recorder: Any, rows: Sequence[int], limit: int | None = None
+) -> tuple[TorchEngine, TorchEngine]:
     """Two engines with the CUDA attention backend: one without graphs, one with."""
     plain, attention = (CudaAttention(model.kv._replace(gpu_kernels=GPU), PAGES, CPU) for _ in range(2))
     recording = GraphCaptureConfig(recorder, attention, list(rows))
     recorded = make_engine(model, slots=8, pages=PAGES, attention=attention, recording=recording)
-    recorded.capture_decode_graphs()
+    recorded.capture_decode_graphs(limit)
     return make_engine(model, slots=8, pages=PAGES, attention=plain), recorded
 
 
@@ -135,6 +137,25 @@ def test_replayed_steps_sample_the_same_tokens(kind: str) -> None:
     compare(expected, found)
     assert tapes.recorded == 3
     assert tapes.played > tapes.recorded + 8  # each once to be checked; steps with a prompt are computed
+
+
+def test_graphs_are_captured_when_a_step_needs_them(llama: Model, caplog: pytest.LogCaptureFixture) -> None:
+    """At the start only the largest. One that cannot be captured later is replaced by the next larger one."""
+
+    class Late(Tapes):
+        def capture(self, run: Replay) -> Replay:
+            if self.recorded == 1:  # the second
+                self.recorded += 1
+                raise RuntimeError("out of memory")
+            return super().capture(run)
+
+    tapes = Late()
+    plain, recorded = engines(llama, tapes, [1, 2, 4, 8], limit=1)
+    assert tapes.recorded == 1
+    expected, found = (drive(one, PROMPTS, 12, stagger=2) for one in (plain, recorded))
+    compare(expected, found)
+    assert tapes.recorded > 2
+    assert [record.levelname for record in caplog.records if "use a larger CUDA graph" in record.message] == ["WARNING"]
 
 
 def test_steps_without_a_fitting_graph_are_computed(llama: Model) -> None:
@@ -232,6 +253,7 @@ def test_models_without_graphs_name_the_obstacle() -> None:
     [
         ((), 8, [1, 2, 4, 8]),
         ((), 20, [1, 2, 4, 8, 16, 20]),
+        ((), 100, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]),
         ((), 1, [1]),
         ((0,), 8, []),
         ((4, 1, 4, 64), 8, [1, 4]),

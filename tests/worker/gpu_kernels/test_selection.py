@@ -2,11 +2,16 @@
 
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.models import model
+from tgi.worker.gpu_kernels import selection
+from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.selection import MODULES, select_gpu_kernels, self_tested_kernels
+from tgi.worker.models.config_reader import read_config, read_decoder_config
 from tgi.worker.models.loader import ModelSpec
 
 CPU = torch.device("cpu")
@@ -46,3 +51,33 @@ def test_a_failing_kernel_leaves_the_models_to_torch(name: str, reason: str, cap
     record = caplog.records[-1]
     assert record.levelname == "WARNING"
     assert re.search(reason, record.getMessage())
+
+
+def test_self_tests_that_have_passed_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another GPU, driver or version, or after a failure, they are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    card, runs = ["one"], []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(selection, "DRIVER", tmp_path / "driver")
+
+    def test(device: torch.device, capability: tuple[int, int]) -> tuple[GpuKernels | None, str]:
+        runs.append(device)
+        return (GpuKernels(capability), "") if passes[0] else (None, "they fail")
+
+    monkeypatch.setattr(selection, "self_tested_kernels", test)
+    passes = [False]
+    spec = [ModelSpec(read_decoder_config(read_config(model("llama"))), torch.float32)]
+
+    def select() -> int:
+        found, _ = select_gpu_kernels(spec, "cuda")
+        assert (found is not None) == passes[0]
+        return len(runs)
+
+    assert [select(), select()] == [1, 2]
+    passes = [True]
+    assert [select(), select(), select()] == [3, 3, 3]
+    (tmp_path / "driver").write_text("version 600")
+    assert [select(), select()] == [4, 4]
+    card[0] = "another"
+    assert [select(), select()] == [5, 5]

@@ -61,7 +61,7 @@ def build_library(
     if not extra_flags and packaged.exists():
         return packaged
     compiler = compiler_command()
-    path = _cache_directory() / library_name(chosen, element, *compiler, *extra_flags)
+    path = cache_directory() / library_name(chosen, element, *compiler, *extra_flags)
     if not path.exists():
         with _compile_lock(path):
             if not path.exists():
@@ -142,8 +142,8 @@ def _flags(chosen: InstructionSet, element: str) -> list[str]:
     return [*FLAGS, *chosen.flags, f"-D{ELEMENTS[element]}"]
 
 
-def _cache_directory() -> Path:
-    """The directory of compiled libraries. Only this user may write to it, since the worker runs what is there."""
+def cache_directory() -> Path:
+    """The directory of compiled libraries. Only this user may write to it, since the worker trusts what is there."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:  # a user without a home directory

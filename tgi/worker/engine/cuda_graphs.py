@@ -48,7 +48,8 @@ class CudaGraphCapturer:
     def capture(self, run: Replay) -> Replay:
         """See GraphCapturer."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may use the device meanwhile: one that loads an adapter allocates memory.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph.replay
 
@@ -65,14 +66,15 @@ class CapturedGraph(NamedTuple):
 def graph_batch_sizes(requested: tuple[int, ...], max_rows: int) -> list[int]:
     """The batch sizes to capture, ascending; empty if 0 is requested, which is always alone.
 
-    By default powers of two up to the `max_rows` of a step. Up to some hundred rows, reading the weights takes most of
-    a decode step's time, so padding rows cost little, while each graph costs memory and time at start.
+    By default 1, 2, 4, then steps of 8 to 64, of 16 to 256 and of 32 to the `max_rows` of a step: padding rows cost
+    little, and a graph costs memory and a moment when a step first needs it.
     """
     if 0 in requested:
         return []
     if requested:
         return sorted({rows for rows in requested if rows <= max_rows})
-    return [*(1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows), max_rows]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
+    return [*(rows for rows in sizes if rows < max_rows), max_rows]
 
 
 class DecodeGraphs:
@@ -93,11 +95,12 @@ class DecodeGraphs:
         self._max_total_tokens = max_total_tokens
         self._capturer = capturer
         self._page_table = slots.mirror_page_table(attention.padding_page)
-        self._shapes = [
+        # Rows and context bound, ascending: the first that is large enough is replayed.
+        self._shapes = sorted(
             (size, bound) for size in batch_sizes for bound in attention.capture_context_bounds(size, max_total_tokens)
-        ]
+        )
         self._logits = torch.empty(0, model.vocab_size, device=model.device)
-        self._graphs: list[CapturedGraph] = []  # ascending: the first that is large enough is replayed
+        self._graphs: dict[tuple[int, int], CapturedGraph] = {}  # by shape
 
     def __len__(self) -> int:
         """The number of graphs if all are captured."""
@@ -105,17 +108,15 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, limit: int | None = None) -> None:
-        """Captures the graphs, the largest first; with `limit`, only that many. Raises UserError if a graph cannot be
-        captured or gives other logits than the same step without it."""
+        """Captures the graphs, the largest first; with `limit`, only that many, and the others when a step needs them.
+        Raises UserError if a graph cannot be captured or gives other logits than the same step without it."""
         began, rows = time.monotonic(), max((size for size, _ in self._shapes), default=0)
         self._logits = torch.zeros(rows, self._model.vocab_size, device=self._model.device)
-        self._graphs = []
-        for size, bound in sorted(self._shapes, reverse=True)[:limit]:
-            self._graphs.insert(0, self._capture_one(size, bound))
+        self._graphs = {shape: self._capture_one(*shape) for shape in self._shapes[::-1][:limit]}
         log.debug(
             "captured %d CUDA graphs for decode steps of %s rows in %.1f s",
             len(self._graphs),
-            ", ".join(map(str, sorted({graph.rows for graph in self._graphs}))) or "no",
+            ", ".join(map(str, sorted({rows for rows, _ in self._graphs}))) or "no",
             time.monotonic() - began,
         )
 
@@ -140,7 +141,23 @@ class DecodeGraphs:
         if not rows.plain_decode or (adapters and not adapters.keys().isdisjoint(rows.slots.tolist())):
             return None
         count, longest = len(rows.slots), int(rows.ends.max())
-        return next((graph for graph in self._graphs if graph.rows >= count and graph.max_context >= longest), None)
+        while shape := next((one for one in self._shapes if one[0] >= count and one[1] >= longest), None):
+            if (graph := self._graphs.get(shape) or self._capture_late(shape)) is not None:
+                return graph
+        return None
+
+    def _capture_late(self, shape: tuple[int, int]) -> CapturedGraph | None:
+        """Captures a graph while requests run, which takes as long as a few steps. None if that fails: the next larger
+        graph serves from now on."""
+        began = time.monotonic()
+        try:
+            self._graphs[shape] = self._capture_one(*shape)
+        except (UserError, torch.OutOfMemoryError) as error:
+            self._shapes.remove(shape)
+            log.warning("decode steps of %d rows use a larger CUDA graph, or none: %s", shape[0], error)
+            return None
+        log.debug("captured a CUDA graph of %d rows in %.3f s", shape[0], time.monotonic() - began)
+        return self._graphs[shape]
 
     def _capture_one(self, rows: int, max_context: int) -> CapturedGraph:
         inputs = torch.zeros(2, rows, dtype=torch.int64, device=self._page_table.device)

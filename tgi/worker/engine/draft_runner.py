@@ -39,7 +39,7 @@ class DraftModel(NamedTuple):
 
 def require_same_tokenizer(served: Path, draft: Path) -> None:
     """Raises UserError unless the models in these directories have the same token ids, special tokens aside."""
-    configs = [read_model_config(directory) for directory in (served, draft)]
+    configs = [read_model_config(directory, weights=False) for directory in (served, draft)]
     files = [config.tokenizer_json for config in configs]
     if all(files) and len({file.read_bytes() for file in files if file is not None}) == 1:
         return

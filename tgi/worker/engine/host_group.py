@@ -48,8 +48,7 @@ log = logging.getLogger(__name__)
 SHARED_SETTINGS = (
     "worker", "dtype", "quantize", "kv_cache_dtype", "max_total_tokens", "max_input_tokens", "max_batch_total_tokens",
     "max_batch_prefill_tokens", "max_batch_size", "cuda_graphs", "speculate", "watermark_gamma", "watermark_delta",
-    "batch_invariant",
-    "disable_custom_kernels",
+    "batch_invariant", "disable_custom_kernels", "load_format",
 )  # fmt: skip
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Which network interface the collective operations use, for gloo and for NCCL.
@@ -252,7 +251,9 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     shared = {name: getattr(settings, name) for name in SHARED_SETTINGS}
     shared["lora_adapters"] = [(name, adapter_digest(Path(path)).hex()) for name, path in settings.adapters]
     draft = settings.draft_model_dir
-    shared["draft_model_id"] = None if draft is None else read_model_config(draft).fingerprint
+    shared["draft_model_id"] = (
+        None if draft is None else read_model_config(draft, weights=settings.needs_weights).fingerprint
+    )
     decoded: dict[str, Any] = json.loads(json.dumps(shared))  # lists for tuples, as the other side reads them
     return decoded
 

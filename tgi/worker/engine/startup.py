@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int], None]
 # In the run directory, for the worker that replaces this one: the supervisor's pid and what was chosen.
-PAGES_FILE = "worker.pages"  # the number of pages
+PAGES_FILE = "worker.pages"  # the number of pages, and the bytes of a step on a GPU
 DTYPE_FILE = "worker.dtype"  # the quickest dtype
 
 
@@ -78,6 +78,8 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     if place is not None and device != "cpu":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # fewer if each rank sees its own only
     if device != "cpu":
+        progress("initializing CUDA", 0)
+        torch.cuda.init()
         load_deferred()  # before the kernels' self-tests, which draw random numbers
     else:
         limited = "" if settings.cpu is None else ", limited by --cpu"
@@ -92,9 +94,13 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     models = _load_models(settings, device, progress, place)
     progress("sizing the KV cache", 96)
     graph_sizes = _graph_batch_sizes(settings, models.served)
-    available = _measure_memory(settings, models, graph_sizes)
     required = _cache_requirements(models)
-    previous_pages = _read_previous_pages(settings.run_dir)
+    previous_pages, step_bytes = _read_previous_cache(settings.run_dir)
+    if models.served.device.type == "cpu":
+        step_bytes = 0
+    elif step_bytes is None or models.communicator is not None:  # ranks measure together
+        step_bytes = _measure_step(settings, models, graph_sizes)
+    available = _cache_memory(settings, models.served.device, step_bytes)
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
         available, previous_pages = _agree_on_cache(models.communicator, sharing, required, available, previous_pages)
@@ -109,9 +115,9 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
     if graph_sizes:
         progress("capturing CUDA graphs", 98)
-        engine.capture_decode_graphs()
+        engine.capture_decode_graphs(1)  # the largest; the others when a step needs them
     if place is None or place.rank == 0:
-        _write_previous_pages(settings.run_dir, limits.pages)
+        _write_choice(settings.run_dir / PAGES_FILE, str(limits.pages), str(step_bytes))
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
@@ -177,7 +183,10 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
     def build(directory: Path, model_progress: Progress, communicator: Communicator | None = None) -> Model:
         asked, narrow = quantize[directory], kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         trusted = settings.trust_remote_code
-        return build_model(directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow, communicator)
+        dummy = not settings.needs_weights
+        return build_model(
+            directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow, communicator, dummy
+        )
 
     served = build(settings.model_dir, progress, communicator)
     if settings.draft_model_dir is None:
@@ -304,7 +313,7 @@ def _graph_batch_sizes(settings: Settings, served: Model) -> list[int]:
 
 
 def _load_token_table(directory: Path, vocab_size: int) -> LLTokenizer:
-    config = read_model_config(directory)
+    config = read_model_config(directory, weights=False)
     return token_table(read_tokenizer(config), config.eos_token_ids, vocab_size)
 
 
@@ -347,15 +356,11 @@ def _cache_requirements(models: LoadedModels) -> memory.CacheRequirements:
     )
 
 
-def _read_previous_pages(run: Path) -> int | None:
-    """The number of pages of the previous worker of this supervisor, if there was one."""
+def _read_previous_cache(run: Path) -> tuple[int | None, int | None]:
+    """The number of pages of the previous worker of this supervisor, if there was one, and what `_measure_step` found:
+    the same model on the same device takes the same memory, and requests wait for this start."""
     words = _read_choice(run / PAGES_FILE)
-    return int(words[0]) if len(words) == 1 else None
-
-
-def _write_previous_pages(run: Path, pages: int) -> None:
-    """Stores the number of pages for a worker that replaces this one."""
-    _write_choice(run / PAGES_FILE, str(pages))
+    return (int(words[0]), int(words[1])) if len(words) == 2 else (None, None)
 
 
 def _dtype_by_trial(run: Path, own: str) -> str:
@@ -382,12 +387,18 @@ def _write_choice(path: Path, *words: str) -> None:
     path.write_text(" ".join((str(os.getppid()), *words)))
 
 
-def _measure_memory(settings: Settings, models: LoadedModels, graph_sizes: list[int]) -> memory.CacheMemory:
-    """Measures the memory for the KV cache. On CUDA it runs the largest step that may occur, which shows the memory of
-    its activations, and captures the largest graph, whose pool the others share."""
-    device = models.served.device
+def _cache_memory(settings: Settings, device: torch.device, step_bytes: int) -> memory.CacheMemory:
+    """The memory for the KV cache."""
     if device.type != "cuda":
         return memory.cache_memory_on_host(memory.available_on_host() // settings.replicas)
+    free, total = torch.cuda.mem_get_info(device)
+    return memory.cache_memory_on_cuda(free, total, settings, step_bytes)
+
+
+def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[int]) -> int:
+    """The bytes on a GPU that a step takes besides weights and KV cache. Runs the largest step that may occur, which
+    shows the memory of its activations, and captures the largest graph, whose pool the others share."""
+    device = models.served.device
     rows = memory.max_batch_size(settings, "cuda")
     total = memory.max_prefill_tokens(settings, "cuda")
     required, drafts = _cache_requirements(models), settings.speculate or 0
@@ -429,7 +440,7 @@ def _measure_memory(settings: Settings, models: LoadedModels, graph_sizes: list[
         "activations of a step take up to %.2f GB, %d CUDA graphs %.2f GB; %.2f of %.2f GB are free",
         *(activations / 1e9, graph_count, graph_bytes / 1e9, free / 1e9, total_bytes / 1e9),
     )
-    return memory.cache_memory_on_cuda(free, total_bytes, settings, activations + graph_bytes)
+    return activations + graph_bytes
 
 
 WARMUP_PROMPT_TOKENS = 20  # more than one page

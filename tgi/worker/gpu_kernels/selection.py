@@ -1,15 +1,19 @@
 """Decides whether the GPU kernels compute the models of this worker: those of every module, or none."""
 
+import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from tgi.microkernel.errors import UserError
+from tgi.worker.cpu_kernels.build import KernelsUnavailable, cache_directory
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 
 log = logging.getLogger(__name__)
@@ -26,6 +30,7 @@ MODULES = (
     "tgi.worker.gpu_kernels.kv_write",
     "tgi.worker.gpu_kernels.paged_attention",
 )
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class GpuModelCandidate(Protocol):
@@ -39,8 +44,9 @@ class GpuModelCandidate(Protocol):
 def select_gpu_kernels(
     models: Sequence[GpuModelCandidate], device: str, batch_invariant: bool = False
 ) -> tuple[GpuKernels | None, str]:
-    """The GPU kernels if they can compute any of these models on this device ("cpu", "cuda"), or None and the
-    reason."""
+    """The GPU kernels if they can compute any of these models on this device ("cpu", "cuda"), or None and the reason.
+    Self-tests that have passed on this machine, with these versions, are not repeated: a worker that replaces another
+    one is waited for."""
     if device != "cuda":
         return None, "they are for GPUs"
     if all(model.decoder is None for model in models):
@@ -48,20 +54,39 @@ def select_gpu_kernels(
     if importlib.util.find_spec("triton") is None:
         log.warning("computing with torch's kernels, which are slower than our own: triton is not installed")
         return None, "triton is not installed"
-    return self_tested_kernels(
-        torch.device(device), torch.cuda.get_device_capability(), batch_invariant=batch_invariant
-    )
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    kernels = GpuKernels(capability, batch_invariant)
+    try:
+        stamp = cache_directory() / f"gpu-kernels-{kernels_digest(name)}.passed"
+    except KernelsUnavailable as error:
+        log.debug("the kernels' self-tests run at each start: %s", error)
+        stamp = None
+    if stamp is not None and stamp.exists():
+        _set_defaults()
+        return kernels, ""
+    tested, reason = self_tested_kernels(torch.device(device), capability)
+    if tested is None:
+        return None, reason
+    if stamp is not None:
+        stamp.touch(mode=0o600)
+    return kernels, ""
+
+
+def kernels_digest(device: str) -> str:
+    """Of all that the results of the self-tests depend on: the sources, torch, Triton, the kind of GPU, the driver."""
+    parts = [device.encode(), torch.__version__.encode(), importlib.metadata.version("triton").encode()]
+    parts += [path.read_bytes() for path in (DRIVER, *sorted(Path(__file__).parent.glob("*.py"))) if path.exists()]
+    return hashlib.blake2b(b"\0".join(parts), digest_size=10).hexdigest()
 
 
 def self_tested_kernels(
     device: torch.device,
     capability: tuple[int, int],
     modules: Sequence[str] = MODULES,
-    batch_invariant: bool = False,
 ) -> tuple[GpuKernels | None, str]:
     """The GPU kernels if all modules pass their self-tests on this device, or None and the failed one, which is also
     logged as a warning. Raises UserError if a kernel leaves the GPU unusable."""
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default; Triton warns where it is not set
+    _set_defaults()
     for name in modules:
         try:
             importlib.import_module(name).self_test(device)
@@ -70,7 +95,11 @@ def self_tested_kernels(
             _require_usable(device, reason)
             log.warning("computing with torch's kernels: %s", reason)
             return None, reason
-    return GpuKernels(capability, batch_invariant), ""
+    return GpuKernels(capability), ""
+
+
+def _set_defaults() -> None:
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default; Triton warns where it is not set
 
 
 def _require_usable(device: torch.device, reason: str) -> None:

@@ -323,10 +323,10 @@ Product = Callable[[Tensor], Tensor]
 def find_product(weight: Weight, bias: Tensor | None, dtype: torch.dtype, gpu: GpuKernels | None) -> Product:
     """The function x @ weight.T + bias of x [rows, inputs] in `dtype`, for a weight that may be quantized (on CUDA).
 
-    Kernels that are batch invariant compute any number of rows in one way: plain weights in tiles of one size, quantized
-    ones from their bits. Otherwise calls with few rows use our GPU kernel on the quantized weight, if there is one;
-    calls with more rows dequantize the whole weight or, for FP8 weights on a device with FP8 products, quantize the
-    activations to FP8.
+    Kernels that are batch invariant compute any number of rows in one way: plain weights in tiles of one size,
+    quantized ones from their bits. Otherwise calls with few rows use our GPU kernel on the quantized weight, if there
+    is one; calls with more rows dequantize the whole weight or, for FP8 weights on a device with FP8 products, quantize
+    the activations to FP8.
     """
     invariant = gpu is not None and gpu.batch_invariant
     if isinstance(weight, Tensor):

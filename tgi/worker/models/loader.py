@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tgi.microkernel.errors import UserError
-from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.checkpoint import Checkpoint, RandomCheckpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
@@ -73,20 +73,28 @@ def build_model(
     gpu: GpuKernels | None = None,
     quantized_cache: bool = False,
     communicator: Communicator | None = None,
+    dummy: bool = False,
 ) -> Model:
     """Loads the model of a directory onto `device` ("cpu", "cuda"). `dtype` and `quantize` as in read_model_spec.
 
     `trust_code` allows Python code in the directory to run. `kernels` are our CPU kernels, which must support this
     model, and `gpu` our GPU kernels; None = torch's. `quantized_cache`: the KV cache will have an 8-bit type, so its
-    scales are loaded. `communicator`: this is one rank of several, each with a part of the model. `progress` is called
-    with a stage and a percentage. Raises UserError if the model cannot be served.
+    scales are loaded. `communicator`: this is one rank of several, each with a part of the model. `dummy`: random
+    weights instead of those of the directory. `progress` is called with a stage and a percentage. Raises UserError if
+    the model cannot be served.
     """
     spec = read_model_spec(directory, dtype, quantize)
     if device == "cpu" and kernels is None:
         warn_of_emulation(spec.dtype)
     if spec.decoder is not None:
         return _build_decoder(
-            directory, spec.decoder, spec, torch.device(device), progress, kernels, gpu, quantized_cache, communicator
+            directory, spec.decoder, spec, torch.device(device), progress, kernels, gpu, quantized_cache, communicator,
+            dummy,
+        )  # fmt: skip
+    if dummy:
+        raise UserError(
+            f"--load-format dummy is not for the model in {directory}, which runs through transformers. Leave it out, "
+            "or choose a model that this server computes itself (docs/models.md)."
         )
     if communicator is not None:
         raise UserError(
@@ -110,6 +118,7 @@ def _build_decoder(
     gpu: GpuKernels | None,
     quantized_cache: bool,
     communicator: Communicator | None,
+    dummy: bool,
 ) -> DecoderModel:
     progress("loading weights", 0)
     dtype, scheme = spec.dtype, spec.scheme
@@ -118,7 +127,13 @@ def _build_decoder(
     exact = dtype is torch.float32
     if scheme.made is not None and device.type == "cpu" and kernels is None:
         log.warning("--quantize saves no memory here: torch's CPU kernels need dequantized weights")
-    with Checkpoint(directory) as checkpoint, torch.inference_mode():
+    if dummy and scheme.stored is not None:
+        raise UserError("--load-format dummy makes plain weights. Choose a model that is not quantized, or --quantize.")
+
+    def stored() -> Checkpoint:
+        return RandomCheckpoint(device, directory) if dummy else Checkpoint(directory)
+
+    with stored() as checkpoint, torch.inference_mode():
         quantize = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
         source = scheme.source(checkpoint, quantize, float8.stays_float8_on(device), exact=exact)
         reader = DecoderWeightLoader(source, config, shard, dtype, device, kernels, gpu)
@@ -126,7 +141,7 @@ def _build_decoder(
         scales = read_kv_scales(checkpoint, len(config.layers)) if quantized_cache else ()
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Maps the file again for the embedding, which releases the pages read so far; lookups read only their rows.
-        with Checkpoint(directory) as checkpoint:
+        with stored() as checkpoint:
             weights = weights._replace(
                 embedding=stored_embedding(scheme.stored_source(checkpoint, exact=exact), config, shard, dtype)
             )

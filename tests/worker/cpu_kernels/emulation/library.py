@@ -169,7 +169,7 @@ def _server() -> Path:
     """The compiled server.cpp."""
     source = Path(__file__).with_name("server.cpp")
     digest = hashlib.blake2b(source.read_bytes(), digest_size=10).hexdigest()
-    path = build._cache_directory() / f"emulated-server-{digest}"
+    path = build.cache_directory() / f"emulated-server-{digest}"
     if not path.exists():
         with build._scratch_directory(path.parent) as scratch:
             build._run([COMPILER, "-std=c++17", "-O2", "-pthread", str(source), "-ldl", "-o", str(scratch / path.name)])
