@@ -1,6 +1,7 @@
 """Fixes Triton's interpreter for bfloat16: its matrix products multiply bit patterns, and
-cuts float32 off where a GPU rounds."""
+cuts float32 off where a GPU rounds. And it executes assembly, of a few instructions."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,46 @@ def _converted(self: InterpreterBuilder, x: TensorHandle, dtype: tl.dtype) -> Te
     return _rounded(x) if kinds == (tl.float32, tl.bfloat16) else _cast(self, x, dtype)
 
 
+def _permuted(a: Any, b: Any, selector: Any) -> Any:
+    """prmt.b32: each four bits select one of eight bytes, or its sign in all bits."""
+    found = np.uint32(0)
+    pool = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    for at in range(4):
+        choice = selector >> np.uint32(4 * at) & np.uint32(15)
+        byte = (pool >> ((choice & np.uint32(7)) * np.uint32(8)).astype(np.uint64)).astype(np.uint32) & np.uint32(255)
+        byte = np.where(choice & np.uint32(8), (byte >> np.uint32(7)) * np.uint32(255), byte)
+        found = found | byte << np.uint32(8 * at)
+    return found
+
+
+_INSTRUCTIONS = {
+    "prmt.b32": _permuted,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "shr.u32": lambda a, b: a >> b,
+}
+
+
+def _executed(
+    self: InterpreterBuilder, assembly: str, constraints: str, values: Any, types: Any, pure: bool, pack: int
+) -> Any:
+    """Instructions between integers of 32 bits, for one element at a time."""
+    assert pack == 1
+    outputs = constraints.count("=")
+    registers = {f"${outputs + at}": value.data.view(np.uint32) for at, value in enumerate(values)}
+    for line in assembly.strip("{} \n").split(";"):
+        name, *rest = line.split(maxsplit=1) or [""]
+        if name in ("", ".reg"):
+            continue
+        target, *operands = (one.strip() for one in rest[0].split(","))
+        read = [registers[one] if one in registers else np.full(1, int(one, 0), np.uint32) for one in operands]
+        registers[target] = _INSTRUCTIONS[name](*read)
+    found = [TensorHandle(registers[f"${at}"].view(np.int32), tl.int32) for at in range(outputs)]
+    return SimpleNamespace(get_result=found.__getitem__)
+
+
 def fix_interpreter() -> None:
     """Patches the interpreter for the rest of this process."""
     InterpreterBuilder.create_dot = _dot
     InterpreterBuilder.cast_impl = _converted
+    InterpreterBuilder.create_inline_asm = _executed

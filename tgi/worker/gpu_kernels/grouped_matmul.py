@@ -18,12 +18,12 @@ from torch import Tensor
 
 from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.gpu_kernels.gated_activation import _activation
-from tgi.worker.gpu_kernels.quantized_matmul import decoded_tile, group_of
+from tgi.worker.gpu_kernels.quantized_matmul import codebook_table, decoded_tile, group_of
 from tgi.worker.gpu_kernels.routing import Routing, route
 from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
 from tgi.worker.quantization import float8
 from tgi.worker.quantization.quantize import quantize_weight
-from tgi.worker.quantization.weight import QuantizedWeight, Weight, codebook_on
+from tgi.worker.quantization.weight import QuantizedWeight, Weight
 
 
 class Tile(NamedTuple):
@@ -91,14 +91,15 @@ def _grouped_matmul(
         at = start + tl.arange(0, INPUTS)
         left = tl.load(source + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
         right = decoded_tile(
-            codes, scales, shifts, factors, table, first, there, start, width, groups, GROUP, OUTPUTS, INPUTS
-        ).to(left.dtype)
+            codes, scales, shifts, factors, table, first, there, start, width, groups, GROUP, OUTPUTS, INPUTS,
+            left.dtype,
+        )  # fmt: skip
         sums = tl.dot(left, tl.trans(right), sums, input_precision=PRECISION)
         if GATED:
             right = decoded_tile(
                 codes, scales, shifts, factors, table, first + outputs, there, start, width, groups, GROUP, OUTPUTS,
-                INPUTS,
-            ).to(left.dtype)  # fmt: skip
+                INPUTS, left.dtype,
+            )  # fmt: skip
             factor = tl.dot(left, tl.trans(right), factor, input_precision=PRECISION)
     if scales is not None and (GROUP == 0 or factors is not None):
         sums *= tl.load(scales + first, mask=there, other=0.0).to(tl.float32)[None, :]
@@ -133,7 +134,7 @@ def grouped_matmul(
         columns, groups, group = (weight, None, None, None, None), 1, 0
     else:
         grouped = weight.scales if weight.factors is None else weight.factors
-        columns = (*weight, None if weight.factors is None else codebook_on(x.device))
+        columns = (*weight, None if weight.factors is None else codebook_table(x))
         groups, group = grouped.shape[1], group_of(weight)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     size = tile.outputs if gated else 2 * tile.outputs

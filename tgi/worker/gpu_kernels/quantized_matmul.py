@@ -7,6 +7,8 @@ x. Sums are float32. One program sums all inputs of its outputs, for 16 rows, so
 number of other rows.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -16,7 +18,7 @@ from torch import Tensor
 from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
 from tgi.worker.quantization import float8
 from tgi.worker.quantization.quantize import quantize_weight
-from tgi.worker.quantization.weight import QuantizedWeight, codebook_on
+from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight, codebook_on
 
 ROWS = 16  # of a tile
 NARROW, WIDE = 16, 32  # outputs of a tile
@@ -25,13 +27,80 @@ BYTES = 256  # of an output in a tile: wide enough that most columns of scales a
 STAGES = {1: 6, 2: 4}  # tiles in flight from memory, by codes per byte
 
 
+# Eight codes of four bits select numbers of 16 bits by four byte permutations for each four bytes: the low bytes of 16
+# numbers are in $4 to $8, the high bytes in $9 to $12.
+_FOUR_CODES = """
+    prmt.b32 a, $5, $6, s; prmt.b32 b, $7, $8, s; prmt.b32 c, a, b, t;
+    prmt.b32 a, $9, $10, s; prmt.b32 b, $11, $12, s; prmt.b32 d, a, b, t;
+    prmt.b32 ${first}, c, d, 0x5140; prmt.b32 ${second}, c, d, 0x7362;
+"""
+LOOK_UP = tl.constexpr(
+    "{ .reg .b32 s, t, a, b, c, d; and.b32 s, $4, 0x77777777; shr.u32 t, $4, 1; and.b32 t, t, 0x44444444;"
+    "or.b32 t, t, 0x32103210;"
+    + _FOUR_CODES.format(first=0, second=1).replace("\n", " ")
+    + "shr.u32 s, s, 16; shr.u32 t, t, 16;"
+    + _FOUR_CODES.format(first=2, second=3).replace("\n", " ")
+    + "}"
+)
+
+
+@triton.jit
+def _halves(pair, DTYPE: tl.constexpr):
+    """The two numbers of 16 bits in each integer."""
+    return (pair & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True), (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _codebook_tile(
+    codes, factors, table, places, there, start, width, groups,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`decoded_tile` of a codebook's weight, with the table of `_byte_planes`. Bytes are selected in registers, which
+    takes a few instructions for eight codes; loads or shuffles would take longer than the codes take to be read."""
+    GROUPS: tl.constexpr = INPUTS // 32
+    words = codes.to(tl.pointer_type(tl.int32))
+    at = start // 8 + tl.arange(0, INPUTS // 8)
+    mask = there[:, None] & (at < width // 4)[None, :]
+    word = tl.load(words + places[:, None] * (width // 4) + at[None, :], mask=mask, other=0)
+    word = tl.reshape(word, (OUTPUTS, GROUPS, 4))
+    at = start // 32 + tl.arange(0, GROUPS)
+    mask = there[:, None] & (at < groups)[None, :]
+    factor = tl.load(factors + places[:, None] * groups + at[None, :], mask=mask, other=0).to(tl.int32)
+    planes = tl.load(table + factor[:, :, None] * 8 + tl.arange(0, 8)[None, None, :])
+    even, odd = tl.split(tl.reshape(planes, (OUTPUTS, GROUPS, 2, 2, 2)))
+    zero, two = tl.split(even)
+    one, three = tl.split(odd)
+    low0, high0 = tl.split(zero)
+    low1, high1 = tl.split(one)
+    low2, high2 = tl.split(two)
+    low3, high3 = tl.split(three)
+    pair0, pair1, pair2, pair3 = tl.inline_asm_elementwise(
+        LOOK_UP,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [
+            word, low0[:, :, None], low1[:, :, None], low2[:, :, None], low3[:, :, None],
+            high0[:, :, None], high1[:, :, None], high2[:, :, None], high3[:, :, None],
+        ],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    code0, code1 = _halves(pair0, DTYPE)
+    code2, code3 = _halves(pair1, DTYPE)
+    code4, code5 = _halves(pair2, DTYPE)
+    code6, code7 = _halves(pair3, DTYPE)
+    even = tl.interleave(tl.interleave(code0, code4), tl.interleave(code2, code6))
+    odd = tl.interleave(tl.interleave(code1, code5), tl.interleave(code3, code7))
+    return tl.reshape(tl.interleave(even, odd), (OUTPUTS, INPUTS))
+
+
 @triton.jit
 def decoded_tile(
     codes,  # [outputs, width], two in a byte where these are uint8
     scales,  # [outputs, groups], or [outputs, 1] where there are factors or no groups
     shifts,  # [outputs, groups], or None
     factors,  # [outputs, groups], or None
-    table,  # [factors, 16], or None
+    table,  # of `codebook_table`, or None
     places,  # int64 [OUTPUTS], of outputs
     there,  # [OUTPUTS]: whether there is such an output
     start,  # the first input
@@ -40,33 +109,37 @@ def decoded_tile(
     GROUP: tl.constexpr,  # inputs that share a scale or a factor; 0: all
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,  # of the tile; a multiple of GROUP, or a divisor
+    DTYPE: tl.constexpr,  # of the result
 ):
     """A tile [OUTPUTS, INPUTS] of a weight, without `scales` where there are factors or no groups. Plain weights are
     codes without groups."""
-    PACKED: tl.constexpr = 2 if codes.dtype.element_ty == tl.uint8 else 1
-    at = start // PACKED + tl.arange(0, INPUTS // PACKED)
-    mask = there[:, None] & (at < width)[None, :]
-    code = tl.load(codes + places[:, None] * width + at[None, :], mask=mask, other=0.0)
-    if PACKED == 2:
-        code = tl.interleave(code & 15, code >> 4)
-        if factors is None and shifts is None:
-            code = code.to(tl.int8) - 8
-    if GROUP > 0:
-        SHARED: tl.constexpr = GROUP if GROUP < INPUTS else INPUTS
-        at = start // GROUP + tl.arange(0, INPUTS // SHARED)
-        mask = there[:, None] & (at < groups)[None, :]
-        at = places[:, None] * groups + at[None, :]
-        code = tl.reshape(code, (OUTPUTS, INPUTS // SHARED, SHARED))
-        if factors is not None:
-            factor = tl.load(factors + at, mask=mask, other=0).to(tl.int32)
-            entries = tl.load(table + factor[:, :, None] * 16 + tl.arange(0, 16)[None, None, :])
-            code = tl.gather(entries, code.to(tl.int32), 2)
-        else:
-            code = code.to(tl.float32) * tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
-            if shifts is not None:
-                code += tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
-        code = tl.reshape(code, (OUTPUTS, INPUTS))
-    return code
+    if factors is not None and table.dtype.element_ty == tl.int32:
+        return _codebook_tile(codes, factors, table, places, there, start, width, groups, OUTPUTS, INPUTS, DTYPE)
+    else:
+        PACKED: tl.constexpr = 2 if codes.dtype.element_ty == tl.uint8 else 1
+        at = start // PACKED + tl.arange(0, INPUTS // PACKED)
+        mask = there[:, None] & (at < width)[None, :]
+        code = tl.load(codes + places[:, None] * width + at[None, :], mask=mask, other=0.0)
+        if PACKED == 2:
+            code = tl.interleave(code & 15, code >> 4)
+            if factors is None and shifts is None:
+                code = code.to(tl.int8) - 8
+        if GROUP > 0:
+            SHARED: tl.constexpr = GROUP if GROUP < INPUTS else INPUTS
+            at = start // GROUP + tl.arange(0, INPUTS // SHARED)
+            mask = there[:, None] & (at < groups)[None, :]
+            at = places[:, None] * groups + at[None, :]
+            code = tl.reshape(code, (OUTPUTS, INPUTS // SHARED, SHARED))
+            if factors is not None:
+                factor = tl.load(factors + at, mask=mask, other=0).to(tl.int32)
+                entries = tl.load(table + factor[:, :, None] * 16 + tl.arange(0, 16)[None, None, :])
+                code = tl.gather(entries, code.to(tl.int32), 2)
+            else:
+                code = code.to(tl.float32) * tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+                if shifts is not None:
+                    code += tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+            code = tl.reshape(code, (OUTPUTS, INPUTS))
+        return code.to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -94,8 +167,9 @@ def _quantized_matmul(
         at = start + tl.arange(0, INPUTS)
         left = tl.load(x + row[:, None] * inputs + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
         right = decoded_tile(
-            codes, scales, shifts, factors, table, places, there, start, width, groups, GROUP, OUTPUTS, INPUTS
-        ).to(left.dtype)
+            codes, scales, shifts, factors, table, places, there, start, width, groups, GROUP, OUTPUTS, INPUTS,
+            left.dtype,
+        )  # fmt: skip
         sums = tl.dot(left, tl.trans(right), sums)
     if GROUP == 0 or factors is not None:
         sums *= tl.load(scales + output, mask=there, other=0.0).to(tl.float32)[None, :]
@@ -103,6 +177,19 @@ def _quantized_matmul(
         sums += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
     where = row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(y + where, sums.to(y.dtype.element_ty), mask=given[:, None] & there[None, :])
+
+
+@cache
+def _byte_planes(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """int32 [factors, 8]: of each row of CODEBOOK in a type of 16 bits, the low bytes, then the high bytes."""
+    return CODEBOOK.to(dtype).view(torch.uint8).view(-1, 16, 2).mT.contiguous().view(torch.int32).view(-1, 8).to(device)
+
+
+def codebook_table(x: Tensor) -> Tensor:
+    """The codebook for `decoded_tile`: byte planes where assembly is available, else int8 [factors, 16]."""
+    if torch.version.hip is not None or x.dtype.itemsize != 2:
+        return codebook_on(x.device)
+    return _byte_planes(x.device, x.dtype)
 
 
 def group_of(weight: QuantizedWeight) -> int:
@@ -122,7 +209,7 @@ def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
     tile = WIDE if outputs >= MANY_OUTPUTS else NARROW
     each = 8 // weight.bits
     _quantized_matmul[triton.cdiv(outputs, tile), triton.cdiv(rows, ROWS)](
-        *(x.contiguous(), codes, scales, shifts, factors, None if factors is None else codebook_on(x.device), bias, y),
+        *(x.contiguous(), codes, scales, shifts, factors, None if factors is None else codebook_table(x), bias, y),
         *(rows, outputs, inputs, codes.shape[1], groups),
         GROUP=group_of(weight),
         ROWS=ROWS,
