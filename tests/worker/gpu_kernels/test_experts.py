@@ -141,6 +141,7 @@ KINDS: dict[str, tuple[Callable[[int, int, int], Weight], torch.dtype]] = {
     "int4": (lambda outputs, inputs, seed: random_whole(outputs, inputs, 4, seed), HALF),
     "int8 in groups": (grouped_weights(8, 32, True), HALF),
     "int4 in groups": (grouped_weights(4, 128, False), HALF),
+    "int4 in 32 bits": (lambda outputs, inputs, seed: random_whole(outputs, inputs, 4, seed), SINGLE),
     "int4 with shifts": (grouped_weights(4, 16, True), HALF),
 }
 

@@ -51,6 +51,69 @@ def _halves(pair, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _interleaved(code0, code1, code2, code3, code4, code5, code6, code7, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
+    """[OUTPUTS, INPUTS] of the codes 0 to 7 of each integer."""
+    even = tl.interleave(tl.interleave(code0, code4), tl.interleave(code2, code6))
+    odd = tl.interleave(tl.interleave(code1, code5), tl.interleave(code3, code7))
+    return tl.reshape(tl.interleave(even, odd), (OUTPUTS, INPUTS))
+
+
+@triton.jit
+def _words(
+    codes, places, there, start, width, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """Codes of four bits as int32 [OUTPUTS, INPUTS // SHARED, SHARED // 8]."""
+    at = start // 8 + tl.arange(0, INPUTS // 8)
+    mask = there[:, None] & (at < width // 4)[None, :]
+    at = places[:, None] * (width // 4) + at[None, :]
+    word = tl.load(codes.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
+    return tl.reshape(word, (OUTPUTS, INPUTS // SHARED, SHARED // 8))
+
+
+@triton.jit
+def _scaled_code(word, LEFT: tl.constexpr, scale, shift, DTYPE: tl.constexpr):
+    """scale * (16 + code) + shift, of the code that is shifted to the highest four bits of a float's fraction: integers
+    are not converted, which would take longer than the codes take to be read."""
+    bits = word << LEFT if LEFT >= 0 else word >> -LEFT
+    code = (bits & 0x780000 | 0x41800000).to(tl.float32, bitcast=True)
+    return (code * scale + shift).to(DTYPE)
+
+
+@triton.jit
+def _four_bit_tile(
+    codes, scales, shifts, places, there, start, width, groups,
+    GROUP: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`decoded_tile` of integers of four bits."""
+    SHARED: tl.constexpr = GROUP if GROUP > 0 and GROUP < INPUTS else INPUTS
+    word = _words(codes, places, there, start, width, OUTPUTS, INPUTS, SHARED)
+    if GROUP > 0:
+        at = start // GROUP + tl.arange(0, INPUTS // SHARED)
+        mask = there[:, None] & (at < groups)[None, :]
+        at = places[:, None] * groups + at[None, :]
+        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        scale = tl.full((OUTPUTS, 1), 1.0, tl.float32)
+    if shifts is None:
+        shift = -24.0 * scale
+    else:
+        shift = tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32) - 16.0 * scale
+    scale, shift = scale[:, :, None], shift[:, :, None]
+    return _interleaved(
+        _scaled_code(word, 19, scale, shift, DTYPE),
+        _scaled_code(word, 15, scale, shift, DTYPE),
+        _scaled_code(word, 11, scale, shift, DTYPE),
+        _scaled_code(word, 7, scale, shift, DTYPE),
+        _scaled_code(word, 3, scale, shift, DTYPE),
+        _scaled_code(word, -1, scale, shift, DTYPE),
+        _scaled_code(word, -5, scale, shift, DTYPE),
+        _scaled_code(word, -9, scale, shift, DTYPE),
+        OUTPUTS,
+        INPUTS,
+    )
+
+
+@triton.jit
 def _codebook_tile(
     codes, factors, table, places, there, start, width, groups,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, DTYPE: tl.constexpr,
@@ -58,11 +121,7 @@ def _codebook_tile(
     """`decoded_tile` of a codebook's weight, with the table of `_byte_planes`. Bytes are selected in registers, which
     takes a few instructions for eight codes; loads or shuffles would take longer than the codes take to be read."""
     GROUPS: tl.constexpr = INPUTS // 32
-    words = codes.to(tl.pointer_type(tl.int32))
-    at = start // 8 + tl.arange(0, INPUTS // 8)
-    mask = there[:, None] & (at < width // 4)[None, :]
-    word = tl.load(words + places[:, None] * (width // 4) + at[None, :], mask=mask, other=0)
-    word = tl.reshape(word, (OUTPUTS, GROUPS, 4))
+    word = _words(codes, places, there, start, width, OUTPUTS, INPUTS, 32)
     at = start // 32 + tl.arange(0, GROUPS)
     mask = there[:, None] & (at < groups)[None, :]
     factor = tl.load(factors + places[:, None] * groups + at[None, :], mask=mask, other=0).to(tl.int32)
@@ -89,9 +148,7 @@ def _codebook_tile(
     code2, code3 = _halves(pair1, DTYPE)
     code4, code5 = _halves(pair2, DTYPE)
     code6, code7 = _halves(pair3, DTYPE)
-    even = tl.interleave(tl.interleave(code0, code4), tl.interleave(code2, code6))
-    odd = tl.interleave(tl.interleave(code1, code5), tl.interleave(code3, code7))
-    return tl.reshape(tl.interleave(even, odd), (OUTPUTS, INPUTS))
+    return _interleaved(code0, code1, code2, code3, code4, code5, code6, code7, OUTPUTS, INPUTS)
 
 
 @triton.jit
@@ -113,28 +170,27 @@ def decoded_tile(
 ):
     """A tile [OUTPUTS, INPUTS] of a weight, without `scales` where there are factors or no groups. Plain weights are
     codes without groups."""
-    if factors is not None and table.dtype.element_ty == tl.int32:
+    PACKED: tl.constexpr = 2 if codes.dtype.element_ty == tl.uint8 else 1
+    if PACKED == 2 and factors is None:
+        return _four_bit_tile(codes, scales, shifts, places, there, start, width, groups, GROUP, OUTPUTS, INPUTS, DTYPE)
+    elif factors is not None and table.dtype.element_ty == tl.int32:
         return _codebook_tile(codes, factors, table, places, there, start, width, groups, OUTPUTS, INPUTS, DTYPE)
     else:
-        PACKED: tl.constexpr = 2 if codes.dtype.element_ty == tl.uint8 else 1
         at = start // PACKED + tl.arange(0, INPUTS // PACKED)
         mask = there[:, None] & (at < width)[None, :]
         code = tl.load(codes + places[:, None] * width + at[None, :], mask=mask, other=0.0)
-        if PACKED == 2:
-            code = tl.interleave(code & 15, code >> 4)
-            if factors is None and shifts is None:
-                code = code.to(tl.int8) - 8
         if GROUP > 0:
             SHARED: tl.constexpr = GROUP if GROUP < INPUTS else INPUTS
             at = start // GROUP + tl.arange(0, INPUTS // SHARED)
             mask = there[:, None] & (at < groups)[None, :]
             at = places[:, None] * groups + at[None, :]
-            code = tl.reshape(code, (OUTPUTS, INPUTS // SHARED, SHARED))
             if factors is not None:
+                code = tl.reshape(tl.interleave(code & 15, code >> 4), (OUTPUTS, INPUTS // SHARED, SHARED))
                 factor = tl.load(factors + at, mask=mask, other=0).to(tl.int32)
                 entries = tl.load(table + factor[:, :, None] * 16 + tl.arange(0, 16)[None, None, :])
                 code = tl.gather(entries, code.to(tl.int32), 2)
             else:
+                code = tl.reshape(code, (OUTPUTS, INPUTS // SHARED, SHARED))
                 code = code.to(tl.float32) * tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
                 if shifts is not None:
                     code += tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
