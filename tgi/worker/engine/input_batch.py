@@ -4,6 +4,8 @@
 these into a `ForwardBatch` for the model and a `SamplingBatch` for the sampler.
 """
 
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -164,24 +166,23 @@ class Slots:
         drafts = _validate_drafts(step, draws, self.vocab_size) if step.drafts else None
         draft_ends = ends if drafts is None else ends + drafts.counts
         computed, known = self.num_computed[slots], self.num_known[slots]
-        expected_starts = np.where(computed == NEW, starts, computed)
+        new, drawing = computed == NEW, draws != 0
         faults = {
             "has no token to compute": counts < 1,
-            "does not start where its computed tokens end": (starts != expected_starts) | (starts < 0),
+            "does not start where its computed tokens end": ((starts != computed) & ~new) | (starts < 0),
             "goes beyond its known ids": ends > known,
             "goes beyond its pages": draft_ends > self.num_pages[slots] * self.page_size,
-            "draws before its last known id": (draws != 0) & (ends != known),
-            "draws beyond the longest request": (draws != 0) & (draft_ends >= self.width),
+            "draws before its last known id": drawing & (ends != known),
+            "draws beyond the longest request": drawing & (draft_ends >= self.width),
         }
-        wrong = np.array(list(faults.values()))
-        if wrong.any():
-            fault, row = np.argwhere(wrong)[0]
+        if reduce(or_, faults.values()).any():
+            fault, row = np.argwhere(np.array(list(faults.values())))[0]
             raise BadStep(
                 f"the row of slot {slots[row]} {list(faults)[fault]}: positions {starts[row]} to "
                 f"{draft_ends[row] - 1}, {known[row]} ids known, {computed[row]} computed, "
                 f"{self.num_pages[slots[row]]} pages"
             )
-        for row in (computed == NEW).nonzero()[0]:
+        for row in new.nonzero()[0]:
             self._record_first_row(slots[row], starts[row])
         (sampling,) = draws.nonzero()
         if drafts is None:
