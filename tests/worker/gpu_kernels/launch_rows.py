@@ -4,6 +4,7 @@ import torch
 
 from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.gpu_kernels.gated_activation import gated_activation
+from tgi.worker.gpu_kernels.matmul import matmul
 from tgi.worker.gpu_kernels.norm import norm, norm_in_place
 
 
@@ -16,6 +17,8 @@ def launches(dtype: torch.dtype) -> None:
 
 def _of_a_step(tokens: int, dtype: torch.dtype) -> None:
     x, qkv = torch.empty(tokens, 2048, dtype=dtype), torch.empty(tokens, 48 * 128, dtype=dtype)
+    matmul(x, torch.empty(4096, 2048, dtype=dtype), into=torch.empty(tokens, 4096, dtype=dtype))
+    matmul(x, torch.empty(4096, 2048, dtype=dtype), torch.empty(4096, dtype=dtype))
     norm(x, torch.empty(2048), None, 1e-5, False)
     norm(x, torch.empty(2048), torch.empty(2048), 1e-5, True)
     norm_in_place(qkv[:, 4096:5120], torch.empty(1024), None, 1e-5, False)
