@@ -11,6 +11,7 @@ LAUNCHES = (
     "tests.worker.gpu_kernels.launch_attention",
     "tests.worker.gpu_kernels.launch_rows",
     "tests.worker.gpu_kernels.launch_products",
+    "tests.worker.gpu_kernels.launch_sampling",
 )
 
 

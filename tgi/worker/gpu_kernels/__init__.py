@@ -9,7 +9,8 @@ launches it, and `self_test(device)`, which compares it with torch on small tens
 - kv_write: keys and values into the paged KV cache, converted to its type,
 - paged_attention: decode attention over the pages (flash decoding),
 - quantized_matmul: few rows times a quantized weight,
-- float8: activations as 8-bit floats.
+- float8: activations as 8-bit floats,
+- sampling: from the logits to the tokens of a step and their logprobs.
 
 selection runs all self-tests and decides; self_test has their helpers.
 """

@@ -17,6 +17,7 @@ class GpuKernels:
             paged_attention,
             quantized_matmul,
             rope,
+            sampling,
         )
 
         self.capability = capability
@@ -26,4 +27,5 @@ class GpuKernels:
         self.quantized_matmul = quantized_matmul.quantized_matmul
         self.quantize_rows = float8.quantize_rows
         self.write_kv = kv_write.write_kv
+        self.sample = sampling.sample
         self.paged_attention = partial(paged_attention.paged_attention, capability=capability)
