@@ -16,6 +16,7 @@ from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.interface import BadStep, Poisoned
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
+from tgi.worker.head_logits import HeadLogits
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import sample
@@ -67,6 +68,9 @@ class ToyModel:
             ids = attention.memory[batch.page_table[row].long()[positions // SIZE] * SIZE + positions % SIZE]
             logits.append(toy_logits(ids.tolist()))
         return torch.stack(logits) if logits else torch.empty(0, VOCAB)
+
+    def forward_head(self, batch: ForwardBatch, attention: Any, reader: Any = None) -> HeadLogits:
+        return HeadLogits(self.forward(batch, attention, reader))
 
     def forward_greedy(self, batch: ForwardBatch, attention: Any, reader: Any = None) -> GreedyTokens:
         return find_greedy_tokens(self.forward(batch, attention, reader))

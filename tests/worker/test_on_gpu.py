@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.weights import random_floats, random_weight, random_whole
+from tests.worker.test_sampling import draws
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.settings import Settings
 from tgi.worker.activations import ACTIVATIONS
@@ -25,6 +27,7 @@ from tgi.worker.gpu_kernels.attention_arguments import Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.selection import self_tested_kernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
+from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import KERNEL_MAX_ROWS_FP8, Linear, find_product
 from tgi.worker.layers.mlp import GroupedExperts
 from tgi.worker.layers.norm import Norm
@@ -33,6 +36,8 @@ from tgi.worker.lora.deltas import AdapterSpan
 from tgi.worker.models.loader import build_model
 from tgi.worker.quantization import float8
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain
+from tgi.worker.sampling.noise import Noise
+from tgi.worker.sampling.sampler import sample, sample_head
 
 GPU = "cuda"
 PROMPTS = [[5, 9, 3], [7] * 20, list(range(40)), [1], [8, 8, 30, 2] * 200]
@@ -191,6 +196,34 @@ def test_attention_is_what_torch_computes(
             found.append(attention.write_and_attend(attention.plan(batch), 0, qkv, 0.1))
         largest = float(found[1].abs().max())
         torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance * largest)
+
+
+def test_real_vocabularies_are_sampled_as_torch_does(gpu: GpuKernels) -> None:
+    """256 rows of 128,256 tokens with all mixtures of limits, and a row alone. A token may differ where two perturbed
+    logits are within rounding."""
+    there, rows, vocab = torch.device(GPU), 256, 128256
+    limits: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 1000, "top_p": 0.7}]
+    samplings = [
+        SamplingParams(row, row % 6 > 0, temperature=(0.7, 1.0, 1.5)[row % 3], **limits[row % 5]) for row in range(rows)
+    ]
+    batch, noise = draws(samplings, [[1] * (row + 1) for row in range(rows)]), Noise(vocab, there)
+    for dtype, spread in ((torch.float32, 1.3), (torch.bfloat16, 3.0)):
+        head = HeadLogits((spread * random_tensor(there, rows, vocab)).to(dtype))
+        found = sample_head(head, batch, noise, gpu_sample=gpu.sample)
+        expected = sample(head.float32().clone(), batch, noise)
+        same = found.ids == expected.ids
+        # In bfloat16 many tokens tie at the border of top-p, and we keep all of them.
+        assert int(same.sum()) >= (rows - 2 if dtype is torch.float32 else rows - 8)
+        tolerance = 1e-4 if dtype is torch.float32 else 0.02
+        torch.testing.assert_close(found.logprobs[same], expected.logprobs[same], rtol=tolerance, atol=tolerance)
+        for row in (2, 4):
+            alone = sample_head(
+                head._replace(values=head.values[row : row + 1]),
+                batch.select(np.array([row])),
+                noise,
+                gpu_sample=gpu.sample,
+            )
+            assert (int(alone.ids), float(alone.logprobs)) == (int(found.ids[row]), float(found.logprobs[row]))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2", "qwen3_moe"])

@@ -12,6 +12,7 @@ LAUNCHES = (
     "tests.worker.gpu_kernels.launch_rows",
     "tests.worker.gpu_kernels.launch_products",
     "tests.worker.gpu_kernels.launch_experts",
+    "tests.worker.gpu_kernels.launch_sampling",
 )
 
 

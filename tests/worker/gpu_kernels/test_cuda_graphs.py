@@ -298,7 +298,7 @@ def test_launching_a_step_does_not_wait_for_the_device(rows: list[int], monkeypa
     recording = GraphCaptureConfig(Again(), attention, rows) if rows else None
     mark = Watermark(model.vocab_size, CPU)
     engine = TorchEngine(model, attention, limits, watermark=mark, graph_capture=recording)
-    monkeypatch.setattr(DecodeGraphs, "_check", lambda self, rows, expected: None)  # there is nothing to compare
+    monkeypatch.setattr(DecodeGraphs, "_check", lambda self, rows, found, expected: None)  # there is nothing to compare
     assert engine.capture_decode_graphs() == len(rows)
     samplings = [
         SamplingParams(0),

@@ -21,6 +21,7 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.attention.interface import CapturableBackend, ForwardBatch
 from tgi.worker.device_copies import pin_for_copy
 from tgi.worker.engine.input_batch import Slots, StepRows
+from tgi.worker.head_logits import HeadLogits
 from tgi.worker.models.interface import Model
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class DecodeGraphs:
         self._shapes = sorted(
             (size, bound) for size in batch_sizes for bound in attention.capture_context_bounds(size, max_total_tokens)
         )
-        self._logits = torch.empty(0, model.vocab_size, device=model.device)
+        self._logits: HeadLogits | None = None  # of the largest graph; all write to its first rows
         self._graphs: dict[tuple[int, int], CapturedGraph] = {}  # by shape
 
     def __len__(self) -> int:
@@ -110,8 +111,8 @@ class DecodeGraphs:
     def capture(self, limit: int | None = None) -> None:
         """Captures the graphs, the largest first; with `limit`, only that many, and the others when a step needs them.
         Raises UserError if a graph cannot be captured or gives other logits than the same step without it."""
-        began, rows = time.monotonic(), max((size for size, _ in self._shapes), default=0)
-        self._logits = torch.zeros(rows, self._model.vocab_size, device=self._model.device)
+        began = time.monotonic()
+        self._logits = None
         self._graphs = {shape: self._capture_one(*shape) for shape in self._shapes[::-1][:limit]}
         log.debug(
             "captured %d CUDA graphs for decode steps of %s rows in %.1f s",
@@ -120,11 +121,11 @@ class DecodeGraphs:
             time.monotonic() - began,
         )
 
-    def try_replay(self, rows: StepRows) -> Tensor | None:
-        """The logits float32 [R, vocab] of these rows, valid until the next step; none of them may need prompt
-        logprobs. None if no graph fits."""
+    def try_replay(self, rows: StepRows) -> HeadLogits | None:
+        """The logits of these R rows, valid until the next step; none of them may need prompt logprobs. None if no
+        graph fits."""
         graph = self._find_graph(rows)
-        if graph is None:
+        if graph is None or self._logits is None:
             return None
         count = len(rows.slots)
         inputs = np.zeros((2, graph.rows), np.int64)
@@ -132,7 +133,7 @@ class DecodeGraphs:
         inputs[:, :count] = rows.slots, rows.starts
         graph.inputs.copy_(pin_for_copy(inputs, graph.inputs.device), non_blocking=True)
         graph.replay()
-        return self._logits[:count]
+        return self._logits._replace(values=self._logits.values[:count])
 
     def _find_graph(self, rows: StepRows) -> CapturedGraph | None:
         """The smallest graph for a step in which each row computes and samples one token, without drafts and without
@@ -163,16 +164,21 @@ class DecodeGraphs:
         inputs = torch.zeros(2, rows, dtype=torch.int64, device=self._page_table.device)
         inputs[0] = self._slots.padding_slot
 
-        def run() -> None:
-            self._logits[:rows] = self._model.forward(self._build_batch(inputs, max_context), self._attention)
+        def forward() -> HeadLogits:
+            return self._model.forward_head(self._build_batch(inputs, max_context), self._attention)
 
-        run()  # the first run loads and compiles kernels, which cannot be captured
-        expected = self._logits[:rows].clone()
-        self._logits.zero_()
+        computed = forward()  # the first run loads and compiles kernels, which cannot be captured
+        if self._logits is None:
+            self._logits = computed._replace(values=torch.empty_like(computed.values))
+        logits = self._logits.values[:rows].zero_()
+
+        def run() -> None:
+            logits.copy_(forward().values)
+
         try:
             graph = CapturedGraph(rows, max_context, inputs, self._capturer.capture(run))
             graph.replay()
-            self._check(rows, expected)
+            self._check(rows, logits, computed.values)
         except RuntimeError as error:
             reason = error.__context__ or error  # the first error; ending the capture failed because of it
             raise UserError(
@@ -180,9 +186,9 @@ class DecodeGraphs:
             ) from error
         return graph
 
-    def _check(self, rows: int, expected: Tensor) -> None:
+    def _check(self, rows: int, found: Tensor, expected: Tensor) -> None:
         """Raises UserError unless the logits [rows, vocab] are close to the expected ones."""
-        wrong, largest = float((self._logits[:rows] - expected).abs().max()), float(expected.abs().max())
+        wrong, largest = float((found - expected).abs().max()), float(expected.abs().max())
         if not wrong <= TOLERANCE * largest:
             raise UserError(
                 f"The CUDA graph of a decode step of {rows} rows gives a logit that differs by {wrong:.3g} from the "

@@ -28,7 +28,7 @@ from tgi.worker.lora.registry import AdapterRegistry
 from tgi.worker.models.interface import Model
 from tgi.worker.sampling.grammar import GrammarManager
 from tgi.worker.sampling.noise import Noise
-from tgi.worker.sampling.sampler import SampledTokens, sample
+from tgi.worker.sampling.sampler import SampledTokens, sample_head
 from tgi.worker.sampling.sampling_batch import SamplingBatch
 from tgi.worker.sampling.token_bitmask import GrammarBitmask
 from tgi.worker.sampling.top_logprobs import TopLogprobs, top_logprobs_columns
@@ -233,7 +233,8 @@ class TorchEngine:
         indices = self._batch_builder.id_indices(sampling_slots, rows.sampling_positions)
         bitmask, bad_word_rows = None, None
         logits = self._decode_graphs.try_replay(rows) if self._decode_graphs is not None and reader is None else None
-        if logits is None and self._slots.params.greedy[sampling_slots].all():
+        gpu_sample = None if self._model.kv.gpu_kernels is None else self._model.kv.gpu_kernels.sample
+        if logits is None and gpu_sample is None and self._slots.params.greedy[sampling_slots].all():
             batch = self._batch_builder.build_forward_batch(rows)
             greedy = self._model.forward_greedy(batch, self._attention, reader)
             sampled = SampledTokens(greedy.ids, greedy.logprobs, None)
@@ -241,10 +242,11 @@ class TorchEngine:
                 self._decode_fast_path.remember_greedy_step(step, rows, batch, greedy)
         else:
             if logits is None:
-                logits = self._model.forward(self._batch_builder.build_forward_batch(rows), self._attention, reader)
+                batch = self._batch_builder.build_forward_batch(rows)
+                logits = self._model.forward_head(batch, self._attention, reader)
             bitmask = self._grammars.wait_for_bitmask(slots, drafts)
             sampling_batch = self._batch_builder.build_sampling_batch(sampling_slots, rows.sampling_positions, bitmask)
-            sampled = sample(logits, sampling_batch, self._noise, self._model.kv.cpu_kernels)
+            sampled = sample_head(logits, sampling_batch, self._noise, self._model.kv.cpu_kernels, gpu_sample)
             bad_word_rows = _find_bad_word_rows(rows, sampling_batch)
         # Ids after a rejected draft are overwritten before they are read.
         self._batch_builder.write_ids(indices, sampled.ids)

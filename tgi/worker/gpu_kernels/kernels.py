@@ -23,6 +23,7 @@ class GpuKernels:
             paged_attention,
             quantized_matmul,
             routing,
+            sampling,
         )
 
         self.capability = capability
@@ -32,6 +33,7 @@ class GpuKernels:
         self.route, self.combine = routing.route, routing.combine
         self.choose_expert_tile, self.grouped_matmul = grouped_matmul.choose_tile, grouped_matmul.grouped_matmul
         self.quantize_rows = float8.quantize_rows
+        self.sample = sampling.sample
         self.rotate_and_write_kv = kv_write.rotate_and_write_kv
         self.paged_attention = partial(
             paged_attention.paged_attention, capability=capability, batch_invariant=batch_invariant

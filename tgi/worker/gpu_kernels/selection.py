@@ -29,6 +29,7 @@ MODULES = (
     "tgi.worker.gpu_kernels.float8",
     "tgi.worker.gpu_kernels.kv_write",
     "tgi.worker.gpu_kernels.paged_attention",
+    "tgi.worker.gpu_kernels.sampling",
 )
 DRIVER = Path("/proc/driver/nvidia/version")
 

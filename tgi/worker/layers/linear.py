@@ -27,6 +27,7 @@ from tgi.worker.cpu_kernels.kernels import EPILOGUES, WHOLE_VOCABULARY, CpuKerne
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
+from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.norm import Norm
 from tgi.worker.quantization import float8
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain, stack_weights
@@ -161,10 +162,7 @@ class Linear:
         """
         if self._kernels is not None:
             return self._kernels.logits(x, self._weight, self._bias, scale, cap)
-        y = self(x).to(torch.float32)
-        if scale != 1.0:
-            y = y * scale
-        return y if cap is None else torch.tanh(y / cap) * cap
+        return HeadLogits(self(x), scale, cap).float32()
 
     def greedy_tokens(
         self,

@@ -20,6 +20,7 @@ from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, 
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
+from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.rotary import RotaryEmbedding
@@ -95,8 +96,19 @@ class DecoderModel:
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None) -> Tensor:
         """See Model."""
+        return self.forward_head(batch, attention, reader).float32()
+
+    def forward_head(
+        self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
+    ) -> HeadLogits:
+        """See Model."""
         hidden, _ = self._run_layers(batch, attention, reader)
-        return self._logits(hidden, batch.logits_indices)
+        if self.kv.gpu_kernels is None:
+            return HeadLogits(self._logits(hidden, batch.logits_indices))
+        values = self._weights.head(self._head_input(hidden, batch.logits_indices))
+        if self._communicator is not None:
+            values = self._communicator.all_gather(values, self._vocabulary_widths)
+        return HeadLogits(values, *self._logits_options)
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
 from tgi.worker.greedy import GreedyTokens
+from tgi.worker.head_logits import HeadLogits
 
 
 class LogitsReader(Protocol):
@@ -47,6 +48,11 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None) -> Tensor:
         """Raw logits float32 [D, vocab_size] at batch.logits_indices. `reader` receives the logits of its blocks."""
+
+    def forward_head(
+        self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
+    ) -> HeadLogits:
+        """The logits of `forward`. With our GPU kernels, which read any type, they stay in the model's dtype."""
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None

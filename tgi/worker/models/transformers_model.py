@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from tgi.microkernel.errors import UserError
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
+from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import ANY_ROWS, Linear, choose_row_counts
 from tgi.worker.models.interface import LogitsReader, WeightFootprint
 
@@ -146,6 +147,12 @@ class TransformersModel:
                 for block in reader.blocks:
                     reader.read_logits(self._run(tokens, positions, block, step).float())
         return logits[: len(batch.logits_indices)].float()
+
+    def forward_head(
+        self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
+    ) -> HeadLogits:
+        """See Model."""
+        return HeadLogits(self.forward(batch, attention, reader))
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None

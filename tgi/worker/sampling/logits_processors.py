@@ -10,7 +10,7 @@ logits and would undo a ban or a forced token. Grammar and bad words come after 
 forbidden. `min_new_tokens` comes after the grammar, which may require that the text ends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,19 +20,18 @@ from torch import Tensor
 from tgi.worker.device_copies import copy_columns_to_device, copy_to_device
 from tgi.worker.greedy import MAX_LOGIT
 from tgi.worker.sampling.noise import noise_keys
-from tgi.worker.sampling.sampling_batch import Indices, SamplingBatch
+from tgi.worker.sampling.sampling_batch import MIN_TEMPERATURE, Indices, SamplingBatch
 from tgi.worker.sampling.token_bitmask import forbidden_tokens
 
 # Top-p and typical-p order this many of a row's first tokens; a row whose mass is spread over more is ordered again at
 # the next width, and at last as a whole.
 TOP_P_WIDTHS = (256, 8192)
-# Lower bound of a temperature: logits divided by it stay finite in float32, so logprobs do not become NaN.
-MIN_TEMPERATURE = 1e-30
 # Makes the random numbers of XTC independent of the noise that chooses the token.
 XTC_SEED = np.uint64(0x5854432D73656564)
 
 # Logits and probabilities [n, vocab] -> a rank for each token, [n, vocab]; the highest come first.
 RankTokens = Callable[[Tensor, Tensor], Tensor]
+LogitsProcessor = Callable[[Tensor, SamplingBatch], None]
 
 
 def apply_watermark(logits: Tensor, batch: SamplingBatch) -> None:
@@ -236,7 +235,7 @@ def apply_xtc(logits: Tensor, batch: SamplingBatch) -> None:
     write_rows(logits, rows, chosen.masked_fill_(top & (chosen > least), -torch.inf))
 
 
-LOGITS_PROCESSORS = (
+PENALTIES_AND_MASKS = (
     apply_watermark,
     apply_repetition_penalty,
     apply_frequency_penalty,
@@ -245,6 +244,8 @@ LOGITS_PROCESSORS = (
     apply_grammar_bitmask,
     apply_bad_words,
     apply_min_new_tokens,
+)
+TEMPERATURE_AND_LIMITS = (
     apply_temperature,
     apply_top_k,
     apply_top_p,
@@ -252,12 +253,15 @@ LOGITS_PROCESSORS = (
     apply_typical_p,
     apply_xtc,
 )
+LOGITS_PROCESSORS = PENALTIES_AND_MASKS + TEMPERATURE_AND_LIMITS
 
 
-def apply_logits_processors(logits: Tensor, batch: SamplingBatch) -> None:
+def apply_logits_processors(
+    logits: Tensor, batch: SamplingBatch, processors: Sequence[LogitsProcessor] = LOGITS_PROCESSORS
+) -> None:
     """Turns the model's logits, in place, into those that tokens are sampled from."""
     if not batch.params.unprocessed.all():
-        for processor in LOGITS_PROCESSORS:
+        for processor in processors:
             processor(logits, batch)
 
 

@@ -5,6 +5,7 @@ Gumbel-max trick. The result of a row has the same bits in any batch: each opera
 does not: torch divides a single row among threads), and the noise depends on the request alone (noise.py).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,19 @@ from torch import Tensor
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.device_copies import copy_to_device
 from tgi.worker.greedy import argmax, find_greedy_tokens
-from tgi.worker.sampling.logits_processors import apply_logits_processors, select_rows, write_rows
+from tgi.worker.head_logits import HeadLogits
+from tgi.worker.sampling.logits_processors import (
+    PENALTIES_AND_MASKS,
+    apply_logits_processors,
+    select_rows,
+    write_rows,
+)
 from tgi.worker.sampling.noise import Noise, noise_keys
-from tgi.worker.sampling.sampling_batch import SamplingBatch
+from tgi.worker.sampling.sampling_batch import SamplingBatch, has_limits, pack_columns
 from tgi.worker.sampling.top_logprobs import TopLogprobs, find_top_logprobs
+
+# GpuKernels.sample.
+SampleRows = Callable[[Tensor, Tensor, bool, float, float | None], tuple[Tensor, Tensor]]
 
 
 class SampledTokens(NamedTuple):
@@ -27,6 +37,35 @@ class SampledTokens(NamedTuple):
     ids: Tensor  # int64 [D]
     logprobs: Tensor  # float32 [D]
     top_logprobs: TopLogprobs | None  # None if no row asks for alternatives
+
+
+def sample_head(
+    head: HeadLogits,
+    batch: SamplingBatch,
+    noise: Noise,
+    kernels: CpuKernels | None = None,
+    gpu_sample: SampleRows | None = None,
+) -> SampledTokens:
+    """Samples from the model's logits of D rows, which may be overwritten.
+
+    Our GPU kernels, where given, sample plain rows from the logits as they are. The other rows are copied for torch,
+    which applies penalties and masks; from there on our kernels sample these rows too, unless a row has typical-p or
+    XTC, or asks for alternatives.
+    """
+    if gpu_sample is None:
+        return sample(head.float32(), batch, noise, kernels)
+    rows = np.flatnonzero(~batch.params.plain)
+    if len(rows) == len(batch.positions):
+        return _sample_processed(head.float32(), batch, noise, gpu_sample)
+    ids, logprobs = _sample_plain(head, batch, gpu_sample)
+    if not len(rows):
+        return SampledTokens(ids, logprobs, None)
+    chosen = head._replace(values=select_rows(head.values, rows))
+    others = _sample_processed(chosen.float32(), batch.select(rows), noise, gpu_sample)
+    write_rows(ids, rows, others.ids)
+    write_rows(logprobs, rows, others.logprobs)
+    top = others.top_logprobs
+    return SampledTokens(ids, logprobs, top and top._replace(rows=rows[top.rows]))
 
 
 def sample(logits: Tensor, batch: SamplingBatch, noise: Noise, kernels: CpuKernels | None = None) -> SampledTokens:
@@ -69,6 +108,22 @@ def gumbel_argmax(logits: Tensor, row_keys: NDArray[np.int32], noise: Noise) -> 
         q = noise.exponentials(device_keys[block])
         chosen[block] = argmax(torch.sub(logits[block], q.log_(), out=q))
     return chosen
+
+
+def _sample_plain(head: HeadLogits, batch: SamplingBatch, gpu_sample: SampleRows) -> tuple[Tensor, Tensor]:
+    """The ids and logprobs of rows that have temperature, top-k, top-p and min-p at most."""
+    vocab_size = head.values.shape[1]
+    columns = copy_to_device(pack_columns(batch, vocab_size), head.values.device)
+    return gpu_sample(head.values, columns, has_limits(batch.params, vocab_size), head.scale, head.cap)
+
+
+def _sample_processed(logits: Tensor, batch: SamplingBatch, noise: Noise, gpu_sample: SampleRows) -> SampledTokens:
+    """Samples from the model's logits float32 [D, vocab], which are overwritten."""
+    params = batch.params
+    if ((params.typical_p < 1.0) | (params.xtc_probability > 0) | (params.top_n > 0)).any():
+        return sample(logits, batch, noise)
+    apply_logits_processors(logits, batch, PENALTIES_AND_MASKS)
+    return SampledTokens(*_sample_plain(HeadLogits(logits), batch, gpu_sample), None)
 
 
 def _replace_sampled(greedy_ids: Tensor, logits: Tensor, batch: SamplingBatch, noise: Noise) -> Tensor:

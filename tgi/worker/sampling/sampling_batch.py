@@ -10,6 +10,7 @@ from torch import Tensor
 from tgi.microkernel.codec import unpack_float32, unpack_int32
 from tgi.microkernel.protocol import MAX_TOP_TOKENS
 from tgi.microkernel.sampling_params import PARAMETERS, SamplingParams
+from tgi.worker.sampling.noise import noise_keys
 from tgi.worker.sampling.token_bitmask import GrammarBitmask
 from tgi.worker.sampling.watermark import Watermark
 
@@ -26,6 +27,10 @@ FIELDS_WITHOUT_EFFECT_ON_LOGITS: dict[str, Any] = {
     "adapter": "",
     "adapter_digest": b"",
 }
+# Lower bound of a temperature: logits divided by it stay finite in float32, so logprobs do not become NaN.
+MIN_TEMPERATURE = 1e-30
+# Fields that our GPU kernel applies to the model's logits, with the values that are off.
+KERNEL_FIELDS: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class LogitBias(NamedTuple):
@@ -84,6 +89,7 @@ class SamplingColumns:
     # Derived from the parameters of a request
     unprocessed: NDArray[np.bool_]  # no logits processor applies
     greedy: NDArray[np.bool_]  # unprocessed, and only the greedy token and its logprob are needed
+    plain: NDArray[np.bool_]  # temperature, top-k, top-p and min-p at most apply, and no alternatives are listed
     prompt_tokens: NDArray[np.int64]  # the length of the prompt: later ids are generated
     bias: NDArray[np.object_]  # LogitBias | None
     end_ids: NDArray[np.object_]  # int64 [E] | None: forbidden until min_new_tokens are generated
@@ -107,6 +113,7 @@ class SamplingColumns:
             | {
                 "unprocessed": np.ones(count, np.bool_),
                 "greedy": np.ones(count, np.bool_),
+                "plain": np.ones(count, np.bool_),
                 "prompt_tokens": np.zeros(count, np.int64),
                 "bias": np.full(count, None),
                 "end_ids": np.full(count, None),
@@ -122,7 +129,9 @@ class SamplingColumns:
         ends = unpack_int32(params.end_ids)
         self.end_ids[slot] = np.array(ends, np.int64) if len(ends) else None
         self.prompt_tokens[slot] = prompt_tokens
-        self.unprocessed[slot] = params._replace(**FIELDS_WITHOUT_EFFECT_ON_LOGITS) == NEUTRAL_PARAMS
+        effective = params._replace(**FIELDS_WITHOUT_EFFECT_ON_LOGITS)
+        self.unprocessed[slot] = effective == NEUTRAL_PARAMS
+        self.plain[slot] = effective._replace(**KERNEL_FIELDS) == NEUTRAL_PARAMS and not params.top_n
         self.greedy[slot] = self.unprocessed[slot] and not params.samples and not params.top_n
         for name in NUMERIC_COLUMNS:
             getattr(self, name)[slot] = getattr(params, name)
@@ -134,7 +143,7 @@ class SamplingColumns:
 
 
 class SamplingBatch(NamedTuple):
-    """What the sampler needs to know of D rows besides their logits."""
+    """What the sampler needs to know of D rows besides their logits. Every row with a grammar has one in its params."""
 
     params: SamplingColumns  # [D]
     positions: NDArray[np.int64]  # [D] of the token to sample = the number of known ids
@@ -143,3 +152,41 @@ class SamplingBatch(NamedTuple):
     token_history: Callable[[Indices, Indices], Tensor]
     grammar_bitmask: GrammarBitmask | None = None  # None if no row has a grammar
     watermark: Watermark | None = None  # required if a row asks for the watermark
+
+    def select(self, rows: Indices) -> "SamplingBatch":
+        """The same of these rows [n], ascending, which include all rows with a grammar."""
+        bitmask = self.grammar_bitmask
+        if bitmask is not None:
+            bitmask = bitmask._replace(rows=np.searchsorted(rows, bitmask.rows))
+        return self._replace(
+            params=self.params.select(rows),
+            positions=self.positions[rows],
+            token_history=lambda chosen, begins: self.token_history(rows[chosen], begins),
+            grammar_bitmask=bitmask,
+        )
+
+
+def has_limits(params: SamplingColumns, vocab_size: int) -> bool:
+    """Whether some row has top-k, top-p or min-p."""
+    return bool((_used_top_k(params, vocab_size) + (params.top_p < 1.0) + (params.min_p > 0)).any())
+
+
+def pack_columns(batch: SamplingBatch, vocab_size: int) -> NDArray[np.int32]:
+    """The parameters of D rows as gpu_kernels.sampling reads them, int32 [7, D]: temperature, top_k (0: off), top_p,
+    log(min_p) (-inf: off), the two noise keys, and whether the row samples. Floats are stored as their bits."""
+    params = batch.params
+    columns = np.empty((7, len(batch.positions)), np.int32)
+    floats = columns.view(np.float32)
+    floats[0] = np.maximum(params.temperature, np.float32(MIN_TEMPERATURE))
+    columns[1] = _used_top_k(params, vocab_size)
+    floats[2] = params.top_p
+    with np.errstate(divide="ignore"):
+        floats[3] = np.log(params.min_p)
+    columns[4:6] = noise_keys(params.seed, batch.positions, params.choice).T
+    columns[6] = params.samples
+    return columns
+
+
+def _used_top_k(params: SamplingColumns, vocab_size: int) -> NDArray[np.int64]:
+    used: NDArray[np.int64] = np.where((params.top_k > 0) & (params.top_k < vocab_size), params.top_k, 0)
+    return used

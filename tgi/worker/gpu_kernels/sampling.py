@@ -1,0 +1,451 @@
+"""Sampling: from the model's logits, as the output head writes them, to the token of each row and its logprob.
+
+The vocabulary is divided into splits of a fixed size, so that one row fills a GPU too, and a row's result does not
+depend on its batch. Up to four launches serve any mixture of rows; each program first merges what the launches before
+it have stored of its row.
+
+1. `_measure_splits`: the maximum of a split, its token and the sum of exponentials; for rows that sample from the whole
+   vocabulary also the highest of the perturbed logits (Gumbel-max, with the noise of sampling.noise).
+2. `_measure_pivots`, for rows with top-k or top-p: counts and sums of the tokens above 15 pivots. Two neighbouring
+   pivots enclose the last token that is kept.
+3. `_collect_splits`, for rows with limits: the tokens above both pivots are kept and compete; the ids of those between
+   the pivots are listed.
+4. `_choose`: one program for each row finds the last kept token among the listed ones by bisection, exactly, lets the
+   listed ones compete that are kept, and merges everything.
+
+Tokens are compared by their distance from the row's maximum, before temperature. All tokens that tie with the last kept
+one are kept, by top-p too. Multiplications and additions are not fused, so that all launches, and torch, round alike.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgi.worker.gpu_kernels.self_test import SelfTestFailed, check_close, random_tensor
+from tgi.worker.sampling.noise import FACTORS, Noise
+
+CHUNK = 4096  # tokens of a split
+CHUNK_WARPS = 8
+BLOCK, BLOCK_WARPS = 2048, 16  # of `_choose`
+# Listed ids of a row. If more tokens lie between the pivots, `_choose` reads the whole row instead.
+MAX_LISTED = 1 << 15
+PIVOTS = tl.constexpr(16)  # the last one is infinite
+# Rows of SamplingColumns.
+TEMPERATURE, TOP_K, TOP_P, LOG_MIN_P, KEY, SAMPLES = (tl.constexpr(row) for row in (0, 1, 2, 3, 4, 6))
+COLUMNS = 7
+# Planes of the statistics of splits, float32: maximum, sum of exponentials relative to it, highest perturbed logit, its
+# logit, sum of the exponentials of kept tokens relative to the row's maximum.
+PEAK, SUM, SCORE, CHOSEN, KEPT = (tl.constexpr(plane) for plane in range(5))
+# Planes of the ids of splits, int32.
+PEAK_ID, CHOSEN_ID = tl.constexpr(0), tl.constexpr(1)
+NO_ID = tl.constexpr(0x7FFFFFFF)
+LOG2_E = tl.constexpr(1.4426950408889634)
+HASH_1, HASH_2, HASH_3 = (tl.constexpr(factor & 0xFFFFFFFF) for factor in FACTORS)
+
+
+def sample(
+    logits: Tensor, columns: Tensor, limited: bool, scale: float = 1.0, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Samples ids int64 [R] from logits [R, vocab] of any float type, whose rows may have a larger stride. Returns them
+    and their logprobs float32 [R] after temperature and limits.
+
+    A logit is cap * tanh(scale * x / cap), or scale * x without a cap. `columns` int32 [7, R], contiguous, has the
+    parameters of the rows (sampling_batch.pack_columns). `limited`: some row has top-k, top-p or min-p. The logprob is
+    NaN for a row whose highest logit is infinite.
+    """
+    rows, vocab = logits.shape
+    ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if not rows:
+        return ids, logprobs
+    assert logits.stride(1) == 1
+    assert columns.shape == (COLUMNS, rows)
+    splits = triton.cdiv(vocab, CHUNK)
+    stats = torch.empty(5, rows, splits, dtype=torch.float32, device=logits.device)
+    found = torch.empty(2, rows, splits, dtype=torch.int32, device=logits.device)
+    row_of = (logits, logits.stride(0), vocab, rows, columns)
+    model = {"SCALE": scale, "CAP": cap or 0.0}
+    shapes = {"CHUNK": CHUNK, "SPLITS": splits, "WIDTH": triton.next_power_of_2(splits)}
+    by_split = {"num_warps": CHUNK_WARPS, "enable_fp_fusion": False}
+    grid = (splits, rows)
+    _measure_splits[grid](*row_of, stats, found, **model, CHUNK=CHUNK, SPLITS=splits, **by_split)
+    counts, masses, listed = found, stats, found  # not read without limits
+    if limited:
+        counts = torch.empty(rows, splits, PIVOTS.value, dtype=torch.int32, device=logits.device)
+        masses = torch.empty(rows, splits, PIVOTS.value, dtype=torch.float32, device=logits.device)
+        listed = torch.empty(rows, MAX_LISTED, dtype=torch.int32, device=logits.device)
+        _measure_pivots[grid](*row_of, stats, counts, masses, **model, **shapes, **by_split)
+        _collect_splits[grid](
+            *row_of, stats, found, counts, masses, listed, **model, **shapes, MAX_LISTED=MAX_LISTED, **by_split
+        )
+    _choose[(rows,)](
+        *row_of, stats, found, counts, masses, listed, ids, logprobs, **model, SPLITS=splits, WIDTH=shapes["WIDTH"],
+        MAX_LISTED=MAX_LISTED, BLOCK=BLOCK, LIMITED=limited, num_warps=BLOCK_WARPS if limited else 1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return ids, logprobs
+
+
+@triton.jit
+def _load_logits(logits, at, inside, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """Logits in float32; -inf where `at` is not inside."""
+    y = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    if SCALE != 1.0:
+        y = y * SCALE
+    if CAP > 0.0:
+        y = CAP - 2 * CAP / (tl.exp(y * (2.0 / CAP)) + 1)  # CAP * tanh(y / CAP)
+    return tl.where(inside, y, float("-inf"))
+
+
+@triton.jit
+def _load_float(columns, number: tl.constexpr, rows, row):
+    return tl.load(columns + number * rows + row).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_limits(columns, rows, row):
+    """top_k (0: off), top_p (1: off), log(min_p) (-inf: off), and whether any is on."""
+    top_k = tl.load(columns + TOP_K * rows + row)
+    top_p = _load_float(columns, TOP_P, rows, row)
+    log_min_p = _load_float(columns, LOG_MIN_P, rows, row)
+    return top_k, top_p, log_min_p, (top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf"))
+
+
+@triton.jit
+def _noise(columns, rows, row, at):
+    """The logarithm of the variates of Noise.exponentials for these ids."""
+    x = (at + 1).to(tl.uint32) * HASH_1
+    x = ((x ^ (x >> 16)) + 1) * HASH_2
+    x = ((x ^ (x >> 15)) + 1) * HASH_3
+    x = x ^ (x >> 16)
+    x = (x ^ tl.load(columns + KEY * rows + row).to(tl.uint32, bitcast=True)) * HASH_1
+    x = ((x ^ (x >> 16)) + tl.load(columns + (KEY + 1) * rows + row).to(tl.uint32, bitcast=True)) * HASH_2
+    x = (x ^ (x >> 15)) * HASH_3
+    magnitude = tl.abs(x.to(tl.int32, bitcast=True).to(tl.float32))
+    uniform = magnitude * 4.656612595521636e-10 + 1.1641532182693481e-10  # 2**-31 * (1 - 2**-24), 2**-33
+    # -log1p(-uniform): the rounding of `rest` is taken back by the quotient.
+    rest = 1.0 - uniform
+    lost = 1.0 - rest
+    return tl.log(tl.where(lost == 0.0, uniform, -tl.log(rest) * uniform / tl.where(lost == 0.0, 1.0, lost)))
+
+
+@triton.jit
+def _highest(score, at):
+    """The highest of these scores, and the lowest id among those that have it."""
+    best = tl.max(score, 0)
+    return best, tl.min(tl.where(score == best, at, NO_ID), 0)
+
+
+@triton.jit
+def _merge_peaks(stats, rows, row, exponent, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """The row's maximum, the mean maximum of its splits, and the sum of exponentials relative to the maximum."""
+    part = tl.arange(0, WIDTH)
+    at = row * SPLITS + part
+    peaks = tl.load(stats + PEAK * rows * SPLITS + at, mask=part < SPLITS, other=float("-inf"))
+    sums = tl.load(stats + SUM * rows * SPLITS + at, mask=part < SPLITS, other=0.0)
+    peak = tl.max(peaks, 0)
+    finite = peaks > float("-inf")
+    mean = tl.sum(tl.where(finite, peaks, 0.0), 0) / tl.sum(finite.to(tl.float32), 0)
+    return peak, mean, tl.sum(sums * tl.exp2((peaks - peak) * exponent), 0)
+
+
+@triton.jit
+def _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab):
+    """The distance by which pivots are scaled. Top-k: that of the mean of the splits' maxima, which is typically that
+    of the 20th token. Top-p: the largest possible one; all tokens beyond it together have at most 1 - top_p."""
+    gap = peak - mean
+    gap = tl.where((gap > 0.0) & (gap < float("inf")), gap, 1.0)
+    return tl.where(top_k > 0, gap, temperature * tl.log(vocab / (tl.maximum(1.0 - top_p, 1e-7) * total)))
+
+
+@triton.jit
+def _pivot(number, unit, top_k):
+    """Pivot 0 to 14 as a distance from the maximum: quadratic for top-k, linear for top-p."""
+    quarter = (number + 1) * 0.25
+    return unit * tl.where(top_k > 0, quarter * quarter, quarter * 0.25)
+
+
+@triton.jit
+def _find_bracket(counts, masses, row, unit, top_k, top_p, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Between which distances the last kept tokens of top-k and top-p lie: (below, upto], the numbers of the pivots
+    (below is that of the pivot before `first`), count and sum of the tokens up to `below`, and the sum of all."""
+    part, number = tl.arange(0, WIDTH)[:, None], tl.arange(0, PIVOTS)
+    at = (row * SPLITS + part) * PIVOTS + number[None, :]
+    count = tl.sum(tl.load(counts + at, mask=part < SPLITS, other=0), 0)
+    mass = tl.sum(tl.load(masses + at, mask=part < SPLITS, other=0.0), 0)
+    everything = tl.sum(tl.where(number == PIVOTS - 1, mass, 0.0), 0)
+    last = tl.minimum(tl.sum((count < top_k).to(tl.int32), 0), PIVOTS - 1)
+    least, most = tl.sum(tl.where(number == last - 1, mass, 0.0), 0), everything
+    if top_k <= 0:
+        least = everything
+        last = tl.minimum(tl.sum((mass < top_p * most).to(tl.int32), 0), PIVOTS - 1)
+    first = last
+    if top_p < 1.0:
+        first = tl.minimum(tl.sum((mass < top_p * least).to(tl.int32), 0), last)
+    below = tl.where(first > 0, _pivot((first - 1).to(tl.float32), unit, top_k), -1.0)
+    upto = tl.where(last < PIVOTS - 1, _pivot(last.to(tl.float32), unit, top_k), float("inf"))
+    base_count = tl.sum(tl.where(number == first - 1, count, 0), 0)
+    base_mass = tl.sum(tl.where(number == first - 1, mass, 0.0), 0)
+    size = tl.sum(tl.where(number == last, count, 0), 0) - base_count
+    return below, upto, first, last, base_count, base_mass, everything, size
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _measure_splits(
+    logits, row_stride, vocab, rows, columns, stats, found,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = split * CHUNK + tl.arange(0, CHUNK)
+    y = _load_logits(logits + row * row_stride, at, at < vocab, SCALE, CAP)
+    temperature = _load_float(columns, TEMPERATURE, rows, row)
+    _top_k, _top_p, _log_min_p, limited = _load_limits(columns, rows, row)
+    peak, peak_id = _highest(y, at)
+    weight = tl.exp2((y - peak) * (LOG2_E / temperature))
+    total = tl.sum(tl.where(y == float("-inf"), 0.0, weight), 0)
+    plane, here = rows * SPLITS, row * SPLITS + split
+    tl.store(stats + PEAK * plane + here, peak)
+    tl.store(stats + SUM * plane + here, total)
+    tl.store(found + PEAK_ID * plane + here, peak_id)
+    if (tl.load(columns + SAMPLES * rows + row) != 0) & (limited == 0):
+        best, best_id = _highest(tl.div_rn(y, temperature) - _noise(columns, rows, row, at), at)
+        tl.store(stats + SCORE * plane + here, best)
+        tl.store(stats + CHOSEN * plane + here, tl.max(tl.where(at == best_id, y, float("-inf")), 0))
+        tl.store(found + CHOSEN_ID * plane + here, best_id)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _measure_pivots(
+    logits, row_stride, vocab, rows, columns, stats, counts, masses,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    top_k, top_p, _log_min_p, _limited = _load_limits(columns, rows, row)
+    if (top_k <= 0) & (top_p >= 1.0):
+        return
+    temperature = _load_float(columns, TEMPERATURE, rows, row)
+    exponent = LOG2_E / temperature
+    peak, mean, total = _merge_peaks(stats, rows, row, exponent, SPLITS, WIDTH)
+    unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
+    at = split * CHUNK + tl.arange(0, CHUNK)
+    inside = at < vocab
+    distance = peak - _load_logits(logits + row * row_stride, at, inside, SCALE, CAP)
+    weight = tl.exp2(-distance * exponent)
+    number = tl.arange(0, PIVOTS)
+    # The last pivot is infinite.
+    count = tl.where(number == PIVOTS - 1, tl.sum((inside & (distance <= float("inf"))).to(tl.int32), 0), 0)
+    mass = tl.where(number == PIVOTS - 1, tl.sum(tl.where(inside, weight, 0.0), 0), 0.0)
+    for pivot in tl.static_range(PIVOTS - 1):
+        near = inside & (distance <= _pivot(pivot, unit, top_k))
+        count = tl.where(number == pivot, tl.sum(near.to(tl.int32), 0), count)
+        mass = tl.where(number == pivot, tl.sum(tl.where(near, weight, 0.0), 0), mass)
+    here = (row * SPLITS + split) * PIVOTS + number
+    tl.store(counts + here, count)
+    tl.store(masses + here, mass)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _collect_splits(
+    logits, row_stride, vocab, rows, columns, stats, found, counts, masses, listed,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    MAX_LISTED: tl.constexpr,
+):  # fmt: skip
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    top_k, top_p, log_min_p, limited = _load_limits(columns, rows, row)
+    if limited == 0:
+        return
+    temperature = _load_float(columns, TEMPERATURE, rows, row)
+    exponent = LOG2_E / temperature
+    peak, mean, total = _merge_peaks(stats, rows, row, exponent, SPLITS, WIDTH)
+    at = split * CHUNK + tl.arange(0, CHUNK)
+    y = _load_logits(logits + row * row_stride, at, at < vocab, SCALE, CAP)
+    distance = peak - y
+    below = float("inf")
+    if (top_k > 0) | (top_p < 1.0):
+        unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
+        below, upto, first, last, _base_count, _base_mass, _everything, size = _find_bracket(
+            counts, masses, row, unit, top_k, top_p, SPLITS, WIDTH
+        )
+        if size <= MAX_LISTED:
+            part = tl.arange(0, WIDTH)
+            place = (row * SPLITS + part) * PIVOTS
+            share = tl.load(counts + place + last, mask=part < split, other=0)
+            nearer = tl.load(counts + place + tl.maximum(first - 1, 0), mask=part < split, other=0)
+            share -= tl.where(first > 0, nearer, 0)
+            between = (at < vocab) & (distance > below) & (distance <= upto)
+            if tl.max(between.to(tl.int32), 0) > 0:
+                entry = tl.sum(share, 0) + tl.cumsum(between.to(tl.int32), 0) - 1
+                tl.store(listed + row * MAX_LISTED + entry, at, mask=between & (entry < MAX_LISTED))
+    s = tl.div_rn(y, temperature)
+    kept = (distance <= below) & (s >= tl.div_rn(peak, temperature) + log_min_p)
+    plane, here = rows * SPLITS, row * SPLITS + split
+    tl.store(stats + KEPT * plane + here, tl.sum(tl.where(kept, tl.exp2(-distance * exponent), 0.0), 0))
+    if tl.load(columns + SAMPLES * rows + row) != 0:
+        best, best_id, chosen = float("-inf"), NO_ID, float("-inf")
+        if tl.max(kept.to(tl.int32), 0) > 0:
+            best, best_id = _highest(tl.where(kept, s - _noise(columns, rows, row, at), float("-inf")), at)
+            chosen = tl.max(tl.where(at == best_id, y, float("-inf")), 0)
+        tl.store(stats + SCORE * plane + here, best)
+        tl.store(stats + CHOSEN * plane + here, chosen)
+        tl.store(found + CHOSEN_ID * plane + here, best_id)
+
+
+@triton.jit
+def _load_candidates(
+    logits, listed, start, size, is_listed, peak, below, upto,
+    SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of the tokens of a row between the pivots: ids, logits, distances, and which are real."""
+    at = start + tl.arange(0, BLOCK)
+    inside = at < size
+    at = tl.where(is_listed, tl.load(listed + at, mask=at < tl.where(is_listed, size, 0), other=0), at)
+    y = _load_logits(logits, at, inside, SCALE, CAP)
+    distance = peak - y
+    return at, y, distance, inside & (distance > below) & (distance <= upto)
+
+
+@triton.jit
+def _find_last(
+    logits, listed, size, is_listed, peak, below, upto, exponent, base, target,
+    BY_COUNT: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The least distance up to which the tokens have at least the weight `target`, and the weight up to there. `base`
+    is the weight up to `below`. Bisects the bits of the distance, which has at most 31 steps, and moves each end to the
+    nearest token, which has few steps if few distances occur."""
+    low = tl.where(below < 0.0, -1, below.to(tl.int32, bitcast=True))
+    high = upto.to(tl.int32, bitcast=True)
+    while low + 1 < high:
+        middle = low + (high - low) // 2
+        pivot = middle.to(tl.float32, bitcast=True)
+        weight = tl.zeros([BLOCK], tl.float32)
+        before = tl.full([BLOCK], -1.0, tl.float32)
+        after = tl.full([BLOCK], float("inf"), tl.float32)
+        for start in range(0, size, BLOCK):
+            _at, _y, distance, real = _load_candidates(
+                logits, listed, start, size, is_listed, peak, below, upto, SCALE, CAP, BLOCK
+            )
+            near = real & (distance <= pivot)
+            if BY_COUNT:
+                weight += near.to(tl.float32)
+            else:
+                weight += tl.where(near, tl.exp2(-distance * exponent), 0.0)
+            before = tl.maximum(before, tl.where(near, distance, -1.0))
+            after = tl.minimum(after, tl.where(real & (distance > pivot), distance, float("inf")))
+        if base + tl.sum(weight, 0) >= target:
+            high = tl.maximum(tl.max(before, 0).to(tl.int32, bitcast=True), low + 1)
+        else:
+            low = tl.maximum(tl.minimum(tl.min(after, 0).to(tl.int32, bitcast=True) - 1, high - 1), middle)
+    return high.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _choose(
+    logits, row_stride, vocab, rows, columns, stats, found, counts, masses, listed, ids, logprobs,
+    SCALE: tl.constexpr, CAP: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, MAX_LISTED: tl.constexpr,
+    BLOCK: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    temperature = _load_float(columns, TEMPERATURE, rows, row)
+    exponent = LOG2_E / temperature
+    peak, mean, total = _merge_peaks(stats, rows, row, exponent, SPLITS, WIDTH)
+    s_peak = tl.div_rn(peak, temperature)
+    samples = tl.load(columns + SAMPLES * rows + row) != 0
+    part, plane = tl.arange(0, WIDTH), rows * SPLITS
+    here, real = row * SPLITS + part, part < SPLITS
+    # The row's maximum, or the highest perturbed logit of those that are kept for certain.
+    score_plane = tl.where(samples, SCORE, PEAK) * plane
+    scores = tl.load(stats + score_plane + here, mask=real, other=float("-inf"))
+    chosen_plane = tl.where(samples, CHOSEN, PEAK) * plane
+    logits_of = tl.load(stats + chosen_plane + here, mask=real, other=float("-inf"))
+    id_plane = tl.where(samples, CHOSEN_ID, PEAK_ID) * plane
+    ids_of = tl.load(found + id_plane + here, mask=real, other=NO_ID)
+    best, best_id = _highest(scores, ids_of)
+    chosen = tl.max(tl.where((scores == best) & (ids_of == best_id), logits_of, float("-inf")), 0)
+    if LIMITED:
+        top_k, top_p, log_min_p, limited = _load_limits(columns, rows, row)
+        if limited & (total == total):
+            kept_total = tl.sum(tl.load(stats + KEPT * plane + here, mask=real, other=0.0), 0)
+            if (top_k > 0) | (top_p < 1.0):
+                logits += row * row_stride
+                listed += row * MAX_LISTED
+                unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
+                below, upto, _first, _final, base_count, base_mass, everything, size = _find_bracket(
+                    counts, masses, row, unit, top_k, top_p, SPLITS, WIDTH
+                )
+                is_listed = size <= MAX_LISTED
+                size = tl.where(is_listed, size, vocab)
+                last, mass = upto, everything
+                if top_k > 0:
+                    last = _find_last(
+                        logits, listed, size, is_listed, peak, below, upto, exponent,
+                        base_count.to(tl.float32), top_k.to(tl.float32), True, SCALE, CAP, BLOCK,
+                    )  # fmt: skip
+                    mass = base_mass
+                    for start in range(0, size, BLOCK):
+                        at, y, distance, between = _load_candidates(
+                            logits, listed, start, size, is_listed, peak, below, last, SCALE, CAP, BLOCK
+                        )
+                        mass += tl.sum(tl.where(between, tl.exp2(-distance * exponent), 0.0), 0)
+                if top_p < 1.0:
+                    last = _find_last(
+                        logits, listed, size, is_listed, peak, below, last, exponent,
+                        base_mass, top_p * mass, False, SCALE, CAP, BLOCK,
+                    )  # fmt: skip
+                for start in range(0, size, BLOCK):
+                    at, y, distance, between = _load_candidates(
+                        logits, listed, start, size, is_listed, peak, below, last, SCALE, CAP, BLOCK
+                    )
+                    s = tl.div_rn(y, temperature)
+                    kept = between & (s >= s_peak + log_min_p)
+                    kept_total += tl.sum(tl.where(kept, tl.exp2(-distance * exponent), 0.0), 0)
+                    if samples & (tl.max(kept.to(tl.int32), 0) > 0):
+                        score = tl.where(kept, s - _noise(columns, rows, row, at), float("-inf"))
+                        higher, higher_id = _highest(score, at)
+                        if (higher > best) | ((higher == best) & (higher_id < best_id)):
+                            best, best_id = higher, higher_id
+                            chosen = tl.max(tl.where(at == higher_id, y, float("-inf")), 0)
+            total = kept_total
+    # Without any number among the logits there is no highest; the logprob is NaN then.
+    tl.store(ids + row, tl.minimum(tl.where(best_id == NO_ID, 0, best_id), vocab - 1).to(tl.int64))
+    tl.store(logprobs + row, tl.div_rn(chosen, temperature) - s_peak - tl.log(total))
+
+
+def self_test(device: torch.device) -> None:
+    """Rows without and with limits, in all float types. Raises SelfTestFailed if tokens or logprobs differ from
+    torch's."""
+    keys = torch.tensor([[5, -7], [3, 99]], dtype=torch.int32).repeat(4, 1)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = (2 * random_tensor(device, 8, 5000)).to(dtype)
+        logits[3, 7] = -torch.inf
+        temperature = torch.tensor([1.0, 0.7, 1.5, 1.0, 1.0, 1.0, 0.5, 1.0])
+        top_k, top_p = torch.tensor([0, 0, 0, 1, 50, 0, 300, 0]), torch.tensor([1, 1, 1, 1, 1, 0.9, 0.6, 0.95])
+        min_p = torch.tensor([0, 0, 0, 0, 0, 0, 0.01, 0.02])
+        draws = torch.tensor([False, *[True] * 7])
+        floats = [column.float().view(torch.int32) for column in (temperature, top_p, min_p.log())]
+        columns = torch.stack([floats[0], top_k.int(), *floats[1:], *keys.unbind(1), draws.int()]).to(device)
+        for limited, rows in ((False, slice(0, 3)), (True, slice(0, 8))):
+            ids, logprobs = sample(logits[rows], columns[:, rows].contiguous(), limited)
+            expected = _reference(logits[rows].cpu().float(), temperature, top_k, top_p, min_p, keys, draws)
+            if ids.tolist() != expected[0].tolist():
+                raise SelfTestFailed(f"sampled tokens are {ids.tolist()}, where {expected[0].tolist()} are expected")
+            check_close("logprobs of sampled tokens", logprobs.cpu(), expected[1], 1e-4)
+
+
+def _reference(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor, draws: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The reference: row by row in float64, on CPU, except for the noise."""
+    noise = Noise(logits.shape[1], torch.device("cpu"))
+    ids, logprobs = [], []
+    for row, s in enumerate(logits.double() / temperature[: len(logits), None]):
+        if top_k[row]:
+            s = s.where(s >= s.topk(int(top_k[row])).values[-1], -torch.inf)
+        values, order = s.softmax(-1).sort(descending=True)
+        last = int((values.cumsum(-1) < top_p[row]).sum().clamp(max=len(s) - 1))
+        s = s.where(s >= s[order[last]], -torch.inf) if top_p[row] < 1 else s
+        s = s.where(s >= s.max() + min_p[row].log(), -torch.inf)
+        perturbed = s - noise.exponentials(keys[row : row + 1])[0].double().log()
+        ids.append(int((perturbed if draws[row] else s).argmax()))
+        logprobs.append(float(s.log_softmax(-1)[ids[-1]]))
+    return torch.tensor(ids), torch.tensor(logprobs)
