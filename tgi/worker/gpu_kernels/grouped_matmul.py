@@ -37,11 +37,11 @@ class Tile(NamedTuple):
 
 
 # By bits of a number of the weight (of the inputs, if these have more), the tiles up to a mean number of rows of an
-# expert. Few rows take as long as the weights take to be read.
+# expert. Few rows take as long as the weights take to be read. Measured on an H100 (docs/performance-methods.md).
 TILES = {
-    4: ((4.0, Tile(16, 16, 256, 4, 4)), (math.inf, Tile(64, 32, 128, 4, 3))),
-    8: ((4.0, Tile(16, 16, 256, 4, 4)), (math.inf, Tile(64, 64, 64, 4, 3))),
-    16: ((4.0, Tile(16, 16, 128, 4, 5)), (32.0, Tile(64, 64, 64, 4, 4)), (math.inf, Tile(128, 128, 64, 8, 3))),
+    4: ((4.0, Tile(16, 32, 256, 4, 4)), (32.0, Tile(64, 32, 128, 4, 3)), (math.inf, Tile(128, 64, 64, 8, 3))),
+    8: ((4.0, Tile(16, 32, 256, 4, 4)), (64.0, Tile(64, 64, 64, 4, 3)), (math.inf, Tile(128, 64, 64, 8, 3))),
+    16: ((4.0, Tile(16, 32, 256, 4, 3)), (32.0, Tile(64, 32, 128, 4, 3)), (math.inf, Tile(128, 128, 64, 8, 4))),
     32: ((math.inf, Tile(16, 16, 32, 4, 2)),),
 }
 
