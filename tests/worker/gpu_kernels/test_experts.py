@@ -30,7 +30,7 @@ HIDDEN, INNER = 128, 256
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "normalized", "block"),
     [
-        (1, 128, 8, True, 16),
+        (2, 128, 8, True, 16),
         (1, 4, 2, True, 16),
         (FEW_TOKENS, 6, 3, False, 2),
         (FEW_TOKENS + 1, 6, 6, True, 16),
@@ -39,9 +39,11 @@ HIDDEN, INNER = 128, 256
     ],
 )
 def test_routing_matches_torch(tokens: int, experts: int, top_k: int, normalized: bool, block: int) -> None:
-    logits = random_tensor(CPU, tokens, experts)
+    logits = random_tensor(CPU, tokens, experts, dtype=SINGLE if tokens % 2 else HALF)
+    if logits.dtype is HALF:  # without equal ones, of which torch chooses any
+        logits = torch.argsort(logits, 1).argsort(1).to(HALF) / 16 - 2
     found = route(logits, top_k, normalized, block)
-    weights, chosen = logits.softmax(-1).topk(top_k)
+    weights, chosen = logits.float().softmax(-1).topk(top_k)
     weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
     torch.testing.assert_close(found.weights, weights)
     order = chosen.view(-1).argsort(stable=True)
@@ -74,10 +76,10 @@ def test_the_most_blocks_are_needed_by_some_loads() -> None:
         assert max(needed) == most_blocks(rows, min(experts, 3), block)
 
 
-@pytest.mark.parametrize("tokens", [3, FEW_TOKENS + 3])
-def test_equal_and_broken_logits_choose_different_experts(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "dtype"), [(3, SINGLE), (FEW_TOKENS + 3, HALF), (4, torch.bfloat16)])
+def test_equal_and_broken_logits_choose_different_experts(tokens: int, dtype: torch.dtype) -> None:
     """So that the sorted rows are complete, whatever a broken token computes. Of equal ones the first are chosen."""
-    logits = torch.zeros(tokens, 5)
+    logits = torch.zeros(tokens, 5, dtype=dtype)
     logits[1], logits[2, 3] = math.nan, math.inf
     found = route(logits, 2, True, 4)
     assert sorted(found.positions.view(-1).tolist()) == list(range(2 * tokens))

@@ -19,7 +19,7 @@ from tgi.worker.gpu_kernels.self_test import SelfTestFailed, check_close, random
 FEW_TOKENS, MANY_TOKENS = 16, 64  # of a tile
 MANY_TILES = 64  # tiles of FEW_TOKENS; beyond, tiles have MANY_TOKENS
 COUNTED = 32  # tiles whose counts are added at once
-BLOCKS = 64  # of products, described at once
+BLOCKS = 128  # empty ones, described at once
 SUMMED = 512  # columns of a program of `combine`
 LARGEST = 3e38  # in place of larger logits
 
@@ -60,14 +60,13 @@ def _place(
     if tile == 0:
         tl.store(ends + expert, last, mask=expert < experts)
     held = (total + BLOCK - 1) // BLOCK
-    last_block = tl.cumsum(held, 0)
-    shift = first - (last_block - held) * BLOCK
-    for start in range(tile * CHUNK, blocks, tiles * CHUNK):
-        block = start + tl.arange(0, CHUNK)
-        owner = tl.sum((last_block[None, :] <= block[:, None]).to(tl.int32), 1)
-        row = block * BLOCK + tl.sum(tl.where(expert[None, :] == owner[:, None], shift[None, :], 0), 1)
-        tl.store(block_experts + block, tl.where(owner < EXPERTS, owner, -1), mask=block < blocks)
-        tl.store(block_rows + block, row, mask=block < blocks)
+    block = tl.cumsum(held, 0) - held
+    for turn in range(tile, tl.max(held, 0), tiles):
+        tl.store(block_experts + block + turn, expert, mask=turn < held)
+        tl.store(block_rows + block + turn, first + turn * BLOCK, mask=turn < held)
+    for start in range(tl.sum(held, 0) + tile * CHUNK, blocks, tiles * CHUNK):
+        rest = start + tl.arange(0, CHUNK)
+        tl.store(block_experts + rest, -1, mask=rest < blocks)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
@@ -86,14 +85,24 @@ def _choose(
     x = tl.load(logits + at, mask=there, other=0.0).to(tl.float32)
     # A token has TOP_K different experts also where its logits are not numbers.
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), -LARGEST)
-    left = tl.where((expert < experts)[None, :], x, float("-inf"))
-    share = tl.exp(left - tl.max(left, 1)[:, None])
+    x = tl.where((expert < experts)[None, :], x, float("-inf"))
+    share = tl.exp(x - tl.max(x, 1)[:, None])
+    # Integers in the order of the numbers, and among equal ones the first expert's is the largest. Numbers of 16 bits
+    # leave enough lower bits for that.
+    bits = x.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    later = EXPERTS - 1 - expert[None, :]
+    if logits.dtype.element_ty == tl.float32:
+        left = (bits.to(tl.int64) << 32) | later
+        LEAST: tl.constexpr = -(1 << 63)
+    else:
+        left = (bits & -EXPERTS) | later
+        LEAST: tl.constexpr = -(1 << 31)
     number = tl.zeros((TOKENS, EXPERTS), tl.int32)
     for turn in range(1, TOP_K + 1):
         best = left == tl.max(left, 1)[:, None]
-        best = expert[None, :] == tl.min(tl.where(best, expert[None, :], EXPERTS), 1)[:, None]
         number = tl.where(best, turn, number)
-        left = tl.where(best, float("-inf"), left)
+        left = tl.where(best, LEAST, left)
     if NORMALIZED:
         share = share / tl.sum(tl.where(number > 0, share, 0.0), 1)[:, None]
     else:
