@@ -203,8 +203,13 @@ def main() -> None:
         print(f"=== {section.name}: {found[-1].ended}, {found[-1].seconds:.0f} s", *tail, "", sep="\n", flush=True)
         write_figures(found, out)
     write_figures(found, out)
+    known = {one.name: one.figures for one in found if one.figures is not None}
     print("| section | ended | s | |\n|---|---|---|---|")
     print(*(f"| {one.name} | {one.ended} | {one.seconds:.0f} | {one.headline} |" for one in found), sep="\n")
+    if {"stack", "peer"} <= known.keys():
+        peer = known["peer"]["tokens_per_s"]
+        rates = {"engine alone": known["stack"]["engine alone"], "whole stack": known["stack"]["stack"]}
+        print(*(f"{name} / peer: {one['tokens_per_s'] / peer:.2f}" for name, one in rates.items()), sep=", ")
     print(f"\nAll figures: {out}/gpu-check.json")
     sys.exit(any(one.ended != "passed" for one in found))
 
