@@ -53,11 +53,12 @@ LOADS = {
 def sections(device: str, shapes: list[str]) -> list[Section]:
     """What is run, in this order. Timings come after the tests, which compute in several processes at once."""
     place, large = ["--device", device], "8b" if "8b" in shapes else shapes[0]
+    jobs = "6" if device == "cuda" else "1"
     load = LOADS[device]
     peer_load = [*load[:2], *load[8:]]  # no streams, clients and front ends
-    tests = ["-q", "-p", "no:cacheprovider", "--timeout", "100", "-n", "8" if device == "cuda" else "1"]
-    chaos = ["--worker", "torch", "--clients", "64", "--seconds", "20", "--signals", "KILL", "--roles", "worker"]
-    chaos += ["--interval", "10", "--requests", "64", "--logprob-tolerance", "0.001"]
+    tests = ["-q", "-p", "no:cacheprovider", "--timeout", "100", "-n", jobs]
+    chaos = ["--worker", "torch", "--clients", "64", "--seconds", "24", "--signals", "KILL", "--roles", "worker"]
+    chaos += ["--interval", "12", "--requests", "64", "--logprob-tolerance", "0.001"]
     profile = ["--shape", shapes[0], *(SIZES["two-layer"][:4] if shapes[0] == "two-layer" else ["--rows", "1,256"])]
 
     def bench(*arguments: str) -> list[str]:
@@ -65,7 +66,7 @@ def sections(device: str, shapes: list[str]) -> list[Section]:
 
     return [
         Section("tests", ["pytest", *tests, "tests/worker/test_on_gpu.py"], 150),
-        Section("families", bench("families", *place, "--json", "{out}/families.json"), 90, _families),
+        Section("families", bench("families", *place, "--jobs", jobs, "--json", "{out}/families.json"), 90, _families),
         *(
             Section(
                 shape,
@@ -202,8 +203,13 @@ def main() -> None:
         print(f"=== {section.name}: {found[-1].ended}, {found[-1].seconds:.0f} s", *tail, "", sep="\n", flush=True)
         write_figures(found, out)
     write_figures(found, out)
+    known = {one.name: one.figures for one in found if one.figures is not None}
     print("| section | ended | s | |\n|---|---|---|---|")
     print(*(f"| {one.name} | {one.ended} | {one.seconds:.0f} | {one.headline} |" for one in found), sep="\n")
+    if {"stack", "peer"} <= known.keys():
+        peer = known["peer"]["tokens_per_s"]
+        rates = {"engine alone": known["stack"]["engine alone"], "whole stack": known["stack"]["stack"]}
+        print(*(f"{name} / peer: {one['tokens_per_s'] / peer:.2f}" for name, one in rates.items()), sep=", ")
     print(f"\nAll figures: {out}/gpu-check.json")
     sys.exit(any(one.ended != "passed" for one in found))
 

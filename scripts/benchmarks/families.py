@@ -4,7 +4,7 @@
 
 In float32: the greedy tokens of prompts of several lengths, by the engine as a worker starts it, with CUDA graphs on a
 GPU. transformers computes the prompt with these tokens at once; each must have its highest logit, with a logprob that
-differs by at most 1e-3.
+differs by at most 1e-3. Families are compared in `--jobs` processes, since compiling kernels takes most of the time.
 """
 
 import argparse
@@ -13,6 +13,9 @@ import json
 import sys
 import tempfile
 import traceback
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ import transformers
 
 from scripts.benchmarks.engine_driver import Requests, collected
 from scripts.make_model import KINDS, make_model
+from tgi.microkernel.options import count
 from tgi.microkernel.settings import Settings
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.startup import start_engine
@@ -89,32 +93,39 @@ def compare(kind: str, directory: Path, run: Path, device: str) -> Compared:
     return Compared(kind, different, TOKENS * len(PROMPTS), worst)
 
 
+def attempt(device: str, kind: str) -> Compared:
+    """The comparison, or what it raised: the other families are still of interest."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory(prefix="tgi-") as store:
+        run = Path(store) / "run"
+        run.mkdir()
+        try:
+            return compare(kind, Path(store) / "model", run, device)
+        except Exception as error:
+            traceback.print_exc()
+            return Compared(kind, 0, 0, 0.0, f"{type(error).__name__}: {error}")
+        finally:
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+
+
 def main() -> None:
     """Parses the command line, compares and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default=",".join(KINDS), help="kinds of scripts/make_model.py")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file, too")
+    parser.add_argument("--jobs", type=count, default=1)
     options = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
     found = []
     print("| family | other tokens | largest difference of a logprob | |\n|---|---|---|---|")
-    for kind in options.only.split(","):
-        with tempfile.TemporaryDirectory(prefix="tgi-") as store:
-            run = Path(store) / "run"
-            run.mkdir()
-            try:
-                one = compare(kind, Path(store) / "model", run, options.device)
-            except Exception as error:  # the other families are still of interest
-                traceback.print_exc()
-                one = Compared(kind, 0, 0, 0.0, f"{type(error).__name__}: {error}")
-        found.append(one)
-        verdict = one.error or ("passed" if one.passed else "failed")
-        print(f"| {kind} | {one.different} of {one.tokens} | {one.logprob:.2g} | {verdict} |", flush=True)
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for one in pool.map(partial(attempt, options.device), options.only.split(",")):
+            found.append(one)
+            verdict = one.error or ("passed" if one.passed else "failed")
+            print(f"| {one.kind} | {one.different} of {one.tokens} | {one.logprob:.2g} | {verdict} |", flush=True)
     if options.json:
         options.json.write_text(json.dumps([one._asdict() | {"passed": one.passed} for one in found], indent=1))
     sys.exit(not all(one.passed for one in found))

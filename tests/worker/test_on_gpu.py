@@ -21,7 +21,10 @@ from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
+from tgi.worker.checkpoint import RandomCheckpoint
 from tgi.worker.decoder_config import RopeConfig
+from tgi.worker.device_copies import StagedCopies
+from tgi.worker.engine import startup
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, start_engine
 from tgi.worker.gpu_kernels.attention_arguments import Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -322,3 +325,23 @@ def test_replayed_quantized_steps_sample_the_same_tokens(kind: str, quantize: st
     for one, other in zip(plain, recorded, strict=True):
         assert one.ids[:1] == other.ids[:1]
         assert one.logprobs[:1] == pytest.approx(other.logprobs[:1], abs=0.1)
+
+
+def test_a_restarted_worker_does_not_measure_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same limits; another deployment measures."""
+    settings = Settings(model_dir=model("llama"), run_dir=tmp_path, device=GPU, max_batch_size=8, max_total_tokens=500)
+    first = start_engine(settings, lambda stage, percent: None).limits
+    monkeypatch.setattr(startup, "_measure_step", None)
+    assert start_engine(settings, lambda stage, percent: None).limits == first
+    (tmp_path / startup.PAGES_FILE).unlink()
+    with pytest.raises(TypeError):
+        start_engine(settings, lambda stage, percent: None)
+
+
+def test_weights_are_copied_through_pinned_memory() -> None:
+    copies, values = StagedCopies(torch.device(GPU), size=1 << 16), torch.randn(1000, 333).bfloat16()
+    assert all(torch.equal(copies.copy(one).cpu(), one) for one in (values, values[:, 1:], values))
+    dummy = RandomCheckpoint(torch.device(GPU))
+    made = [dummy.tensor("a.weight", 64, 128) for _ in range(2)]
+    assert made[0].is_cuda
+    assert torch.equal(*made)

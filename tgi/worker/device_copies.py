@@ -1,4 +1,4 @@
-"""Copies between host and device that do not wait for the kernels that are already launched."""
+"""Copies between host and device: small ones that wait for no kernels that are already launched, and weights."""
 
 from typing import Any
 
@@ -30,6 +30,39 @@ def copy_columns_to_device(columns: tuple[NDArray[Any], ...], device: torch.devi
     if device.type == "cpu":
         return [torch.from_numpy(column) for column in columns]
     return list(copy_to_device(np.concatenate(columns), device).split([len(column) for column in columns]))
+
+
+STAGED_BYTES = 64 << 20  # of a buffer
+
+
+class StagedCopies:
+    """Copies large host tensors to a GPU through two buffers of pinned memory: one is filled, by all threads of torch,
+    while the other is copied. A direct copy from memory that is not pinned, such as a mapped file, fills the driver's
+    buffers with one thread."""
+
+    def __init__(self, device: torch.device, pinned: bool = True, size: int = STAGED_BYTES) -> None:
+        self._device = device
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def copy(self, values: Tensor) -> Tensor:
+        """The tensor on the device; the copy of its last part may be queued on the current stream still."""
+        found = torch.empty(values.shape, dtype=values.dtype, device=self._device)
+        if not values.numel():
+            return found
+        flat = found.view(-1).view(torch.uint8)
+        parts = values.contiguous().view(-1).view(torch.uint8).split(len(self._buffers[0]))
+        for target, part in zip(flat.split(len(self._buffers[0])), parts, strict=True):
+            self._turn = 1 - self._turn
+            buffer, copied = self._buffers[self._turn][: len(part)], self._copied[self._turn]
+            if copied is not None:
+                copied.synchronize()
+            target.copy_(buffer.copy_(part), non_blocking=True)
+            if self._device.type == "cuda":
+                self._copied[self._turn] = torch.cuda.Event()
+                self._copied[self._turn].record()  # type: ignore[union-attr]
+        return found
 
 
 def copy_to_host(values: Tensor) -> Tensor:

@@ -160,7 +160,9 @@ class Slots:
         if not len(slots):
             raise BadStep("no rows")
         self._require_occupied(slots)
-        if len(set(slots.tolist())) != len(slots):
+        seen = np.zeros(self.padding_slot, np.bool_)
+        seen[slots] = True
+        if np.count_nonzero(seen) != len(slots):
             raise BadStep("a slot has two rows")
         ends = starts + counts
         drafts = _validate_drafts(step, draws, self.vocab_size) if step.drafts else None

@@ -14,6 +14,7 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
 from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig
+from tgi.worker.device_copies import StagedCopies
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.embedding import Embedding
@@ -72,6 +73,7 @@ class DecoderWeightLoader:
         self._kernels = kernels
         self._gpu = gpu
         self._own_kernels = kernels or gpu
+        self._staged = StagedCopies(device) if device.type == "cuda" else None
         self._bytes = self._parameters = 0
 
     def load(self, progress: Callable[[int], None]) -> DecoderWeights:
@@ -81,7 +83,7 @@ class DecoderWeightLoader:
         for number in range(len(config.layers)):
             layers.append(self._layer(number))
             progress(100 * len(layers) // len(config.layers))
-        embedding_weight = _embedding_weight(self._source, config, self._shard, self._dtype).to(self._device)
+        embedding_weight = self._upload(_embedding_weight(self._source, config, self._shard, self._dtype))
         tied = config.tied or f"{HEAD}.weight" not in self._source
         if tied:
             head = self._build(self._to_device(embedding_weight), None, "none")
@@ -306,7 +308,13 @@ class DecoderWeightLoader:
             return self._kernels.supported_weight(weight)
         if isinstance(weight, QuantizedWeight):
             return weight.to(self._device)
-        return weight.to(self._device, self._dtype)
+        return self._upload(weight).to(self._dtype)
+
+    def _upload(self, weight: Weight) -> Weight:
+        """The weight on the model's device."""
+        if self._staged is None or isinstance(weight, QuantizedWeight) or weight.device.type != "cpu":
+            return weight.to(self._device)
+        return self._staged.copy(weight)
 
 
 def read_kv_scales(checkpoint: Checkpoint, layers: int) -> tuple[tuple[float, float], ...]:
