@@ -17,6 +17,8 @@ Tokens are compared by their distance from the row's maximum, before temperature
 one are kept, by top-p too. Multiplications and additions are not fused, so that all launches, and torch, round alike.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,10 +28,12 @@ from tgi.worker.gpu_kernels.self_test import SelfTestFailed, check_close, random
 from tgi.worker.sampling.noise import FACTORS, Noise
 
 CHUNK = 4096  # tokens of a split
-CHUNK_WARPS = 8
+CHUNK_WARPS, PIVOT_WARPS = 8, 4  # fewer of `_measure_pivots`, which adds up much over the warps
 BLOCK, BLOCK_WARPS = 2048, 16  # of `_choose`
 # Listed ids of a row. If more tokens lie between the pivots, `_choose` reads the whole row instead.
 MAX_LISTED = 1 << 15
+# If the tokens up to the farther pivot are at most this many, all of them are listed, and no others compete.
+FEW = tl.constexpr(2048)
 PIVOTS = tl.constexpr(16)  # the last one is infinite
 # Rows of SamplingColumns.
 TEMPERATURE, TOP_K, TOP_P, LOG_MIN_P, KEY, SAMPLES = (tl.constexpr(row) for row in (0, 1, 2, 3, 4, 6))
@@ -67,7 +71,7 @@ def sample(
     row_of = (logits, logits.stride(0), vocab, rows, columns)
     model = {"SCALE": scale, "CAP": cap or 0.0}
     shapes = {"CHUNK": CHUNK, "SPLITS": splits, "WIDTH": triton.next_power_of_2(splits)}
-    by_split = {"num_warps": CHUNK_WARPS, "enable_fp_fusion": False}
+    by_split: dict[str, Any] = {"num_warps": CHUNK_WARPS, "enable_fp_fusion": False}
     grid = (splits, rows)
     _measure_splits[grid](*row_of, stats, found, **model, CHUNK=CHUNK, SPLITS=splits, **by_split)
     counts, masses, listed = found, stats, found  # not read without limits
@@ -75,7 +79,9 @@ def sample(
         counts = torch.empty(rows, splits, PIVOTS.value, dtype=torch.int32, device=logits.device)
         masses = torch.empty(rows, splits, PIVOTS.value, dtype=torch.float32, device=logits.device)
         listed = torch.empty(rows, MAX_LISTED, dtype=torch.int32, device=logits.device)
-        _measure_pivots[grid](*row_of, stats, counts, masses, **model, **shapes, **by_split)
+        _measure_pivots[grid](
+            *row_of, stats, counts, masses, **model, **shapes, **by_split | {"num_warps": PIVOT_WARPS}
+        )
         _collect_splits[grid](
             *row_of, stats, found, counts, masses, listed, **model, **shapes, MAX_LISTED=MAX_LISTED, **by_split
         )
@@ -124,10 +130,15 @@ def _noise(columns, rows, row, at):
     x = (x ^ (x >> 15)) * HASH_3
     magnitude = tl.abs(x.to(tl.int32, bitcast=True).to(tl.float32))
     uniform = magnitude * 4.656612595521636e-10 + 1.1641532182693481e-10  # 2**-31 * (1 - 2**-24), 2**-33
-    # -log1p(-uniform): the rounding of `rest` is taken back by the quotient.
+    # -log1p(-uniform): what the first difference loses to rounding is added to the logarithm's argument to first order.
     rest = 1.0 - uniform
-    lost = 1.0 - rest
-    return tl.log(tl.where(lost == 0.0, uniform, -tl.log(rest) * uniform / tl.where(lost == 0.0, 1.0, lost)))
+    return tl.log((uniform - (1.0 - rest)) * (2.0 - rest) - tl.log(rest))
+
+
+@triton.jit
+def _inverse(temperature):
+    """Its reciprocal; exactly 1 for 1."""
+    return tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
 
 
 @triton.jit
@@ -183,6 +194,7 @@ def _find_bracket(counts, masses, row, unit, top_k, top_p, SPLITS: tl.constexpr,
     first = last
     if top_p < 1.0:
         first = tl.minimum(tl.sum((mass < top_p * least).to(tl.int32), 0), last)
+    first = tl.where(tl.sum(tl.where(number == last, count, 0), 0) <= FEW, 0, first)
     below = tl.where(first > 0, _pivot((first - 1).to(tl.float32), unit, top_k), -1.0)
     upto = tl.where(last < PIVOTS - 1, _pivot(last.to(tl.float32), unit, top_k), float("inf"))
     base_count = tl.sum(tl.where(number == first - 1, count, 0), 0)
@@ -202,14 +214,14 @@ def _measure_splits(
     temperature = _load_float(columns, TEMPERATURE, rows, row)
     _top_k, _top_p, _log_min_p, limited = _load_limits(columns, rows, row)
     peak, peak_id = _highest(y, at)
-    weight = tl.exp2((y - peak) * (LOG2_E / temperature))
+    weight = tl.exp2((y - peak) * (LOG2_E * _inverse(temperature)))
     total = tl.sum(tl.where(y == float("-inf"), 0.0, weight), 0)
     plane, here = rows * SPLITS, row * SPLITS + split
     tl.store(stats + PEAK * plane + here, peak)
     tl.store(stats + SUM * plane + here, total)
     tl.store(found + PEAK_ID * plane + here, peak_id)
     if (tl.load(columns + SAMPLES * rows + row) != 0) & (limited == 0):
-        best, best_id = _highest(tl.div_rn(y, temperature) - _noise(columns, rows, row, at), at)
+        best, best_id = _highest(y * _inverse(temperature) - _noise(columns, rows, row, at), at)
         tl.store(stats + SCORE * plane + here, best)
         tl.store(stats + CHOSEN * plane + here, tl.max(tl.where(at == best_id, y, float("-inf")), 0))
         tl.store(found + CHOSEN_ID * plane + here, best_id)
@@ -225,7 +237,7 @@ def _measure_pivots(
     if (top_k <= 0) & (top_p >= 1.0):
         return
     temperature = _load_float(columns, TEMPERATURE, rows, row)
-    exponent = LOG2_E / temperature
+    exponent = LOG2_E * _inverse(temperature)
     peak, mean, total = _merge_peaks(stats, rows, row, exponent, SPLITS, WIDTH)
     unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
     at = split * CHUNK + tl.arange(0, CHUNK)
@@ -256,17 +268,24 @@ def _collect_splits(
     if limited == 0:
         return
     temperature = _load_float(columns, TEMPERATURE, rows, row)
-    exponent = LOG2_E / temperature
+    exponent = LOG2_E * _inverse(temperature)
     peak, mean, total = _merge_peaks(stats, rows, row, exponent, SPLITS, WIDTH)
-    at = split * CHUNK + tl.arange(0, CHUNK)
-    y = _load_logits(logits + row * row_stride, at, at < vocab, SCALE, CAP)
-    distance = peak - y
+    plane, here = rows * SPLITS, row * SPLITS + split
     below = float("inf")
     if (top_k > 0) | (top_p < 1.0):
         unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
         below, upto, first, last, _base_count, _base_mass, _everything, size = _find_bracket(
             counts, masses, row, unit, top_k, top_p, SPLITS, WIDTH
         )
+        # A split whose maximum is farther away has no token to keep or to list.
+        if peak - tl.load(stats + PEAK * plane + here) > upto:
+            tl.store(stats + KEPT * plane + here, 0.0)
+            tl.store(stats + SCORE * plane + here, float("-inf"))
+            tl.store(stats + CHOSEN * plane + here, float("-inf"))
+            tl.store(found + CHOSEN_ID * plane + here, NO_ID)
+            return
+        at = split * CHUNK + tl.arange(0, CHUNK)
+        distance = peak - _load_logits(logits + row * row_stride, at, at < vocab, SCALE, CAP)
         if size <= MAX_LISTED:
             part = tl.arange(0, WIDTH)
             place = (row * SPLITS + part) * PIVOTS
@@ -277,18 +296,21 @@ def _collect_splits(
             if tl.max(between.to(tl.int32), 0) > 0:
                 entry = tl.sum(share, 0) + tl.cumsum(between.to(tl.int32), 0) - 1
                 tl.store(listed + row * MAX_LISTED + entry, at, mask=between & (entry < MAX_LISTED))
-    s = tl.div_rn(y, temperature)
-    kept = (distance <= below) & (s >= tl.div_rn(peak, temperature) + log_min_p)
-    plane, here = rows * SPLITS, row * SPLITS + split
-    tl.store(stats + KEPT * plane + here, tl.sum(tl.where(kept, tl.exp2(-distance * exponent), 0.0), 0))
-    if tl.load(columns + SAMPLES * rows + row) != 0:
-        best, best_id, chosen = float("-inf"), NO_ID, float("-inf")
+    best, best_id, chosen, kept_sum = float("-inf"), NO_ID, float("-inf"), 0.0
+    if below >= 0.0:
+        at = split * CHUNK + tl.arange(0, CHUNK)
+        y = _load_logits(logits + row * row_stride, at, at < vocab, SCALE, CAP)
+        distance, s = peak - y, y * _inverse(temperature)
+        kept = (distance <= below) & (s >= peak * _inverse(temperature) + log_min_p)
         if tl.max(kept.to(tl.int32), 0) > 0:
-            best, best_id = _highest(tl.where(kept, s - _noise(columns, rows, row, at), float("-inf")), at)
-            chosen = tl.max(tl.where(at == best_id, y, float("-inf")), 0)
-        tl.store(stats + SCORE * plane + here, best)
-        tl.store(stats + CHOSEN * plane + here, chosen)
-        tl.store(found + CHOSEN_ID * plane + here, best_id)
+            kept_sum = tl.sum(tl.where(kept, tl.exp2(-distance * exponent), 0.0), 0)
+            if tl.load(columns + SAMPLES * rows + row) != 0:
+                best, best_id = _highest(tl.where(kept, s - _noise(columns, rows, row, at), float("-inf")), at)
+                chosen = tl.max(tl.where(at == best_id, y, float("-inf")), 0)
+    tl.store(stats + KEPT * plane + here, kept_sum)
+    tl.store(stats + SCORE * plane + here, best)
+    tl.store(stats + CHOSEN * plane + here, chosen)
+    tl.store(found + CHOSEN_ID * plane + here, best_id)
 
 
 @triton.jit
@@ -347,9 +369,9 @@ def _choose(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = _load_float(columns, TEMPERATURE, rows, row)
-    exponent = LOG2_E / temperature
+    exponent = LOG2_E * _inverse(temperature)
     peak, mean, total = _merge_peaks(stats, rows, row, exponent, SPLITS, WIDTH)
-    s_peak = tl.div_rn(peak, temperature)
+    s_peak = peak * _inverse(temperature)
     samples = tl.load(columns + SAMPLES * rows + row) != 0
     part, plane = tl.arange(0, WIDTH), rows * SPLITS
     here, real = row * SPLITS + part, part < SPLITS
@@ -396,7 +418,7 @@ def _choose(
                     at, y, distance, between = _load_candidates(
                         logits, listed, start, size, is_listed, peak, below, last, SCALE, CAP, BLOCK
                     )
-                    s = tl.div_rn(y, temperature)
+                    s = y * _inverse(temperature)
                     kept = between & (s >= s_peak + log_min_p)
                     kept_total += tl.sum(tl.where(kept, tl.exp2(-distance * exponent), 0.0), 0)
                     if samples & (tl.max(kept.to(tl.int32), 0) > 0):
@@ -408,7 +430,7 @@ def _choose(
             total = kept_total
     # Without any number among the logits there is no highest; the logprob is NaN then.
     tl.store(ids + row, tl.minimum(tl.where(best_id == NO_ID, 0, best_id), vocab - 1).to(tl.int64))
-    tl.store(logprobs + row, tl.div_rn(chosen, temperature) - s_peak - tl.log(total))
+    tl.store(logprobs + row, (chosen - peak) * _inverse(temperature) - tl.log(total))
 
 
 def self_test(device: torch.device) -> None:
