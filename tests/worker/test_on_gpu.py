@@ -173,12 +173,22 @@ def test_rows_of_a_real_model_are_what_torch_computes(gpu: GpuKernels, dtype: to
 ROWS = {"decode": [(1, 1), (1, 16), (1, 17), (1, 1000), (1, 5000)], "mixed": [(1, 700), (5, 90), (300, 1000), (65, 65)]}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kept", [None, torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64), (16, 16, 256), (32, 1, 80)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype", "kept"),
+    [
+        (32, 8, 128, torch.bfloat16, None),
+        (32, 8, 128, torch.bfloat16, torch.float8_e4m3fn),
+        (14, 2, 64, torch.float16, torch.float8_e5m2),
+        (16, 16, 256, torch.bfloat16, None),
+        (16, 16, 256, torch.float32, None),
+        (32, 1, 80, torch.float16, None),
+        (32, 1, 80, torch.bfloat16, torch.float8_e5m2),
+        (14, 2, 64, torch.float32, torch.float8_e4m3fn),
+    ],
+)
 @pytest.mark.parametrize("rows", ROWS)
 def test_attention_is_what_torch_computes(
-    gpu: GpuKernels, rows: str, heads: int, kv_heads: int, head_dim: int, kept: torch.dtype | None, dtype: torch.dtype
+    gpu: GpuKernels, rows: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kept: torch.dtype | None
 ) -> None:
     """Of short contexts and long ones, with windows and caps."""
     there = torch.device(GPU)

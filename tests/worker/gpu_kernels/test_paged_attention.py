@@ -186,8 +186,8 @@ def test_written_keys_and_values_match_torchs_conversion(dtype: torch.dtype, sto
 
 
 def test_few_rows_are_divided_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SPLITS", 32)
-    assert [splits_for(rows, 8) for rows in (1, 2, 8, 16, 32, 33, 256)] == [32, 16, 4, 2, 1, 1, 1]
+    monkeypatch.setattr(module, "MAX_SPLITS", 16)
+    assert [splits_for(rows, 8) for rows in (1, 2, 8, 16, 32, 33, 256)] == [16, 16, 4, 2, 1, 1, 1]
     for width, dtype in ((64, BRAIN), (128, HALF), (256, HALF), (128, SINGLE), (512, SINGLE)):
         for queries in (1, 16, 17, 64, 1000):
             tile = tile_for(queries, width, dtype)

@@ -13,6 +13,7 @@ from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.selection import MODULES, select_gpu_kernels, self_tested_kernels
 from tgi.worker.models.config_reader import read_config, read_decoder_config
 from tgi.worker.models.loader import ModelSpec
+from tgi.worker.quantization.scheme import QuantizationScheme
 
 CPU = torch.device("cpu")
 FAILING = f"{__package__}.failing"
@@ -81,3 +82,14 @@ def test_self_tests_that_have_passed_are_not_repeated(tmp_path: Path, monkeypatc
     assert [select(), select()] == [4, 4]
     card[0] = "another"
     assert [select(), select()] == [5, 5]
+
+
+def test_only_what_a_model_uses_is_tested() -> None:
+    """Each kernel is compiled for its self-test, which delays the first start on a machine."""
+    plain = ModelSpec(None, torch.bfloat16)
+    dense = selection.needed_modules([plain], False)
+    assert dense == selection.EVERY_MODEL
+    experts = ModelSpec(read_decoder_config(read_config(model("mixtral"))), torch.bfloat16)
+    assert selection.needed_modules([plain, experts], True) == (*dense, *selection.INVARIANT, *selection.EXPERTS)
+    quantized = plain._replace(scheme=QuantizationScheme(made="int4"))
+    assert selection.needed_modules([quantized], False) == (*dense, *selection.QUANTIZED)

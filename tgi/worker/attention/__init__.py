@@ -10,6 +10,7 @@ cuda           NVIDIA GPUs, with our own kernels
 import torch
 
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
+from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
 from tgi.worker.attention.torch_cpu import TorchCpuAttention
 
@@ -17,8 +18,6 @@ from tgi.worker.attention.torch_cpu import TorchCpuAttention
 def build_attention(kv: KVCacheSpec, pages: int, device: torch.device) -> AttentionBackend:
     """The backend for a model on a device, with memory for `pages` pages, numbered from 0."""
     if device.type == "cuda":
-        from tgi.worker.attention.cuda import CudaAttention  # imports torch's compiler: over a second
-
         return CudaAttention(kv, pages, device)
     if kv.cpu_kernels is not None:
         return CpuKernelAttention(kv, pages, kv.cpu_kernels)
@@ -28,8 +27,6 @@ def build_attention(kv: KVCacheSpec, pages: int, device: torch.device) -> Attent
 def page_size(kv: KVCacheSpec, device: torch.device) -> int:
     """Tokens per page."""
     if device.type == "cuda":
-        from tgi.worker.attention.cuda import CudaAttention
-
         return CudaAttention.page_size
     return TorchCpuAttention.page_size if kv.cpu_kernels is None else CpuKernelAttention.page_size
 

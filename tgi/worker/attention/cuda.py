@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rows
@@ -114,10 +113,7 @@ class CudaAttention:
             keys, values = (x.flatten(0, 1)[:context] for x in cache.gather_pages(pages))
             own = slice(queries[row], queries[row + 1])
             q, k, v = (x.transpose(0, 1)[None] for x in (query[own], keys, values))
-            if cap is None and window is None:
-                bias: Tensor = causal_lower_right(count, context)
-            else:
-                bias = _mask(count, context, window, query)
+            bias = _mask(count, context, window, query)
             if cap is None:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=bias, scale=scale, enable_gqa=kv.heads != kv.kv_heads

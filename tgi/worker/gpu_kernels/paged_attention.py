@@ -29,7 +29,7 @@ MAX_FLOAT16 = tl.constexpr(65504.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Programs that keep a GPU busy. Rows are divided into splits while there are fewer.
 PROGRAMS = 256
-MAX_SPLITS = 32
+MAX_SPLITS = 16
 
 
 class Tile(NamedTuple):
@@ -42,17 +42,19 @@ class Tile(NamedTuple):
 
 
 # For 16-bit numbers and heads of up to 128 elements: by the number of queries times heads of a KV head in the longest
-# row. Larger heads and numbers have fewer keys in a tile: a tile of keys has at most TILE_BYTES.
-SHORT, MIDDLE, LONG = Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)
+# row. Larger heads and numbers have fewer keys in a tile: a tile of keys has at most TILE_BYTES. Measured on an H100
+# (docs/performance-methods.md).
+SHORT, MIDDLE, LONG = Tile(16, 64, 2, 4), Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)
+MOST_QUERIES = {16: SHORT, 8192: MIDDLE}  # above: LONG
 TILE_BYTES = 16 << 10
 
 
 def tile_for(queries: int, width: int, dtype: torch.dtype) -> Tile:
     """The tile for rows of up to so many queries (times heads of a KV head) of `width` elements."""
-    tile = next((tile for tile in (SHORT, MIDDLE) if queries <= tile.queries), LONG)
+    tile = next((tile for most, tile in MOST_QUERIES.items() if queries <= most), LONG)
     size = width * dtype.itemsize
     if size > 256:  # the sums of the results take the registers
-        tile = tile._replace(queries=min(tile.queries, 64), stages=2)
+        tile = tile._replace(queries=min(tile.queries, 64), warps=4, stages=2)
     return tile._replace(keys=max(SMALLEST, min(tile.keys, TILE_BYTES // size)))
 
 
@@ -117,6 +119,7 @@ def paged_attention(
         KV_HEADS=kv_heads,
         DIM=dim,
         WIDTH=width,
+        GROUPS=padded_group,
         PAGE=page,
         BLOCK=block,
         QUERIES=queries,
@@ -188,17 +191,29 @@ def _tiles(
 
 
 @triton.jit
-def _merge_splits(out, sums, weights, part, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """Merges the results of the splits of one query and head, which begin at `part`. They come from other
+def _merge_splits(
+    out, sums, weights, part,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merges the results of the splits of a query for the heads of a group, which begin at `part`. They come from other
     multiprocessors, so not from this one's own cache."""
-    at, number = part + tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    total = tl.load(weights + 2 * at + 1, cache_modifier=".cg")
-    peak = tl.load(weights + 2 * at, mask=total > 0, other=float("-inf"), cache_modifier=".cg")
-    given = (total > 0)[:, None] & (number < DIM)[None, :]
-    found = tl.load(sums + at[:, None] * DIM + number[None, :], mask=given, other=0.0, cache_modifier=".cg")
-    weight = tl.exp2(peak - tl.max(peak, 0))
-    merged = tl.sum(found * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(out + number, merged.to(out.dtype.element_ty), mask=number < DIM)
+    head = tl.arange(0, GROUPS)
+    at = part + head[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
+    real = (head < GROUP)[:, None] & (at >= 0)
+    total = tl.load(weights + 2 * at + 1, mask=real, other=0.0, cache_modifier=".cg")
+    peak = tl.load(weights + 2 * at, mask=total > 0, other=-1e30, cache_modifier=".cg")
+    weight = tl.exp2(peak - tl.max(peak, 1)[:, None])
+    whole = tl.sum(total * weight, 1)[:, None]
+    CHUNK: tl.constexpr = 32 if WIDTH > 32 else WIDTH
+    for start in tl.static_range(0, WIDTH, CHUNK):
+        number = start + tl.arange(0, CHUNK)
+        given = (total > 0)[:, :, None] & (number < DIM)[None, None, :]
+        found = tl.load(
+            sums + at[:, :, None] * DIM + number[None, None, :], mask=given, other=0.0, cache_modifier=".cg"
+        )
+        merged = tl.sum(found * weight[:, :, None], 1) / whole
+        where = out + head[:, None] * DIM + number[None, :]
+        tl.store(where, merged.to(out.dtype.element_ty), mask=(head < GROUP)[:, None] & (number < DIM)[None, :])
 
 
 # The alignment of a step's columns and the width of its page table do not compile another kernel.
@@ -229,6 +244,7 @@ def _attend(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -314,10 +330,12 @@ def _attend(
         counter = counters + tl.program_id(0) * KV_HEADS + head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             tl.store(counter, 0)
-            first_query = begin_query + block * BLOCK
-            for one in range(0, tl.minimum(BLOCK, count - block * BLOCK) * GROUP):
-                where = (first_query + one // GROUP).to(tl.int64) * HEADS + head * GROUP + one % GROUP
-                _merge_splits(out + where * DIM, sums, weights, (where - first * HEADS) * SPLITS, DIM, WIDTH, SPLITS)
+            for one in range(0, tl.minimum(BLOCK, count - block * BLOCK)):
+                where = (begin_query + block * BLOCK + one).to(tl.int64) * HEADS + head * GROUP
+                _merge_splits(
+                    out + where * DIM, sums, weights, (where - first * HEADS) * SPLITS,
+                    GROUP, GROUPS, DIM, WIDTH, SPLITS,
+                )  # fmt: skip
 
 
 def self_test(device: torch.device) -> None:

@@ -92,12 +92,9 @@ def _choose(
     bits = x.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     later = EXPERTS - 1 - expert[None, :]
-    if logits.dtype.element_ty == tl.float32:
-        left = (bits.to(tl.int64) << 32) | later
-        LEAST: tl.constexpr = -(1 << 63)
-    else:
-        left = (bits & -EXPERTS) | later
-        LEAST: tl.constexpr = -(1 << 31)
+    WIDE: tl.constexpr = logits.dtype.element_ty == tl.float32
+    LEAST: tl.constexpr = -(1 << 63) if WIDE else -(1 << 31)
+    left = (bits.to(tl.int64) << 32) | later if WIDE else (bits & -EXPERTS) | later
     number = tl.zeros((TOKENS, EXPERTS), tl.int32)
     for turn in range(1, TOP_K + 1):
         best = left == tl.max(left, 1)[:, None]

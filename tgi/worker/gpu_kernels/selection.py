@@ -19,18 +19,16 @@ from tgi.worker.gpu_kernels.kernels import GpuKernels
 log = logging.getLogger(__name__)
 
 # The modules that have kernels, each with a `self_test(device)` that raises unless they compute there what torch does.
-MODULES = (
-    "tgi.worker.gpu_kernels.norm",
-    "tgi.worker.gpu_kernels.gated_activation",
-    "tgi.worker.gpu_kernels.matmul",
-    "tgi.worker.gpu_kernels.quantized_matmul",
-    "tgi.worker.gpu_kernels.routing",
-    "tgi.worker.gpu_kernels.grouped_matmul",
-    "tgi.worker.gpu_kernels.float8",
-    "tgi.worker.gpu_kernels.kv_write",
-    "tgi.worker.gpu_kernels.paged_attention",
-    "tgi.worker.gpu_kernels.sampling",
+EVERY_MODEL, INVARIANT, QUANTIZED, EXPERTS = (
+    tuple(f"tgi.worker.gpu_kernels.{name}" for name in names.split())
+    for names in (
+        "norm gated_activation kv_write paged_attention sampling",
+        "matmul",
+        "quantized_matmul float8",
+        "routing grouped_matmul",
+    )
 )
+MODULES = (*EVERY_MODEL, *INVARIANT, *QUANTIZED, *EXPERTS)
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -40,6 +38,22 @@ class GpuModelCandidate(Protocol):
     @property
     def decoder(self) -> object | None:
         """None: the model runs through transformers."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are quantized, in the checkpoint or at load."""
+
+
+def needed_modules(models: Sequence[GpuModelCandidate], batch_invariant: bool) -> tuple[str, ...]:
+    """The modules whose kernels these models use: compiling others for their self-tests would delay the first start."""
+    modules = (*EVERY_MODEL, *(INVARIANT if batch_invariant else ()))
+    if any(model.is_quantized for model in models):
+        modules = (*modules, *QUANTIZED)
+    return (*modules, *EXPERTS) if any(model.has_experts for model in models) else modules
 
 
 def select_gpu_kernels(
@@ -57,15 +71,16 @@ def select_gpu_kernels(
         return None, "triton is not installed"
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     kernels = GpuKernels(capability, batch_invariant)
+    modules = needed_modules(models, batch_invariant)
     try:
-        stamp = cache_directory() / f"gpu-kernels-{kernels_digest(name)}.passed"
+        stamp = cache_directory() / f"gpu-kernels-{kernels_digest(name, modules)}.passed"
     except KernelsUnavailable as error:
         log.debug("the kernels' self-tests run at each start: %s", error)
         stamp = None
     if stamp is not None and stamp.exists():
         _set_defaults()
         return kernels, ""
-    tested, reason = self_tested_kernels(torch.device(device), capability)
+    tested, reason = self_tested_kernels(torch.device(device), capability, modules)
     if tested is None:
         return None, reason
     if stamp is not None:
@@ -73,9 +88,15 @@ def select_gpu_kernels(
     return kernels, ""
 
 
-def kernels_digest(device: str) -> str:
-    """Of all that the results of the self-tests depend on: the sources, torch, Triton, the kind of GPU, the driver."""
-    parts = [device.encode(), torch.__version__.encode(), importlib.metadata.version("triton").encode()]
+def kernels_digest(device: str, modules: Sequence[str]) -> str:
+    """Of all that the results of these modules' self-tests depend on: the sources, torch, Triton, the kind of GPU, the
+    driver."""
+    parts = [
+        device.encode(),
+        " ".join(modules).encode(),
+        torch.__version__.encode(),
+        importlib.metadata.version("triton").encode(),
+    ]
     parts += [path.read_bytes() for path in (DRIVER, *sorted(Path(__file__).parent.glob("*.py"))) if path.exists()]
     return hashlib.blake2b(b"\0".join(parts), digest_size=10).hexdigest()
 

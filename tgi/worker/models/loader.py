@@ -37,6 +37,16 @@ class ModelSpec(NamedTuple):
     dtype: torch.dtype
     scheme: QuantizationScheme = QuantizationScheme()
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return self.decoder is not None and self.decoder.experts is not None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are quantized, in the checkpoint or at load."""
+        return self.scheme != QuantizationScheme()
+
 
 def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) -> ModelSpec:
     """The ModelSpec of a model directory.
