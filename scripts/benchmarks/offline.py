@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.benchmarks.stack import Load, loads
+from scripts.benchmarks.http_load import Load, loads
 from tgi.microkernel.codec import INT32, pack_column
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.options import count
@@ -111,7 +111,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # as the worker's loop does
         gc.set_threshold(GC_THRESHOLD)
-        run_offline(engine, loads(8, arguments.scale, seed=3))  # first use of every path
+        run_offline(engine, loads(arguments.requests, arguments.scale / 4, seed=3))  # first use of every path
         print(json.dumps(run_offline(engine, loads(arguments.requests, arguments.scale))._asdict()))
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import transformers
 
+from scripts.benchmarks.http_load import Load, loads
 from scripts.benchmarks.offline import prompt_ids
 from scripts.benchmarks.shapes import CONFIG, SHAPES
-from scripts.benchmarks.stack import CONTEXT, Load, loads
+from scripts.benchmarks.stack import CONTEXT
 from tgi.microkernel.options import count
 
 PATIENCE = 240.0  # seconds without a finished request

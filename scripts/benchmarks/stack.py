@@ -18,10 +18,8 @@ The load comes from `--clients` processes, so that it does not measure itself.
 import argparse
 import json
 import os
-import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,105 +31,25 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.benchmarks.http_load import (
+    MEAN_INPUT,
+    MEAN_OUTPUT,
+    ROUTE,
+    Generated,
+    Load,
+    body,
+    loads,
+    rate,
+    run_load,
+)
 from scripts.benchmarks.servers import Server, free_port
 from scripts.benchmarks.shapes import CONFIG, SHAPES, write_config, write_tokenizer
-from scripts.benchmarks.streams import Event, burst
 from tgi.microkernel import rundir
 from tgi.microkernel.options import count
 
-ROUTE = "/generate_stream"
-MEAN_INPUT, MEAN_OUTPUT = 224, 194  # tokens, of ShareGPT
 CONTEXT = 2048
 KILL_AFTER = 0.4  # of the time that the undisturbed streams take
 TOLERANCE = 1e-3  # of logprobs, up to the first different token
-
-
-class Load(NamedTuple):
-    """One request, in tokens."""
-
-    seed: int
-    inputs: int
-    outputs: int
-
-
-def loads(requests: int, scale: float = 1.0, seed: int = 0) -> list[Load]:
-    """Requests with exponentially distributed lengths, from an eighth to three times the mean."""
-    rng = random.Random(seed)
-
-    def length(mean: float) -> int:
-        return max(1, round(scale * min(max(rng.expovariate(1 / mean), mean / 8), 3 * mean)))
-
-    return [Load(seed * 100_000 + number, length(MEAN_INPUT), length(MEAN_OUTPUT)) for number in range(requests)]
-
-
-def prompt(load: Load) -> str:
-    """Text of that many tokens of shapes.write_tokenizer: a letter for each, each a token of its own behind a dot."""
-    rng = random.Random(load.seed)
-    return "".join(rng.choice(LETTERS) + "." for _ in range(load.inputs // 2)) + "x" * (load.inputs % 2)
-
-
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # no merges begin with them
-
-
-def body(load: Load) -> dict[str, Any]:
-    """The request."""
-    return {"inputs": prompt(load), "parameters": {"max_new_tokens": load.outputs}}
-
-
-class Generated(NamedTuple):
-    """What a stream has brought."""
-
-    sent: float
-    events: list[Event]
-
-    @property
-    def ids(self) -> list[int]:
-        """Its tokens."""
-        return [event.data["token"]["id"] for event in self.events]
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Of its tokens."""
-        return [event.data["token"]["logprob"] for event in self.events]
-
-
-def _burst(port: int, load: list[Load]) -> list[Generated]:
-    """Runs in a process of its own. Times are of time.perf_counter, the same clock in all of them on Linux."""
-    return [Generated(one.sent, one.events()) for one in burst(port, ROUTE, [body(each) for each in load])]
-
-
-def run_load(pool: ProcessPoolExecutor, clients: int, port: int, load: list[Load]) -> list[Generated]:
-    """All requests at once, from all clients, in the order of `load`."""
-    parts = pool.map(_burst, [port] * clients, [load[first::clients] for first in range(clients)])
-    found: dict[int, Generated] = {}
-    for first, part in enumerate(parts):
-        found |= dict(zip(range(first, len(load), clients), part, strict=True))
-    return [found[number] for number in range(len(load))]
-
-
-class Rate(NamedTuple):
-    """Throughput and latencies of a load."""
-
-    seconds: float
-    tokens_per_s: float
-    first_ms: float  # median
-    between_ms: float  # median of the time between two tokens of a stream
-    p99_ms: float
-
-
-def rate(streams: Sequence[Generated]) -> Rate:
-    """Of streams that were sent at once."""
-    begin, end = min(one.sent for one in streams), max(one.events[-1].time for one in streams)
-    tokens = sum(len(one.events) for one in streams)
-    gaps = sorted(later.time - event.time for one in streams for event, later in pairwise(one.events)) or [0.0]
-    first = statistics.median(one.events[0].time - one.sent for one in streams)
-    return Rate(
-        end - begin,
-        tokens / (end - begin),
-        1e3 * first,
-        1e3 * statistics.median(gaps),
-        1e3 * gaps[int(0.99 * (len(gaps) - 1))],
-    )
 
 
 class Comparison(NamedTuple):
@@ -224,9 +142,8 @@ def main() -> None:
         directory.mkdir()
         write_model(arguments.shape, directory)
         figures = measure(arguments, directory, arguments.log or Path(store) / "log")
-        figures["engine alone"] = alone(arguments, directory)
-    kept = figures["stack"]["tokens_per_s"] / figures["engine alone"]["tokens_per_s"]
-    figures["stack / engine alone"] = kept
+        figures["engine alone"] = engine = alone(arguments, directory)
+    figures["stack / engine alone"] = figures["stack"]["tokens_per_s"] / engine["tokens_per_s"]
     report(figures)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))
@@ -249,19 +166,22 @@ def measure(arguments: argparse.Namespace, directory: Path, log: Path) -> dict[s
         server.wait(ROUTE, body(Load(7, 8, 1)))
         first, started = server.first, stages(log.read_text(errors="replace"), 0)
         print(f"first token {first:.2f} s after the command; worker: {started}", flush=True)
-        run_load(pool, arguments.clients, port, loads(arguments.clients, arguments.scale / 8, seed=2))  # starts clients
+        cold = rate(run_load(pool, arguments.clients, port, loads(arguments.requests, arguments.scale / 4, seed=2)))
+        print(f"first load, of a quarter of the length: {cold}", flush=True)
         whole = rate(run_load(pool, arguments.clients, port, load))
-        print(f"{arguments.requests} requests: {whole.tokens_per_s:,.0f} tokens/s", flush=True)
+        print(f"{arguments.requests} requests: {whole}", flush=True)
         expected = run_load(pool, arguments.clients, port, few)
-        seconds = rate(expected).seconds
-        killing = threads.submit(kill_worker, server.run_directory, KILL_AFTER * seconds)
+        killing = threads.submit(kill_worker, server.run_directory, KILL_AFTER * rate(expected).seconds)
         found = run_load(pool, arguments.clients, port, few)
         recovered = recovery(found, killing.result(), log.read_text(errors="replace"))
+        compared = compare(expected, found)
+        print(f"kill -9: {recovered}; {compared}", flush=True)
     return {
         "first token s": first,
         "start": started,
+        "first load": cold._asdict(),
         "stack": whole._asdict(),
-        "kill": {"compared": compare(expected, found)._asdict(), "recovery": recovered._asdict()},
+        "kill": {"compared": compared._asdict(), "recovery": recovered._asdict()},
     }
 
 
@@ -281,6 +201,7 @@ def report(figures: dict[str, Any]) -> None:
     rows = {
         "start to first token, s": f"{figures['first token s']:.2f}",
         "stages of the worker's start, s": figures["start"],
+        "the first load, output tokens/s": f"{figures['first load']['tokens_per_s']:,.0f}",
         "whole stack, output tokens/s": f"{stack['tokens_per_s']:,.0f}",
         "time to first token, ms": f"{stack['first_ms']:.0f}",
         "between tokens, ms (median, p99)": f"{stack['between_ms']:.2f}, {stack['p99_ms']:.2f}",

@@ -8,8 +8,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from scripts import gpu_check
+from scripts.benchmarks.http_load import Generated, Load, loads, prompt, rate
 from scripts.benchmarks.shapes import write_tokenizer
-from scripts.benchmarks.stack import Generated, Load, compare, loads, prompt, rate, recovery
+from scripts.benchmarks.stack import compare, recovery
 from scripts.benchmarks.streams import Event
 from scripts.reliability.features import is_close
 
