@@ -195,7 +195,7 @@ def decoded_tile(
                 if shifts is not None:
                     code += tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
             code = tl.reshape(code, (OUTPUTS, INPUTS))
-        if codes.dtype.element_ty == tl.float8e4nv:  # directly to bfloat16 takes slower instructions
+        if code.dtype == tl.float8e4nv and code.dtype != DTYPE:  # directly to bfloat16 takes slower instructions
             code = code.to(tl.float16).to(tl.float32)
         return code.to(DTYPE)
 
