@@ -92,12 +92,10 @@ def _choose(
     bits = x.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     later = EXPERTS - 1 - expert[None, :]
+    left = (bits & -EXPERTS) | later
     if logits.dtype.element_ty == tl.float32:
         left = (bits.to(tl.int64) << 32) | later
-        LEAST: tl.constexpr = -(1 << 63)
-    else:
-        left = (bits & -EXPERTS) | later
-        LEAST: tl.constexpr = -(1 << 31)
+    LEAST: tl.constexpr = -(1 << 63) if logits.dtype.element_ty == tl.float32 else -(1 << 31)
     number = tl.zeros((TOKENS, EXPERTS), tl.int32)
     for turn in range(1, TOP_K + 1):
         best = left == tl.max(left, 1)[:, None]
