@@ -27,6 +27,7 @@ from tgi.worker.device_copies import StagedCopies
 from tgi.worker.engine import startup
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, start_engine
 from tgi.worker.gpu_kernels.attention_arguments import Rotation
+from tgi.worker.gpu_kernels.grouped_matmul import choose_tile
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.selection import self_tested_kernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
@@ -321,7 +322,8 @@ def test_experts_are_what_torch_computes(gpu: GpuKernels, kind: str, dtype: torc
             left, right = (x[rows].float() @ first.t()).chunk(2, 1)
             part = (ACTIVATIONS["silu"](left) * right).to(dtype).float() @ last.t()
             expected.index_add_(0, rows, part * (weights / weights.sum(1, keepdim=True))[rows, choice, None])
-        assert (found.float() - expected).norm() <= 0.006 * expected.norm()
+        rounded = choose_tile(up, dtype, 2 * tokens, experts).floats
+        assert (found.float() - expected).norm() <= (0.06 if rounded else 0.006) * expected.norm()
         other = torch.cat([x[:1], -x[1:].flip(0)])
         assert torch.equal(mixture(other, tokens)[0], found[0])
 

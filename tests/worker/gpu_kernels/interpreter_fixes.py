@@ -5,14 +5,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _create_dot, _cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+_create_fp_to_fp = InterpreterBuilder.create_fp_to_fp
 
 
 def _widened(x: TensorHandle) -> TensorHandle:
-    """bfloat16 to float32, by adding 16 zero bits."""
+    """bfloat16 to float32, by adding 16 zero bits, and 8-bit floats."""
+    if x.dtype.scalar is tl.float8e4nv:
+        floats = torch.from_numpy(np.ascontiguousarray(x.data).view(np.uint8)).view(torch.float8_e4m3fn)
+        return TensorHandle(floats.float().numpy(), tl.float32)
     if x.dtype.scalar is not tl.bfloat16:
         return x
     return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
@@ -34,6 +39,14 @@ def _converted(self: InterpreterBuilder, x: TensorHandle, dtype: tl.dtype) -> Te
     if kinds == (tl.bfloat16, tl.float32):
         return _widened(x)
     return _rounded(x) if kinds == (tl.float32, tl.bfloat16) else _cast(self, x, dtype)
+
+
+def _narrowed(self: InterpreterBuilder, x: TensorHandle, dtype: tl.dtype, *rest: Any) -> TensorHandle:
+    """float32 to 8-bit floats, to nearest."""
+    if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.float8e4nv):
+        return _create_fp_to_fp(self, x, dtype, *rest)
+    floats = torch.from_numpy(np.ascontiguousarray(x.data)).to(torch.float8_e4m3fn)
+    return TensorHandle(floats.view(torch.uint8).numpy(), tl.float8e4nv)
 
 
 def _permuted(a: Any, b: Any, selector: Any) -> Any:
@@ -78,4 +91,5 @@ def fix_interpreter() -> None:
     """Patches the interpreter for the rest of this process."""
     InterpreterBuilder.create_dot = _dot
     InterpreterBuilder.cast_impl = _converted
+    InterpreterBuilder.create_fp_to_fp = _narrowed
     InterpreterBuilder.create_inline_asm = _executed

@@ -129,9 +129,10 @@ def grouped_weights(bits: int, group: int, shifted: bool) -> Callable[[int, int,
     return weights
 
 
-def near(found: Tensor, expected: Tensor) -> None:
-    """Inner values and the outputs of experts are rounded to the type of x, which the expected ones are not."""
-    tolerance = 2**-8 if found.dtype is HALF else 1e-5
+def near(found: Tensor, expected: Tensor, rounded: bool = False) -> None:
+    """Inner values and the outputs of experts are rounded to the type of x, which the expected ones are not. `rounded`:
+    inputs were to 8-bit floats."""
+    tolerance = 0.06 if rounded else 2**-8 if found.dtype is HALF else 1e-5
     assert (found.float() - expected).norm() <= tolerance * expected.norm()
 
 
@@ -150,14 +151,14 @@ KINDS: dict[str, tuple[Callable[[int, int, int], Weight], torch.dtype]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_experts_match_the_loop(kind: str) -> None:
-    """For one token, for few and for more rows than a tile has, some experts without any. A row has the same bits
-    whatever its neighbours choose."""
+    """For one token, with experts without any, and for more than a tile has. A row has the same bits whatever its
+    neighbours choose. Many rows are multiplied with 8-bit floats as such."""
     make_weight, dtype = KINDS[kind]
     grouped, loop = mixtures(make_weight, dtype, 5, 2, "gelu_tanh" if kind == "fp8" else "silu")
-    for tokens in (1, 70):
+    for tokens in (1, 170 if kind == "fp8" else 70):
         x = random_tensor(CPU, tokens, HIDDEN, dtype=dtype, seed=tokens)
         found = grouped(x, tokens)
-        near(found, loop(x.float(), tokens))
+        near(found, loop(x.float(), tokens), rounded=kind == "fp8" and tokens > 1)
         other = torch.cat([x[:1], x[1:].flip(0) * -1])
         assert torch.equal(grouped(other, tokens)[0], found[0])
 

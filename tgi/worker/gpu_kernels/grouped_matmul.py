@@ -3,8 +3,8 @@ expert, or the gated then(x @ gate.T) * (x @ up.T).
 
 Each program computes some outputs of a block of rows of one expert (see routing.Routing), over all inputs. Plain
 weights are read as they are, quantized ones are decoded in registers as in quantized_matmul.py, also for many rows.
-Tiles are chosen by the numbers of rows and experts alone, so a row's result does not depend on the experts that other
-tokens choose, nor on its place in a block.
+With many rows, 8-bit floats are multiplied as such. Tiles are chosen by the numbers of rows and experts alone, so a
+row's result does not depend on the experts that other tokens choose, nor on its place in a block.
 """
 
 import math
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.gpu_kernels.float8 import quantize_rows
 from tgi.worker.gpu_kernels.gated_activation import _activation
 from tgi.worker.gpu_kernels.quantized_matmul import codebook_table, decoded_tile, group_of
 from tgi.worker.gpu_kernels.routing import Routing, route
@@ -34,13 +35,19 @@ class Tile(NamedTuple):
     inputs: int  # summed at once
     warps: int
     stages: int  # tiles in flight from memory
+    floats: bool = False  # rows are quantized to 8-bit floats, as the weight is: see quantization/float8.py
 
 
-# By bits of a number of the weight (of the inputs, if these have more), the tiles up to a mean number of rows of an
-# expert. Few rows take as long as the weights take to be read. Measured on an H100 (docs/performance-methods.md).
-TILES = {
+# By bits of a number of the weight (32: of the inputs; "fp8": 8-bit floats), the tiles up to a mean number of rows of
+# an expert. Few rows take as long as the weights take to be read. Measured on an H100 (docs/performance-methods.md).
+TILES: dict[int | str, tuple[tuple[float, Tile], ...]] = {
     4: ((4.0, Tile(16, 32, 256, 4, 4)), (32.0, Tile(64, 32, 128, 4, 3)), (math.inf, Tile(128, 64, 64, 8, 3))),
     8: ((4.0, Tile(16, 32, 256, 4, 4)), (64.0, Tile(64, 64, 64, 4, 3)), (math.inf, Tile(128, 64, 64, 8, 3))),
+    "fp8": (
+        (4.0, Tile(16, 32, 128, 4, 5)),
+        (64.0, Tile(64, 64, 64, 4, 3)),
+        (math.inf, Tile(128, 128, 128, 8, 3, floats=True)),
+    ),
     16: ((4.0, Tile(16, 32, 256, 4, 3)), (32.0, Tile(64, 32, 128, 4, 3)), (math.inf, Tile(128, 128, 64, 8, 4))),
     32: ((math.inf, Tile(16, 16, 32, 4, 2)),),
 }
@@ -48,9 +55,12 @@ TILES = {
 
 def choose_tile(weight: Weight, dtype: torch.dtype, rows: int, experts: int) -> Tile:
     """The tile for `rows` sorted rows."""
-    wide = dtype is torch.float32
-    bits = 32 if wide else weight.bits if isinstance(weight, QuantizedWeight) else 16
-    return next(tile for mean, tile in TILES[bits] if rows <= mean * experts)
+    kind: int | str = 16
+    if dtype is torch.float32:
+        kind = 32
+    elif isinstance(weight, QuantizedWeight):
+        kind = "fp8" if weight.floating else weight.bits
+    return next(tile for mean, tile in TILES[kind] if rows <= mean * experts)
 
 
 def invariant_tile(weight: Weight, dtype: torch.dtype, rows: int, experts: int) -> Tile:
@@ -61,6 +71,7 @@ def invariant_tile(weight: Weight, dtype: torch.dtype, rows: int, experts: int) 
 @triton.jit
 def _grouped_matmul(
     x,  # [tokens, inputs], or in sorted order [rows, inputs]
+    row_scales,  # [tokens, 1] or [rows, 1] if x has 8-bit floats; else None
     sorted_tokens, ends, block_experts, block_rows,  # Routing; the first is None if x is in sorted order
     codes, scales, shifts, factors, table,  # of decoded_tile
     y,  # [rows, outputs], in sorted order
@@ -82,14 +93,14 @@ def _grouped_matmul(
     row = tl.load(block_rows + tl.program_id(1)) + tl.arange(0, ROWS)
     given = row < tl.load(ends + expert)
     source = row if sorted_tokens is None else tl.load(sorted_tokens + row, mask=given, other=0)
-    source = x + source.to(tl.int64)[:, None] * inputs
+    places = x + source.to(tl.int64)[:, None] * inputs
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     there = output < outputs
     first = expert.to(tl.int64) * (outputs + outputs if GATED else outputs) + output
     sums, factor = tl.zeros((ROWS, OUTPUTS), tl.float32), tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, inputs, INPUTS):
         at = start + tl.arange(0, INPUTS)
-        left = tl.load(source + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
+        left = tl.load(places + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
         right = decoded_tile(
             codes, scales, shifts, factors, table, first, there, start, width, groups, GROUP, OUTPUTS, INPUTS,
             left.dtype,
@@ -105,6 +116,11 @@ def _grouped_matmul(
         sums *= tl.load(scales + first, mask=there, other=0.0).to(tl.float32)[None, :]
         if GATED:
             factor *= tl.load(scales + first + outputs, mask=there, other=0.0).to(tl.float32)[None, :]
+    if row_scales is not None:
+        unit = tl.load(row_scales + source, mask=given, other=0.0)[:, None]
+        sums *= unit
+        if GATED:
+            factor *= unit
     if THEN != "":
         sums = _activation(sums, THEN)
     if GATED:
@@ -137,9 +153,10 @@ def grouped_matmul(
         columns = (*weight, None if weight.factors is None else codebook_table(x))
         groups, group = grouped.shape[1], group_of(weight)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    left, row_scales = quantize_rows(x) if tile.floats else (x.contiguous(), None)
     size = tile.outputs if gated else 2 * tile.outputs
     _grouped_matmul[triton.cdiv(outputs, size), len(routing.block_experts)](
-        *(x.contiguous(), routing.tokens if by_token else None, routing.ends),
+        *(left, row_scales, routing.tokens if by_token else None, routing.ends),
         *(routing.block_experts, routing.block_rows, *columns, y),
         *(outputs, inputs, columns[0].shape[1], groups),
         GROUP=group,
@@ -181,4 +198,6 @@ def self_test(device: torch.device) -> None:
                 left, *right = sums.chunk(2, 1) if then else (sums,)
                 expected = ACTIVATIONS[then](left) * right[0] if then else left
                 found = grouped_matmul(x, weight, routing, tile, then, bool(then), by_token=True)
-                check_close(f"a product of experts with {kind}", found, expected.to(dtype), 2**-6)
+                check_close(
+                    f"a product of experts with {kind}", found, expected.to(dtype), 0.1 if tile.floats else 2**-6
+                )

@@ -23,7 +23,7 @@ from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight, codebook_o
 ROWS = 16  # of a tile
 NARROW, WIDE = 16, 32  # outputs of a tile
 MANY_OUTPUTS = 4096  # fill a GPU also with wide tiles
-BYTES = 256  # of an output in a tile: wide enough that most columns of scales are prefetched too
+INPUTS = 256  # of a tile: wide enough that most columns of scales are prefetched too, and few registers hold it
 STAGES = {1: 6, 2: 4}  # tiles in flight from memory, by codes per byte
 
 
@@ -195,7 +195,7 @@ def decoded_tile(
                 if shifts is not None:
                     code += tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
             code = tl.reshape(code, (OUTPUTS, INPUTS))
-        if codes.dtype.element_ty == tl.float8e4nv:  # directly to bfloat16 takes slower instructions
+        if code.dtype == tl.float8e4nv and code.dtype != DTYPE:  # directly to bfloat16 takes slower instructions
             code = code.to(tl.float16).to(tl.float32)
         return code.to(DTYPE)
 
@@ -272,7 +272,7 @@ def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
         GROUP=group_of(weight),
         ROWS=ROWS,
         OUTPUTS=tile,
-        INPUTS=each * BYTES,
+        INPUTS=INPUTS,
         num_warps=tile // 8,
         num_stages=STAGES[each],
     )

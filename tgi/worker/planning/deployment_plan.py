@@ -379,9 +379,10 @@ def _model_activations(model: PlannedModel, shard: Shard, settings: Settings) ->
     config = model.config
     tokens, rows = memory.max_prefill_tokens(settings, "cuda"), memory.max_batch_size(settings, "cuda")
     experts = config.experts
-    inner = max(len(shard.inner), 0 if experts is None else experts.top_k * len(shard.expert_inner))
+    chosen = 0 if experts is None else experts.top_k
+    inner = max(len(shard.inner), chosen * len(shard.expert_inner))
     attention = (2 * len(shard.heads) + 2 * len(shard.kv_heads)) * config.head_dim
-    token = ITEM_SIZES[model.dtype] * (6 * config.hidden + 2 * attention + 3 * inner)
+    token = ITEM_SIZES[model.dtype] * ((6 + chosen) * config.hidden + 2 * attention + 3 * inner)
     return tokens * token + LOGIT_COPIES * rows * config.vocab_size * 4 + GRAPH_BYTES
 
 
