@@ -15,7 +15,7 @@ from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.engine.engine import GraphCaptureConfig
-from tgi.worker.engine.startup import warm_up
+from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, warm_up
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.models.loader import build_model
@@ -58,6 +58,25 @@ def test_an_engine_generates_the_tokens_of_torch(
     for ours, torchs in zip(drawn(kind, dtype, stored, GPU, rows), drawn(kind, dtype, stored, None), strict=True):
         assert ours.ids == torchs.ids
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=tolerance)
+
+
+def test_an_engine_samples_from_the_logits_of_the_head_as_torch_does() -> None:
+    """With all our kernels, in steps that are recorded and not, for greedy rows, limits and all logits processors;
+    compared with torch's sampling from float32 logits. gemma2 caps its logits."""
+    found = []
+    samplings = [SamplingParams(0), SamplingParams(1, True, top_p=0.8, temperature=0.7), WARMUP_SAMPLING_PARAMS]
+    samplings[2] = samplings[2]._replace(watermark=False)
+    for gpu in (GPU, None):
+        model = build_model(make("gemma2", layers=2), "bfloat16", "cpu", lambda stage, percent: None, gpu=GPU)
+        attention = CudaAttention(model.kv, PAGES, CPU)
+        model.kv = model.kv._replace(gpu_kernels=gpu)  # of the engine and the head alone
+        recording = GraphCaptureConfig(Again(), attention, [4])
+        engine = make_engine(model, slots=4, pages=PAGES, attention=attention, recording=recording)
+        engine.capture_decode_graphs()
+        found.append(drive(engine, PROMPTS, 3, samplings, stagger=1))
+    for ours, torchs in zip(*found, strict=True):
+        assert ours.ids == torchs.ids
+        assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("drafts", [1, 3])

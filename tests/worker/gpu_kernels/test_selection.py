@@ -62,7 +62,7 @@ def test_self_tests_that_have_passed_are_not_repeated(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(selection, "DRIVER", tmp_path / "driver")
 
-    def test(device: torch.device, capability: tuple[int, int]) -> tuple[GpuKernels | None, str]:
+    def test(device: torch.device, capability: tuple[int, int], *_: object) -> tuple[GpuKernels | None, str]:
         runs.append(device)
         return (GpuKernels(capability), "") if passes[0] else (None, "they fail")
 

@@ -60,6 +60,8 @@ class DraftRunner:
         self._slots = slots
         self._batch_builder = batch_builder
         self._noise = noise
+        kernels = self._model.kv.gpu_kernels
+        self._gpu_sample = None if kernels is None else kernels.sample
         self._vocab_size = slots.vocab_size
         self._num_computed = np.zeros(len(slots.num_known), np.int64)  # by slot: ids that this model has computed
 
@@ -84,7 +86,7 @@ class DraftRunner:
             slots, positions, wanted = slots[sampling], now.sampling_positions, wanted[sampling] - 1
             if len(slots):
                 batch = self._batch_builder.build_sampling_batch(slots, positions, None)
-                ids = sample_ids(self._fit_vocabulary(logits), batch, self._noise)
+                ids = sample_ids(self._fit_vocabulary(logits), batch, self._noise, self._gpu_sample)
                 self._batch_builder.write_ids(self._batch_builder.id_indices(slots, positions), ids)
             left = wanted > 0
             slots, starts, ends, wanted = slots[left], positions[left], positions[left] + 1, wanted[left]

@@ -475,7 +475,7 @@ def warm_up(
     pages_each = -(-min(tokens + 2 + drafts, limits.max_total_tokens) // limits.page_size)
     ids = pack_column(INT32, [0] * tokens)
     slots = [
-        SlotAssignment(slot, ids, tokens, encode(WARMUP_SAMPLING_PARAMS if slot % 2 else SamplingParams(0)))
+        SlotAssignment(slot, ids, tokens, encode(WARMUP_SAMPLING_PARAMS if slot % 2 else SamplingParams(0, top_p=0.9)))
         for slot in range(rows)
     ]
     pages = [(slot, (slot * pages_each + page) % limits.pages) for slot in range(rows) for page in range(pages_each)]

@@ -28,6 +28,7 @@ from tgi.worker.gpu_kernels.self_test import SelfTestFailed, check_close, random
 from tgi.worker.sampling.noise import FACTORS, Noise
 
 CHUNK = 4096  # tokens of a split
+SPLITS = 64  # up to which the vocabulary's size compiles nothing more
 CHUNK_WARPS, PIVOT_WARPS = 8, 4  # fewer of `_measure_pivots`, which adds up much over the warps
 BLOCK, BLOCK_WARPS = 2048, 16  # of `_choose`
 # Listed ids of a row. If more tokens lie between the pivots, `_choose` reads the whole row instead.
@@ -68,12 +69,12 @@ def sample(
     splits = triton.cdiv(vocab, CHUNK)
     stats = torch.empty(5, rows, splits, dtype=torch.float32, device=logits.device)
     found = torch.empty(2, rows, splits, dtype=torch.int32, device=logits.device)
-    row_of = (logits, logits.stride(0), vocab, rows, columns)
+    row_of = (logits, logits.stride(0), vocab, rows, splits, columns)
     model = {"SCALE": scale, "CAP": cap or 0.0}
-    shapes = {"CHUNK": CHUNK, "SPLITS": splits, "WIDTH": triton.next_power_of_2(splits)}
+    shapes = {"CHUNK": CHUNK, "WIDTH": max(SPLITS, triton.next_power_of_2(splits))}
     by_split: dict[str, Any] = {"num_warps": CHUNK_WARPS, "enable_fp_fusion": False}
     grid = (splits, rows)
-    _measure_splits[grid](*row_of, stats, found, **model, CHUNK=CHUNK, SPLITS=splits, **by_split)
+    _measure_splits[grid](*row_of, stats, found, **model, CHUNK=CHUNK, **by_split)
     counts, masses, listed = found, stats, found  # not read without limits
     if limited:
         counts = torch.empty(rows, splits, PIVOTS.value, dtype=torch.int32, device=logits.device)
@@ -86,7 +87,7 @@ def sample(
             *row_of, stats, found, counts, masses, listed, **model, **shapes, MAX_LISTED=MAX_LISTED, **by_split
         )
     _choose[(rows,)](
-        *row_of, stats, found, counts, masses, listed, ids, logprobs, **model, SPLITS=splits, WIDTH=shapes["WIDTH"],
+        *row_of, stats, found, counts, masses, listed, ids, logprobs, **model, WIDTH=shapes["WIDTH"],
         MAX_LISTED=MAX_LISTED, BLOCK=BLOCK, LIMITED=limited, num_warps=BLOCK_WARPS if limited else 1,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -149,12 +150,12 @@ def _highest(score, at):
 
 
 @triton.jit
-def _merge_peaks(stats, rows, row, exponent, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+def _merge_peaks(stats, rows, row, exponent, splits, WIDTH: tl.constexpr):
     """The row's maximum, the mean maximum of its splits, and the sum of exponentials relative to the maximum."""
     part = tl.arange(0, WIDTH)
-    at = row * SPLITS + part
-    peaks = tl.load(stats + PEAK * rows * SPLITS + at, mask=part < SPLITS, other=float("-inf"))
-    sums = tl.load(stats + SUM * rows * SPLITS + at, mask=part < SPLITS, other=0.0)
+    at = row * splits + part
+    peaks = tl.load(stats + PEAK * rows * splits + at, mask=part < splits, other=float("-inf"))
+    sums = tl.load(stats + SUM * rows * splits + at, mask=part < splits, other=0.0)
     peak = tl.max(peaks, 0)
     finite = peaks > float("-inf")
     mean = tl.sum(tl.where(finite, peaks, 0.0), 0) / tl.sum(finite.to(tl.float32), 0)
@@ -178,13 +179,13 @@ def _pivot(number, unit, top_k):
 
 
 @triton.jit
-def _find_bracket(counts, masses, row, unit, top_k, top_p, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+def _find_bracket(counts, masses, row, unit, top_k, top_p, splits, WIDTH: tl.constexpr):
     """Between which distances the last kept tokens of top-k and top-p lie: (below, upto], the numbers of the pivots
     (below is that of the pivot before `first`), count and sum of the tokens up to `below`, and the sum of all."""
     part, number = tl.arange(0, WIDTH)[:, None], tl.arange(0, PIVOTS)
-    at = (row * SPLITS + part) * PIVOTS + number[None, :]
-    count = tl.sum(tl.load(counts + at, mask=part < SPLITS, other=0), 0)
-    mass = tl.sum(tl.load(masses + at, mask=part < SPLITS, other=0.0), 0)
+    at = (row * splits + part) * PIVOTS + number[None, :]
+    count = tl.sum(tl.load(counts + at, mask=part < splits, other=0), 0)
+    mass = tl.sum(tl.load(masses + at, mask=part < splits, other=0.0), 0)
     everything = tl.sum(tl.where(number == PIVOTS - 1, mass, 0.0), 0)
     last = tl.minimum(tl.sum((count < top_k).to(tl.int32), 0), PIVOTS - 1)
     least, most = tl.sum(tl.where(number == last - 1, mass, 0.0), 0), everything
@@ -203,10 +204,10 @@ def _find_bracket(counts, masses, row, unit, top_k, top_p, SPLITS: tl.constexpr,
     return below, upto, first, last, base_count, base_mass, everything, size
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _measure_splits(
-    logits, row_stride, vocab, rows, columns, stats, found,
-    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    logits, row_stride, vocab, rows, splits, columns, stats, found,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = split * CHUNK + tl.arange(0, CHUNK)
@@ -216,7 +217,7 @@ def _measure_splits(
     peak, peak_id = _highest(y, at)
     weight = tl.exp2((y - peak) * (LOG2_E * _inverse(temperature)))
     total = tl.sum(tl.where(y == float("-inf"), 0.0, weight), 0)
-    plane, here = rows * SPLITS, row * SPLITS + split
+    plane, here = rows * splits, row * splits + split
     tl.store(stats + PEAK * plane + here, peak)
     tl.store(stats + SUM * plane + here, total)
     tl.store(found + PEAK_ID * plane + here, peak_id)
@@ -227,10 +228,10 @@ def _measure_splits(
         tl.store(found + CHOSEN_ID * plane + here, best_id)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _measure_pivots(
-    logits, row_stride, vocab, rows, columns, stats, counts, masses,
-    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    logits, row_stride, vocab, rows, splits, columns, stats, counts, masses,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     top_k, top_p, _log_min_p, _limited = _load_limits(columns, rows, row)
@@ -238,7 +239,7 @@ def _measure_pivots(
         return
     temperature = _load_float(columns, TEMPERATURE, rows, row)
     exponent = LOG2_E * _inverse(temperature)
-    peak, mean, total = _merge_peaks(stats, rows, row, exponent, SPLITS, WIDTH)
+    peak, mean, total = _merge_peaks(stats, rows, row, exponent, splits, WIDTH)
     unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
     at = split * CHUNK + tl.arange(0, CHUNK)
     inside = at < vocab
@@ -252,15 +253,15 @@ def _measure_pivots(
         near = inside & (distance <= _pivot(pivot, unit, top_k))
         count = tl.where(number == pivot, tl.sum(near.to(tl.int32), 0), count)
         mass = tl.where(number == pivot, tl.sum(tl.where(near, weight, 0.0), 0), mass)
-    here = (row * SPLITS + split) * PIVOTS + number
+    here = (row * splits + split) * PIVOTS + number
     tl.store(counts + here, count)
     tl.store(masses + here, mass)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _collect_splits(
-    logits, row_stride, vocab, rows, columns, stats, found, counts, masses, listed,
-    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    logits, row_stride, vocab, rows, splits, columns, stats, found, counts, masses, listed,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
     MAX_LISTED: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -269,13 +270,13 @@ def _collect_splits(
         return
     temperature = _load_float(columns, TEMPERATURE, rows, row)
     exponent = LOG2_E * _inverse(temperature)
-    peak, mean, total = _merge_peaks(stats, rows, row, exponent, SPLITS, WIDTH)
-    plane, here = rows * SPLITS, row * SPLITS + split
+    peak, mean, total = _merge_peaks(stats, rows, row, exponent, splits, WIDTH)
+    plane, here = rows * splits, row * splits + split
     below = float("inf")
     if (top_k > 0) | (top_p < 1.0):
         unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
         below, upto, first, last, _base_count, _base_mass, _everything, size = _find_bracket(
-            counts, masses, row, unit, top_k, top_p, SPLITS, WIDTH
+            counts, masses, row, unit, top_k, top_p, splits, WIDTH
         )
         # A split whose maximum is farther away has no token to keep or to list.
         if peak - tl.load(stats + PEAK * plane + here) > upto:
@@ -288,7 +289,7 @@ def _collect_splits(
         distance = peak - _load_logits(logits + row * row_stride, at, at < vocab, SCALE, CAP)
         if size <= MAX_LISTED:
             part = tl.arange(0, WIDTH)
-            place = (row * SPLITS + part) * PIVOTS
+            place = (row * splits + part) * PIVOTS
             share = tl.load(counts + place + last, mask=part < split, other=0)
             nearer = tl.load(counts + place + tl.maximum(first - 1, 0), mask=part < split, other=0)
             share -= tl.where(first > 0, nearer, 0)
@@ -328,32 +329,37 @@ def _load_candidates(
 
 
 @triton.jit
+def _compare(distance, real, pivot, exponent, BY_COUNT: tl.constexpr):
+    """Of each token its weight if it is not beyond the pivot, and its distance if it is before or beyond it."""
+    near = real & (distance <= pivot)
+    weight = near.to(tl.float32) if BY_COUNT else tl.where(near, tl.exp2(-distance * exponent), 0.0)
+    beyond = real & (distance > pivot)
+    return weight, tl.where(near, distance, -1.0), tl.where(beyond, distance, float("inf"))
+
+
+@triton.jit
 def _find_last(
     logits, listed, size, is_listed, peak, below, upto, exponent, base, target,
     BY_COUNT: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The least distance up to which the tokens have at least the weight `target`, and the weight up to there. `base`
-    is the weight up to `below`. Bisects the bits of the distance, which has at most 31 steps, and moves each end to the
-    nearest token, which has few steps if few distances occur."""
+    """The least distance up to which the tokens have at least the weight `target`. `base` is the weight up to `below`.
+
+    Bisects the bits of the distance, which has at most 31 steps, and moves each end to the nearest token, which has few
+    steps if few distances occur. The first block of tokens stays in registers."""
     low = tl.where(below < 0.0, -1, below.to(tl.int32, bitcast=True))
     high = upto.to(tl.int32, bitcast=True)
+    _, _, held, held_real = _load_candidates(logits, listed, 0, size, is_listed, peak, below, upto, SCALE, CAP, BLOCK)
     while low + 1 < high:
         middle = low + (high - low) // 2
         pivot = middle.to(tl.float32, bitcast=True)
-        weight = tl.zeros([BLOCK], tl.float32)
-        before = tl.full([BLOCK], -1.0, tl.float32)
-        after = tl.full([BLOCK], float("inf"), tl.float32)
-        for start in range(0, size, BLOCK):
+        weight, before, after = _compare(held, held_real, pivot, exponent, BY_COUNT)
+        for start in range(BLOCK, size, BLOCK):
             _at, _y, distance, real = _load_candidates(
                 logits, listed, start, size, is_listed, peak, below, upto, SCALE, CAP, BLOCK
             )
-            near = real & (distance <= pivot)
-            if BY_COUNT:
-                weight += near.to(tl.float32)
-            else:
-                weight += tl.where(near, tl.exp2(-distance * exponent), 0.0)
-            before = tl.maximum(before, tl.where(near, distance, -1.0))
-            after = tl.minimum(after, tl.where(real & (distance > pivot), distance, float("inf")))
+            more, nearer, farther = _compare(distance, real, pivot, exponent, BY_COUNT)
+            weight += more
+            before, after = tl.maximum(before, nearer), tl.minimum(after, farther)
         if base + tl.sum(weight, 0) >= target:
             high = tl.maximum(tl.max(before, 0).to(tl.int32, bitcast=True), low + 1)
         else:
@@ -361,20 +367,20 @@ def _find_last(
     return high.to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _choose(
-    logits, row_stride, vocab, rows, columns, stats, found, counts, masses, listed, ids, logprobs,
-    SCALE: tl.constexpr, CAP: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, MAX_LISTED: tl.constexpr,
+    logits, row_stride, vocab, rows, splits, columns, stats, found, counts, masses, listed, ids, logprobs,
+    SCALE: tl.constexpr, CAP: tl.constexpr, WIDTH: tl.constexpr, MAX_LISTED: tl.constexpr,
     BLOCK: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = _load_float(columns, TEMPERATURE, rows, row)
     exponent = LOG2_E * _inverse(temperature)
-    peak, mean, total = _merge_peaks(stats, rows, row, exponent, SPLITS, WIDTH)
+    peak, mean, total = _merge_peaks(stats, rows, row, exponent, splits, WIDTH)
     s_peak = peak * _inverse(temperature)
     samples = tl.load(columns + SAMPLES * rows + row) != 0
-    part, plane = tl.arange(0, WIDTH), rows * SPLITS
-    here, real = row * SPLITS + part, part < SPLITS
+    part, plane = tl.arange(0, WIDTH), rows * splits
+    here, real = row * splits + part, part < splits
     # The row's maximum, or the highest perturbed logit of those that are kept for certain.
     score_plane = tl.where(samples, SCORE, PEAK) * plane
     scores = tl.load(stats + score_plane + here, mask=real, other=float("-inf"))
@@ -393,7 +399,7 @@ def _choose(
                 listed += row * MAX_LISTED
                 unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
                 below, upto, _first, _final, base_count, base_mass, everything, size = _find_bracket(
-                    counts, masses, row, unit, top_k, top_p, SPLITS, WIDTH
+                    counts, masses, row, unit, top_k, top_p, splits, WIDTH
                 )
                 is_listed = size <= MAX_LISTED
                 size = tl.where(is_listed, size, vocab)
@@ -438,7 +444,7 @@ def self_test(device: torch.device) -> None:
     torch's."""
     keys = torch.tensor([[5, -7], [3, 99]], dtype=torch.int32).repeat(4, 1)
     for dtype in (torch.bfloat16, torch.float32):
-        logits = (2 * random_tensor(device, 8, 5000)).to(dtype)
+        logits = (2 * random_tensor(device, 8, 5008)).to(dtype)
         logits[3, 7] = -torch.inf
         temperature = torch.tensor([1.0, 0.7, 1.5, 1.0, 1.0, 1.0, 0.5, 1.0])
         top_k, top_p = torch.tensor([0, 0, 0, 1, 50, 0, 300, 0]), torch.tensor([1, 1, 1, 1, 1, 0.9, 0.6, 0.95])

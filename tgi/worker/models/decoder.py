@@ -73,6 +73,7 @@ class DecoderModel:
         looped = config.experts is not None and gpu is None
         self.cuda_graph_obstacle = "the host reads which experts the tokens chose" if looped else None
         self._config = config
+        self._gpu = gpu
         self._logits_options = config.logit_scale, config.logit_cap
         self._weights = weights
         self._rotaries = [RotaryEmbedding(rope, device, kernels or gpu) for rope in config.ropes]
@@ -204,7 +205,7 @@ class DecoderModel:
                 angles=angles,
                 tokens=count,
                 attention=attention,
-                gpu_attention=attention if isinstance(attention, TransformingBackend) and self.kv.gpu_kernels else None,
+                gpu_attention=attention if isinstance(attention, TransformingBackend) and self._gpu else None,
                 plan=plan,
                 deltas=deltas,
                 communicator=self._communicator,

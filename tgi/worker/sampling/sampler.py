@@ -90,8 +90,11 @@ def sample(logits: Tensor, batch: SamplingBatch, noise: Noise, kernels: CpuKerne
     return SampledTokens(ids, logprobs, top_logprobs)
 
 
-def sample_ids(logits: Tensor, batch: SamplingBatch, noise: Noise) -> Tensor:
-    """Samples ids int64 [D] from the model's logits float32 [D, vocab], which are overwritten."""
+def sample_ids(logits: Tensor, batch: SamplingBatch, noise: Noise, gpu_sample: SampleRows | None = None) -> Tensor:
+    """Samples ids int64 [D] from the model's logits float32 [D, vocab], which are overwritten. Our GPU kernels, where
+    given, sample batches of plain rows."""
+    if gpu_sample is not None and batch.params.plain.all():
+        return _sample_plain(HeadLogits(logits), batch, gpu_sample)[0]
     apply_logits_processors(logits, batch)
     return _replace_sampled(argmax(logits), logits, batch, noise)
 
