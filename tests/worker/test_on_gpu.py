@@ -25,6 +25,7 @@ from tgi.worker.checkpoint import RandomCheckpoint
 from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.device_copies import StagedCopies
 from tgi.worker.engine import startup
+from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, start_engine
 from tgi.worker.gpu_kernels.attention_arguments import Rotation
 from tgi.worker.gpu_kernels.grouped_matmul import choose_tile
@@ -71,6 +72,16 @@ def drawn(
     **more: Any,
 ) -> list[Drawn]:
     """The tokens of an engine as a worker starts it, with drafts of a draft model that equals the served one."""
+    engine = started(kind, dtype, run, device, graphs, drafts, **more)
+    recorded = device == GPU and graphs != (0,) and not more.get("disable_custom_kernels")
+    assert bool(engine._decode_graphs and len(engine._decode_graphs)) == recorded
+    guess = (lambda row, drawn: drafts) if drafts else None
+    return drive(engine, PROMPTS, 12, [*SAMPLINGS, SamplingParams(0)], stagger=2, guess=guess)
+
+
+def started(
+    kind: str, dtype: str, run: Path, device: str, graphs: tuple[int, ...], drafts: int = 0, **more: Any
+) -> TorchEngine:
     run.mkdir()
     settings = Settings(
         model_dir=model(kind),
@@ -85,11 +96,7 @@ def drawn(
         max_batch_total_tokens=8000,
         **more,
     )
-    engine = start_engine(settings, lambda stage, percent: None)
-    recorded = device == GPU and graphs != (0,) and not more.get("disable_custom_kernels")
-    assert bool(engine._decode_graphs and len(engine._decode_graphs)) == recorded
-    guess = (lambda row, drawn: drafts) if drafts else None
-    return drive(engine, PROMPTS, 12, [*SAMPLINGS, SamplingParams(0)], stagger=2, guess=guess)
+    return start_engine(settings, lambda stage, percent: None)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +139,20 @@ def test_replayed_steps_sample_the_same_tokens(kind: str, cache: str | None, tmp
         same = next((at for at, pair in enumerate(zip(one.ids, other.ids, strict=True)) if len(set(pair)) > 1), 12)
         assert same > 0
         assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_batch_invariant_rows_have_the_same_bits_in_any_batch(kind: str, tmp_path: Path) -> None:
+    """Alone, in steps with others, behind prompts, in recorded steps and not."""
+    engine = started(kind, "bfloat16", tmp_path / "run", GPU, (), batch_invariant=True)
+    samplings = [SamplingParams(0), *SAMPLINGS[:2], SamplingParams(3, top_p=0.8), SamplingParams(0)]
+    together = drive(engine, PROMPTS, 12, samplings, stagger=2)
+    engine._decode_graphs = None
+    for prompt, sampling, expected in zip(PROMPTS, samplings, together, strict=True):
+        (alone,) = drive(engine, [prompt], 12, [sampling])
+        assert (alone.ids, alone.logprobs) == (expected.ids, expected.logprobs)
+    chunked = drive(engine, PROMPTS, 12, samplings, chunk=17)
+    assert [(one.ids, one.logprobs) for one in chunked] == [(one.ids, one.logprobs) for one in together]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
