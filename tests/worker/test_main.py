@@ -4,6 +4,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,14 @@ from tests.worker.test_loop import TIMEOUT, Scheduler
 from tests.worker.test_sampling import bias
 from tgi.microkernel import rundir
 from tgi.microkernel.child import ChildProcess, ProcessSpec
-from tgi.microkernel.codec import unpack_float32
+from tgi.microkernel.codec import unpack_float32, unpack_int32
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.process import fatal_error_path
 from tgi.microkernel.progress import WorkerFacts
-from tgi.microkernel.protocol import Status, encode
+from tgi.microkernel.protocol import Status, Step, encode
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.settings import Settings
-from tgi.worker.engine import memory
+from tgi.worker.engine import memory, startup
 from tgi.worker.engine.startup import PAGES_FILE, start_engine
 from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.watermark import Watermark
@@ -147,6 +148,21 @@ def test_the_smallest_limits_are_enough_to_start(least: dict[str, int], tmp_path
     settings = Settings(model_dir=model("llama"), run_dir=tmp_path, device="cpu", **values)
     limits = start_engine(settings, lambda stage, percent: None).limits
     assert all(getattr(limits, name) == value for name, value in least.items())
+
+
+def test_steps_of_all_sizes_are_run_to_compile_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(build_model(model("llama"), "float32", "cpu", lambda stage, percent: None), slots=8, pages=8)
+    launch, sizes = engine.launch, []
+
+    def recorded(step: Step) -> Any:
+        sizes.append(unpack_int32(step.counts))
+        return launch(step)
+
+    monkeypatch.setattr(engine, "launch", recorded)
+    startup.warm_up_sizes(engine, engine.limits, 6, 4096)
+    assert {len(counts) for counts in sizes if set(counts) == {1}} == {1, 2, 4}
+    assert {counts[0] for counts in sizes if len(counts) == 1} >= {1, 2, 4, 8, 16, 32, 64}
+    assert max(map(max, sizes)) + 2 <= 8 * engine.limits.page_size
 
 
 def test_a_restarted_worker_has_as_many_pages_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,13 @@ def test_graphs_are_captured_when_a_step_needs_them(llama: Model, caplog: pytest
     tapes = Late()
     plain, recorded = engines(llama, tapes, [1, 2, 4, 8], limit=1)
     assert tapes.recorded == 1
+    assert recorded._decode_graphs is not None
+    first = dict(recorded._decode_graphs._graphs)
+    recorded._decode_graphs._graphs.clear()
+    drive(recorded, PROMPTS, 2)
+    assert tapes.recorded == 1  # none before the first, as in a warm-up
+    recorded.reset()
+    recorded._decode_graphs._graphs.update(first)
     expected, found = (drive(one, PROMPTS, 12, stagger=2) for one in (plain, recorded))
     compare(expected, found)
     assert tapes.recorded > 2

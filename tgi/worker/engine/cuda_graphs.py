@@ -139,6 +139,8 @@ class DecodeGraphs:
         """The smallest graph for a step in which each row computes and samples one token, without drafts and without
         adapters; None if the step is another or too large."""
         adapters = self._slots.adapters
+        if not self._graphs:  # nothing is captured before `capture`
+            return None
         if not rows.plain_decode or (adapters and not adapters.keys().isdisjoint(rows.slots.tolist())):
             return None
         count, longest = len(rows.slots), int(rows.ends.max())

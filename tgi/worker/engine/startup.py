@@ -99,7 +99,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     if models.served.device.type == "cpu":
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
-        step_bytes = _measure_step(settings, models, graph_sizes)
+        step_bytes = _measure_step(settings, models, graph_sizes, progress)
     available = _cache_memory(settings, models.served.device, step_bytes)
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
@@ -395,7 +395,7 @@ def _cache_memory(settings: Settings, device: torch.device, step_bytes: int) -> 
     return memory.cache_memory_on_cuda(free, total, settings, step_bytes)
 
 
-def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[int]) -> int:
+def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[int], progress: Progress) -> int:
     """The bytes on a GPU that a step takes besides weights and KV cache. Runs the largest step that may occur, which
     shows the memory of its activations, and captures the largest graph, whose pool the others share."""
     device = models.served.device
@@ -427,6 +427,8 @@ def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[in
             f"Not enough memory to handle {total} prefill tokens. You need to decrease `--max-batch-prefill-tokens`"
         ) from error
     activations = torch.cuda.max_memory_allocated(device) - before
+    progress("compiling kernels", 97)
+    warm_up_sizes(engine, limits, rows, total)
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(device)
     graph_count = engine.capture_decode_graphs(1)
@@ -492,6 +494,20 @@ def warm_up(
             ),
         )
     engine.reset()
+
+
+def warm_up_sizes(engine: TorchEngine, limits: DeploymentLimits, rows: int, tokens: int) -> None:
+    """Runs decode steps of up to `rows` rows and prompts of up to `tokens` tokens, in powers of two: kernels that
+    differ with the size of a step are compiled, and kept on disk, before all streams wait for it."""
+    for size in _powers(rows):
+        warm_up(engine, limits, size, 1, 0, False)
+    for size in _powers(min(tokens, limits.max_total_tokens - 2, limits.pages * limits.page_size - 2)):
+        warm_up(engine, limits, 1, size, 0, False)
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4 and so on up to `most`."""
+    return [1 << power for power in range(most.bit_length())]
 
 
 def _step(
