@@ -45,6 +45,7 @@ PEAK, SUM, SCORE, CHOSEN, KEPT = (tl.constexpr(plane) for plane in range(5))
 # Planes of the ids of splits, int32.
 PEAK_ID, CHOSEN_ID = tl.constexpr(0), tl.constexpr(1)
 NO_ID = tl.constexpr(0x7FFFFFFF)
+LONGEST = tl.constexpr(3e38)  # a finite distance: that of a masked token is infinite
 LOG2_E = tl.constexpr(1.4426950408889634)
 HASH_1, HASH_2, HASH_3 = (tl.constexpr(factor & 0xFFFFFFFF) for factor in FACTORS)
 
@@ -175,7 +176,7 @@ def _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab):
 def _pivot(number, unit, top_k):
     """Pivot 0 to 14 as a distance from the maximum: quadratic for top-k, linear for top-p."""
     quarter = (number + 1) * 0.25
-    return unit * tl.where(top_k > 0, quarter * quarter, quarter * 0.25)
+    return tl.minimum(unit * tl.where(top_k > 0, quarter * quarter, quarter * 0.25), LONGEST)
 
 
 @triton.jit
@@ -250,7 +251,7 @@ def _measure_pivots(
     count = tl.where(number == PIVOTS - 1, tl.sum((inside & (distance <= float("inf"))).to(tl.int32), 0), 0)
     mass = tl.where(number == PIVOTS - 1, tl.sum(tl.where(inside, weight, 0.0), 0), 0.0)
     for pivot in tl.static_range(PIVOTS - 1):
-        near = inside & (distance <= _pivot(pivot, unit, top_k))
+        near = distance <= _pivot(pivot, unit, top_k)
         count = tl.where(number == pivot, tl.sum(near.to(tl.int32), 0), count)
         mass = tl.where(number == pivot, tl.sum(tl.where(near, weight, 0.0), 0), mass)
     here = (row * splits + split) * PIVOTS + number
