@@ -251,7 +251,7 @@ def test_real_vocabularies_are_sampled_as_torch_does(gpu: GpuKernels) -> None:
         assert int(same.sum()) >= (rows - 2 if dtype is torch.float32 else rows - 8)
         tolerance = 1e-4 if dtype is torch.float32 else 0.02
         torch.testing.assert_close(found.logprobs[same], expected.logprobs[same], rtol=tolerance, atol=tolerance)
-        for row in (2, 4):
+        for row in (2, 4, 5):  # the last one has no limits, so fewer launches alone
             alone = sample_head(
                 head._replace(values=head.values[row : row + 1]),
                 batch.select(np.array([row])),

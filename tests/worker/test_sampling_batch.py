@@ -16,7 +16,7 @@ from tgi.worker.engine.interface import BadStep
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS
 from tgi.worker.lora.registry import AdapterRegistry, FakeAdapter
 from tgi.worker.sampling.grammar import GrammarManager
-from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS, SamplingColumns
+from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS, KERNEL_FIELDS, SamplingColumns
 
 # Fields that are columns of numbers.
 COLUMNS = {"bias_ids", "biases", "end_ids", "bad_word_ids", "bad_word_lengths"}
@@ -45,14 +45,16 @@ def test_a_slot_holds_the_parameters_of_its_last_request() -> None:
 
 
 def test_which_parameters_leave_logits_unprocessed() -> None:
-    """No logits processor runs if all rows are unprocessed."""
+    """No logits processor runs if all rows are unprocessed, and on a GPU if all rows are plain."""
     params = SamplingColumns.allocate(1)
     for plain in (SamplingParams(0), SamplingParams(9, True, top_n=3, choice=2, adapter="a", adapter_digest=b"d")):
         params.assign(0, plain, 1)
         assert params.unprocessed[0]
+        assert params.plain[0] == (not plain.top_n)
     for name in set(SamplingParams._fields) - set(FIELDS_WITHOUT_EFFECT_ON_LOGITS) - COLUMNS:
         params.assign(0, SamplingParams(0, **{name: 2}), 1)
         assert not params.unprocessed[0], name
+        assert params.plain[0] == (name in KERNEL_FIELDS), name
     for columns in (bias({1: 1.0}), bad_words([1])):
         params.assign(0, SamplingParams(0, **columns), 1)
         assert not params.unprocessed[0]

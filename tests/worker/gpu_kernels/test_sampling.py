@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from tests.worker.gpu_kernels.count_operations import counted
 from tests.worker.test_sampling import bad_words, bias, draws
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.gpu_kernels import sampling
@@ -171,3 +172,11 @@ def test_rows_that_torch_processes() -> None:
 
 def test_a_vocabulary_of_one_split() -> None:
     compare(HeadLogits(random_tensor(CPU, 6, 70)), batch_of([SamplingParams(4, True, **some) for some in LIMITS]))
+
+
+def test_plain_rows_take_few_launches() -> None:
+    """And no operation of torch, whatever the number of rows."""
+    logits, columns = (torch.empty(256, 128256, device="meta"), torch.empty(7, 256, dtype=torch.int32, device="meta"))
+    assert counted(lambda: GPU.sample(logits, columns, False)) == {"_measure_splits": 1, "_merge_splits": 1}
+    limited = ("_measure_splits", "_measure_pivots", "_merge_splits", "_collect_splits", "_choose")
+    assert counted(lambda: GPU.sample(logits, columns, True)) == dict.fromkeys(limited, 1)

@@ -1,17 +1,16 @@
 """Sampling: from the model's logits, as the output head writes them, to the token of each row and its logprob.
 
 The vocabulary is divided into splits of a fixed size, so that one row fills a GPU too, and a row's result does not
-depend on its batch. Up to four launches serve any mixture of rows; each program first merges what the launches before
-it have stored of its row.
+depend on its batch. Two launches serve rows without limits, five serve any mixture of rows.
 
 1. `_measure_splits`: the maximum of a split, its token and the sum of exponentials; for rows that sample from the whole
    vocabulary also the highest of the perturbed logits (Gumbel-max, with the noise of sampling.noise).
-2. `_measure_pivots`, for rows with top-k or top-p: counts and sums of the tokens above 15 pivots. Two neighbouring
-   pivots enclose the last token that is kept.
-3. `_collect_splits`, for rows with limits: the tokens above both pivots are kept and compete; the ids of those between
+2. `_measure_pivots`, for rows with top-k or top-p: counts and sums of the tokens above 15 pivots.
+3. `_merge_splits`: the results of rows without limits. For the others, two pivots that enclose the last kept token.
+4. `_collect_splits`, for rows with limits: the tokens above both pivots are kept and compete; the ids of those between
    the pivots are listed.
-4. `_choose`: one program for each row finds the last kept token among the listed ones by bisection, exactly, lets the
-   listed ones compete that are kept, and merges everything.
+5. `_choose`, for rows with limits: finds the last kept token among the listed ones by bisection, exactly; the kept ones
+   among them compete with the others. One program for each row.
 
 Tokens are compared by their distance from the row's maximum, before temperature. All tokens that tie with the last kept
 one are kept, by top-p too. Multiplications and additions are not fused, so that all launches, and torch, round alike.
@@ -30,6 +29,7 @@ from tgi.worker.sampling.noise import FACTORS, Noise
 CHUNK = 4096  # tokens of a split
 SPLITS = 64  # up to which the vocabulary's size compiles nothing more
 CHUNK_WARPS, PIVOT_WARPS = 8, 4  # fewer of `_measure_pivots`, which adds up much over the warps
+MERGE_WARPS = 2
 BLOCK, BLOCK_WARPS = 2048, 16  # of `_choose`
 # Listed ids of a row. If more tokens lie between the pivots, `_choose` reads the whole row instead.
 MAX_LISTED = 1 << 15
@@ -44,7 +44,13 @@ COLUMNS = 7
 PEAK, SUM, SCORE, CHOSEN, KEPT = (tl.constexpr(plane) for plane in range(5))
 # Planes of the ids of splits, int32.
 PEAK_ID, CHOSEN_ID = tl.constexpr(0), tl.constexpr(1)
+# The pivots that enclose the last kept token of a row. Floats: the unit of pivots, the row's maximum, the distances of
+# both pivots (below, upto], the sum of exponentials up to `below`, and of all tokens. Numbers: those of the pivots
+# (FIRST - 1 is that of `below`), the tokens up to `below`, those between the pivots, and whether the row has limits.
+UNIT, TOP, BELOW, UPTO, BASE_MASS, EVERYTHING = (tl.constexpr(plane) for plane in range(6))
+FIRST, LAST, BASE_COUNT, BETWEEN, ACTIVE = (tl.constexpr(plane) for plane in range(5))
 NO_ID = tl.constexpr(0x7FFFFFFF)
+LONGEST = tl.constexpr(3e38)  # a finite distance: that of a masked token is infinite
 LOG2_E = tl.constexpr(1.4426950408889634)
 HASH_1, HASH_2, HASH_3 = (tl.constexpr(factor & 0xFFFFFFFF) for factor in FACTORS)
 
@@ -64,6 +70,38 @@ def sample(
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if not rows:
         return ids, logprobs
+    assert logits.stride(1) == 1
+    assert columns.shape == (COLUMNS, rows)
+    splits = triton.cdiv(vocab, CHUNK)
+    stats = torch.empty(5, rows, splits, dtype=torch.float32, device=logits.device)
+    found = torch.empty(2, rows, splits, dtype=torch.int32, device=logits.device)
+    row_of = (logits, logits.stride(0), vocab, rows, splits, columns)
+    model = {"SCALE": scale, "CAP": cap or 0.0}
+    shapes = {"CHUNK": CHUNK, "WIDTH": max(SPLITS, triton.next_power_of_2(splits))}
+    options: dict[str, Any] = {"num_warps": CHUNK_WARPS, "enable_fp_fusion": False}
+    grid = (splits, rows)
+    _measure_splits[grid](*row_of, stats, found, **model, CHUNK=CHUNK, **options)
+    counts, masses, floats, numbers = found, stats, stats, found  # not used without limits
+    if limited:
+        counts = torch.empty(rows, splits, PIVOTS.value, dtype=torch.int32, device=logits.device)
+        masses = torch.empty(rows, splits, PIVOTS.value, dtype=torch.float32, device=logits.device)
+        floats = torch.empty(6, rows, dtype=torch.float32, device=logits.device)
+        numbers = torch.empty(5, rows, dtype=torch.int32, device=logits.device)
+        few_warps = options | {"num_warps": PIVOT_WARPS}
+        _measure_pivots[grid](*row_of, stats, counts, masses, floats, **model, **shapes, **few_warps)
+    _merge_splits[(rows,)](
+        *row_of[2:], stats, found, counts, masses, floats, numbers, ids, logprobs, WIDTH=shapes["WIDTH"],
+        LIMITED=limited, num_warps=MERGE_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    if limited:
+        listed = torch.empty(rows, MAX_LISTED, dtype=torch.int32, device=logits.device)
+        bracket = (stats, found, floats, numbers, listed)
+        _collect_splits[grid](*row_of, *bracket, counts, **model, **shapes, MAX_LISTED=MAX_LISTED, **options)
+        _choose[(rows,)](
+            *row_of, *bracket, ids, logprobs, **model, WIDTH=shapes["WIDTH"], MAX_LISTED=MAX_LISTED, BLOCK=BLOCK,
+            num_warps=BLOCK_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return ids, logprobs
     assert logits.stride(1) == 1
     assert columns.shape == (COLUMNS, rows)
     splits = triton.cdiv(vocab, CHUNK)
@@ -175,7 +213,7 @@ def _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab):
 def _pivot(number, unit, top_k):
     """Pivot 0 to 14 as a distance from the maximum: quadratic for top-k, linear for top-p."""
     quarter = (number + 1) * 0.25
-    return unit * tl.where(top_k > 0, quarter * quarter, quarter * 0.25)
+    return tl.minimum(unit * tl.where(top_k > 0, quarter * quarter, quarter * 0.25), LONGEST)
 
 
 @triton.jit
@@ -230,7 +268,7 @@ def _measure_splits(
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _measure_pivots(
-    logits, row_stride, vocab, rows, splits, columns, stats, counts, masses,
+    logits, row_stride, vocab, rows, splits, columns, stats, counts, masses, floats,
     SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -241,6 +279,8 @@ def _measure_pivots(
     exponent = LOG2_E * _inverse(temperature)
     peak, mean, total = _merge_peaks(stats, rows, row, exponent, splits, WIDTH)
     unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
+    if split == 0:
+        tl.store(floats + UNIT * rows + row, unit)
     at = split * CHUNK + tl.arange(0, CHUNK)
     inside = at < vocab
     distance = peak - _load_logits(logits + row * row_stride, at, inside, SCALE, CAP)
@@ -250,7 +290,7 @@ def _measure_pivots(
     count = tl.where(number == PIVOTS - 1, tl.sum((inside & (distance <= float("inf"))).to(tl.int32), 0), 0)
     mass = tl.where(number == PIVOTS - 1, tl.sum(tl.where(inside, weight, 0.0), 0), 0.0)
     for pivot in tl.static_range(PIVOTS - 1):
-        near = inside & (distance <= _pivot(pivot, unit, top_k))
+        near = distance <= _pivot(pivot, unit, top_k)
         count = tl.where(number == pivot, tl.sum(near.to(tl.int32), 0), count)
         mass = tl.where(number == pivot, tl.sum(tl.where(near, weight, 0.0), 0), mass)
     here = (row * splits + split) * PIVOTS + number
@@ -258,45 +298,97 @@ def _measure_pivots(
     tl.store(masses + here, mass)
 
 
+@triton.jit
+def _merge_chosen(
+    stats, found, rows, row, splits, SCORES: tl.constexpr, CHOICES: tl.constexpr, IDS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The highest score of the splits of a row, its id and its logit, from these planes."""
+    part, plane = tl.arange(0, WIDTH), rows * splits
+    here, real = row * splits + part, part < splits
+    scores = tl.load(stats + SCORES * plane + here, mask=real, other=float("-inf"))
+    logits = tl.load(stats + CHOICES * plane + here, mask=real, other=float("-inf"))
+    ids = tl.load(found + IDS * plane + here, mask=real, other=NO_ID)
+    best, best_id = _highest(scores, ids)
+    return best, best_id, tl.max(tl.where((scores == best) & (ids == best_id), logits, float("-inf")), 0)
+
+
+@triton.jit
+def _store_token(ids, logprobs, row, vocab, token, logit, peak, total, temperature):
+    """Stores a result. Without any number among the logits there is no highest; the logprob is NaN then."""
+    tl.store(ids + row, tl.minimum(tl.where(token == NO_ID, 0, token), vocab - 1).to(tl.int64))
+    tl.store(logprobs + row, (logit - peak) * _inverse(temperature) - tl.log(total))
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _merge_splits(
+    vocab, rows, splits, columns, stats, found, counts, masses, floats, numbers, ids, logprobs,
+    WIDTH: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    temperature = _load_float(columns, TEMPERATURE, rows, row)
+    peak, _mean, total = _merge_peaks(stats, rows, row, LOG2_E * _inverse(temperature), splits, WIDTH)
+    if LIMITED:
+        top_k, top_p, _log_min_p, limited = _load_limits(columns, rows, row)
+        limited = limited & (total == total)  # a row whose highest logit is infinite, or no number, has no order
+        tl.store(numbers + ACTIVE * rows + row, limited.to(tl.int32))
+        if limited:
+            tl.store(floats + TOP * rows + row, peak)
+            below, upto, base_mass, everything = float("inf"), float("inf"), 0.0, 0.0
+            first, last, base_count, size = 0, 0, 0, 0
+            if (top_k > 0) | (top_p < 1.0):
+                unit = tl.load(floats + UNIT * rows + row)
+                below, upto, first, last, base_count, base_mass, everything, size = _find_bracket(
+                    counts, masses, row, unit, top_k, top_p, splits, WIDTH
+                )
+            tl.store(floats + BELOW * rows + row, below)
+            tl.store(floats + UPTO * rows + row, upto)
+            tl.store(floats + BASE_MASS * rows + row, base_mass)
+            tl.store(floats + EVERYTHING * rows + row, everything)
+            tl.store(numbers + FIRST * rows + row, first)
+            tl.store(numbers + LAST * rows + row, last)
+            tl.store(numbers + BASE_COUNT * rows + row, base_count)
+            tl.store(numbers + BETWEEN * rows + row, size)
+            return
+    _best, token, logit = _merge_chosen(stats, found, rows, row, splits, PEAK, PEAK, PEAK_ID, WIDTH)
+    _, _, _, unlike = _load_limits(columns, rows, row)
+    if (tl.load(columns + SAMPLES * rows + row) != 0) & (unlike == 0):
+        _best, token, logit = _merge_chosen(stats, found, rows, row, splits, SCORE, CHOSEN, CHOSEN_ID, WIDTH)
+    _store_token(ids, logprobs, row, vocab, token, logit, peak, total, temperature)
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _collect_splits(
-    logits, row_stride, vocab, rows, splits, columns, stats, found, counts, masses, listed,
-    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    MAX_LISTED: tl.constexpr,
+    logits, row_stride, vocab, rows, splits, columns, stats, found, floats, numbers, listed, counts,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, MAX_LISTED: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    top_k, top_p, log_min_p, limited = _load_limits(columns, rows, row)
-    if limited == 0:
+    if tl.load(numbers + ACTIVE * rows + row) == 0:
         return
+    _top_k, _top_p, log_min_p, _limited = _load_limits(columns, rows, row)
     temperature = _load_float(columns, TEMPERATURE, rows, row)
-    exponent = LOG2_E * _inverse(temperature)
-    peak, mean, total = _merge_peaks(stats, rows, row, exponent, splits, WIDTH)
+    peak, below = tl.load(floats + TOP * rows + row), tl.load(floats + BELOW * rows + row)
+    upto, size = tl.load(floats + UPTO * rows + row), tl.load(numbers + BETWEEN * rows + row)
     plane, here = rows * splits, row * splits + split
-    below = float("inf")
-    if (top_k > 0) | (top_p < 1.0):
-        unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
-        below, upto, first, last, _base_count, _base_mass, _everything, size = _find_bracket(
-            counts, masses, row, unit, top_k, top_p, splits, WIDTH
-        )
-        # A split whose maximum is farther away has no token to keep or to list.
-        if peak - tl.load(stats + PEAK * plane + here) > upto:
-            tl.store(stats + KEPT * plane + here, 0.0)
-            tl.store(stats + SCORE * plane + here, float("-inf"))
-            tl.store(stats + CHOSEN * plane + here, float("-inf"))
-            tl.store(found + CHOSEN_ID * plane + here, NO_ID)
-            return
+    # A split whose maximum is farther away has no token to keep or to list.
+    if peak - tl.load(stats + PEAK * plane + here) > upto:
+        tl.store(stats + KEPT * plane + here, 0.0)
+        tl.store(stats + SCORE * plane + here, float("-inf"))
+        tl.store(stats + CHOSEN * plane + here, float("-inf"))
+        tl.store(found + CHOSEN_ID * plane + here, NO_ID)
+        return
+    if (size > 0) & (size <= MAX_LISTED):
         at = split * CHUNK + tl.arange(0, CHUNK)
         distance = peak - _load_logits(logits + row * row_stride, at, at < vocab, SCALE, CAP)
-        if size <= MAX_LISTED:
+        between = (at < vocab) & (distance > below) & (distance <= upto)
+        if tl.max(between.to(tl.int32), 0) > 0:
+            first, last = tl.load(numbers + FIRST * rows + row), tl.load(numbers + LAST * rows + row)
             part = tl.arange(0, WIDTH)
             place = (row * splits + part) * PIVOTS
             share = tl.load(counts + place + last, mask=part < split, other=0)
             nearer = tl.load(counts + place + tl.maximum(first - 1, 0), mask=part < split, other=0)
             share -= tl.where(first > 0, nearer, 0)
-            between = (at < vocab) & (distance > below) & (distance <= upto)
-            if tl.max(between.to(tl.int32), 0) > 0:
-                entry = tl.sum(share, 0) + tl.cumsum(between.to(tl.int32), 0) - 1
-                tl.store(listed + row * MAX_LISTED + entry, at, mask=between & (entry < MAX_LISTED))
+            entry = tl.sum(share, 0) + tl.cumsum(between.to(tl.int32), 0) - 1
+            tl.store(listed + row * MAX_LISTED + entry, at, mask=between & (entry < MAX_LISTED))
     best, best_id, chosen, kept_sum = float("-inf"), NO_ID, float("-inf"), 0.0
     if below >= 0.0:
         at = split * CHUNK + tl.arange(0, CHUNK)
@@ -304,7 +396,7 @@ def _collect_splits(
         distance, s = peak - y, y * _inverse(temperature)
         kept = (distance <= below) & (s >= peak * _inverse(temperature) + log_min_p)
         if tl.max(kept.to(tl.int32), 0) > 0:
-            kept_sum = tl.sum(tl.where(kept, tl.exp2(-distance * exponent), 0.0), 0)
+            kept_sum = tl.sum(tl.where(kept, tl.exp2(-distance * (LOG2_E * _inverse(temperature))), 0.0), 0)
             if tl.load(columns + SAMPLES * rows + row) != 0:
                 best, best_id = _highest(tl.where(kept, s - _noise(columns, rows, row, at), float("-inf")), at)
                 chosen = tl.max(tl.where(at == best_id, y, float("-inf")), 0)
@@ -369,74 +461,59 @@ def _find_last(
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _choose(
-    logits, row_stride, vocab, rows, splits, columns, stats, found, counts, masses, listed, ids, logprobs,
-    SCALE: tl.constexpr, CAP: tl.constexpr, WIDTH: tl.constexpr, MAX_LISTED: tl.constexpr,
-    BLOCK: tl.constexpr, LIMITED: tl.constexpr,
+    logits, row_stride, vocab, rows, splits, columns, stats, found, floats, numbers, listed, ids, logprobs,
+    SCALE: tl.constexpr, CAP: tl.constexpr, WIDTH: tl.constexpr, MAX_LISTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if tl.load(numbers + ACTIVE * rows + row) == 0:
+        return
+    top_k, top_p, log_min_p, _limited = _load_limits(columns, rows, row)
     temperature = _load_float(columns, TEMPERATURE, rows, row)
     exponent = LOG2_E * _inverse(temperature)
-    peak, mean, total = _merge_peaks(stats, rows, row, exponent, splits, WIDTH)
-    s_peak = peak * _inverse(temperature)
     samples = tl.load(columns + SAMPLES * rows + row) != 0
-    part, plane = tl.arange(0, WIDTH), rows * splits
-    here, real = row * splits + part, part < splits
-    # The row's maximum, or the highest perturbed logit of those that are kept for certain.
-    score_plane = tl.where(samples, SCORE, PEAK) * plane
-    scores = tl.load(stats + score_plane + here, mask=real, other=float("-inf"))
-    chosen_plane = tl.where(samples, CHOSEN, PEAK) * plane
-    logits_of = tl.load(stats + chosen_plane + here, mask=real, other=float("-inf"))
-    id_plane = tl.where(samples, CHOSEN_ID, PEAK_ID) * plane
-    ids_of = tl.load(found + id_plane + here, mask=real, other=NO_ID)
-    best, best_id = _highest(scores, ids_of)
-    chosen = tl.max(tl.where((scores == best) & (ids_of == best_id), logits_of, float("-inf")), 0)
-    if LIMITED:
-        top_k, top_p, log_min_p, limited = _load_limits(columns, rows, row)
-        if limited & (total == total):
-            kept_total = tl.sum(tl.load(stats + KEPT * plane + here, mask=real, other=0.0), 0)
-            if (top_k > 0) | (top_p < 1.0):
-                logits += row * row_stride
-                listed += row * MAX_LISTED
-                unit = _pivot_unit(peak, mean, total, temperature, top_k, top_p, vocab)
-                below, upto, _first, _final, base_count, base_mass, everything, size = _find_bracket(
-                    counts, masses, row, unit, top_k, top_p, splits, WIDTH
-                )
-                is_listed = size <= MAX_LISTED
-                size = tl.where(is_listed, size, vocab)
-                last, mass = upto, everything
-                if top_k > 0:
-                    last = _find_last(
-                        logits, listed, size, is_listed, peak, below, upto, exponent,
-                        base_count.to(tl.float32), top_k.to(tl.float32), True, SCALE, CAP, BLOCK,
-                    )  # fmt: skip
-                    mass = base_mass
-                    for start in range(0, size, BLOCK):
-                        at, y, distance, between = _load_candidates(
-                            logits, listed, start, size, is_listed, peak, below, last, SCALE, CAP, BLOCK
-                        )
-                        mass += tl.sum(tl.where(between, tl.exp2(-distance * exponent), 0.0), 0)
-                if top_p < 1.0:
-                    last = _find_last(
-                        logits, listed, size, is_listed, peak, below, last, exponent,
-                        base_mass, top_p * mass, False, SCALE, CAP, BLOCK,
-                    )  # fmt: skip
-                for start in range(0, size, BLOCK):
-                    at, y, distance, between = _load_candidates(
-                        logits, listed, start, size, is_listed, peak, below, last, SCALE, CAP, BLOCK
-                    )
-                    s = y * _inverse(temperature)
-                    kept = between & (s >= s_peak + log_min_p)
-                    kept_total += tl.sum(tl.where(kept, tl.exp2(-distance * exponent), 0.0), 0)
-                    if samples & (tl.max(kept.to(tl.int32), 0) > 0):
-                        score = tl.where(kept, s - _noise(columns, rows, row, at), float("-inf"))
-                        higher, higher_id = _highest(score, at)
-                        if (higher > best) | ((higher == best) & (higher_id < best_id)):
-                            best, best_id = higher, higher_id
-                            chosen = tl.max(tl.where(at == higher_id, y, float("-inf")), 0)
-            total = kept_total
-    # Without any number among the logits there is no highest; the logprob is NaN then.
-    tl.store(ids + row, tl.minimum(tl.where(best_id == NO_ID, 0, best_id), vocab - 1).to(tl.int64))
-    tl.store(logprobs + row, (chosen - peak) * _inverse(temperature) - tl.log(total))
+    peak, below = tl.load(floats + TOP * rows + row), tl.load(floats + BELOW * rows + row)
+    last, size = tl.load(floats + UPTO * rows + row), tl.load(numbers + BETWEEN * rows + row)
+    base_mass, mass = tl.load(floats + BASE_MASS * rows + row), tl.load(floats + EVERYTHING * rows + row)
+    is_listed = size <= MAX_LISTED
+    size = tl.where(is_listed, size, vocab)
+    logits += row * row_stride
+    listed += row * MAX_LISTED
+    if top_k > 0:
+        base_count = tl.load(numbers + BASE_COUNT * rows + row)
+        last = _find_last(
+            logits, listed, size, is_listed, peak, below, last, exponent, base_count.to(tl.float32),
+            top_k.to(tl.float32), True, SCALE, CAP, BLOCK,
+        )  # fmt: skip
+        mass = base_mass
+        for start in range(0, size, BLOCK):
+            _at, _y, distance, between = _load_candidates(
+                logits, listed, start, size, is_listed, peak, below, last, SCALE, CAP, BLOCK
+            )
+            mass += tl.sum(tl.where(between, tl.exp2(-distance * exponent), 0.0), 0)
+    if top_p < 1.0:
+        last = _find_last(
+            logits, listed, size, is_listed, peak, below, last, exponent, base_mass, top_p * mass, False,
+            SCALE, CAP, BLOCK,
+        )  # fmt: skip
+    part = tl.arange(0, WIDTH)
+    total = tl.sum(tl.load(stats + KEPT * rows * splits + row * splits + part, mask=part < splits, other=0.0), 0)
+    best, token, logit = _merge_chosen(stats, found, rows, row, splits, PEAK, PEAK, PEAK_ID, WIDTH)
+    if samples:
+        best, token, logit = _merge_chosen(stats, found, rows, row, splits, SCORE, CHOSEN, CHOSEN_ID, WIDTH)
+    for start in range(0, size, BLOCK):
+        at, y, distance, between = _load_candidates(
+            logits, listed, start, size, is_listed, peak, below, last, SCALE, CAP, BLOCK
+        )
+        s = y * _inverse(temperature)
+        kept = between & (s >= peak * _inverse(temperature) + log_min_p)
+        total += tl.sum(tl.where(kept, tl.exp2(-distance * exponent), 0.0), 0)
+        if samples & (tl.max(kept.to(tl.int32), 0) > 0):
+            score = tl.where(kept, s - _noise(columns, rows, row, at), float("-inf"))
+            higher, higher_id = _highest(score, at)
+            if (higher > best) | ((higher == best) & (higher_id < token)):
+                best, token = higher, higher_id
+                logit = tl.max(tl.where(at == higher_id, y, float("-inf")), 0)
+    _store_token(ids, logprobs, row, vocab, token, logit, peak, total, temperature)
 
 
 def self_test(device: torch.device) -> None:
