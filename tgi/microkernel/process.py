@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from tgi import __version__
 from tgi.microkernel import curve, interpreter, log, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.host_reports import ReportExchange
 from tgi.microkernel.link import Link, PeerId
 from tgi.microkernel.liveness import BEAT_SECONDS
 from tgi.microkernel.mapped_file import map_file
+from tgi.microkernel.progress import server_url
 from tgi.microkernel.protocol import PROTOCOL, Beat, Hello, LastExit
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
 from tgi.microkernel.work_register import WorkRegister
@@ -238,9 +240,13 @@ class Process:
         self.heartbeat(0.0)
 
     def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
-        """Writes the state file: "starting", "ready" or "draining", stage and percentage of start-up, and the facts."""
-        if (state, stage, percent, self.facts) != self._published:
-            self._published = (state, stage, percent, self.facts)
+        """Writes the state file: "starting", "ready" or "draining", stage and percentage of start-up, and the facts,
+        among them the model, the version and a front end's address."""
+        facts = {"model": self.settings.model_id, "version": __version__, **self.facts}
+        if self.role == "api":
+            facts["url"] = server_url(self.settings)
+        if (state, stage, percent, facts) != self._published:
+            self._published = (state, stage, percent, facts)
             rundir.write_state(
                 self.run_dir,
                 rundir.ProcessState(
@@ -251,7 +257,7 @@ class Process:
                     state=state,
                     stage=stage,
                     percent=percent,
-                    facts=self.facts,
+                    facts=facts,
                     rank=self.rank,
                 ),
             )
