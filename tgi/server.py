@@ -204,7 +204,8 @@ def reloaded_settings(settings: Settings, given: Mapping[str, Any], drain_first:
     changed = with_reloaded(settings, given)
     changed = _with_model(changed, ROLES, Progress(None, title="tgi"))
     if not drain_first:
-        memory.require_memory(changed, _device_of_worker(settings.run_dir))
+        supervisor = rundir.lock_holders(settings.run_dir).get("scheduler", "self")
+        memory.require_memory(changed, _device_of_worker(settings.run_dir), Path(f"/proc/{supervisor}"))
     return changed
 
 

@@ -149,9 +149,14 @@ def log_request(record: RequestRecord, model_id: str) -> None:
         message = reason = record.error.error_type if isinstance(record.error, Rejection) else record.error.message
         fields["error_type"] = record.error.error_type
         level = logging.WARNING if record.status >= 500 or record.status == GENERATION_FAILED else level
-    path, time_text = record.path[:MAX_SHOWN_CHARACTERS], f"{1e3 * seconds:.0f} ms"
+    path, time_text = record.path[:MAX_SHOWN_CHARACTERS], _short_duration(seconds)
     line = f"POST {path} {record.status} {tokens}{time_text}" + (f": {reason[:MAX_SHOWN_CHARACTERS]}" if reason else "")
     log.log(level, "%s", message, extra={**fields, "brief": Brief(line, ("request_id", "client", "model"))})
+
+
+def _short_duration(seconds: float) -> str:
+    """In ms, from 10 s on in s."""
+    return f"{1e3 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def _success_fields(generations: Sequence[Generation]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tgi.microkernel import metrics, rundir
 from tgi.microkernel.child import ChildProcess, ProcessSpec
 from tgi.microkernel.control import ControlServer, StartOperation
 from tgi.microkernel.errors import FATAL, UserError
+from tgi.microkernel.exit_causes import MORE_MEMORY, OUT_OF_MEMORY, TOO_LITTLE_TO_START
 from tgi.microkernel.process import HAND_OVER, fatal_error_path
 from tgi.microkernel.protocol import ROLES, LastExit
 from tgi.microkernel.settings import Settings
@@ -409,6 +410,8 @@ class Supervisor:
         backoff = self._backoff.setdefault(name, Backoff())
         self._restart_at[name] = now + backoff.delay(child.had_been_ready, now - child.started, now)
         log.warning("%s (pid %d) %s; restarting it", name, child.pid, cause)
+        if cause == OUT_OF_MEMORY:
+            log.error("%s", MORE_MEMORY if child.had_been_ready else TOO_LITTLE_TO_START)
         metrics.tgi_process_restarts.labels(role=child.spec.role).inc()
 
     def _replace_hung(self) -> None:

@@ -16,6 +16,7 @@ from tgi.hub.llguidance_tables import token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column
+from tgi.microkernel.control_groups import available_memory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.protocol import DeploymentLimits, SlotAssignment, Step, encode
@@ -383,7 +384,7 @@ def _measure_memory(settings: Settings, models: LoadedModels, graph_sizes: list[
     its activations, and captures the largest graph, whose pool the others share."""
     device = models.served.device
     if device.type != "cuda":
-        return memory.cache_memory_on_host(memory.available_on_host() // settings.replicas)
+        return memory.cache_memory_on_host(available_memory() // settings.replicas)
     rows = memory.max_batch_size(settings, "cuda")
     total = memory.max_prefill_tokens(settings, "cuda")
     required, drafts = _cache_requirements(models), settings.speculate or 0
