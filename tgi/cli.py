@@ -405,6 +405,7 @@ def down(port: int | None, timeout: float) -> None:
         if time.monotonic() > deadline:
             raise UserError(f"The server in {run} did not end within {timeout:g} s; it may still be draining.")
         time.sleep(0.05)
+    click.echo(f"The server in {run} has ended.")
 
 
 @main.command()

@@ -207,7 +207,8 @@ def test_sigterm_drains_streams_and_leaves_no_process(server: Server) -> None:
 def test_tgi_down_ends_the_tree(server: Server) -> None:
     server.start().wait_until_ready()
     env = os.environ | {"TGI_RUN": str(server.run_directory)}
-    subprocess.run([sys.executable, "-m", "tgi", "down"], env=env, check=True, timeout=TIMEOUT_SECONDS)
+    done = subprocess.run([sys.executable, "-m", "tgi", "down"], env=env, check=True, capture_output=True, text=True)
+    assert done.stdout == f"The server in {server.run_directory} has ended.\n"
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
 
 

@@ -445,6 +445,7 @@ class Supervisor:
         The api gets graceful_termination_timeout to finish its streams; a second signal kills it at once.
         """
         asked, failure = self._signals, self._failure
+        killed: dict[str, list[str]] = {}  # cause -> names
         for fd in filter(None, self._listen_fds.values()):
             os.close(fd)  # new connections are refused instead of waiting in the backlog
         for position, role in enumerate(DRAIN_ORDER, 1):
@@ -466,10 +467,12 @@ class Supervisor:
                 self._reap(restart=DRAIN_ORDER[position:])
                 self._replace_hung()
                 self._restart_due()
-            cause = "did not end in time" if self._signals == asked else "has not ended before a second signal"
+            cause = "they did not end in time" if self._signals == asked else "a second signal came"
             for child in self._children_of(role):
-                log.warning("%s %s; killing it", child.spec.name, cause)
+                killed.setdefault(cause, []).append(child.spec.name)
                 child.signal(signal.SIGKILL)
+        for cause, names in killed.items():
+            log.warning("killed, since %s: %s", cause, ", ".join(names))
 
     def _shares(self, role: str) -> bool:
         """Whether another supervisor has processes of this role."""
