@@ -97,6 +97,17 @@ def test_a_disconnect_and_a_failed_stream_are_logged_with_their_own_status(
     assert next_record(caplog).status == 424
 
 
+def test_a_response_that_a_defect_cuts_off_is_no_success(
+    front: Front, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, TARGET)
+    monkeypatch.setattr("tgi.api.sse.EventStream._next_chunk", lambda stream: 1 / 0)
+    front.post("/generate_stream", '{"inputs":"x"}', authorization=KEY)
+    record = next_record(caplog)
+    assert (record.status, record.levelno) == (500, logging.WARNING)
+    assert record.getMessage() == "the response was cut off"
+
+
 def test_the_probe_and_reading_requests_are_not_logged(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, TARGET)
     front: Front = serve(proves=True)

@@ -53,6 +53,9 @@ def build(service: Service) -> AsgiApp:
         record = scope[RECORD_KEY] = RequestRecord(scope["method"], scope["path"], scope.get(tracing.SPAN_KEY))
         try:
             await app(scope, _with_head_event(receive), send)
+        except BaseException:  # a defect, or the end of the server, after the response has begun
+            request_metrics.record_cut(record)
+            raise
         finally:
             request_metrics.log_request(record, service.model_id)
 

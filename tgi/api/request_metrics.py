@@ -83,6 +83,11 @@ def record_disconnect(record: RequestRecord | None) -> None:
         record.span.set_error("dropped", "the client has disconnected")
 
 
+def record_cut(record: RequestRecord) -> None:
+    """Marks a request whose response has begun and cannot be completed."""
+    record.error, record.status = ApiError(500, "internal", "the response was cut off"), 500
+
+
 def observe_requested_lengths(generation: Generation, end: End, limits: DeploymentLimits) -> None:
     """Observes the prompt length and token limit of a generation that has passed validation, however it has ended."""
     if generation.probe or not end.prompt_tokens or end.reason == FinishReason.INVALID:
