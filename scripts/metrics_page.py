@@ -12,7 +12,8 @@ HEAD = """# Metrics
 `GET /metrics` answers in Prometheus text format 0.0.4. Every front end returns the same samples: those of all processes
 of this host. Names, types and labels of the first table are TGI's, so its dashboards work.
 
-- A series appears with its first sample. Counters have no suffix `_total`.
+- TGI's series appear with their first sample; this server's own counters and histograms are 0 from the start, with all
+  values of their labels. Counters have no suffix `_total`.
 - Counters, histograms and the summary are sums over all processes since the server started, including processes that
   have ended. Gauges are of running processes.
 - A request counts once, whatever its number of prompts and choices; `tgi_generation_count` and `tgi_generation_success`

@@ -1,10 +1,13 @@
-"""What `tgi top` writes to a terminal."""
+"""What `tgi ps` and `tgi top` show, and what `tgi top` writes to a terminal."""
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tgi.process_views import _repainted
+from tgi.microkernel import rundir
+from tgi.process_views import Deployment, _repainted, headline, table
 
 
 def shown(output: str, width: int, height: int, before: str) -> list[str]:
@@ -38,3 +41,61 @@ def test_a_frame_replaces_the_previous_one(height: int) -> None:
     expected = [line[:10] for line in lines[: height - 1]]
     output = _repainted(lines, 10, height)
     assert shown(output, 10, height, "x") == expected + [""] * (height - len(expected))
+
+
+def rows(*hosts: str) -> list[dict[str, Any]]:
+    work = "step 296: 2 decode rows, 0 prompt tokens"
+    return [
+        {
+            "host": host, "name": "scheduler-0", "pid": 65512, "state": "ready", "stage": "ready", "cpu": 3.2,
+            "memory_mb": 33.0, "beat_age": 0.4, "progress_age": 0.0, "work": work,
+        }
+        for host in hosts
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (None, "host name pid state stage cpu memory_mb beat_age progress_age work"),
+        (130, "host name pid state stage cpu memory_mb beat_age progress_age work"),
+        (100, "host name pid state stage cpu memory_mb progress_age work"),
+        (80, "host name pid state cpu memory_mb work"),
+        (60, "host name pid state work"),
+        (40, "name state"),
+        (10, "name"),
+    ],
+)
+def test_a_narrow_terminal_lacks_the_less_important_columns(width: int | None, columns: str) -> None:
+    heading, *lines = table(rows("alpha", "beta"), width)
+    assert heading.split() == columns.split()
+    assert len({len(line) for line in lines}) == 1
+    assert len(lines[0]) <= (width or 200)
+    assert lines[0].endswith("…") == (width in (100, 80, 60, 10))  # the others have room for all of the last column
+
+
+def test_one_host_needs_no_name() -> None:
+    assert table(rows("alpha", "alpha"), None)[0].split()[0] == "name"
+
+
+def test_the_headline_tells_which_model_serves_now(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    rundir.create_run_dir(run)
+
+    def write(role: str, replica: int, state: str, **facts: str) -> None:
+        rundir.write_state(run, rundir.ProcessState(role, replica, 1, "", state, facts=facts))
+
+    deployment = Deployment(run)
+    deployment.refresh()
+    assert headline(deployment, None) == f"no model yet, in {run}"
+    write("scheduler", 0, "ready", model="unknown to it", version="1")
+    write("worker", 0, "ready", model="org/old", version="1")
+    deployment.refresh()
+    assert headline(deployment, None) == f"org/old, tgi 1, in {run}"
+    write("api", 0, "draining", model="org/old", version="1", url="http://127.0.0.1:1")
+    write("api", 1, "starting", model="org/next", version="1", url="http://127.0.0.1:1")
+    write("api", 2, "ready", model="org/new", version="1", url="http://127.0.0.1:1")
+    write("api", 3, "ready", model="org/new", version="1", url="http://127.0.0.1:2")
+    deployment.refresh()
+    assert headline(deployment, None) == f"org/new on http://127.0.0.1:1, http://127.0.0.1:2, tgi 1, in {run}"
+    assert headline(deployment, 20) == "org/new on http://1…"

@@ -242,54 +242,44 @@ _role_command("scheduler", "Run only the scheduler.")
 _role_command("worker", "Run only the worker.")
 
 
+def one_server_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds the option that shows one of several running servers."""
+    return click.option("--port", "-p", type=int, help="Port of the server; default: all of yours.")(command)
+
+
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def ps(as_json: bool) -> None:
+@one_server_option
+def ps(as_json: bool, port: int | None) -> None:
     """List the running servers of this user.
 
-    Shows pid, state, boot id and memory of each process, the seconds since its latest beat and since it has finished a
-    part of its work, and what it works on, also those of the hosts that are connected; and the requests in quarantine:
-    they have crashed processes.
+    Shows model, address and version of each server; state and memory of each process, the seconds since its latest beat
+    and since it has finished a part of its work, and what it works on, also those of the hosts that are connected; and
+    the requests in quarantine: they have crashed processes. A narrow terminal lacks some columns.
     """
-    from tgi.microkernel import rundir
-    from tgi.microkernel.quarantine import Quarantine
-    from tgi.process_views import Deployment, table
+    from tgi.process_views import list_processes
 
-    deployments = [one for one in map(Deployment, rundir.user_run_dirs()) if one.refresh()]
-    rows = [row for deployment in deployments for row in deployment.rows()]
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
-    if not rows:
-        click.echo("You have no running tgi server.", err=True)
-        return
-    columns = ("run", "host", "name", "pid", "state", "stage", "boot", "memory_mb", "beat_age", "progress_age", "work")
-    for line in table(rows, columns):
-        click.echo(line)
-    for run in dict.fromkeys(row["run"] for row in rows):
-        quarantine = Quarantine(Path(run))
-        for entry in quarantine.entries():
-            minutes = quarantine.minutes_left(entry)
-            click.echo(f"{run}: request {entry.fingerprint} in quarantine for {minutes} minutes: {entry.reason}")
+    list_processes(port, as_json)
 
 
 @main.command()
 @click.option("--once", is_flag=True, help="Print one frame; needs no terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--seconds", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Between two frames.")
-def top(once: bool, as_json: bool, seconds: float) -> None:
+@one_server_option
+def top(once: bool, as_json: bool, seconds: float, port: int | None) -> None:
     """Show the running servers of this user, refreshed.
 
-    Per deployment: requests, tokens per second, KV cache, prefix cache, time to first token. Per process, of all hosts
-    that are connected: state, CPU, memory, the seconds since its latest beat and since it has finished a part of its
-    work, and what it works on. Ends with q or Ctrl-C.
+    Per deployment: model, address, requests, tokens per second, KV cache, prefix cache, time to first token. Per
+    process, of all hosts that are connected: state, CPU, memory, the seconds since its latest beat and since it has
+    finished a part of its work, and what it works on. A narrow terminal lacks some columns. Ends with q or Ctrl-C.
     """
     from tgi.process_views import print_frame, show_frames
 
     if once or as_json:
-        print_frame(as_json)
+        print_frame(port, as_json)
     else:
-        show_frames(seconds)
+        show_frames(port, seconds)
 
 
 def port_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -415,6 +405,7 @@ def down(port: int | None, timeout: float) -> None:
         if time.monotonic() > deadline:
             raise UserError(f"The server in {run} did not end within {timeout:g} s; it may still be draining.")
         time.sleep(0.05)
+    click.echo(f"The server in {run} has ended.")
 
 
 @main.command()

@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,22 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.host_reports import read_other_hosts
 from tgi.microkernel.process_table import HostSampler
 from tgi.microkernel.protocol import HostReport
+from tgi.microkernel.quarantine import Quarantine
+from tgi.microkernel.terminal import writable
 
 # Between the two samples of a single frame.
 SAMPLE_SECONDS = 1.0
 
-COLUMNS = ("host", "name", "pid", "state", "stage", "cpu", "memory_mb", "beat_age", "progress_age", "work")
+# The columns of `tgi ps` and `tgi top` in their order. A terminal that is too narrow for all lacks those with the
+# highest numbers.
+COLUMNS = {
+    "host": 2, "name": 0, "pid": 3, "state": 1, "stage": 7, "cpu": 5, "memory_mb": 4, "beat_age": 8, "progress_age": 6,
+    "work": 2,
+}  # fmt: skip
+# The last column may be cut to this width before others are left out.
+MIN_LAST_WIDTH = 24
+# Of these roles the first one that runs here knows which model a deployment serves: a scheduler may not.
+INFORMED_ROLES = ("api", "tokenizer", "worker")
 
 # Escape sequences: another screen without a cursor, and back; the first column of the first line; clear to the end.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
@@ -36,12 +47,14 @@ class Deployment:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.reports: list[HostReport] = []  # that of this host, then the others
+        self.served: dict[str, str] = {"model": "", "url": "", "version": ""}  # by the processes of this host
         self._sampler = HostSampler(run)
 
     def refresh(self) -> bool:
         """Reads the present reports. Returns False if nothing runs here."""
         own = self._sampler.sample()
         self.reports = [own, *read_other_hosts(self.run, own.site)] if own.processes else []
+        self.served = _served(rundir.read_states(self.run))
         return bool(self.reports)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -59,6 +72,7 @@ class Deployment:
                     "memory_mb": round(row.memory_bytes / 2**20, 1),
                     "cpu": None if row.cpu_percent < 0 else round(row.cpu_percent, 1),
                     "beat_age": _seconds(row.beat_age_ms, report), "progress_age": progress, "work": row.work,
+                    **self.served,
                 })  # fmt: skip
         return rows
 
@@ -86,39 +100,130 @@ def _seconds(milliseconds: int, report: HostReport) -> float | None:
     return None if milliseconds < 0 else round((milliseconds + report.age_ms) / 1000, 1)
 
 
-def table(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
-    """The rows as lines with aligned columns, and a heading."""
-    cells = [columns, *(tuple("" if row[column] is None else str(row[column]) for column in columns) for row in rows)]
-    widths = [max(len(line[k]) for line in cells) for k in range(len(columns))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+def _served(states: list[rundir.ProcessState]) -> dict[str, str]:
+    """Model, addresses and version of a deployment; "" for what is not known. During a reload those of the model that
+    serves still."""
+    for role in INFORMED_ROLES:
+        found = [
+            state for state in states if state.role == role and state.state != "draining" and "model" in state.facts
+        ]
+        found = [state for state in found if state.state == "ready"] or found
+        if found:
+            urls = dict.fromkeys(str(state.facts["url"]) for state in found if "url" in state.facts)
+            facts = found[0].facts
+            return {"model": str(facts["model"]), "url": ", ".join(urls), "version": str(facts.get("version", ""))}
+    return {"model": "", "url": "", "version": ""}
+
+
+def table(rows: list[dict[str, Any]], width: int | None) -> list[str]:
+    """The rows as lines with aligned columns, and a heading. `width`: of the terminal. On one host its name is left
+    out, and before there are two samples `cpu`."""
+    columns = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
+    if len({row["host"] for row in rows}) == 1:
+        columns.remove("host")
+    shown = [{name: _cell(row, name) for name in columns} for row in rows]
+    widths = {name: max(len(name), *(len(row[name]) for row in shown)) for name in columns}
+
+    def needed() -> int:
+        *others, last = (widths[name] for name in columns)
+        return sum(others) + 2 * len(others) + min(last, MIN_LAST_WIDTH)
+
+    while width is not None and len(columns) > 1 and needed() > width:
+        columns.remove(max(columns, key=lambda name: COLUMNS[name]))
+    lines = [{name: name for name in columns}, *shown]
+    return [cut("  ".join(line[name].ljust(widths[name]) for name in columns).rstrip(), width) for line in lines]
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    """What a table shows; a stage only where it says more than the state."""
+    value = row[name]
+    return "" if value is None or (name == "stage" and value == row["state"]) else str(value)
+
+
+def cut(line: str, width: int | None) -> str:
+    """The line, cut with a mark where it is longer than the terminal is wide."""
+    if width is None or len(line) <= width:
+        return line
+    mark = writable(sys.stdout, "…", "~")
+    return line[: max(0, width - 1)] + mark
+
+
+def terminal_width() -> int | None:
+    """The width of the terminal that standard output is; None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def headline(deployment: Deployment, width: int | None) -> str:
+    """Which model is served, where and by which version."""
+    served, hosts = deployment.served, len(deployment.reports)
+    model = served["model"] or "no model yet"
+    address = f" on {served['url']}" if served["url"] else ""
+    version = f", tgi {served['version']}" if served["version"] else ""
+    return cut(f"{model}{address}{version}, in {deployment.run}" + (f", {hosts} hosts" if hosts > 1 else ""), width)
+
+
+def list_processes(port: int | None, as_json: bool) -> None:
+    """Prints what `tgi ps` shows: the processes of each server, and its requests in quarantine."""
+    deployments = running_deployments(port)
+    if as_json:
+        print(json.dumps([row for deployment in deployments for row in deployment.rows()], indent=2))
+        return
+    if not deployments:
+        print("You have no running tgi server.", file=sys.stderr)
+    width = terminal_width()
+    for number, deployment in enumerate(deployments):
+        lines = [headline(deployment, width), *table(deployment.rows(), width)]
+        quarantine = Quarantine(deployment.run)
+        lines += [
+            f"request {entry.fingerprint} in quarantine for {quarantine.minutes_left(entry)} minutes: {entry.reason}"
+            for entry in quarantine.entries()
+        ]
+        print("\n".join([""] * (number > 0) + lines))
+
+
+def running_deployments(port: int | None) -> list[Deployment]:
+    """The deployments of this user that run, or the one on a port."""
+    return [one for one in map(Deployment, _run_directories(port)) if one.refresh()]
+
+
+def _run_directories(port: int | None) -> list[Path]:
+    """The run directories of this user, or the one of a port. Raises UserError as rundir.check_run_dir."""
+    if port is None:
+        return rundir.user_run_dirs()
+    run = rundir.default_run_dir(port)
+    rundir.check_run_dir(run)
+    return [run] if run.is_dir() else []
 
 
 # --- tgi top ----------------------------------------------------------------------------------------------------------
 
 
-def print_frame(as_json: bool) -> None:
+def print_frame(port: int | None, as_json: bool) -> None:
     """Prints one frame of `tgi top`."""
-    deployments = [one for one in map(Deployment, rundir.user_run_dirs()) if one.refresh()]
+    deployments = running_deployments(port)
     if deployments:
         time.sleep(SAMPLE_SECONDS)
     deployments = [one for one in deployments if one.refresh()]
     if as_json:
-        found = [{"run": str(one.run), "load": one.load(), "processes": one.rows()} for one in deployments]
+        found = [
+            {"run": str(one.run), **one.served, "load": one.load(), "processes": one.rows()} for one in deployments
+        ]
         print(json.dumps(found, indent=2))
     else:
-        print("\n".join(_frame(deployments)))
+        print("\n".join(_frame(deployments, terminal_width())))
 
 
-def show_frames(seconds: float) -> None:
+def show_frames(port: int | None, seconds: float) -> None:
     """Shows frames on the terminal until q or Ctrl-C. Raises UserError without a terminal."""
     if not sys.stdout.isatty() or not sys.stdin.isatty():
         raise UserError("`tgi top` needs a terminal. Print one frame with --once, or --json.", code=2)
     known: dict[Path, Deployment] = {}
     with _screen():
         while True:
-            known = {run: known.get(run) or Deployment(run) for run in rundir.user_run_dirs()}
-            lines = _frame([one for one in known.values() if one.refresh()])
-            sys.stdout.write(_repainted(lines, *shutil.get_terminal_size()))
+            known = {run: known.get(run) or Deployment(run) for run in _run_directories(port)}
+            width, height = shutil.get_terminal_size()
+            lines = _frame([one for one in known.values() if one.refresh()], width)
+            sys.stdout.write(_repainted(lines, width, height))
             sys.stdout.flush()
             if select.select([sys.stdin], [], [], seconds)[0]:
                 keys = os.read(sys.stdin.fileno(), 64)
@@ -167,23 +272,19 @@ def _screen() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _frame(deployments: list[Deployment]) -> list[str]:
+def _frame(deployments: list[Deployment], width: int | None) -> list[str]:
     """The lines of a frame."""
     if not deployments:
         return ["You have no running tgi server."]
     lines = []
     for deployment in deployments:
-        lines += [_headline(deployment), *table(deployment.rows(), COLUMNS), ""]
+        lines += [headline(deployment, width), cut(_load_line(deployment), width), *table(deployment.rows(), width), ""]
     return lines[:-1]
 
 
-def _headline(deployment: Deployment) -> str:
-    load, hosts = deployment.load(), len(deployment.reports)
-    parts = [
-        str(deployment.run) + (f", {hosts} hosts" if hosts > 1 else ""),
-        f"{load['running']} running, {load['queued']} queued",
-        f"{load['tokens_per_second']:.1f} tokens/s",
-    ]
+def _load_line(deployment: Deployment) -> str:
+    load = deployment.load()
+    parts = [f"{load['running']} running, {load['queued']} queued", f"{load['tokens_per_second']:.1f} tokens/s"]
     if load["first_token_ms"] is not None:
         parts.append(f"first token {load['first_token_ms']:.0f} ms")
     if load["kv_cache_used"] is not None:

@@ -204,7 +204,8 @@ def reloaded_settings(settings: Settings, given: Mapping[str, Any], drain_first:
     changed = with_reloaded(settings, given)
     changed = _with_model(changed, ROLES, Progress(None, title="tgi"))
     if not drain_first:
-        memory.require_memory(changed, _device_of_worker(settings.run_dir))
+        supervisor = rundir.lock_holders(settings.run_dir).get("scheduler", "self")
+        memory.require_memory(changed, _device_of_worker(settings.run_dir), Path(f"/proc/{supervisor}"))
     return changed
 
 
@@ -232,6 +233,11 @@ def _listen(settings: Settings) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             advice = "Give --hostname an address of this machine, 127.0.0.1 for local clients only or 0.0.0.0 for all."
+        elif error.errno == errno.EACCES:
+            advice = (
+                "This user may not open ports below 1024. Choose another one with --port; a reverse proxy, or the "
+                "capability CAP_NET_BIND_SERVICE, can give clients this one."
+            )
         else:
             advice = "Choose another port with --port, or stop the program that uses it (`tgi ps` lists your servers)."
         raise UserError(f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. {advice}") from error

@@ -40,7 +40,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         (locked.certfile, locked.keyfile, f"The key {locked.keyfile} needs a passphrase. Give a key without one."),
         (text, one.keyfile, f"The certificate {text} with the key {one.keyfile} cannot be used"),
         (one.certfile, text, f"The certificate {one.certfile} with the key {text} cannot be used"),
-        (one.certfile, None, f"The certificate {one.certfile} with the key {one.certfile} cannot be used"),
+        (one.certfile, None, f"{one.certfile} has no private key. Name the file of the key with --ssl-keyfile."),
     ):
         with pytest.raises(UserError) as raised:
             ServerCertificate(str(certfile), keyfile and str(keyfile))

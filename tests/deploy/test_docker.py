@@ -233,7 +233,9 @@ def test_prometheus_and_grafana_find_their_files_and_the_server() -> None:
     dashboard = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert Path(dashboard).parent == Path(provider["options"]["path"])
     assert mounted[dashboard].name == "tgi.json"
-    assert {panel["datasource"]["uid"] for panel in panels()} == {source["uid"]}
+    assert source["isDefault"]
+    assert {panel["datasource"]["uid"] for panel in panels()} == {"${datasource}"}  # as in an import to any Grafana
+    assert Path("/etc/prometheus/prometheus.yml").parent / "alerts.yml" in map(Path, mounted)
 
 
 # --- queries ---
@@ -262,8 +264,11 @@ SAMPLES = {
     for name, series in (TGI_SERIES | OWN_SERIES).items()
     for suffix in SUFFIXES.get(series.kind, ("",))
 }
+ALERTS = [rule for group in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+SCRAPED = {"instance", "job"}  # labels that Prometheus adds
 QUERIES = [
     *(target["expr"].replace("$__rate_interval", "5m") for panel in panels() for target in panel["targets"]),
+    *(rule["expr"] for rule in ALERTS if rule["alert"] != "TgiDown"),  # which reads no metric of ours
     *(
         line
         for block in re.findall(r"^```promql\n(.*?)^```$", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL | re.M)
@@ -278,9 +283,17 @@ def test_a_query_reads_samples_that_exist(query: str) -> None:
     assert read
     assert set(read) <= set(SAMPLES)
     for name, matchers in read.items():
-        assert set(re.findall(r"(\w+)(?:=|!)", matchers)) <= SAMPLES[name], name
+        assert set(re.findall(r"(\w+)(?:=|!)", matchers)) <= SAMPLES[name] | SCRAPED, name
     for by in re.findall(r"by \(([^)]*)\)", query):
-        assert any({label.strip() for label in by.split(",")} <= SAMPLES[name] for name in read), by
+        assert any({label.strip() for label in by.split(",")} <= SAMPLES[name] | SCRAPED for name in read), by
+
+
+def test_alerts_name_only_labels_that_they_have() -> None:
+    for rule in ALERTS:
+        by = re.findall(r"by \(([^)]*)\)", rule["expr"])
+        labels = {label.strip() for label in by[0].split(",")} if by else {"instance"}
+        used = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert {"instance"} <= used <= labels
 
 
 def test_panels_do_not_overlap() -> None:

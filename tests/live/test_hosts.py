@@ -236,11 +236,12 @@ def test_ps_and_top_show_all_hosts(hosts: Hosts) -> None:
         worker.wait_until(lambda: load(worker)["running"] == 1, "the host of the worker knows the load of the others")
         first.wait_until(lambda: load(first)["tokens_per_second"] > 0, "tokens are counted")
         lines = succeed(worker, "top", "--once").splitlines()
-        assert ", 4 hosts | 1 running, 0 queued | " in lines[0]
-        assert lines[1].split() == [
+        assert lines[0].endswith(f"in {worker.run_directory}, 4 hosts")
+        assert lines[1].startswith("1 running, 0 queued | ")
+        assert lines[2].split() == [
             "host", "name", "pid", "state", "stage", "cpu", "memory_mb", "beat_age", "progress_age", "work",
         ]  # fmt: skip
-        assert len(lines) == 2 + sum(everything.values())
+        assert len(lines) == 3 + sum(everything.values())
         stream.close()  # type: ignore[attr-defined]
         worker.stop(signal.SIGKILL)
         worker.commands.clear()

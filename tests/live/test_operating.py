@@ -408,6 +408,7 @@ def test_a_reload_serves_the_new_model_while_the_old_one_finishes(server: Server
     assert [token_ids(events) for events in observed] == [token_ids(events) for events in expected]
     assert counts == [300]
     assert served_model(server) == new
+    assert succeed(server, "ps").startswith(f"{new} on {server.url}, tgi ")
     assert {"scheduler-1", "worker-1"} <= names(server)
     assert len(names(server)) == 6
     assert not {"scheduler-0", "worker-0"} & server.processes().keys()

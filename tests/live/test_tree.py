@@ -159,7 +159,7 @@ def test_honcho_runs_the_procfile(tiny_llama: Path, tmp_path: Path) -> None:
         ).wait_until_ready()
         assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
         # A signal while honcho prints a line would end it without its children.
-        server.wait_until(lambda: "Success" in server.output_text(), "the last line is printed")
+        server.wait_until(lambda: "POST /generate_stream 200 " in server.output_text(), "the last line is printed")
         server.stop()
 
 
@@ -181,12 +181,6 @@ def test_two_front_ends_share_the_port(tiny_llama: Path, shared_server: SharedSe
     server.client.close()  # its connection was lost with its front end
     server.client = httpx.Client(base_url=server.url, **CLIENT_OPTIONS)
     assert server.metric("tgi_request_count") - before == 22
-
-
-def test_a_stop_string_of_two_megabytes_is_cut_in_the_log(standing: Server) -> None:
-    standing.generate("Hello", max_new_tokens=1, stop=["s" * 1_900_000])
-    standing.wait_until(lambda: "characters cut]" in standing.output_text(), "the request is logged")
-    assert max(map(len, standing.output_text().splitlines())) < 10_000
 
 
 def test_a_disconnect_frees_the_request(standing: Server) -> None:
@@ -213,7 +207,8 @@ def test_sigterm_drains_streams_and_leaves_no_process(server: Server) -> None:
 def test_tgi_down_ends_the_tree(server: Server) -> None:
     server.start().wait_until_ready()
     env = os.environ | {"TGI_RUN": str(server.run_directory)}
-    subprocess.run([sys.executable, "-m", "tgi", "down"], env=env, check=True, timeout=TIMEOUT_SECONDS)
+    done = subprocess.run([sys.executable, "-m", "tgi", "down"], env=env, check=True, capture_output=True, text=True)
+    assert done.stdout == f"The server in {server.run_directory} has ended.\n"
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
 
 

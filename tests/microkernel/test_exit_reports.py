@@ -1,18 +1,20 @@
 """How the supervisor reports the end of a process to its successor, and what that had in hand."""
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tgi.microkernel.child import ChildProcess, ProcessSpec
-from tgi.microkernel.exit_causes import OOM_SECONDS, OomKills, oom_kills
+from tgi.microkernel.exit_causes import OOM_SECONDS, OomKills, is_lack_of_memory, oom_kills
 from tgi.microkernel.process import work_register_path
 from tgi.microkernel.protocol import LastExit
 from tgi.microkernel.settings import Settings
@@ -71,12 +73,29 @@ def test_signals_from_outside_are_told_from_faults(child: ChildProcess, number: 
     assert (report.cause, report.outside) == (cause, outside)
 
 
-def test_a_kill_for_lack_of_memory_is_a_fault(child: ChildProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_for_lack_of_memory_comes_from_outside(child: ChildProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     before = oom_kills()
     monkeypatch.setattr("tgi.microkernel.exit_causes.oom_kills", lambda: before + 1)
     os.kill(child.pid, signal.SIGKILL)
     report = report_after(child)
-    assert (report.cause, report.outside) == ("was killed for lack of memory", False)
+    assert (report.cause, report.outside) == ("was killed for lack of memory", True)
+
+
+def allocate_with_torch() -> object:
+    import torch
+
+    return torch.empty(1 << 50)
+
+
+@pytest.mark.parametrize(
+    "allocate", [lambda: mmap.mmap(-1, 1 << 50), lambda: bytearray(1 << 62), allocate_with_torch], ids=range(3)
+)
+def test_exceptions_for_lack_of_memory_are_known(allocate: Callable[[], object]) -> None:
+    with pytest.raises((MemoryError, OSError, RuntimeError)) as raised:
+        allocate()
+    assert is_lack_of_memory(raised.value)
+    assert not is_lack_of_memory(OSError(2, "No such file"))
+    assert not is_lack_of_memory(RuntimeError("shapes differ"))
 
 
 def test_an_earlier_kill_for_lack_of_memory_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,8 +95,8 @@ def record(message: str, *args: object, error: Exception | None = None, **fields
     return made
 
 
-def text(made: logging.LogRecord) -> str:
-    return log._Text("api-0", coloured=False).format(made)
+def text(made: logging.LogRecord, terminal: bool = False) -> str:
+    return log._Text("api-0", coloured=False, terminal=terminal).format(made)
 
 
 def parsed(made: logging.LogRecord) -> dict[str, Any]:
@@ -149,6 +149,19 @@ def test_control_characters_cannot_forge_a_line(end: str) -> None:
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", said)
         assert log.CONTROL.search(log._Json("api-0").format(made)) is None
     assert parsed(record("refused: %s", sent))["message"] == f"refused: {sent}"
+
+
+def test_a_brief_record_is_one_short_line_unless_its_target_is_debugged() -> None:
+    fields = {"client": "::1", "request_id": "7", "parameters": {"seed": 1}}
+    made = record("%s", "Success", brief=log.Brief("POST /\x1b 200 35+13 tokens 240 ms", ("request_id",)), **fields)
+    line = r"POST /\x1b 200 35+13 tokens 240 ms"
+    assert re.fullmatch(rf"\d\d:\d\d:\d\d ERROR   {re.escape(line)}", text(made, terminal=True))
+    assert text(made).endswith(f" api-0       tgi.x:1: {line} request_id=7")
+    assert parsed(made) | fields | {"message": "Success"} == parsed(made)
+    assert "brief" not in parsed(made)
+    logging.getLogger("tgi").setLevel(logging.DEBUG)
+    for terminal in (False, True):
+        assert text(made, terminal).endswith(f"{line} client=::1 request_id=7 parameters={{'seed': 1}}")
 
 
 def test_constant_message_may_have_several_lines() -> None:

@@ -105,12 +105,29 @@ def test_no_total_suffix_and_no_series_before_its_first_sample(written: Path) ->
     assert "tgi_request_success" not in text
 
 
+def test_own_counters_and_histograms_are_0_from_the_start(here: Path) -> None:
+    found = samples(metrics.render())
+    assert not any(found.values())
+    assert found["tgi_worker_losses"] == found["tgi_time_to_first_token_duration_count"] == 0
+    roles = "api", "tokenizer", "scheduler", "worker"
+    restarts = dict.fromkeys((f'tgi_process_restarts{{role="{role}"}}' for role in roles), 0)
+    dropped = dict.fromkeys(
+        (f'tgi_encoding_jobs_dropped{{cause="{cause}"}}' for cause in ("cancelled", "overloaded")), 0
+    )
+    assert restarts | dropped == {name: value for name, value in found.items() if "{" in name and "{le=" not in name}
+    own = {name for name, series in metrics.OWN_SERIES.items() if series.kind != "gauge"}
+    assert {line.split()[2] for line in metrics.render().splitlines() if line.startswith("# TYPE")} == own
+    metrics.tgi_process_restarts.labels(role="worker").inc()
+    assert samples(metrics.render()) == found | {'tgi_process_restarts{role="worker"}': 1}
+
+
 def test_access_to_a_series_is_not_a_sample(here: Path) -> None:
+    before = metrics.render()
     for name, series in SERIES.items():
         made = getattr(metrics, name)
         if series.labels:
             made.labels(**dict.fromkeys(series.labels, "a"))
-    assert metrics.render() == ""
+    assert metrics.render() == before
 
 
 def test_gauges_of_ended_processes_are_removed(written: Path) -> None:
@@ -125,7 +142,7 @@ def test_gauges_of_ended_processes_are_removed(written: Path) -> None:
     assert "\ntgi_request_count 2\n" in text
     assert [path.name for path in written.iterdir()] == ["sums_ended.db"]
     metrics.remove_all_samples(written)
-    assert metrics.render(written) == ""
+    assert "tgi_request_count" not in metrics.render(written)
 
 
 def test_sums_of_ended_processes_are_folded_into_one_file(written: Path) -> None:
@@ -269,7 +286,7 @@ def test_observation_buffer_writes_on_flush(here: Path) -> None:
     buffer = metrics.ObservationBuffer()
     seconds = buffer.values("tgi_batch_decode_duration", method="decode")
     seconds.extend([0.5, 0.25])
-    assert metrics.render() == ""
+    assert "tgi_batch_decode_duration" not in metrics.render()
     buffer.flush(10.0)
     assert buffer.due_at == 11.0
     assert buffer.values("tgi_batch_decode_duration", method="decode") is seconds

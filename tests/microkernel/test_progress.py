@@ -1,5 +1,7 @@
 """Progress of starts and downloads, on a terminal, without one, and as JSON; and the summary."""
 
+import io
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,9 @@ from tgi.microkernel.progress import (
     EXAMPLE_QUESTION,
     Progress,
     WorkerFacts,
+    exposure,
     format_duration,
+    server_url,
     summary_fields,
     summary_lines,
 )
@@ -31,6 +35,7 @@ SERVED = WorkerFacts(
     kv_cache_bytes=4_290_000_000,
 )
 URL = "http://127.0.0.1:3001"
+OPEN = "open to every host that reaches this one, without a key (see --hostname 127.0.0.1, --api-key-file)"
 
 
 @pytest.fixture
@@ -82,12 +87,14 @@ def test_summary_as_text_and_as_fields(settings: Settings) -> None:
         "  kernels   our own for amx, 2 threads",
         "  context   8,192 tokens a request, 128 requests at once",
         "  KV cache  186,400 tokens, 4.29 GB at most",
+        f"  network   {OPEN}",
         f"  docs      {URL}/docs",
     ]
     assert f"curl {URL}/v1/chat/completions -H 'Content-Type: application/json' -d" in shown[-1]
     assert EXAMPLE_QUESTION in shown[-1]
     assert summary_fields(settings, facts, URL) == SERVED._asdict() | {
         "model": "some/model",
+        "network": OPEN,
         "url": URL,
         "docs": f"{URL}/docs",
     }
@@ -102,6 +109,29 @@ def test_summary_without_some_facts(settings: Settings) -> None:
     asked = summary_lines(keyed, {CHAT_TEMPLATE: False}, URL)[-1]
     assert f"{URL}/generate -H 'Content-Type: application/json' -H 'Authorization: Bearer YOUR_KEY' -d" in asked
     assert "secret" not in asked
+
+
+@pytest.mark.parametrize(
+    ("hostname", "key", "text", "url"),
+    [
+        ("0.0.0.0", (), OPEN, URL),
+        ("::", (), OPEN, "http://[::1]:3001"),
+        ("192.0.2.1", (), OPEN, "http://192.0.2.1:3001"),
+        ("0.0.0.0", ("secret",), "", URL),
+        ("127.0.0.1", (), "", URL),
+        ("127.8.8.8", (), "", "http://127.8.8.8:3001"),
+        ("::1", (), "", "http://[::1]:3001"),
+    ],
+)
+def test_summary_tells_whether_others_can_use_the_server(
+    settings: Settings, hostname: str, key: tuple[str, ...], text: str, url: str
+) -> None:
+    changed = replace(settings, hostname=hostname, api_key=key)
+    assert (exposure(changed), server_url(changed)) == (text, url)
+    assert (summary_fields(changed, {}, "").get("network"), summary_fields(changed, {}, url).get("network", "")) == (
+        None,
+        text,
+    )
 
 
 def test_summary_is_logged_without_a_terminal(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,6 +219,31 @@ def test_bar_is_redrawn_on_a_terminal(capsys: pytest.CaptureFixture[str], monkey
     assert drawn[11].startswith("\x1b[Ktgi ━━━━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  40 % downloading weights, 100 MB of 250 MB, ")
     assert max(map(len, drawn)) == 77 + len("\x1b[K")  # a longer line would not be drawn over
     assert len(drawn) == 44
+
+
+def test_bar_of_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    monkeypatch.setattr(written, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", written)
+    Progress(None, "tgi").show_stage("loading weights", 50)
+    assert b"tgi ############------------  50 % loading weights" in written.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_ready_is_written_once_where_both_outputs_are_one_file(settings: Settings, tmp_path: Path) -> None:
+    say(settings, "api", "ready")
+    program = """
+import sys
+from pathlib import Path
+from tgi.microkernel import log, progress
+from tgi.microkernel.settings import Settings
+settings = Settings(run_dir=Path(sys.argv[1]), model_id="m", log_level=sys.argv[2])
+log.configure_logging("tgi", settings)
+progress.Progress(settings, "tgi").show_process_states(["api-0"])
+"""
+    for level, error in (("info", subprocess.STDOUT), ("info", subprocess.DEVNULL), ("warn", subprocess.STDOUT)):
+        command = [sys.executable, "-c", program, str(settings.run_dir), level]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=error, text=True, check=True)
+        assert done.stdout.count("Ready in") == 1
 
 
 @pytest.mark.parametrize(

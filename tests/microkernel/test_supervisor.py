@@ -1,12 +1,14 @@
 """The delay before a process is started again, the token bucket that it uses, and processes that cannot be started."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tgi.microkernel import rundir
+from tgi.microkernel import metrics, rundir
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.exit_causes import oom_kills
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.supervisor import (
     MAX_BACKOFF_SECONDS,
@@ -81,3 +83,25 @@ def test_pipelines_use_the_lowest_free_number(tmp_path: Path) -> None:
         supervisor.switch_to_pipeline(new)
         supervisor.remove_pipeline(old)
         assert supervisor.settings.pipeline == rundir.read_pipeline(tmp_path) == new
+
+
+@pytest.mark.parametrize(("state", "advice"), [("ready", "Lower --max-batch-total-tokens"), ("starting", "--quantize")])
+def test_a_kill_for_lack_of_memory_names_what_to_lower(
+    state: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rundir.create_run_dir(tmp_path)
+    metrics.use_directory(tmp_path / "metrics")
+    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: ["sleep", "600"])
+    supervisor = Supervisor(Settings(run_dir=tmp_path), [], ControllingTerminal())
+    spec = supervisor.add("worker")
+    supervisor.confirm(spec)
+    child = supervisor._children[spec.name]
+    rundir.write_state(tmp_path, rundir.ProcessState("worker", 0, child.pid, "", state))
+    before = oom_kills()
+    monkeypatch.setattr("tgi.microkernel.exit_causes.oom_kills", lambda: before + 1)
+    child.signal(signal.SIGKILL)
+    child._process.wait()
+    supervisor._reap(("worker",))
+    killed, advised = caplog.messages
+    assert killed == f"worker-0 (pid {child.pid}) was killed for lack of memory; restarting it"
+    assert advice in advised

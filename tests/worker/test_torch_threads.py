@@ -1,8 +1,8 @@
 """How many threads torch computes with, and how they wait."""
 
 import logging
+import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,12 +44,9 @@ def test_a_real_trial_chooses_at_most_the_usable_cores(
     assert "computing with" in caplog.text
 
 
-@pytest.mark.parametrize(("text", "cores"), [("max 100000", 8), ("200000 100000", 2), ("50000 100000", 1), ("", 8)])
-def test_a_cgroup_quota_limits_the_cores(
-    text: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(host_cpu, "CGROUP_CPU", tmp_path / "cpu.max")
+@pytest.mark.parametrize(("quota", "cores"), [(math.inf, 8), (2.0, 2), (2.9, 2), (0.5, 1)])
+def test_a_quota_limits_the_cores(quota: float, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_cpu, "usable_cpus", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert host_cpu.usable_cores() == cores
 

@@ -8,10 +8,11 @@ import falcon.asgi
 from falcon.asgi import Request, Response
 
 from tgi.api import docs, request_metrics, tracing
-from tgi.api.asgi import RECEIVE_KEY, AsgiApp, Receive, Send, is_probe
+from tgi.api.asgi import PROBE_KEY, RECEIVE_KEY, RECORD_KEY, AsgiApp, Receive, Send
 from tgi.api.errors import ApiError, ClientDisconnected, Rejection
 from tgi.api.middleware import ClientMiddleware, CorsMiddleware, RequestIdMiddleware
 from tgi.api.operations import KSERVE, OPERATIONS
+from tgi.api.requests import RequestRecord
 from tgi.api.routes.info import HealthResource
 from tgi.api.routes.native import RootResource
 from tgi.api.routes.vertex import VertexResource
@@ -46,7 +47,17 @@ def build(service: Service) -> AsgiApp:
 
     async def outermost(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         scope[RECEIVE_KEY] = receive
-        await app(scope, _with_head_event(receive), send)
+        if PROBE_KEY in scope:
+            await app(scope, _with_head_event(receive), send)
+            return
+        record = scope[RECORD_KEY] = RequestRecord(scope["method"], scope["path"], scope.get(tracing.SPAN_KEY))
+        try:
+            await app(scope, _with_head_event(receive), send)
+        except BaseException:  # a defect, or the end of the server, after the response has begun
+            request_metrics.record_cut(record)
+            raise
+        finally:
+            request_metrics.log_request(record, service.model_id)
 
     return outermost if service.tracer is None else tracing.with_spans(outermost, service.tracer)
 
@@ -106,12 +117,12 @@ class ErrorHandlers:
 
     async def handle_api_error(self, req: Request, resp: Response, error: ApiError, params: object) -> None:
         """A request that its route has rejected, or that has failed."""
-        request_metrics.record_failure(error, tracing.span_of(req), is_probe(req))
+        request_metrics.record_failure(error, RequestRecord.of(req))
         self._answer(req, resp, error)
 
     async def handle_rejection(self, req: Request, resp: Response, error: Rejection, params: object) -> None:
-        """A request that was rejected before its route handled it. Its text may quote the body, so its span does not
-        have it."""
+        """A request that was rejected before its route handled it. Its text may quote the body, so neither span nor log
+        has it."""
         self._answer(req, resp, error)
 
     async def handle_bad_request(
@@ -148,6 +159,8 @@ class ErrorHandlers:
     def _answer(self, req: Request, resp: Response, error: ApiError) -> None:
         resp.status = error.status
         resp.set_headers(error.headers)
+        if (record := RequestRecord.of(req)) is not None:
+            record.error = error
         if self._service.has_openai_errors(req):
             resp.content_type, resp.data = "application/json", error.openai_body()
         elif body := error.native_body():

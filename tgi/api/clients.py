@@ -68,14 +68,14 @@ class Clients:
                 return found
             if needs_key:
                 raise errors.unauthorized()
-        return client_at(self._address(req))
+        return client_at(self.address_of(req))
 
     def _set_keys(self, lines: tuple[str, ...]) -> None:
         keys = [parse_api_key(line) for line in lines]
         self._by_digest = {_digest(key.key.encode()): _client_with(key) for key in keys}
         self.first_key = keys[0].key if keys else ""
 
-    def _address(self, req: Request) -> str:
+    def address_of(self, req: Request) -> str:
         """The address that the request comes from: the last one in X-Forwarded-For that is no trusted proxy's, if a
         trusted proxy has sent it."""
         peer = req.scope.get("client")

@@ -6,6 +6,7 @@ from uuid import uuid4
 from falcon.asgi import Request, Response
 
 from tgi.api.clients import Clients
+from tgi.api.requests import RequestRecord
 
 VARY = "origin, access-control-request-method, access-control-request-headers"
 
@@ -44,6 +45,13 @@ class RequestIdMiddleware:
         given = req.get_header("x-request-id") or ""
         req.context.request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
         resp.set_header("x-request-id", req.context.request_id)
+        if (record := RequestRecord.of(req)) is not None:
+            record.request_id = req.context.request_id
+
+    async def process_response(self, req: Request, resp: Response, resource: object, req_succeeded: bool) -> None:
+        """Records the status of the response, which is about to be sent."""
+        if (record := RequestRecord.of(req)) is not None:
+            record.status = resp.status_code
 
 
 class ClientMiddleware:
@@ -54,7 +62,14 @@ class ClientMiddleware:
         self._clients = clients
         self._open_path = open_path
 
+    async def process_request(self, req: Request, resp: Response) -> None:
+        """Records where the request comes from: all that is known of one without a route or a valid key."""
+        if (record := RequestRecord.of(req)) is not None:
+            record.client = self._clients.address_of(req)
+
     async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
         """Raises Rejection: 401."""
         if req.method == "POST":
             req.context.client = self._clients.identify(req, needs_key=req.path != self._open_path)
+            if (record := RequestRecord.of(req)) is not None:
+                record.client = req.context.client.name

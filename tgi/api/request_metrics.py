@@ -1,28 +1,31 @@
-"""Metrics, the "Success" log line and span attributes of requests: once per HTTP request, and once per generation.
+"""Metrics, the log line and span attributes of requests: once per HTTP request, and once per generation.
 
-Requests of the readiness probe are never recorded. Where a function cannot tell them apart, its caller does.
+Requests of the readiness probe have no RequestRecord, and are never counted, logged or traced.
 """
 
 import json
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from falcon.asgi import Request
 
 from tgi.api.asgi import is_probe
-from tgi.api.errors import ApiError
+from tgi.api.errors import ApiError, Rejection
 from tgi.api.float32 import float32_to_json
-from tgi.api.requests import Generation
+from tgi.api.requests import Generation, RequestRecord
 from tgi.microkernel import metrics
 from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.log import Brief
 from tgi.microkernel.protocol import DeploymentLimits, End, FinishReason, Generate
 
-if TYPE_CHECKING:
-    from tgi.microkernel.otlp import Span
-
 log = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's status of a request whose client has disconnected
+GENERATION_FAILED = 424  # TGI's status of a generation that has failed
+# In the short form of a log line.
+MAX_SHOWN_CHARACTERS = 200
 
 
 class RequestTimings(NamedTuple):
@@ -59,19 +62,30 @@ def count_generation() -> None:
     metrics.tgi_generation_count.inc()
 
 
-def record_failure(error: ApiError, span: "Span | None", probe: bool = False) -> None:
+def record_failure(error: ApiError, record: RequestRecord | None) -> None:
     """Counts a request that was rejected or has failed, and marks its span."""
-    if error.counted and not probe:
+    if record is None:
+        return
+    record.error, record.status = error, error.status
+    if error.counted:
         metrics.tgi_request_failure.labels(err=error.counted).inc()
-    if span is not None:
-        span.set_error(error.error_type, error.message)
+    if record.span is not None:
+        record.span.set_error(error.error_type, error.message)
 
 
-def record_disconnect(span: "Span | None") -> None:
+def record_disconnect(record: RequestRecord | None) -> None:
     """Counts a request whose client has disconnected, and marks its span."""
+    if record is None:
+        return
+    record.status = CLIENT_CLOSED_REQUEST
     metrics.tgi_request_failure.labels(err="dropped").inc()
-    if span is not None:
-        span.set_error("dropped", "the client has disconnected")
+    if record.span is not None:
+        record.span.set_error("dropped", "the client has disconnected")
+
+
+def record_cut(record: RequestRecord) -> None:
+    """Marks a request whose response has begun and cannot be completed."""
+    record.error, record.status = ApiError(500, "internal", "the response was cut off"), 500
 
 
 def observe_requested_lengths(generation: Generation, end: End, limits: DeploymentLimits) -> None:
@@ -97,14 +111,63 @@ def record_generation(generation: Generation) -> None:
 
 
 def record_success(generations: Sequence[Generation]) -> None:
-    """Counts, measures, logs and traces a request all of whose generations have ended successfully."""
-    if generations[0].probe:
+    """Counts, measures and traces a request all of whose generations have ended successfully."""
+    record = generations[0].record
+    if record is None:
         return
-    timings = RequestTimings.of(generations)
+    record.generations = [*generations]
     metrics.tgi_request_success.inc()
-    metrics.tgi_request_duration.observe(timings.total)
-    message = generations[0].message
-    fields = {
+    metrics.tgi_request_duration.observe(RequestTimings.of(generations).total)
+    if record.span is not None:  # an OTLP attribute is neither an object nor a uint64
+        fields = {"request_id": record.request_id, **_success_fields(generations)}
+        record.span.set_attributes(
+            {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
+        )
+
+
+def log_request(record: RequestRecord, model_id: str) -> None:
+    """Logs a POST request that has ended. TGI logs successful generations, as "Success" with the same fields."""
+    if record.method != "POST":
+        return
+    seconds = time.perf_counter() - record.start_time
+    adapter = record.generations[0].adapter if record.generations else ""
+    fields: dict[str, Any] = {
+        "request_id": record.request_id,
+        "client": record.client,
+        "model": adapter or model_id,
+        "route": record.path,
+        "status": record.status,
+    }
+    level, message, tokens = logging.INFO, "Success", ""
+    if record.generations:
+        prompt = sum(one.end.prompt_tokens for one in record.generations if one.end and not one.message.sampling.choice)
+        generated = sum(one.generated_count for one in record.generations)
+        fields |= {"prompt_tokens": prompt, "generated_tokens": generated, **_success_fields(record.generations)}
+        tokens = f"{prompt}+{generated} tokens "
+    else:
+        fields["total_time"] = format_duration(seconds)
+    reason = ""
+    if record.status == CLIENT_CLOSED_REQUEST:
+        message = reason = "the client has disconnected"
+    elif record.error is not None:
+        # What rejects a request before its route handles it may quote the body.
+        message = reason = record.error.error_type if isinstance(record.error, Rejection) else record.error.message
+        fields["error_type"] = record.error.error_type
+        level = logging.WARNING if record.status >= 500 or record.status == GENERATION_FAILED else level
+    path, time_text = record.path[:MAX_SHOWN_CHARACTERS], _short_duration(seconds)
+    line = f"POST {path} {record.status} {tokens}{time_text}" + (f": {reason[:MAX_SHOWN_CHARACTERS]}" if reason else "")
+    log.log(level, "%s", message, extra={**fields, "brief": Brief(line, ("request_id", "client", "model"))})
+
+
+def _short_duration(seconds: float) -> str:
+    """In ms, from 10 s on in s."""
+    return f"{1e3 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def _success_fields(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Parameters, times and seed of a request all of whose generations have ended successfully."""
+    timings, message = RequestTimings.of(generations), generations[0].message
+    return {
         "parameters": logged_parameters(message),
         "total_time": format_duration(timings.total),
         "validation_time": format_duration(timings.validation),
@@ -113,11 +176,6 @@ def record_success(generations: Sequence[Generation]) -> None:
         "time_per_token": format_duration(timings.per_token),
         "seed": message.sampling.seed if message.sampling.samples else None,
     }
-    log.info("Success", extra=fields)
-    if (span := generations[0].span) is not None:  # an OTLP attribute is neither an object nor a uint64
-        span.set_attributes(
-            {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
-        )
 
 
 def logged_parameters(message: Generate) -> dict[str, Any]:

@@ -7,7 +7,11 @@ from array import array
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from zlib import crc32
 
+from falcon.asgi import Request
+
+from tgi.api.asgi import RECORD_KEY
 from tgi.api.clients import ANONYMOUS, Client
+from tgi.api.errors import ApiError
 from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenColumns
 from tgi.microkernel.codec import ITEM_BYTES
 from tgi.microkernel.protocol import AdapterUpdated, End, FinishReason, Generate, Tokenize, Tokenized, UpdateAdapter
@@ -45,6 +49,26 @@ class WakeEvent:
         self._set = False
 
 
+class RequestRecord:
+    """What log, metrics and trace tell of one HTTP request, which has ended when its response is complete."""
+
+    __slots__ = ("client", "error", "generations", "method", "path", "request_id", "span", "start_time", "status")
+
+    def __init__(self, method: str, path: str, span: "Span | None" = None) -> None:
+        self.method, self.path, self.span = method, path, span
+        self.start_time = time.perf_counter()
+        self.request_id = self.client = ""
+        self.status = 0  # of the response, or of an error in its stream; 499: the client has disconnected
+        self.error: ApiError | None = None
+        self.generations: list[Generation] = []  # of a success
+
+    @classmethod
+    def of(cls, req: Request) -> "RequestRecord | None":
+        """The record of a request; None for the readiness probe's, which are not counted, logged or traced."""
+        record: RequestRecord | None = req.scope.get(RECORD_KEY)
+        return record
+
+
 class LiveRequest:
     """One live request to the tokenizers. The router ends it exactly once, which wakes the route that waits for it."""
 
@@ -54,7 +78,7 @@ class LiveRequest:
         self.active = True  # neither ended nor cancelled
         self.fingerprint = b""  # its name in crash isolation; b"": it has none
         self.on_trial = False  # a tokenizer works on it only while it has nothing else in hand
-        self.span: Span | None = None  # of the HTTP request, if tracing is on
+        self.record: RequestRecord | None = None  # of the HTTP request
 
     @property
     def adapter(self) -> str:
@@ -153,7 +177,7 @@ class Generation(LiveRequest):
 
     def to_message(self, rid: int) -> Generate:
         """The message that submits this request, under `rid`."""
-        traceparent = "" if self.span is None else self.span.traceparent
+        span = None if self.record is None else self.record.span
         prompt_from = None if self.message.prompt_logprobs_from is None else len(self.prompt_columns.ids)
         deadline_ms = 0
         if self.timeout is not None:
@@ -165,7 +189,7 @@ class Generation(LiveRequest):
             attempt=self.attempts,
             waited_ms=int(1000 * waited),
             resume_ids=self.generated_ids.tobytes(),
-            traceparent=traceparent,
+            traceparent="" if span is None else span.traceparent,
             prompt_logprobs_from=prompt_from,
             alone=self.on_trial,
             deadline_ms=deadline_ms,

@@ -18,9 +18,8 @@ from tgi.api.body_reader import BodyReader
 from tgi.api.clients import Clients
 from tgi.api.errors import ClientDisconnected, Rejection
 from tgi.api.json_body import BodyDecoder
-from tgi.api.requests import Generation, LiveRequest
+from tgi.api.requests import Generation, LiveRequest, RequestRecord
 from tgi.api.router import Router
-from tgi.api.tracing import span_of
 from tgi.microkernel.options import MAX_SECONDS, seconds
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
@@ -112,18 +111,18 @@ class Service:
     def submit(self, requests: Sequence[LiveRequest], req: Request) -> DisconnectWatcher:
         """Submits the tokenizer requests of an HTTP request. The watcher cancels the active ones at a disconnect: those
         that the client may resume continue in the tokenizer for a while."""
-        span = span_of(req)
+        record = RequestRecord.of(req)
 
         def release() -> None:
-            if any(request.active for request in requests if isinstance(request, Generation)) and not is_probe(req):
-                request_metrics.record_disconnect(span)
+            if any(request.active for request in requests if isinstance(request, Generation)):
+                request_metrics.record_disconnect(record)
             for request in requests:
                 self.router.cancel(request, client_lost=True)
             parking.close()
 
         parking = SlowReader(self.router, self.settings.slow_reader_timeout, req.scope.get(ABORT_KEY))
         for index, request in enumerate(requests):
-            request.span = span
+            request.record = record
             if isinstance(request, Generation) and request.stream:
                 request.parking = parking
             try:

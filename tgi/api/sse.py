@@ -164,7 +164,7 @@ class EventStream:
 
     def _fail(self, error: ApiError) -> str:
         """Fails the whole request with the error of one generation."""
-        request_metrics.record_failure(error, self._generations[0].span, self._generations[0].probe)
+        request_metrics.record_failure(error, self._generations[0].record)
         self._cancel(self._generations)
         self._unfinished = []
         return self._formatter.failure_events(error)

@@ -57,6 +57,8 @@ class ServerCertificate:
                 f"The key {self._keyfile} does not belong to the certificate {self._certfile}. Give the pair that was "
                 "issued together, the server's own certificate first in its file."
             )
+        if self._keyfile == self._certfile and not _has_private_key(self._certfile):
+            return f"{self._certfile} has no private key. Name the file of the key with --ssl-keyfile."
         return (
             f"The certificate {self._certfile} with the key {self._keyfile} cannot be used ({reason or error}). "
             "Both must be PEM: the chain of certificates, the server's own first, and its private key."
@@ -64,6 +66,11 @@ class ServerCertificate:
 
     def _reject_passphrase(self) -> str:
         raise UserError(f"The key {self._keyfile} needs a passphrase. Give a key without one.")
+
+
+def _has_private_key(path: str) -> bool:
+    with open(path, "rb") as file:
+        return b"PRIVATE KEY-----" in file.read()
 
 
 def _file_version(path: str) -> tuple[int, int, int] | None:

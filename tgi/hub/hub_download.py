@@ -85,8 +85,10 @@ def snapshot(
         if held and not isinstance(error, HfHubHTTPError):
             log.warning("The Hub cannot be reached (%s); serving %s as it is in the cache", error, repo)
             return held
+        reason = str(error).rstrip(". ")
         raise UserError(
-            f"'{repo}' could not be fetched from the Hub: {error}. Check the network and the name, or name a directory."
+            f"'{repo}' could not be fetched from the Hub: {reason}. Check the network and the name, or name a "
+            "directory."
         ) from error
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 
 from tgi.hub.weight_files import weight_files
+from tgi.microkernel.control_groups import SELF, memory_left_in_groups
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings import Settings
 
@@ -15,13 +16,13 @@ WORKER_BYTES = 512 << 20
 GIGABYTE, MEBIBYTE = 1e9, 1 << 20
 
 
-def require_memory(settings: Settings, device: str) -> None:
+def require_memory(settings: Settings, device: str, process: Path = SELF) -> None:
     """Raises UserError if the model of these settings does not fit next to what uses the device now.
 
-    `device` is "cpu", or the name of a GPU. This is an estimate: weights take as much as their files, in float32 twice
-    that.
+    `device` is "cpu", or the name of a GPU; `process` the directory in /proc of the server's supervisor. This is an
+    estimate: weights take as much as their files, in float32 twice that.
     """
-    needed, free = needed_bytes(settings), free_bytes(device)
+    needed, free = needed_bytes(settings), free_bytes(device, process)
     if device in ("cpu", "none", ""):  # each replica has a GPU of its own, but all of them share the host
         needed *= settings.replicas
     if free is not None and needed > free:
@@ -39,10 +40,10 @@ def needed_bytes(settings: Settings) -> int:
     return WORKER_BYTES + stored * (2 if settings.dtype == "float32" else 1)
 
 
-def free_bytes(device: str) -> float | None:
-    """The free memory of a device; None if it is not known."""
+def free_bytes(device: str, process: Path = SELF) -> float | None:
+    """The free memory of a device, for a process (its directory in /proc); None if it is not known."""
     if device in ("cpu", "none", ""):
-        return min(float(psutil.virtual_memory().available), _left_in_control_group())
+        return min(float(psutil.virtual_memory().available), memory_left_in_groups(process))
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
@@ -51,13 +52,3 @@ def free_bytes(device: str) -> float | None:
         return max(int(line) for line in done.stdout.split()) * MEBIBYTE
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-
-
-def _left_in_control_group() -> float:
-    """What the control group of this process may still use; file pages that it could drop count as used."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2]
-        directory = Path(f"/sys/fs/cgroup{group}")
-        return int((directory / "memory.max").read_text()) - int((directory / "memory.current").read_text())
-    except (OSError, ValueError, IndexError):  # no limit ("max"), or none that can be read
-        return float("inf")

@@ -18,13 +18,14 @@ Processes
     exit_causes      why a process has ended, in words, and whether by its own fault
     control          commands to a supervisor, over a socket in the run directory
     rollout          what `tgi restart`, `tgi scale` and `tgi reload` do, step by step
-    terminal         tells a hang-up of the terminal from a SIGHUP that reloads files
+    terminal         tells a hang-up of the terminal from a SIGHUP that reloads files; what it can show
     token_bucket     a limit on the rate of an action
     rundir           the run directory: sockets, locks, state files
     work_register    what a process has in hand, in shared memory
     crash_isolation  finds the requests that crash a process, by trial
     quarantine       fingerprints of requests that are refused because they crash processes
     permits          the limit of concurrent requests, shared by all front ends
+    control_groups   limits of memory and CPUs: cgroup v1 and v2, ulimit
     heap             returns freed memory to the system
     interpreter      how child processes of the same Python are started
 

@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 import time
+from typing import NamedTuple
 
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings import Settings
@@ -25,11 +26,19 @@ MAX_MESSAGE, MAX_FIELD, MAX_VALUE, MAX_FIELDS, MAX_EXCEPTION = 4096, 1024, 256, 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 # Attributes that logging sets on a record. All others come from `extra` and are fields.
-_LOGGING_ATTRIBUTES = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_LOGGING_ATTRIBUTES = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "brief"}
 
 
 # Largest interval of a ComplaintLimit.
 MAX_COMPLAINT_SECONDS = 60.0
+
+
+class Brief(NamedTuple):
+    """How a record with many fields, which has this as its field `brief`, is shown as text above level debug: by one
+    line in place of its message, and by these of its fields, on a terminal by none."""
+
+    line: str
+    fields: tuple[str, ...]
 
 
 class ComplaintLimit:
@@ -57,9 +66,10 @@ def configure_logging(process: str, settings: Settings) -> None:
     Raises UserError for an invalid log_level.
     """
     level, targets = parse_levels(settings.log_level)
-    coloured = sys.stderr.isatty() if settings.log_colorize is None else settings.log_colorize
+    terminal = sys.stderr.isatty()
+    coloured = terminal if settings.log_colorize is None else settings.log_colorize
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json(process) if settings.json_output else _Text(process, coloured))
+    handler.setFormatter(_Json(process) if settings.json_output else _Text(process, coloured, terminal))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for target in NOISY:
         logging.getLogger(target).setLevel(max(level, logging.WARNING))
@@ -138,23 +148,35 @@ def _time(record: logging.LogRecord) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
 
 
+def _is_debugged(record: logging.LogRecord) -> bool:
+    """Whether details of the record's target are logged."""
+    return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+
+
 class _Text(logging.Formatter):
     """Time, level, process, where in the program, message, fields. The lines of a traceback are indented, so that none
     of them looks like a record."""
 
-    def __init__(self, process: str, coloured: bool) -> None:
+    def __init__(self, process: str, coloured: bool, terminal: bool = False) -> None:
         super().__init__()
         self._process = process
         self._coloured = coloured
+        self._terminal = terminal
 
     def format(self, record: logging.LogRecord) -> str:
-        message = _message(record)
-        if record.args:  # without arguments a message is the program's own, and may have several lines
-            message = _escaped(message)
-        extra = "".join(f" {key}={_escaped(str(value))}" for key, value in _fields(record).items())
         level = f"{record.levelname:<7}"
         if self._coloured:
             level = f"\x1b[{COLOURS.get(record.levelno, 0)}m{level}\x1b[0m"
+        brief: Brief | None = getattr(record, "brief", None)
+        if brief is not None and self._terminal and not _is_debugged(record):
+            return f"{_time(record)[11:19]} {level} {_escaped(_cut(brief.line, MAX_MESSAGE))}"
+        message = _message(record) if brief is None else _cut(brief.line, MAX_MESSAGE)
+        if record.args:  # without arguments a message is the program's own, and may have several lines
+            message = _escaped(message)
+        fields = _fields(record)
+        if brief is not None and not _is_debugged(record):
+            fields = {key: fields[key] for key in brief.fields}
+        extra = "".join(f" {key}={_escaped(str(value))}" for key, value in fields.items())
         place = f"{record.name}:{record.lineno}"
         line = f"{_time(record)} {level} {self._process:<11} {place}: {message}{extra}"
         if not record.exc_info:

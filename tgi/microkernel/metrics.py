@@ -8,13 +8,15 @@ scripts/metrics_page.py. `metrics.NAME` is a series:
     metrics.tgi_request_duration.observe(0.5)
 
 Each process writes its samples to files in the run directory (metric_store.py), and `render` adds up those of all
-processes of the host. The text is not prometheus_client's, since TGI's counters have no suffix `_total` and a series
-appears with its first sample.
+processes of the host. The text is not prometheus_client's, since TGI's counters have no suffix `_total` and TGI's
+series appear with their first sample. Our own counters and histograms are 0 from the start: Prometheus' `increase` does
+not see the first sample of a series.
 """
 
 import socket
 import threading
 from collections.abc import Iterator
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from tgi.microkernel.metric_store import (
     fold_ended_processes,
     remove_all_samples,
 )
+from tgi.microkernel.protocol import ROLES
 
 __all__ = [
     "fold_dead_processes",
@@ -52,12 +55,14 @@ QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)  # of summaries
 
 class Series(NamedTuple):
     """One row of the table. `buckets` are the upper bounds of a histogram, or "input" / "total": 100 equal buckets up
-    to the maximum of prompt / total tokens, known when the worker has measured its limits."""
+    to the maximum of prompt / total tokens, known when the worker has measured its limits. `values` are those of each
+    label of an own counter or histogram."""
 
     kind: str  # counter, gauge, histogram, summary
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] | str = ()
+    values: tuple[tuple[str, ...], ...] = ()
 
 
 TGI_SERIES: dict[str, Series] = {
@@ -110,7 +115,10 @@ OWN_SERIES: dict[str, Series] = {
     "tgi_kv_cache_pages_used": Series("gauge", "KV pages held by running requests"),
     "tgi_kv_cache_pages_free": Series("gauge", "KV pages that are free or hold cached prefixes"),
     "tgi_encoding_jobs_dropped": Series(
-        "counter", "Texts and grammars that were dropped before a tokenizer began with them", ("cause",)
+        "counter",
+        "Texts and grammars that were dropped before a tokenizer began with them",
+        ("cause",),
+        values=(("cancelled", "overloaded"),),
     ),
     "tgi_parked_requests": Series("counter", "Times that a stream was parked, since its client did not read"),
     "tgi_adapters_loaded": Series("gauge", "LoRA adapters that requests may name"),
@@ -119,7 +127,7 @@ OWN_SERIES: dict[str, Series] = {
     ),
     "tgi_worker_losses": Series("counter", "Times that the worker process was lost"),
     "tgi_quarantined_requests": Series("counter", "Requests put into quarantine because they crash processes"),
-    "tgi_process_restarts": Series("counter", "Processes restarted by the supervisor", ("role",)),
+    "tgi_process_restarts": Series("counter", "Processes restarted by the supervisor", ("role",), values=(ROLES,)),
 }
 
 SERIES = TGI_SERIES | OWN_SERIES
@@ -233,6 +241,9 @@ def render(directory: Path | None = None) -> str:
         assert _process.store is not None
         directory = _process.store.directory
     found = metric_store.sum_over_processes(directory)
+    for name, series in OWN_SERIES.items():
+        if series.kind != "gauge":
+            found[name] = {labels: {} for labels in product(*series.values)} | found.get(name, {})
     return "".join(line for name in SERIES if name in found for line in _family(name, found[name]))
 
 
@@ -250,7 +261,7 @@ def _family(name: str, found: dict[tuple[str, ...], Parts]) -> Iterator[str]:
 def _lines(series: Series, parts: Parts) -> Iterator[tuple[str, list[str], float]]:
     """(suffix of the name, further labels, value) of each line."""
     if series.kind in ("counter", "gauge"):
-        yield "", [], parts[None]
+        yield "", [], parts.get(None, 0.0)
         return
     total = parts.pop("sum", 0.0)
     count = sum(parts.values())

@@ -20,12 +20,15 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from tgi import __version__
 from tgi.microkernel import curve, interpreter, log, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
+from tgi.microkernel.exit_causes import TOO_LITTLE_TO_START, is_lack_of_memory
 from tgi.microkernel.host_reports import ReportExchange
 from tgi.microkernel.link import Link, PeerId
 from tgi.microkernel.liveness import BEAT_SECONDS
 from tgi.microkernel.mapped_file import map_file
+from tgi.microkernel.progress import server_url
 from tgi.microkernel.protocol import PROTOCOL, Beat, Hello, LastExit
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
 from tgi.microkernel.work_register import WorkRegister
@@ -76,6 +79,7 @@ class Process:
         self.facts: dict[str, Any] = {}  # published with the state; those of the summary to be set before "ready"
         self._published: tuple[Any, ...] = ()
         self._stages = StartStages()
+        self._has_been_ready = False
         self.last_exit = last_exit  # how its predecessor ended
         self.work_register = WorkRegister.open(work_register_path(self.run_dir, self.name))
         self.work_register.begin_life(self.boot)
@@ -240,14 +244,24 @@ class Process:
         self._work_deadline = None
         self.heartbeat(0.0)
 
+    @property
+    def starting(self) -> bool:
+        """Whether it has never been ready."""
+        return not self._has_been_ready
+
     def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
-        """Writes the state file: "starting", "ready" or "draining", stage and percentage of start-up, and the facts."""
+        """Writes the state file: "starting", "ready" or "draining", stage and percentage of start-up, and the facts,
+        among them the model, the version and a front end's address."""
         if self._stages.enter("" if state == "ready" else stage or state):
             # Of a process that replaces another one, for which clients have waited, it is worth a line.
             level = logging.DEBUG if self.last_exit is None else logging.INFO
             logger.log(level, "%s has started in %s", self.name, self._stages)
-        if (state, stage, percent, self.facts) != self._published:
-            self._published = (state, stage, percent, self.facts)
+        facts = {"model": self.settings.model_id, "version": __version__, **self.facts}
+        if self.role == "api":
+            facts["url"] = server_url(self.settings)
+        if (state, stage, percent, facts) != self._published:
+            self._published = (state, stage, percent, facts)
+            self._has_been_ready = self._has_been_ready or state == "ready"
             rundir.write_state(
                 self.run_dir,
                 rundir.ProcessState(
@@ -258,7 +272,7 @@ class Process:
                     state=state,
                     stage=stage,
                     percent=percent,
-                    facts=self.facts,
+                    facts=facts,
                     rank=self.rank,
                 ),
             )
@@ -409,6 +423,11 @@ def run_role() -> None:
         _exit_fatally(
             process, f"{process.name} cannot run, since an import fails ({error}): {interpreter.INSTALL_ADVICE}."
         )
+    except Exception as error:
+        if not (process.starting and is_lack_of_memory(error)):
+            raise
+        logging.getLogger(__name__).debug("cannot run", exc_info=True)
+        _exit_fatally(process, f"{process.name}: {error}. {TOO_LITTLE_TO_START}")
 
 
 def _exit_fatally(process: Process, message: str) -> None:

@@ -5,17 +5,21 @@ limits, and how to send a request. Facts come from the state files: the worker p
 whether the model has a chat template. Imported by scripts/install.py before any package is installed.
 """
 
+import contextlib
 import json
 import logging
+import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
+from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from tgi.microkernel import rundir
 from tgi.microkernel.settings import Settings
+from tgi.microkernel.terminal import writable
 
 if TYPE_CHECKING:  # scripts/install.py imports this module before any package is installed
     from tgi.microkernel.protocol import DeploymentLimits
@@ -63,7 +67,8 @@ class Progress:
         text = f"{stage}, {self._bytes_and_time(percent, size, now - self._stage_began)}" if size else stage
         if sys.stderr.isatty() and not self._logs:
             full = int(BAR_CELLS * percent / 100)
-            bar = "━" * full + "╌" * (BAR_CELLS - full)
+            cells = writable(sys.stderr, "━╌", "#-")
+            bar = cells[0] * full + cells[1] * (BAR_CELLS - full)
             line = f"{self._title} {bar} {int(percent):3d} % {text}"[: shutil.get_terminal_size().columns - 1]
             # The cursor returns to the start of the line, so that a log line overwrites the bar.
             self._show(f"\x1b[K{line}\r")
@@ -114,7 +119,7 @@ class Progress:
                 self.show_stage(prefix + last.stage, last.percent)
             return
         self._done = True
-        self._finish(self.settings, states, _url(self.settings) if serves_api else "")
+        self._finish(self.settings, states, server_url(self.settings) if serves_api else "")
 
     def _finish(self, settings: Settings, states: Iterable[rundir.ProcessState], url: str) -> None:
         """Prints that the server is ready, with the summary as text on a terminal and as log fields elsewhere."""
@@ -127,14 +132,15 @@ class Progress:
             sys.stderr.flush()
         else:
             log.info("%s", ready, extra=summary_fields(settings, facts, url))
-        if not self._logs:
+        if watched or not (self._logs or (log.isEnabledFor(logging.INFO) and _same_file(sys.stdout, sys.stderr))):
             print(ready, flush=True)
         if watched:
             sys.stderr.writelines(f"{line}\n" for line in summary_lines(settings, facts, url))
 
 
-def _url(settings: Settings) -> str:
-    host = settings.hostname.replace("0.0.0.0", "127.0.0.1")
+def server_url(settings: Settings) -> str:
+    """The address of the front ends for clients on this host."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.hostname, settings.hostname)
     scheme = "http" if settings.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
@@ -200,7 +206,10 @@ class WorkerFacts(NamedTuple):
 def summary_fields(settings: Settings, facts: dict[str, Any], url: str) -> dict[str, Any]:
     """The summary as log fields. `facts` are those of all processes; `url` is "" if the api runs elsewhere."""
     found = {"model": settings.model_id} | {name: facts[name] for name in WorkerFacts._fields if name in facts}
-    return found | ({"url": url, "docs": f"{url}/docs"} if url else {})
+    if not url:
+        return found
+    network = {"network": text} if (text := exposure(settings)) else {}
+    return found | network | {"url": url, "docs": f"{url}/docs"}
 
 
 def summary_lines(settings: Settings, facts: dict[str, Any], url: str) -> list[str]:
@@ -217,8 +226,27 @@ def summary_lines(settings: Settings, facts: dict[str, Any], url: str) -> list[s
             ("KV cache", f"{served.kv_cache_tokens:,} tokens, {_size(served.kv_cache_bytes)} at most"),
         ]
     if url:
+        rows += [("network", text)] if (text := exposure(settings)) else []
         rows += [("docs", f"{url}/docs"), ("ask", _request(settings, facts, url))]
     return [f"  {name:<9} {value}" for name, value in rows]
+
+
+def exposure(settings: Settings) -> str:
+    """A warning if hosts other than this one can send requests without a key, else ""."""
+    with contextlib.suppress(ValueError):  # a name
+        if ip_address(settings.hostname).is_loopback:
+            return ""
+    if settings.api_key or settings.hostname == "localhost":
+        return ""
+    return "open to every host that reaches this one, without a key (see --hostname 127.0.0.1, --api-key-file)"
+
+
+def _same_file(one: TextIO, other: TextIO) -> bool:
+    """Whether both are written to the same place, such as a log file or journald's socket."""
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except (OSError, ValueError):  # closed, or not a file
+        return False
 
 
 def _size(count: int) -> str:

@@ -18,6 +18,7 @@ from tgi.microkernel import metrics, rundir
 from tgi.microkernel.child import ChildProcess, ProcessSpec
 from tgi.microkernel.control import ControlServer, StartOperation
 from tgi.microkernel.errors import FATAL, UserError
+from tgi.microkernel.exit_causes import MORE_MEMORY, OUT_OF_MEMORY, TOO_LITTLE_TO_START
 from tgi.microkernel.process import HAND_OVER, fatal_error_path
 from tgi.microkernel.protocol import ROLES, LastExit
 from tgi.microkernel.settings import Settings
@@ -409,6 +410,8 @@ class Supervisor:
         backoff = self._backoff.setdefault(name, Backoff())
         self._restart_at[name] = now + backoff.delay(child.had_been_ready, now - child.started, now)
         log.warning("%s (pid %d) %s; restarting it", name, child.pid, cause)
+        if cause == OUT_OF_MEMORY:
+            log.error("%s", MORE_MEMORY if child.had_been_ready else TOO_LITTLE_TO_START)
         metrics.tgi_process_restarts.labels(role=child.spec.role).inc()
 
     def _replace_hung(self) -> None:
@@ -442,6 +445,7 @@ class Supervisor:
         The api gets graceful_termination_timeout to finish its streams; a second signal kills it at once.
         """
         asked, failure = self._signals, self._failure
+        killed: dict[str, list[str]] = {}  # cause -> names
         for fd in filter(None, self._listen_fds.values()):
             os.close(fd)  # new connections are refused instead of waiting in the backlog
         for position, role in enumerate(DRAIN_ORDER, 1):
@@ -463,10 +467,12 @@ class Supervisor:
                 self._reap(restart=DRAIN_ORDER[position:])
                 self._replace_hung()
                 self._restart_due()
-            cause = "did not end in time" if self._signals == asked else "has not ended before a second signal"
+            cause = "they did not end in time" if self._signals == asked else "a second signal came"
             for child in self._children_of(role):
-                log.warning("%s %s; killing it", child.spec.name, cause)
+                killed.setdefault(cause, []).append(child.spec.name)
                 child.signal(signal.SIGKILL)
+        for cause, names in killed.items():
+            log.warning("killed, since %s: %s", cause, ", ".join(names))
 
     def _shares(self, role: str) -> bool:
         """Whether another supervisor has processes of this role."""

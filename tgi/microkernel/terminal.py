@@ -1,8 +1,10 @@
-"""The terminal that a server was started from: its hang-up ends the server, while any other SIGHUP reloads files."""
+"""The terminal that a server was started from: its hang-up ends the server, while any other SIGHUP reloads files. And
+what a terminal can show."""
 
 import os
 import select
 import signal
+from typing import TextIO
 
 
 class ControllingTerminal:
@@ -24,3 +26,12 @@ class ControllingTerminal:
         poll = select.poll()
         poll.register(self._descriptor, 0)  # POLLHUP is always reported
         return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))
+
+
+def writable(stream: TextIO, text: str, plain: str) -> str:
+    """The text, or `plain` where the encoding of the stream lacks it."""
+    try:
+        text.encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return plain
+    return text

@@ -20,6 +20,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
+from tgi.microkernel.control_groups import usable_cpus
 from tgi.microkernel.errors import UserError
 from tgi.worker.instruction_sets import BY_NAME, InstructionSet, best_set, limited_features
 
@@ -45,7 +46,6 @@ MKL_MODE, MKL_STRICT = "MKL_CBWR", "AUTO,STRICT"
 
 WAIT_POLICY, SPIN_COUNT, SPIN_COUNT_VALUE = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "5000"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 NUMA_NODES = Path("/sys/devices/system/node")
 
 
@@ -99,13 +99,9 @@ def configure_thread_waiting() -> None:
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may use: its affinity mask, limited by the quota of its cgroup (v2)."""
+    """The number of cores that this process may use: its affinity mask, limited by the quotas of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = CGROUP_CPU.read_text().split()
-    except (OSError, ValueError):
-        return cores  # no cgroup v2 here
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    return int(max(1, min(cores, usable_cpus())))
 
 
 def take_cores(rank: int, ranks: int) -> None:

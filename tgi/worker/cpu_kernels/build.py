@@ -153,7 +153,7 @@ def cache_directory() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
-        raise KernelsUnavailable(f"{path} cannot be made: {error}") from error
+        raise KernelsUnavailable(f"{path} cannot be made: {error}. Set XDG_CACHE_HOME") from error
     if reason := exposure(status):
         raise KernelsUnavailable(f"{path} {reason}, so libraries in it are not loaded")
     return path
@@ -165,7 +165,9 @@ def _compile_lock(path: Path) -> Iterator[None]:
     try:
         lock = path.with_suffix(".lock").open("ab")
     except OSError as error:
-        raise KernelsUnavailable(f"nothing can be written to {path.parent}: {error.strerror}") from error
+        raise KernelsUnavailable(
+            f"nothing can be written to {path.parent}: {error.strerror}. Set XDG_CACHE_HOME"
+        ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -182,7 +184,7 @@ def _scratch_directory(parent: Path) -> Iterator[Path]:
     try:
         scratch = tempfile.mkdtemp(dir=parent, suffix=".part")
     except OSError as error:
-        raise KernelsUnavailable(f"nothing can be written to {parent}: {error.strerror}") from error
+        raise KernelsUnavailable(f"nothing can be written to {parent}: {error.strerror}. Set XDG_CACHE_HOME") from error
     try:
         yield Path(scratch)
     finally:

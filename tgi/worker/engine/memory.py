@@ -1,11 +1,9 @@
 """Sizes the KV cache, and derives the deployment's limits from it."""
 
 import logging
-from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
+from tgi.microkernel.control_groups import available_memory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.protocol import DeploymentLimits
 from tgi.microkernel.settings import DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
@@ -17,8 +15,6 @@ GRAPH_BYTES = 8 << 20
 # On CPU the default cache takes this share of the available memory, because other processes need memory too.
 CPU_SHARE = 0.25
 MAX_CPU_CACHE_BYTES = 4 << 30
-# The directory of a container's memory limit and use (cgroup v2).
-CGROUP = Path("/sys/fs/cgroup")
 
 
 class CacheRequirements(NamedTuple):
@@ -49,20 +45,6 @@ def max_prefill_tokens(settings: Settings, device: str) -> int:
     return settings.max_batch_prefill_tokens or max(DEFAULT_PREFILL_TOKENS[device], max_batch_size(settings, device))
 
 
-def available_on_host() -> int:
-    """Bytes that this process can still allocate: the lower of the host's and the container's figure."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((CGROUP / "memory.current").read_text())
-            statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-            free = min(free, int(limit) - used + int(statistics.get("inactive_file", 0)))  # cached files can be evicted
-    except (OSError, ValueError):
-        pass  # no cgroup v2: the host's figure holds
-    return max(0, free)
-
-
 def cache_memory_on_cuda(free: int, total: int, settings: Settings, activations: int) -> CacheMemory:
     """Memory on a GPU with `free` bytes of `total`, without what the settings reserve and without the activations of a
     step."""
@@ -74,7 +56,7 @@ def cache_memory_on_cuda(free: int, total: int, settings: Settings, activations:
 
 def cache_memory_on_host(available: int | None = None) -> CacheMemory:
     """Memory on a host where the worker can allocate so many bytes; None: on this host, measured."""
-    available = available_on_host() if available is None else available
+    available = available_memory() if available is None else available
     return CacheMemory(min(int(available * CPU_SHARE), MAX_CPU_CACHE_BYTES), available)
 
 

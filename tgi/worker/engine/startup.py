@@ -16,6 +16,7 @@ from tgi.hub.llguidance_tables import token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column
+from tgi.microkernel.control_groups import available_memory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.heap import release_freed_memory
 from tgi.microkernel.progress import WorkerFacts
@@ -171,7 +172,8 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
         chosen = kernel_set()
         if kernels is not None and chosen is not None:
             words += f" for {chosen.name}"
-        words += f", {choose_threads() if kernels is None else kernels.threads} threads"
+        threads = choose_threads() if kernels is None else kernels.threads
+        words += f", {threads} thread{'s' if threads > 1 else ''}"
         words += "" if place is None else f" on each of {place.ranks} ranks"
 
     communicator = None if place is None else _connect_ranks(place, device, kernels)
@@ -390,7 +392,7 @@ def _write_choice(path: Path, *words: str) -> None:
 def _cache_memory(settings: Settings, device: torch.device, step_bytes: int) -> memory.CacheMemory:
     """The memory for the KV cache."""
     if device.type != "cuda":
-        return memory.cache_memory_on_host(memory.available_on_host() // settings.replicas)
+        return memory.cache_memory_on_host(available_memory() // settings.replicas)
     free, total = torch.cuda.mem_get_info(device)
     return memory.cache_memory_on_cuda(free, total, settings, step_bytes)
 
