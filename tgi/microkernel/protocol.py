@@ -656,6 +656,13 @@ class Prompted(NamedTuple):
     text: str = ""  # the decoded prompt, if it came as ids
 
 
+class TokenBytes(NamedTuple):
+    """A token that is a part of a character, so that no text tells its bytes."""
+
+    token_id: int
+    data: bytes
+
+
 class PromptTokens(NamedTuple):
     """Some tokens of a prompt, in order, from `Generate.prompt_logprobs_from` to its end; all before the first Texts.
 
@@ -672,6 +679,7 @@ class PromptTokens(NamedTuple):
     top_ids: bytes = b""  # int32
     top_logprobs: bytes = b""  # float32, same length
     top_texts: list[str] = []  # same length
+    partial: list[TokenBytes] = []  # of the tokens and alternatives that are parts of characters; each id once
 
 
 class PartKind(StrEnum):
@@ -711,6 +719,7 @@ class Texts(NamedTuple):
     top_special: bytes = b""  # uint8, sum(top_counts)
     top_texts: list[str] = []  # sum(top_counts): each token decoded by itself
     parts: list[AnswerPart] = []  # of the requests whose answers come in parts, in order
+    partial: list[TokenBytes] = []  # of the tokens and alternatives that are parts of characters; each id once
 
 
 class End(NamedTuple):

@@ -75,7 +75,9 @@ class ChatEvents:
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of some tokens of one choice."""
         logprobs = (
-            [f'{{"content":[{item}]}}' for item in _logprob_items(columns, self._top_n)] if self._logprobs else ()
+            [f'{{"content":[{item}]}}' for item in _logprob_items(self._generations[index], columns, self._top_n)]
+            if self._logprobs
+            else ()
         )
         if columns.parts:
             deltas, logprobs = self._messages[index].deltas(columns, end, logprobs)
@@ -123,7 +125,7 @@ def response_json(finished: list[FinishedGeneration], identity: ResponseIdentity
             content, reason = message.members_json(), message.finish_reason_json(end)
         items = "null"
         if logprobs:
-            token_items = _logprob_items(generation.take_tokens(), generation.message.sampling.top_n)
+            token_items = _logprob_items(generation, generation.take_tokens(), generation.message.sampling.top_n)
             items = f'{{"content":[{",".join(token_items)}]}}'
         choices.append(
             f'{{"index":{index},"message":{{"role":"assistant",{content}}},"logprobs":{items},'
@@ -135,19 +137,21 @@ def response_json(finished: list[FinishedGeneration], identity: ResponseIdentity
     )
 
 
-def _logprob_items(columns: TokenColumns, top_n: int) -> list[str]:
-    """Each token with its logprob and the top-n tokens at its position."""
-    items = []
-    for position, (text, logprob) in enumerate(zip(columns.texts, columns.logprobs, strict=True)):
+def _logprob_items(generation: Generation, columns: TokenColumns, top_n: int) -> list[str]:
+    """Each token with its logprob and the top-n tokens at its position. The bytes of a part of a character are its own;
+    its text is what the stream shows for it."""
+
+    def members(token: int, text: str, logprob: float) -> str:
+        data = ",".join(map(str, own.get(token) or text.encode()))
+        return f'"token":{quote(text)},"logprob":{float32_to_json(logprob)},"bytes":[{data}]'
+
+    own, items = generation.partial_tokens, []
+    for position, token in enumerate(zip(columns.ids, columns.texts, columns.logprobs, strict=True)):
         tops = ",".join(
-            f"{{{_token_members(top.text, top.logprob)}}}" for top in top_n_tokens(columns, position, top_n)
+            f"{{{members(top.id, top.text, top.logprob)}}}" for top in top_n_tokens(columns, position, top_n)
         )
-        items.append(f'{{{_token_members(text, logprob)},"top_logprobs":[{tops}]}}')
+        items.append(f'{{{members(*token)},"top_logprobs":[{tops}]}}')
     return items
-
-
-def _token_members(text: str, logprob: float) -> str:
-    return f'"token":{quote(text)},"logprob":{float32_to_json(logprob)},"bytes":[{",".join(map(str, text.encode()))}]'
 
 
 class ChatResource(Resource):
