@@ -66,11 +66,13 @@ def create_generations(
     prompt_top_n: int | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
     echo: bool = False,
+    tells_prompt: bool = False,
 ) -> list[Generation]:
     """Validates a request, acquires its permits and creates its generations: `choices` for each prompt, in order.
 
     `sampling` defaults to that of `parameters`. With `prompt_top_n` the prompt's tokens are returned too, each with
     this many top tokens at its position. With `echo` the prompt is part of the answer, and `max_new_tokens` may be 0.
+    With `tells_prompt` the number of its tokens is known before the first token.
     `names` maps TGI's parameter names to those of the request, for error messages.
 
     Raises ApiError: 422 for a broken rule, too many or too long generations or an invalid X-Request-Timeout, 424 as
@@ -136,8 +138,9 @@ def create_generations(
                 request_metrics.count_generation()
             message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, client)
             message = message._replace(
-                request_key=key, request_index=first + len(generations), fingerprint=next(fingerprints)
-            )
+                request_key=key, request_index=first + len(generations), fingerprint=next(fingerprints),
+                tells_prompt=tells_prompt,
+            )  # fmt: skip
             recorder.stamp(Event.RECEIVED, key, message.request_index, *client_number(client.name))
             if window_ms:
                 resume_key = random_source.digest(f"generation {len(generations)}", KEY_BYTES)

@@ -431,6 +431,7 @@ class Generate(NamedTuple):
     generation_id: int = 0
     attempt: int = 0
     waited_ms: int = 0  # of a generation that is submitted again: milliseconds since the front end received it
+    tells_prompt: bool = False  # Prompted is sent for a text, too: the client is told the prompt's length in a stream
 
 
 class Tokenize(NamedTuple):
@@ -646,8 +647,8 @@ class PromptLogprobs(NamedTuple):
 
 
 class Prompted(NamedTuple):
-    """The scheduler admitted a request whose prompt is a chat or ids. Sent before its first token, and again after a
-    process was lost."""
+    """The scheduler admitted a request whose prompt is a chat or ids, or that `tells_prompt`. Sent before its first
+    token, and again after a process was lost."""
 
     rid: int
     prompt_tokens: int

@@ -28,6 +28,7 @@ from tgi.api.openai_output import (
     finish_reason_json,
     incomplete_tool_call,
     top_n_tokens,
+    with_running_usage,
 )
 from tgi.api.rejected_fields import FieldChecker
 from tgi.api.request_parameters import RequestedSampling, apply_model_defaults, openai_generate_parameters
@@ -51,7 +52,10 @@ class ChatEvents:
         logprobs: bool,
         usage: bool,
         openai_errors: bool = True,
+        running_usage: bool = False,
     ) -> None:
+        """With `running_usage` each event has the usage so far. Without `openai_errors` the events are TGI's, which
+        always have a usage, null before the last."""
         self._generations = generations
         self._openai_errors = openai_errors
         self._visible_texts = [VisibleText() for _ in generations]
@@ -64,6 +68,8 @@ class ChatEvents:
         self._logprobs = logprobs
         self._top_n = generations[0].message.sampling.top_n
         self._usage = TokenUsage(len(generations)) if usage else None
+        self._running_usage = running_usage
+        self._no_usage = ',"usage":null' if usage or not openai_errors else ""
         self._unsent_roles = dict.fromkeys(range(len(generations)), '"role":"assistant"')  # by index of the choice
 
     def opening_events(self) -> list[str]:
@@ -91,6 +97,8 @@ class ChatEvents:
             events.append(
                 self._event(index, delta, logprobs[at] if logprobs else "null", reason if at == last else "null")
             )
+        if self._running_usage:
+            events = with_running_usage(events, self._generations[index], len(columns.texts), self._no_usage)
         if end is not None and self._usage is not None:
             self._usage.add_generation(index, end, self._generations[index].generated_count)
         return events
@@ -109,7 +117,7 @@ class ChatEvents:
             delta = f"{role},{delta}" if delta else role
         return (
             f'{self._choice_starts[index]}{delta}}},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}}}],"usage":null}}\n\n'
+            f'"finish_reason":{reason}}}]{self._no_usage}}}\n\n'
         )
 
 
@@ -174,7 +182,9 @@ class ChatResource(Resource):
         )
         if request.stream:
             openai_errors = service.has_openai_errors(req)
-            formatter = ChatEvents(generations, identity, logprobs, request.usage_wanted, openai_errors)
+            formatter = ChatEvents(
+                generations, identity, logprobs, request.usage_wanted, openai_errors, request.running_usage_wanted
+            )
             await stream_generations(service, req, resp, generations, formatter, choices)
             return
         finished = await run_generations(service, req, generations, incomplete_tool_call)

@@ -29,6 +29,7 @@ from tgi.api.openai_output import (
     finish_reason_json,
     top_n_tokens,
     usage_json,
+    with_running_usage,
 )
 from tgi.api.rejected_fields import FieldChecker
 from tgi.api.request_parameters import RequestedSampling, apply_model_defaults, openai_generate_parameters
@@ -62,6 +63,7 @@ class CompletionEvents:
         self._offsets = [0] * len(generations)  # characters of text before each choice's next token
         self._prompts = [generation.prompt_columns for generation in generations]  # emptied once sent
         self._top_n = request.logprobs or 0
+        self._running_usage = request.running_usage_wanted
         self._usage = TokenUsage(self._choices)
 
     def opening_events(self) -> list[str]:
@@ -82,6 +84,11 @@ class CompletionEvents:
             f'"finish_reason":null}}],{self._model}}}\n\n'
             for piece, logprobs in zip(pieces, self._logprobs_json(index, columns), strict=True)
         ]
+        if self._running_usage:
+            last = events[-1]
+            events = with_running_usage(events, self._generations[index], len(columns.texts))
+            if end is not None:
+                events[-1] = last  # gets its usage below
         if end is not None:
             generated_count = self._generations[index].generated_count
             self._usage.add_generation(index, end, generated_count)
@@ -269,6 +276,7 @@ class CompletionsResource(Resource):
             hide_stop=not request.include_stop_str_in_output,
             sampling=RequestedSampling.from_openai(request, request.logprobs or 0),
             names=request.names,
+            tells_prompt=request.running_usage_wanted,
             prompt_top_n=request.logprobs if request.echo else None,
             echo=bool(request.echo),
         )

@@ -132,6 +132,9 @@ class StreamOptions(Struct):
             example=True,
         ),
     ] = None
+    continuous_usage_stats: Annotated[
+        bool | None, doc("Whether each chunk has the usage so far, of its prompt and choice.", example=False)
+    ] = None
 
 
 Json = Annotated[
@@ -268,6 +271,11 @@ class OpenAiRequest(OpenAiSamplingFields, kw_only=True):
     def usage_wanted(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def running_usage_wanted(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 Id = Annotated[str, doc("Unique, and the same in all chunks of an answer")]
