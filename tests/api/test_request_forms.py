@@ -91,3 +91,74 @@ def test_compressed_bodies(front: Front) -> None:
         assert front.post(COMPLETION, damaged, content_encoding="gzip").status == 400
     reply = front.post(COMPLETION, body, content_encoding="br")
     assert (reply.status, reply.headers["accept-encoding"]) == (415, "gzip")
+
+
+# Ordinary chats and completions as some programs send them.
+SDK = {
+    "x_stainless_lang": "js",
+    "x_stainless_os": "Linux",
+    "x_stainless_retry_count": "0",
+    "accept": "application/json",
+}
+TEXT = [{"type": "text", "text": "Hi"}]
+USAGE = {"include_usage": True}
+STOPS = [
+    "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>", "<|endoftext|>", "</fim_middle>", "</code>", "/src/",
+    "#- coding: utf-8", "```", "\nfunction", "\nclass", "\nmodule", "\nexport", "\nimport", "\ninterface", "\ntype",
+]  # fmt: skip
+FORMS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "Open WebUI, chat": (
+        CHAT,
+        {"stream": True, "model": "m", "messages": [{"role": "system", "content": "S"}, USER], "stream_options": USAGE,
+         "temperature": 0.8, "top_p": 0.9, "max_tokens": 128, "frequency_penalty": 0.0, "seed": 0, "stop": ["a"],
+         "logit_bias": {"5": -100}, "user": {"name": "n", "id": "1", "email": "e", "role": "admin"}},
+        {"http_referer": "a", "x_title": "Open WebUI"},
+    ),
+    "Open WebUI, title": (
+        CHAT,
+        {"model": "m", "messages": [USER], "stream": False, "max_completion_tokens": 1000,
+         "metadata": {"task": "title_generation", "task_body": {"model": "m"}, "chat_id": None}},
+        {},
+    ),
+    "LibreChat": (
+        CHAT,
+        {"model": "m", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "n": 1,
+         "user": "68a", "stream": True, "stream_options": USAGE,
+         "messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}, USER]},
+        SDK,
+    ),
+    "Continue, chat": (
+        CHAT,
+        {"messages": [USER, {"role": "assistant", "content": " "}, USER], "model": "m", "max_tokens": 2048,
+         "stream": True, "temperature": 0.5},
+        {"api_key": "k"},
+    ),
+    "Continue, completion": (
+        COMPLETION,
+        {"prompt": "<fim_prefix>a<fim_suffix>b<fim_middle>", "model": "m", "max_tokens": 256, "temperature": 0.01,
+         "stream": True, "stop": STOPS},
+        {"api_key": "k"},
+    ),
+    "Cline": (
+        CHAT,
+        {"model": "m", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": [*TEXT, *TEXT]}],
+         "temperature": 0, "stream": True, "stream_options": USAGE},
+        SDK | {"http_referer": "a", "x_title": "Cline"},
+    ),
+    "n8n": (
+        CHAT,
+        {"model": "m", "temperature": 0.7, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "max_tokens": -1,
+         "n": 1, "stream": False, "response_format": {"type": "text"}, "messages": [USER]},
+        SDK,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", FORMS)
+def test_requests_of_programs(front: Front, program: str) -> None:
+    path, body, headers = FORMS[program]
+    message = sent(front, path, body, **headers)
+    limit = body.get("max_tokens", body.get("max_completion_tokens"))
+    assert message.max_new_tokens == (None if limit == -1 else limit)
+    assert message.stop_strings == body.get("stop", [])
+    assert message.sampling.samples == (body.get("temperature") != 0)

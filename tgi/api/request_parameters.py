@@ -21,8 +21,9 @@ from tgi.microkernel.sampling_params import PARAMETERS, SAMPLED_BY, SamplingDefa
 # Limits the size of messages: the biases travel with each generation of a request.
 MAX_BIASES = 1024
 
-# As many alternatives as OpenAI's routes list.
+# As many alternatives as OpenAI's routes list, and as many stop strings as code editors send for a completion.
 OPENAI_TOP_LOGPROBS = 20
+OPENAI_STOP_STRINGS = 32
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
@@ -37,7 +38,9 @@ class RequestedSampling(NamedTuple):
     stop_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     skip_special_tokens: bool = True
-    least_top_n_limit: int = 0  # alternatives that may be listed even if --max-top-n-tokens is lower
+    # What a request may ask for even if --max-top-n-tokens or --max-stop-sequences is lower.
+    least_top_n_limit: int = 0
+    least_stop_limit: int = 0
 
     @classmethod
     def from_native(cls, parameters: GenerateParameters) -> "RequestedSampling":
@@ -67,6 +70,7 @@ class RequestedSampling(NamedTuple):
             bad_words=request.bad_words or (),
             skip_special_tokens=request.skip_special_tokens is not False,
             least_top_n_limit=OPENAI_TOP_LOGPROBS,
+            least_stop_limit=OPENAI_STOP_STRINGS,
         )
 
     @property

@@ -69,6 +69,11 @@ class RuleContext(NamedTuple):
         return max(self.settings.max_top_n_tokens, self.sampling.least_top_n_limit)
 
     @property
+    def max_stops(self) -> int:
+        """The largest number of stop strings."""
+        return max(self.settings.max_stop_sequences, self.sampling.least_stop_limit)
+
+    @property
     def min_new_tokens(self) -> int:
         """The minimum number of tokens to generate."""
         return int(self.sampling.given.get("min_new_tokens", 0))
@@ -127,8 +132,8 @@ RULES_AFTER_ADMISSION = [
          "`max_new_tokens` must be strictly positive"),
     Rule("min_new_tokens", lambda c: _is(c.parameters.max_new_tokens, lambda v: v < c.min_new_tokens),
          "`min_new_tokens` must be <= `max_new_tokens`. Given: {c.min_new_tokens} and {c.parameters.max_new_tokens}"),
-    Rule("stop", lambda c: len(c.parameters.stops) > c.settings.max_stop_sequences,
-         "`stop` supports up to {c.settings.max_stop_sequences} stop sequences. Given: {c.stop_count}"),
+    Rule("stop", lambda c: c.stop_count > c.max_stops,
+         "`stop` supports up to {c.max_stops} stop sequences. Given: {c.stop_count}"),
     Rule("seed", lambda c: c.parameters.seed is not None and _is(c.parameters.best_of, lambda v: v > 1),
          "`seed` must not be set when `best_of` > 1"),
     Rule("top_n_tokens", lambda c: c.top_n > c.max_top_n,

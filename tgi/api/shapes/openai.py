@@ -52,7 +52,7 @@ Seed = Annotated[
 Stop = Annotated[
     list[str] | str | None,
     doc(
-        "Up to 4 sequences where the API will stop generating further tokens.",
+        "Up to 32 sequences where the API will stop generating further tokens.",
         example=["\n\n"],
     ),
 ]
