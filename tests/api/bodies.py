@@ -1,5 +1,8 @@
-"""hypothesis strategies for request bodies, from the types of bodies: right, nearly right, and arbitrary JSON."""
+"""Request bodies from their types: hypothesis strategies for right, nearly right and arbitrary ones, and bodies with a
+number, or with a long list, in each place that takes one."""
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -100,3 +103,81 @@ def _object(kind: Any, wrong: Strategy) -> Strategy:
     if kind.tag_field is not None:
         always[kind.tag_field] = st.just(kind.tag)
     return st.fixed_dictionaries(always, optional=perhaps)
+
+
+NUMBER = "@number"  # stands for the number in what with_number yields
+
+
+def smallest(kind: Any, number: int = 0) -> Any:
+    """A value of a type without optional fields. `number` makes its strings different from those of others."""
+    match kind:
+        case inspect.Metadata():
+            return smallest(kind.type, number)
+        case inspect.UnionType():
+            return smallest(kind.types[0], number)
+        case inspect.StructType():
+            # A message needs a text, although its field is optional.
+            fields = (field for field in kind.fields if field.required or field.name == "content")
+            tag = {} if kind.tag_field is None else {kind.tag_field: kind.tag}
+            return tag | {field.encode_name: smallest(field.type, number) for field in fields}
+        case inspect.ListType():
+            return [smallest(kind.item_type, number)]
+        case inspect.LiteralType():
+            return kind.values[0]
+        case inspect.StrType():
+            return f"a{number}"
+        case inspect.IntType() | inspect.FloatType():
+            return 1
+        case inspect.BoolType():
+            return False
+        case _:
+            return {}
+
+
+def with_number(kind: Any) -> Iterator[Any]:
+    """Values of a type with NUMBER in the place of one number, or of one name that may be a number."""
+    yield from _with(kind, lambda kind: [NUMBER] if isinstance(kind, inspect.IntType | inspect.FloatType) else [])
+
+
+def with_long_list(kind: Any, length: int) -> Iterator[Any]:
+    """Values of a type with one list or map of this length, of right items, and with the same of which the last item is
+    wrong."""
+
+    def fill(kind: Any) -> list[Any]:
+        match kind:
+            case inspect.ListType():
+                items = [smallest(kind.item_type, number) for number in range(length)]
+                return [items, [*items, ["wrong"]]]
+            case inspect.DictType():
+                members = {str(number): smallest(kind.value_type) for number in range(length)}
+                return [members, members | {"wrong": ["wrong"]}]
+        return []
+
+    yield from _with(kind, fill)
+
+
+def _with(kind: Any, fill: Any) -> Iterator[Any]:
+    """Values of a type of which one part is one of those that `fill` returns for the type of the part."""
+    yield from fill(kind)
+    match kind:
+        case inspect.Metadata():
+            yield from _with(kind.type, fill)
+        case inspect.UnionType():
+            for member in kind.types:
+                yield from _with(member, fill)
+        case inspect.StructType():
+            for field in kind.fields:
+                for value in _with(field.type, fill):
+                    yield smallest(kind) | {field.encode_name: value}
+        case inspect.ListType():
+            for value in _with(kind.item_type, fill):
+                yield [value]
+        case inspect.DictType():
+            yield {NUMBER: smallest(kind.value_type)}
+            for value in _with(kind.value_type, fill):
+                yield {"1": value}
+
+
+def written_with(template: Any, number: str) -> str:
+    """The JSON of a value of with_number, with a JSON number in the place."""
+    return json.dumps(template).replace(f'"{NUMBER}":', f'"{number}":').replace(f'"{NUMBER}"', number)

@@ -225,6 +225,12 @@ class Front:
             tokenizer.stop()
 
     @property
+    def thread_id(self) -> int:
+        """The thread of the front end."""
+        assert self._thread.ident is not None
+        return self._thread.ident
+
+    @property
     def connections(self) -> int:
         """Open connections of clients."""
         return len(self._server.server_state.connections)

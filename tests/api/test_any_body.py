@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.api.bodies import WORDS, anything, nearly, right
-from tests.api.conftest import Front, Reply, openai_error, standard
+from tests.api.bodies import WORDS, anything, nearly, right, with_long_list, with_number, written_with
+from tests.api.conftest import Front, Reply, openai_error, request, standard
 from tgi.api.errors import REJECTION_TYPES
 from tgi.api.operations import KSERVE, OPERATIONS
 from tgi.api.shapes import cloud
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.completions import CompletionRequest
-from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters
+from tgi.api.shapes.native import CompatGenerateRequest
 from tgi.microkernel.settings import Settings
 
 ROUTES: dict[str, type[msgspec.Struct]] = {
@@ -41,6 +42,7 @@ ERROR_TYPES = {
     },
     429: {"overloaded"},
 }  # fmt: skip
+KSERVE_INFER = "/v2/models/m/versions/1/infer"
 DEEP = 10_000
 MEGABYTES = "é" * 1_000_000
 
@@ -150,10 +152,88 @@ def test_extreme_values_of_each_field(front: Front, path: str) -> None:
             check_response(path, front.post(path, f"{{{','.join(fields[:: 1 if number % 2 else -1])}}}"))
 
 
-def test_numbers_of_many_digits(front: Front) -> None:
-    for name in GenerateParameters.__struct_fields__:
-        for number in ("9" * 5000, "1e99999", "-" + "9" * 5000, "0." + "1" * 5000):
-            check_response("/generate", front.post("/generate", f'{{"inputs":"x","parameters":{{"{name}":{number}}}}}'))
+# The limits of int32, uint32, int64 and uint64, one beyond each, and decimals that no float holds.
+EXTREMES = [
+    *(str(number) for bits in (31, 63) for number in (2**bits - 1, 2**bits, -(2**bits), -(2**bits) - 1)),
+    *(str(number) for bits in (32, 64) for number in (2**bits - 1, 2**bits)),
+    "0", "-1", "4.0", "1e308", "-1e400", "1e-400", "9" * 5000, "-" + "9" * 5000, "0." + "1" * 5000, "1e99999",
+]  # fmt: skip
+# Of the front end's thread, for one request: whatever it has more than this is missing to all others.
+MAX_CPU_SECONDS = 2
+LONG = 20_000
+
+
+class CpuClock:
+    """The processor time that a front end takes for each request."""
+
+    def __init__(self, front: Front) -> None:
+        self._clock = time.pthread_getcpuclockid(front.thread_id)
+        self._before = self._now()
+
+    def _now(self) -> float:
+        return time.clock_gettime(self._clock)
+
+    def check(self, case: object) -> None:
+        """Fails if it took too much since the last call."""
+        before, self._before = self._before, self._now()
+        assert self._before - before < MAX_CPU_SECONDS, str(case)[:500]
+
+
+def kinds(path: str) -> list[Any]:
+    """The alternative types of a route's body."""
+    shapes = {cloud.SagemakerRequest: SAGEMAKER, cloud.VertexRequest: VERTEX}.get(ROUTES[path], (ROUTES[path],))
+    return [msgspec.inspect.type_info(shape) for shape in shapes]
+
+
+@on_each_route
+def test_a_number_costs_nothing_before_its_limit_is_checked(front: Front, path: str) -> None:
+    """In each place of a number, and for each name of a map that may be a number."""
+    clock = CpuClock(front)
+    for template in (value for kind in kinds(path) for value in with_number(kind)):
+        body = {"instances": [template]} if ROUTES[path] is cloud.VertexRequest else template
+        for number in EXTREMES:
+            text = written_with(body, number)
+            check_response(path, front.post(path, text))
+            clock.check(text)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions", KSERVE_INFER])
+def test_a_long_list_costs_no_more_than_reading_it(front: Front, path: str) -> None:
+    """In each place of a list or a map, of right items, and with a wrong item at its end."""
+    clock = CpuClock(front)
+    for body in with_long_list(msgspec.inspect.type_info(ROUTES[path]), LONG):
+        check_response(path, front.post(path, json.dumps(body)))
+        clock.check(body)
+
+
+@pytest.mark.parametrize("instance", [{"inputs": "a"}, {"messages": []}, 1])
+def test_many_instances_are_not_decoded(front: Front, instance: Any) -> None:
+    clock = CpuClock(front)
+    reply = front.post("/vertex", json.dumps({"instances": [instance] * LONG * 5}))
+    assert (reply.status, b"at most 128 texts" in reply.body) == (422, True)
+    clock.check(instance)
+
+
+@pytest.mark.parametrize("name", ["x-request-timeout", "last-event-id", "x-request-id", "traceparent", "authorization"])
+def test_numbers_in_headers(front: Front, name: str) -> None:
+    clock = CpuClock(front)
+    for number in [*EXTREMES, "nan", "inf", "1_0"]:
+        for path, body in (("/generate_stream", '{"inputs":"a"}'), ("/v1/completions", '{"prompt":"a"}')):
+            reply = front.post(path, body, **{name.replace("-", "_"): number})
+            check_response(path, reply)
+            clock.check(number)
+
+
+@pytest.mark.parametrize("number", [*EXTREMES, hex(2**63)[2:], "f" * 5000])
+def test_numbers_in_the_framing(front: Front, number: str) -> None:
+    """As Content-Length and as the length of a chunk: the client sends less and leaves."""
+    clock = CpuClock(front)
+    for length, content in (("content-length", b"{"), ("transfer-encoding", number.encode() + b"\r\n{")):
+        fields = {"content-type": "application/json", length: number if length == "content-length" else "chunked"}
+        with front.connect() as connection:
+            connection.sendall(request("POST", "/generate", content, fields))
+        assert front.get("/health").status == 200
+        clock.check(number)
 
 
 @on_each_route

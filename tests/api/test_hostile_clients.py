@@ -242,6 +242,22 @@ def test_a_fault_behind_a_request_leaves_its_response_whole(serve: Any, fault: b
     assert rejection.startswith(answer)
 
 
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_a_client_that_closes_its_sending_side_gets_its_answer(serve: Any, path: str) -> None:
+    front = serve(silent)
+    with front.connect() as connection:
+        connection.sendall(STREAM.replace(b"/generate_stream", path.encode()))
+        connection.shutdown(socket.SHUT_WR)
+        rid = front.tokenizers[0].next(Generate).rid
+        time.sleep(0.5)  # several probes
+        front.tokenizers[0].send(word(rid, 1), End(rid, FinishReason.EOS, "", " 1", 1, 1))
+        *interim, answer = read_all(connection).split(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert not b"".join(interim)
+    assert Reply(answer).status == 200
+    assert b'"generated_text":" 1"' in answer
+    until(lambda: not front.connections)
+
+
 def test_a_client_that_leaves_behind_pipelined_requests_is_noticed(serve: Any) -> None:
     front = serve(silent)
     with front.connect() as connection:

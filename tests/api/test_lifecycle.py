@@ -378,6 +378,8 @@ def test_disconnect_while_no_tokenizer_is_connected(serve: Any) -> None:
     tokenizer.next(Generate)
     tokenizer.stop()
     stream.disconnect()
+    while front.connections:
+        time.sleep(0.01)
     tokenizer.start()
     front.until_ready()
     other = Stream(front)

@@ -127,6 +127,20 @@ def test_more_generations_than_permits_exist_is_a_422(serve: Any) -> None:
     assert json.loads(refused.body) == openai_error(422, "validation", text)
 
 
+def test_choices_times_the_length_of_the_prompt_are_bounded(serve: Any) -> None:
+    """Each choice has the prompt in a message of its own."""
+    front = serve(payload_limit=1000)
+    for body in (
+        {"prompt": "x" * 900},
+        {"prompt": [7] * 225},
+        {"prompt": "x", "response_format": {"type": "regex", "value": "x" * 887}},
+    ):
+        assert front.post("/v1/completions", json.dumps(body | {"n": 17})).status == 200
+        refused = front.post("/v1/completions", json.dumps(body | {"n": 18}))
+        text = "Input validation error: the texts of all choices together must have <= 16000 bytes. Given: 16200. "
+        assert json.loads(refused.body) == openai_error(422, "validation", f"{text}Ask for fewer at once", "n")
+
+
 def test_a_slow_choice_does_not_delay_the_others(serve: Any) -> None:
     front = serve(silent)
     stream = Stream(front, "/v1/completions", TWO % ',"stream":true,"stream_options":{"include_usage":true}')

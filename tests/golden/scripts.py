@@ -90,6 +90,8 @@ def admitted(message: Generate, divided: bool = False) -> list[Any]:
     """The messages before the first token: a chat's length, the text of token ids, and, if requested, the tokens of the
     prompt "A é"."""
     before: list[Any] = [Prompted(message.rid, 3, 12, divided)] if message.chat else []
+    if message.tells_prompt:
+        before.append(Prompted(message.rid, 3, 1))
     if message.input_ids:
         before.append(Prompted(message.rid, 3, 3, text="A é"))
     if message.prompt_logprobs_from is not None:

@@ -23,6 +23,7 @@ PERSON = {
     "additionalProperties": False,
 }
 CONCURRENCY = 8
+END = "<|eos|>"
 
 
 @pytest.fixture
@@ -43,6 +44,29 @@ def chat(server: Server, response_format: dict[str, Any], **fields: Any) -> dict
     answer = server.client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()  # type: ignore[no-any-return]
+
+
+def test_logprobs_have_the_bytes_of_parts_of_characters(server: Server) -> None:
+    form = {"type": "regex", "value": "a\N{GRINNING FACE}b"}
+    whole = chat(server, form, logprobs=True, top_logprobs=4, temperature=0)
+    tokens = whole["choices"][0]["logprobs"]["content"]
+    text = b"".join(bytes(token["bytes"]) for token in tokens if token["token"] != END)
+    assert text.decode() == whole["choices"][0]["message"]["content"] == form["value"]
+    for token in tokens:
+        assert token["bytes"] in [top["bytes"] for top in token["top_logprobs"]]
+        assert len({(top["token"], *top["bytes"]) for top in token["top_logprobs"]}) == len(token["top_logprobs"])
+    prompt = "Emoji: \N{GRINNING FACE}\N{SMILING FACE WITH OPEN MOUTH} \N{GRINNING FACE}"
+    body = {"prompt": prompt, "response_format": form, "logprobs": 4, "echo": True, "temperature": 0}
+    (choice,) = server.client.post("/v1/completions", json=body).json()["choices"]
+    columns = choice["logprobs"]
+    assert choice["text"] == prompt + form["value"]
+    echoed = len(columns["tokens"]) - len(tokens)
+    assert any(name.startswith("bytes:\\xf0") for name in columns["tokens"][:echoed])
+    assert any(name.startswith("bytes:\\xf0") for name in columns["tokens"][echoed:])
+    assert {len(tops) for tops in columns["top_logprobs"][1:echoed]} == {4}
+    assert [*map(len, columns["top_logprobs"][echoed:])] == [len(token["top_logprobs"]) for token in tokens]
+    generated = zip(columns["tokens"][echoed:], columns["top_logprobs"][echoed:], strict=True)
+    assert all(name in tops for name, tops in generated)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -46,4 +46,4 @@ def test_cost_of_one_more_row_in_a_step() -> None:
 
 def test_cost_of_a_step_with_one_row() -> None:
     cost = per_item(lambda count: partial(Streams(1).steps, count))
-    assert cost.within(calls=48, instructions=715), cost
+    assert cost.within(calls=53, instructions=800), cost

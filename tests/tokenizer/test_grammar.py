@@ -213,6 +213,25 @@ def tells_apart(grammar: str, texts: list[str], others: list[str]) -> None:
     assert [text for text in others if accepts(grammar, text)] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [(name, name) for name in ("a b", "Ä", "F[int]", 'q"x', "L<s>", "a%b", "a#b", "a\\b", "a\nb", "a?b")]
+    + [("a b", "a%20b"), ("a/b", "a~1b"), ("a~b", "a~0b"), ("F[int]", "F%5Bint%5D"), ("a%20b", "a%2520b")],
+)
+def test_references_with_characters_that_need_escapes(validator: GrammarValidator, name: str, reference: str) -> None:
+    schema = {"$ref": f"#/$defs/{reference}", "$defs": {name: of("x", x={"enum": [7]}) | {"required": ["x"]}}}
+    tells_apart(read(validator, schema=schema), ['{"x":7}'], ["7", "{}"])
+
+
+def test_ipv6_addresses_may_end_in_an_ipv4_address(validator: GrammarValidator) -> None:
+    right = ["::", "1::", "::1", "1:2:3:4:5:6:7:8", "1::3:4:5:6:7:8", "::ffff:1.2.3.4", "64:ff9b::192.0.2.33",
+             "1:2:3:4:5:6:1.2.3.4", "::1.2.3.4", "1:2:3:4::6:1.2.3.4"]  # fmt: skip
+    wrong = ["", ":", "1", "1:2:3:4:5:6:7", "1:2:3:4:5:6:7:8:9", "::1::", ":::", "12345::", "::1.2.3", "::1.2.3.256",
+             "1.2.3.4", "1.2.3.4::", "1:2:3:4:5:6:7:1.2.3.4", "g::", "::01.2.3.4"]  # fmt: skip
+    grammar = read(validator, schema={"type": "string", "format": "ipv6"})
+    tells_apart(grammar, [json.dumps(one) for one in right], [json.dumps(one) for one in wrong])
+
+
 def of(*names: str, **words: Any) -> dict[str, Any]:
     """An object with integer properties of these names."""
     return {"type": "object", "properties": {name: {"type": "integer"} for name in names}, **words}

@@ -94,7 +94,20 @@ def test_no_top_tokens_for_apis_that_did_not_request_them() -> None:
     harness.pool.handle(harness.scheduler, step((one.rid, [(a, [a])]), (other.rid, [(a, [])])))
     assert len(harness.received_by(API)[0].top_texts) == 1
     (texts,) = harness.received_by(OTHER)
-    assert texts[7:] == (b"", b"", b"", b"", [], [])
+    assert texts[7:] == (b"", b"", b"", b"", [], [], [])
+
+
+def test_parts_of_characters_have_their_bytes() -> None:
+    """Of tokens and alternatives, each id once; whatever else is in the step."""
+    harness = PoolHarness()
+    one = harness.submit(1)
+    a, *parts = ids_of("a👍")
+    harness.pool.handle(harness.scheduler, step((one.rid, [(a, [a, parts[0]]), *((part, [part]) for part in parts)])))
+    (texts,) = harness.received_by(API)
+    assert len(parts) > 1
+    assert {token_id for token_id, _ in texts.partial} == {*parts}
+    data = dict(texts.partial)
+    assert b"".join(data[part] for part in parts).decode() == "👍" == "".join(texts.texts[1:])
 
 
 def test_token_text() -> None:

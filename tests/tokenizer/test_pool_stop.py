@@ -190,14 +190,14 @@ def test_stop_token_ids_with_ignore_eos_and_min_new_tokens() -> None:
 
 
 def test_stop_token_at_max_new_tokens_ends_with_stop() -> None:
-    """EOS at that position ends with length, as in TGI."""
+    """So does EOS; native routes make it a length, as TGI."""
     harness = PoolHarness()
-    for number, reason in ((B, FinishReason.EOS), (EOS, FinishReason.LENGTH)):
+    for number in (B, EOS):
         add = harness.submit(number, max_new_tokens=2, hide_stop=True, stop_token_ids=pack_column(INT32, [B]))
         harness.send_tokens((add.rid, [A, number]))
         harness.send_end(add.rid, FinishReason.LENGTH)
         (end,) = end_messages(harness.received_by(API))
-        assert (end.reason, end.text) == (reason, "a")
+        assert (end.reason, end.text) == (FinishReason.EOS, "a")
         harness.received_by(harness.scheduler)
 
 

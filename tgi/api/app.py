@@ -27,8 +27,7 @@ def build(service: Service) -> AsgiApp:
     """The ASGI application of one front end. Raises UserError if the settings name a path that is in use."""
     settings = service.settings
     app = falcon.asgi.App()
-    resume_headers = ("last-event-id",) if settings.resume_window else ()
-    app.add_middleware(CorsMiddleware(settings.cors_allow_origin, resume_headers))
+    app.add_middleware(CorsMiddleware(settings.cors_allow_origin))
     app.add_middleware(RequestIdMiddleware())
     if service.tracer is not None:  # before the API key, so that a span has its name also if the key is wrong
         app.add_middleware(tracing.SpanNameMiddleware(span_names(settings)))
@@ -45,8 +44,13 @@ def build(service: Service) -> AsgiApp:
     for route, resource in resource_classes(settings).items():
         app.add_route(route, resource(service))
 
+    configured = (settings.aip_predict_route, settings.aip_health_route)
+
     async def outermost(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         scope[RECEIVE_KEY] = receive
+        path = scope["path"]
+        if path.endswith("/") and path.lstrip("/").startswith("v1/") and path not in configured:
+            scope["path"] = path.rstrip("/")
         if PROBE_KEY in scope:
             await app(scope, _with_head_event(receive), send)
             return

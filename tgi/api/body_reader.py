@@ -1,6 +1,7 @@
 """Reading request bodies: each has to make progress, and the memory of all that are incomplete is bounded."""
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterable
 
 from tgi.api.errors import Rejection
@@ -10,6 +11,30 @@ from tgi.api.errors import Rejection
 PROGRESS_BYTES = 32 << 10
 # Memory of the incomplete bodies of a process, or four of the longest allowed.
 MAX_BYTES_IN_TRANSIT = 64 << 20
+GZIP_WINDOW_BITS = 31  # zlib's number for gzip's header and any window
+TOO_LONG = "Failed to buffer the request body: length limit exceeded"
+
+
+def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """A body in the encoding that its Content-Encoding names.
+
+    Raises Rejection: 415 for another encoding than gzip, 413 for more than `limit` bytes, 400 for a damaged body.
+    """
+    if encoding == "identity":
+        return body
+    if encoding not in ("gzip", "x-gzip"):
+        text = f"Content-Encoding `{encoding[:64]}` is not supported: send the body uncompressed or with gzip"
+        raise Rejection(415, text, headers={"accept-encoding": "gzip"})
+    decoder = zlib.decompressobj(wbits=GZIP_WINDOW_BITS)
+    try:
+        content = decoder.decompress(body, limit + 1)
+    except zlib.error:
+        raise Rejection(400, "The body is not what its Content-Encoding says: gzip") from None
+    if len(content) > limit:
+        raise Rejection(413, TOO_LONG)
+    if not decoder.eof or decoder.unused_data:
+        raise Rejection(400, "The body is not one whole gzip stream, which its Content-Encoding says that it is")
+    return content
 
 
 class BodyReader:
@@ -41,7 +66,7 @@ class BodyReader:
                 async for chunk in stream:
                     body += chunk
                     if limited and len(body) > self._limit:
-                        raise Rejection(413, "Failed to buffer the request body: length limit exceeded")
+                        raise Rejection(413, TOO_LONG)
                     if deadline not in self._sizes:  # ended by _free_memory, and the timer has not fired yet
                         raise TimeoutError
                     self._sizes[deadline] += len(chunk)

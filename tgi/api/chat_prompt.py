@@ -1,5 +1,6 @@
 """The prompt of a chat as JSON for the tokenizer, and the tools that the model may call in it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -60,6 +61,6 @@ def _check_names(names: list[str]) -> None:
     """Raises ApiError for an empty name and for one that is given twice."""
     if "" in names:
         raise errors.tool_error("a tool needs a name", "tools")
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise errors.tool_error(f"Tool names must be unique. Given twice: {name}", "tools")

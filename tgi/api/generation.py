@@ -18,10 +18,14 @@ from tgi.api.service import Service
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import EventFormatter, EventStream
 from tgi.api.validation import RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, RuleContext, check_rules
-from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column
 from tgi.microkernel.flight_recorder import Event, client_number, name_digest, request_key
 from tgi.microkernel.protocol import End, Generate
 from tgi.microkernel.sampling_params import SamplingParams
+
+# Of the messages to the tokenizer that one HTTP request makes, in bodies of the longest allowed: each choice has the
+# prompt, the grammar and the stop strings in a message of its own.
+MAX_BODIES = 16
 
 
 class PromptInput(NamedTuple):
@@ -31,6 +35,11 @@ class PromptInput(NamedTuple):
     chat: bytes = b""
     ids: Sequence[int] | None = None
     add_special_tokens: bool = True  # to a text
+
+    @property
+    def size(self) -> int:
+        """About the bytes that it takes in a message."""
+        return len(self.inputs) + len(self.chat) + ITEM_BYTES * len(self.ids or ())
 
 
 class FinishedGeneration(NamedTuple):
@@ -57,15 +66,17 @@ def create_generations(
     prompt_top_n: int | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
     echo: bool = False,
+    tells_prompt: bool = False,
 ) -> list[Generation]:
     """Validates a request, acquires its permits and creates its generations: `choices` for each prompt, in order.
 
     `sampling` defaults to that of `parameters`. With `prompt_top_n` the prompt's tokens are returned too, each with
     this many top tokens at its position. With `echo` the prompt is part of the answer, and `max_new_tokens` may be 0.
+    With `tells_prompt` the number of its tokens is known before the first token.
     `names` maps TGI's parameter names to those of the request, for error messages.
 
-    Raises ApiError: 422 for a broken rule or an invalid X-Request-Timeout, 424 as Service.next_fingerprints, 429 and
-    503 as Admission.acquire_permits.
+    Raises ApiError: 422 for a broken rule, too many or too long generations or an invalid X-Request-Timeout, 424 as
+    Service.next_fingerprints, 429 and 503 as Admission.acquire_permits.
     """
     limits = service.router.limits
     sampling = RequestedSampling.from_native(parameters) if sampling is None else sampling
@@ -88,12 +99,13 @@ def create_generations(
     best_of = max(1, parameters.best_of or 1)
     probe = is_probe(req)
     count = len(prompts) * best_of * choices
+    check_count(service, count)
     # The readiness probe has no name, so it is never in quarantine.
     fingerprints = iter([b""] * count if probe else service.next_fingerprints(req, count))
     client: Client = req.context.client
     timeout = None if probe else service.request_timeout(req)
     if not probe:
-        acquire_permits(service, client, count)
+        service.router.admission.acquire_permits(client, count)
     for context in contexts:
         check_rules(context, RULES_AFTER_ADMISSION, names)
     wake_event = WakeEvent()
@@ -105,6 +117,11 @@ def create_generations(
     key = 0 if probe else request_key(random_source.response_id)
     recorder.stamp(Event.NAMED, key, 0, b=name_digest(req.context.request_id))
     grammar_json = encode_grammar(parameters.grammar)
+    parameter_size = len(grammar_json) + sum(map(len, parameters.stops))
+    size = best_of * choices * sum(prompt.size + parameter_size for prompt in prompts)
+    if not probe and size > (limit := MAX_BODIES * service.settings.payload_limit):
+        detail = f"the texts of all choices together must have <= {limit} bytes. Given: {size}. Ask for fewer at once"
+        raise errors.validation_error(detail, param="n" if choices > 1 else None)
     adapter = None if parameters.adapter_id is None else service.router.adapters[parameters.adapter_id]
     generations: list[Generation] = []
     first = req.context.generations if "generations" in req.context else 0  # of the instances before this one
@@ -121,8 +138,9 @@ def create_generations(
                 request_metrics.count_generation()
             message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, client)
             message = message._replace(
-                request_key=key, request_index=first + len(generations), fingerprint=next(fingerprints)
-            )
+                request_key=key, request_index=first + len(generations), fingerprint=next(fingerprints),
+                tells_prompt=tells_prompt,
+            )  # fmt: skip
             recorder.stamp(Event.RECEIVED, key, message.request_index, *client_number(client.name))
             if window_ms:
                 resume_key = random_source.digest(f"generation {len(generations)}", KEY_BYTES)
@@ -133,14 +151,13 @@ def create_generations(
     return generations
 
 
-def acquire_permits(service: Service, client: Client, count: int) -> None:
-    """Acquires permits for this many generations of a client.
-
-    Raises ApiError: 422 if the server has fewer, 429 if too few are free, 503 before the readiness probe has passed."""
+def check_count(service: Service, count: int) -> None:
+    """Raises ApiError: 422 for more generations than the server has permits. To be called before anything is made for
+    each of them: `count` may be any number of a client's."""
     limit = service.settings.max_concurrent_requests
     if count > limit:
-        raise errors.validation_error(f"at most {limit} texts can be generated at once. Given: {count}")
-    service.router.admission.acquire_permits(client, count)
+        text = f"at most {limit} texts can be generated at once. Given: {count}"
+        raise errors.validation_error(text, counted=False)
 
 
 def _generate_message(

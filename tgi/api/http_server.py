@@ -63,6 +63,12 @@ MAX_UNSENT_BYTES = 64 << 10
 # connections for later use only with their next request.
 TLS_SHUTDOWN_SECONDS = 2.0
 
+# A client that sends no more has left, or only closed its sending side. Interim responses find out which: the system of
+# one that has left answers them with a reset, which the next write reports. The first two are this far apart, each
+# further pause is longer by the factor.
+FIRST_PROBE_SECONDS, PROBE_FACTOR = 0.05, 4
+INTERIM_RESPONSE = STATUS_LINE[100] + b"\r\n"
+
 TEXT_HEAD = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
 _REFUSAL_BODY = errors.too_many_connections().native_body()
 REFUSAL = (
@@ -120,6 +126,8 @@ class HttpConnection(HttpToolsProtocol):
         self._rejection = b""  # to be sent after the responses to the requests before
         self._unsent_bytes = 0  # when the timer was set
         self._reader_timer: asyncio.TimerHandle | None = None  # while the client has to read
+        self._has_sent_all = False  # the client sends no more and waits for the answer
+        self._probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """asyncio callback."""
@@ -241,6 +249,26 @@ class HttpConnection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """asyncio callback: the client sends no more. Keeps the connection for a request that is complete and not yet
+        answered; not with TLS, whose end is that of both directions."""
+        running = self._running
+        self._has_sent_all = (
+            self.scheme == "http"
+            and running is not None
+            and not (running.more_body or running.response_started)
+            and running.scope["http_version"] == "1.1"  # 1.0 has no interim responses
+        )
+        if self._has_sent_all:
+            self._probe_client(FIRST_PROBE_SECONDS)
+        return self._has_sent_all
+
+    def _probe_client(self, pause: float) -> None:
+        """Writes what the system of a client that has left rejects, until there is a response to write."""
+        if self._running is not None and not self._running.response_started:
+            self.transport.write(INTERIM_RESPONSE)
+            self._probe_timer = self.loop.call_later(pause, self._probe_client, pause * PROBE_FACTOR)
+
     # --- responses ---
 
     def on_response_complete(self) -> None:
@@ -248,6 +276,9 @@ class HttpConnection(HttpToolsProtocol):
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self.transport.is_closing():
+            self._watch_reader()
+        elif self._has_sent_all:
+            self.transport.close()
             self._watch_reader()
         elif self._running is None:
             self._table.idle[self] = None
@@ -306,6 +337,8 @@ class HttpConnection(HttpToolsProtocol):
         self._table.idle.pop(self, None)
         self._stop_head_timer()
         self._stop_reader_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 

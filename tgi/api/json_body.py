@@ -28,6 +28,8 @@ _PATH_STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field (?P<name>`.*`)")
 _SYNTAX_ERROR = re.compile(r"^(?:JSON is malformed: )?(?P<reason>.*) \(byte (?P<byte>\d+)\)$")
+_GOT_FLOAT = "got `float`"
+_TEXT_OR_WHOLE = re.compile(rb'"(?:[^"\\]|\\.)*"|(-?[0-9]+)\.0+(?![0-9.eE])', re.DOTALL)  # a string, or a number
 _WHITE_SPACE = re.compile(r"[ \t\n\r]*")
 # Python rejects integers of thousands of digits. No field takes one, so an approximate value is enough here.
 _JSON = json.JSONDecoder(parse_int=lambda text: int(text) if len(text) < 40 else float(text))
@@ -64,14 +66,20 @@ class JsonBody(Generic[T]):
     def decode(self, body: bytes) -> T:
         """Decodes a body. Raises Rejection: 400 if it is not JSON, 422 if it has another shape."""
         try:
-            request = self._decode(body)
-            if self._check is not None:
-                self._check(body)
-            return request
+            return self._decode_and_check(body)
         except msgspec.ValidationError as error:
+            integers = _with_integers(body) if _GOT_FLOAT in str(error) else body
+            if integers != body:
+                return self.decode(integers)
             raise self._shape_rejection(body, error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _syntax_rejection(body, error) from None
+
+    def _decode_and_check(self, body: bytes) -> T:
+        request = self._decode(body)
+        if self._check is not None:
+            self._check(body)
+        return request
 
     def _shape_rejection(self, body: bytes, error: msgspec.ValidationError) -> Rejection:
         """The error for a body of the wrong shape; that for a syntax error if one follows the wrong field."""
@@ -117,6 +125,11 @@ class JsonBody(Generic[T]):
         value_is_number = type(value) is int or (type(value) is float and expected == "f32")
         wrong = "value" if is_number_field and value_is_number else "type"
         return f"invalid {wrong}: {_describe(value)}, expected {expected}"
+
+
+def _with_integers(body: bytes) -> bytes:
+    """The body with `4.0` written as an integer, as which some clients mean it. Positions stay the same."""
+    return _TEXT_OR_WHOLE.sub(lambda match: match[1].ljust(len(match[0])) if match[1] else match[0], body)
 
 
 class UntaggedJsonBody:

@@ -9,19 +9,29 @@ from tgi.api.clients import Clients
 from tgi.api.requests import RequestRecord
 
 VARY = "origin, access-control-request-method, access-control-request-headers"
+ALLOWED_HEADERS = ("content-type", "authorization")
+# Headers of responses that scripts in browsers may read.
+EXPOSED_HEADERS = ",".join(
+    (
+        "x-request-id", "retry-after", "x-startup-stage", "x-compute-type", "x-compute-time", "x-compute-characters",
+        "x-total-time", "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token", "x-prompt-tokens",
+        "x-generated-tokens",
+    )
+)  # fmt: skip
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
 
 
 class CorsMiddleware:
-    """Allows browsers to call from the given origins, or from any if none or "*" is given. `more_headers`: those that
-    they may send besides TGI's."""
+    """Allows browsers to call from the given origins, or from any if none or "*" is given. They may send any headers:
+    SDKs and tracing add their own."""
 
-    def __init__(self, origins: tuple[str, ...], more_headers: tuple[str, ...] = ()) -> None:
-        self._headers = ",".join(("content-type", "authorization", *more_headers))
+    def __init__(self, origins: tuple[str, ...]) -> None:
         self._origins = frozenset(origins) - {"*"} if "*" not in origins else frozenset()
 
     async def process_request(self, req: Request, resp: Response) -> None:
         """Sets the headers of every response, errors included, and answers OPTIONS on every path."""
         resp.set_header("vary", VARY)
+        resp.set_header("access-control-expose-headers", EXPOSED_HEADERS)
         origin = req.get_header("origin")
         if not self._origins:
             resp.set_header("access-control-allow-origin", "*")
@@ -29,7 +39,9 @@ class CorsMiddleware:
             resp.set_header("access-control-allow-origin", origin)
         if req.method == "OPTIONS":
             resp.set_header("access-control-allow-methods", "GET,POST")
-            resp.set_header("access-control-allow-headers", self._headers)
+            wanted = (req.get_header("access-control-request-headers") or "").lower().split(",")
+            names = [name for part in wanted if _HEADER_NAME.fullmatch(name := part.strip())]
+            resp.set_header("access-control-allow-headers", ",".join(dict.fromkeys([*ALLOWED_HEADERS, *names])))
             resp.complete = True
 
 

@@ -19,6 +19,7 @@ from tgi.api.token_columns import TokenColumns, TopToken
 from tgi.microkernel.protocol import AnswerPart, End, FinishReason, PartKind
 
 DONE_EVENT = "data: [DONE]\n\n"
+EVENT_END = "}\n\n"
 
 
 class ResponseIdentity(NamedTuple):
@@ -60,6 +61,17 @@ def usage_json(prompt_tokens: int, completion_tokens: int) -> str:
         f'{{"prompt_tokens":{prompt_tokens},"completion_tokens":{completion_tokens},'
         f'"total_tokens":{prompt_tokens + completion_tokens}}}'
     )
+
+
+def with_running_usage(events: list[str], generation: Generation, new_tokens: int, no_usage: str = "") -> list[str]:
+    """The events with the usage so far in the place of `no_usage`. They show the latest `new_tokens` tokens: one more
+    each, the last one all."""
+    before = generation.generated_count - len(generation.unread_tokens.texts) - new_tokens
+    shown = [*(before + min(at, new_tokens) for at in range(1, len(events))), before + new_tokens]
+    return [
+        f'{event.removesuffix(no_usage + EVENT_END)},"usage":{usage_json(generation.prompt_tokens, tokens)}{EVENT_END}'
+        for event, tokens in zip(events, shown, strict=True)
+    ]
 
 
 class TokenUsage:

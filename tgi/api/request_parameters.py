@@ -21,6 +21,10 @@ from tgi.microkernel.sampling_params import PARAMETERS, SAMPLED_BY, SamplingDefa
 # Limits the size of messages: the biases travel with each generation of a request.
 MAX_BIASES = 1024
 
+# As many alternatives as OpenAI's routes list, and as many stop strings as code editors send for a completion.
+OPENAI_TOP_LOGPROBS = 20
+OPENAI_STOP_STRINGS = 32
+
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
@@ -30,10 +34,13 @@ class RequestedSampling(NamedTuple):
     given: Mapping[str, Any]  # the parameters of the table that the request has, by their names in SamplingParams
     # OpenAI's routes alone:
     logit_bias: Mapping[int, float] = MappingProxyType({})
-    greedy: bool = False  # temperature 0: all parameters that make a request sample are ignored
+    greedy: bool = False  # temperature or top_p 0: all parameters that make a request sample are ignored
     stop_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     skip_special_tokens: bool = True
+    # What a request may ask for even if --max-top-n-tokens or --max-stop-sequences is lower.
+    least_top_n_limit: int = 0
+    least_stop_limit: int = 0
 
     @classmethod
     def from_native(cls, parameters: GenerateParameters) -> "RequestedSampling":
@@ -45,10 +52,11 @@ class RequestedSampling(NamedTuple):
     def from_openai(cls, request: OpenAiRequest, top_n: int) -> "RequestedSampling":
         """The sampling parameters of a request to OpenAI's routes that has passed OPENAI_RULES.
 
-        The request samples unless its temperature is 0. `top_n` is the number of alternatives that its logprobs list.
+        The request samples unless its temperature or top_p is 0. `top_n` is the number of alternatives that its
+        logprobs list.
         """
         values = {name: getattr(request, field.name) for name, field in OPENAI.items()}
-        greedy = values["temperature"] == 0
+        greedy = values["temperature"] == 0 or values["top_p"] == 0
         given = {
             name: _as_float32(name, value)
             for name, value in values.items()
@@ -61,6 +69,8 @@ class RequestedSampling(NamedTuple):
             stop_token_ids=request.stop_token_ids or (),
             bad_words=request.bad_words or (),
             skip_special_tokens=request.skip_special_tokens is not False,
+            least_top_n_limit=OPENAI_TOP_LOGPROBS,
+            least_stop_limit=OPENAI_STOP_STRINGS,
         )
 
     @property

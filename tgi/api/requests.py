@@ -154,12 +154,14 @@ class Generation(LiveRequest):
         self._has_held = message.hide_stop
         self._has_tops = message.sampling.top_n > 0
         self.generated_ids = array("i")
+        self.partial_tokens: dict[int, bytes] = {}  # the bytes of the ids received that are parts of characters
         self.unread_tokens = NO_TOKENS  # received, and not yet taken by the route
         self.prompt_columns = PromptColumns.empty()  # complete before the first token
         self.end: End | None = None
         # For token ids the tokenizer sends both before the first token (Prompted), for a chat the length only.
         self.prompt_text = message.inputs
         self.prompt_characters = len(self.prompt_text)
+        self.prompt_tokens = 0  # set by Prompted
         self.has_parts = False  # the answer consists of parts (text, reasoning, tool calls); set by Prompted
         # time.perf_counter
         self.arrival_time = time.perf_counter()
@@ -231,7 +233,7 @@ class Generation(LiveRequest):
             array("i", columns.ids[words]), array("f", columns.logprobs[words]), bytearray(columns.special[start:stop]),
             columns.texts[start:stop],
         )  # fmt: skip
-        if self._has_held or self._has_tops or self.has_parts:
+        if self._has_held or self._has_tops or self.has_parts or columns.partial:
             tokens = self._with_optional_columns(tokens, columns, start, stop)
         self.generated_ids += tokens.ids
         if not self.unread_tokens.texts:  # the usual case of a stream: the route has taken all earlier tokens
@@ -248,6 +250,7 @@ class Generation(LiveRequest):
         self, tokens: TokenColumns, columns: TextsColumns, start: int, stop: int
     ) -> TokenColumns:
         """Adds the optional columns of this request. In the message such a column is empty if no request needs it."""
+        self.partial_tokens |= columns.partial
         count = stop - start
         held = array("I")
         if self._has_held:

@@ -290,7 +290,8 @@ class Router:
             case Prompted():
                 request = tokenizer.requests.get(message.rid)
                 if isinstance(request, Generation):
-                    request.prompt_text, request.prompt_characters = message.text, message.characters
+                    request.prompt_text = message.text or request.prompt_text
+                    request.prompt_characters, request.prompt_tokens = message.characters, message.prompt_tokens
                     request.has_parts = message.in_parts
             case PromptTokens():
                 request = tokenizer.requests.get(message.rid)

@@ -1,6 +1,7 @@
 """What all routes share: settings, the router, and the steps that each request goes through."""
 
 import asyncio
+import codecs
 import contextlib
 import itertools
 import logging
@@ -14,7 +15,7 @@ from falcon.asgi import Request
 
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import ABORT_KEY, FINGERPRINTS_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe
-from tgi.api.body_reader import BodyReader
+from tgi.api.body_reader import BodyReader, decompress
 from tgi.api.clients import Clients
 from tgi.api.errors import ClientDisconnected, Rejection
 from tgi.api.json_body import BodyDecoder
@@ -75,7 +76,8 @@ class Service:
     async def read_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
         """Reads and decodes the body. The size limit does not apply to the readiness probe.
 
-        Raises Rejection: 415, 413 as soon as the limit is exceeded, 408, then 400 and 422.
+        Raises Rejection: 415, 413 as soon as the limit is exceeded, 408, then 400 and 422. The limit holds for a
+        compressed body and for what it decompresses to.
         """
         if not _is_json(req.content_type or ""):
             raise Rejection(415, "Expected request with `Content-Type: application/json`")
@@ -86,6 +88,9 @@ class Service:
             if rejection.status == 413:
                 await _drain(stream)
             raise
+        if encoding := (req.get_header("content-encoding") or "").strip().lower():
+            body = decompress(body, encoding, self.settings.payload_limit)
+        body = body.removeprefix(codecs.BOM_UTF8)
         req.scope[FINGERPRINTS_KEY] = request_fingerprints(body)
         return decoder.decode(body)
 

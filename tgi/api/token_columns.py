@@ -57,13 +57,17 @@ class TextsColumns(NamedTuple):
     held: bytes  # uint32
     tops: list[list[TopToken]]
     parts: list[list[AnswerPart]]
+    partial: dict[int, bytes]  # the bytes of the ids among them that are parts of characters
 
     @classmethod
     def from_message(cls, message: Texts) -> "TextsColumns":
         """With the top tokens and parts grouped by token."""
         tops = _tops_by_token(message) if message.top_counts else []
         parts = _parts_by_token(message) if message.parts else []
-        return cls(message.token_ids, message.logprobs, message.special, message.texts, message.held_chars, tops, parts)
+        return cls(
+            message.token_ids, message.logprobs, message.special, message.texts, message.held_chars, tops, parts,
+            dict(message.partial),
+        )  # fmt: skip
 
 
 def _parts_by_token(message: Texts) -> list[list[AnswerPart]]:
@@ -91,12 +95,13 @@ class PromptColumns(NamedTuple):
     logprobs: "array[float]"  # NaN for the first
     starts: "array[int]"  # offset of each token in the prompt, in characters
     texts: list[str]
-    tops: list[dict[str, float]]  # logprob of the top tokens at each position by text, likeliest last; {} for the first
+    tops: list[dict[str, float]]  # logprob of the top tokens at each position by name, likeliest last; {} for the first
+    partial: dict[int, bytes]  # the bytes of the ids that are parts of characters
 
     @classmethod
     def empty(cls) -> "PromptColumns":
         """Without tokens."""
-        return cls(array("i"), array("f"), array("i"), [], [])
+        return cls(array("i"), array("f"), array("i"), [], [], {})
 
     def extend(self, more: PromptTokens) -> None:
         """Appends the tokens of a message."""
@@ -104,14 +109,24 @@ class PromptColumns(NamedTuple):
         self.logprobs.frombytes(more.logprobs)
         self.starts.frombytes(more.char_starts)
         self.texts.extend(more.texts)
+        self.partial.update(more.partial)
         top_n = len(more.top_texts) // max(1, len(more.texts))
         logprobs = array("f", more.top_logprobs)
+        names = [
+            token_name(text, self.partial.get(token))
+            for text, token in zip(more.top_texts, unpack_int32(more.top_ids), strict=True)
+        ]
         for begin in range(0, top_n * len(more.texts), top_n or 1):
-            # Reversed, so that of several tokens with the same text the likeliest is kept.
-            pairs = zip(more.top_texts[begin : begin + top_n], logprobs[begin : begin + top_n], strict=True)
+            # Reversed, so that of several tokens with the same name the likeliest is kept.
+            pairs = zip(names[begin : begin + top_n], logprobs[begin : begin + top_n], strict=True)
             self.tops.append(dict(reversed([*pairs])))
         if not top_n:
             self.tops.extend({} for _ in more.texts)
+
+
+def token_name(text: str, partial: bytes | None) -> str:
+    """What OpenAI's older logprobs format calls a token: its text, or its bytes if they are a part of a character."""
+    return text if partial is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in partial)
 
 
 def tokens_json(columns: TokenColumns) -> list[str]:

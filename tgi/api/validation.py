@@ -64,6 +64,16 @@ class RuleContext(NamedTuple):
         return int(self.sampling.given.get("top_n", 0))
 
     @property
+    def max_top_n(self) -> int:
+        """The largest number of alternatives."""
+        return max(self.settings.max_top_n_tokens, self.sampling.least_top_n_limit)
+
+    @property
+    def max_stops(self) -> int:
+        """The largest number of stop strings."""
+        return max(self.settings.max_stop_sequences, self.sampling.least_stop_limit)
+
+    @property
     def min_new_tokens(self) -> int:
         """The minimum number of tokens to generate."""
         return int(self.sampling.given.get("min_new_tokens", 0))
@@ -122,12 +132,12 @@ RULES_AFTER_ADMISSION = [
          "`max_new_tokens` must be strictly positive"),
     Rule("min_new_tokens", lambda c: _is(c.parameters.max_new_tokens, lambda v: v < c.min_new_tokens),
          "`min_new_tokens` must be <= `max_new_tokens`. Given: {c.min_new_tokens} and {c.parameters.max_new_tokens}"),
-    Rule("stop", lambda c: len(c.parameters.stops) > c.settings.max_stop_sequences,
-         "`stop` supports up to {c.settings.max_stop_sequences} stop sequences. Given: {c.stop_count}"),
+    Rule("stop", lambda c: c.stop_count > c.max_stops,
+         "`stop` supports up to {c.max_stops} stop sequences. Given: {c.stop_count}"),
     Rule("seed", lambda c: c.parameters.seed is not None and _is(c.parameters.best_of, lambda v: v > 1),
          "`seed` must not be set when `best_of` > 1"),
-    Rule("top_n_tokens", lambda c: c.top_n > c.settings.max_top_n_tokens,
-         "`top_n_tokens` must be >= 0 and <= {c.settings.max_top_n_tokens}. Given: {c.top_n}"),
+    Rule("top_n_tokens", lambda c: c.top_n > c.max_top_n,
+         "`top_n_tokens` must be >= 0 and <= {c.max_top_n}. Given: {c.top_n}"),
     Rule("inputs", lambda c: c.inputs == "", "`inputs` cannot be empty"),
     Rule("prompt", lambda c: c.unknown_id is not None,
          "`prompt` must hold token ids >= 0 and < {c.vocab_size}. Given: {c.unknown_id}"),

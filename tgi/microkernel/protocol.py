@@ -431,6 +431,7 @@ class Generate(NamedTuple):
     generation_id: int = 0
     attempt: int = 0
     waited_ms: int = 0  # of a generation that is submitted again: milliseconds since the front end received it
+    tells_prompt: bool = False  # Prompted is sent for a text, too: the client is told the prompt's length in a stream
 
 
 class Tokenize(NamedTuple):
@@ -646,14 +647,21 @@ class PromptLogprobs(NamedTuple):
 
 
 class Prompted(NamedTuple):
-    """The scheduler admitted a request whose prompt is a chat or ids. Sent before its first token, and again after a
-    process was lost."""
+    """The scheduler admitted a request whose prompt is a chat or ids, or that `tells_prompt`. Sent before its first
+    token, and again after a process was lost."""
 
     rid: int
     prompt_tokens: int
     characters: int  # of the prompt's text
     in_parts: bool = False  # the client is shown `Texts.parts`, not `Texts.texts`
     text: str = ""  # the decoded prompt, if it came as ids
+
+
+class TokenBytes(NamedTuple):
+    """A token that is a part of a character, so that no text tells its bytes."""
+
+    token_id: int
+    data: bytes
 
 
 class PromptTokens(NamedTuple):
@@ -672,6 +680,7 @@ class PromptTokens(NamedTuple):
     top_ids: bytes = b""  # int32
     top_logprobs: bytes = b""  # float32, same length
     top_texts: list[str] = []  # same length
+    partial: list[TokenBytes] = []  # of the tokens and alternatives that are parts of characters; each id once
 
 
 class PartKind(StrEnum):
@@ -711,6 +720,7 @@ class Texts(NamedTuple):
     top_special: bytes = b""  # uint8, sum(top_counts)
     top_texts: list[str] = []  # sum(top_counts): each token decoded by itself
     parts: list[AnswerPart] = []  # of the requests whose answers come in parts, in order
+    partial: list[TokenBytes] = []  # of the tokens and alternatives that are parts of characters; each id once
 
 
 class End(NamedTuple):

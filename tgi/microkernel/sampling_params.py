@@ -154,8 +154,9 @@ class SamplingParams(NamedTuple):
             openai=RequestField(
                 "An alternative to sampling with temperature, called nucleus sampling, where the model considers the "
                 "results of the tokens with top_p probability mass. So 0.1 means only the tokens comprising the top "
-                "10% probability mass are considered.",
+                "10% probability mass are considered. 0 always takes the likeliest token.",
                 example=0.95,
+                off_values=(0,),
             ),
             samples=True,
             column="float64",

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from tgi.microkernel import metrics
-from tgi.microkernel.codec import ITEM_BYTES, UINT32, unpack_int32, unpack_uint32
+from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT32, unpack_int32, unpack_uint32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import AnswerPart, FinishReason, Texts, Tokens
 from tgi.tokenizer.message_checks import check_tokens
@@ -182,10 +182,12 @@ class TextsBuilder:
         for column in (self.held, self._top_counts):
             if column:
                 _pad_with_zeros(column, len(self.texts))
+        token_ids = bytes(self.ids)
+        partial = self._vocabulary.partial.keys() & array(INT32, token_ids + self._top_ids)
         return Texts(
             rids=self.rids.tobytes(),
             counts=self.counts.tobytes(),
-            token_ids=bytes(self.ids),
+            token_ids=token_ids,
             logprobs=bytes(self.logprobs),
             special=bytes(self.special),
             texts=self.texts,
@@ -196,6 +198,7 @@ class TextsBuilder:
             top_special=bytes(self._top_special),
             top_texts=self._top_texts,
             parts=self.parts,
+            partial=self._vocabulary.token_bytes(partial) if partial else [],
         )
 
 

@@ -51,4 +51,5 @@ class PromptTokensStream:
             top_ids,
             top_logprobs,
             [token_text(token_id) for token_id in unpack_int32(top_ids)],
+            self._vocabulary.token_bytes(self._vocabulary.partial.keys() & unpack_int32(ids + top_ids)),
         )

@@ -141,7 +141,7 @@ class TokenizerRequestState:
     def prompt_messages(self) -> Iterator[Prompted | PromptTokens]:
         """The messages on the prompt for the api, when the request is admitted. Call it once."""
         prompt = self.prompt
-        if self.is_chat or prompt.text:
+        if self.is_chat or prompt.text or self.generate.tells_prompt:
             yield Prompted(
                 rid=self.generate.rid,
                 prompt_tokens=prompt.token_count,
@@ -176,10 +176,10 @@ class TokenizerRequestState:
         assert self._detokenizer is not None
         self.generated_ids.append(token_id)
         text = self._detokenizer.decode_token(token_id)
-        if len(self.generated_ids) >= self.max_new_tokens and token_id not in self._stop_token_ids:
-            self.finish_reason = FinishReason.LENGTH
-        elif token_id in self.stop_ids:
+        if token_id in self.stop_ids:
             self.finish_reason = FinishReason.EOS
+        elif len(self.generated_ids) >= self.max_new_tokens:
+            self.finish_reason = FinishReason.LENGTH
         elif (
             self._stop_matcher is not None
             and (match := self._stop_matcher.match_piece(text, self._stop_strings_enabled)) is not None

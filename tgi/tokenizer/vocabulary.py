@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from tgi.hub.model_config import ModelConfig
 from tgi.hub.tokenizer_files import mark_special, read_tokenizer
+from tgi.microkernel.protocol import TokenBytes
 from tgi.tokenizer.segment_cache import SegmentCache
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -18,9 +19,9 @@ class Vocabulary:
     """A model's tokens, shared by all requests of this process.
 
     `pieces[id]` is the text that an id adds if that does not depend on its neighbours: a string, or the bytes of an
-    incomplete character. With `byte_level` every id has a piece. Otherwise only special tokens and the byte tokens of a
-    byte fallback (`<0xE2>`) have one, and the rest is None. `special_ids` are left out of the final text; an id outside
-    the vocabulary (a padded embedding row) is not special.
+    incomplete character; `partial` has the latter by id. With `byte_level` every id has a piece. Otherwise only special
+    tokens and the byte tokens of a byte fallback (`<0xE2>`) have one, and the rest is None. `special_ids` are left out
+    of the final text; an id outside the vocabulary (a padded embedding row) is not special.
     """
 
     def __init__(self, tokenizer: Tokenizer, special: Iterable[str] = (), eos_ids: Iterable[int] = ()) -> None:
@@ -42,6 +43,11 @@ class Vocabulary:
         for token_id, one in added.items():
             self.pieces[token_id] = one.content
         self.special_ids = frozenset(added)
+        self.partial = {
+            number: piece
+            for number, piece in enumerate(self.pieces)
+            if isinstance(piece, bytes) and not _is_text(piece)
+        }
         self._max_token_bytes = _max_token_bytes(tokenizer) if self.byte_level else None
         self._missing = [character for character in map(chr, range(0x80)) if character not in self.pieces]
         self.segment_cache = SegmentCache(tokenizer)
@@ -67,11 +73,23 @@ class Vocabulary:
             return text
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
+    def token_bytes(self, ids: Iterable[int]) -> list[TokenBytes]:
+        """The bytes of these ids, of `partial`."""
+        return [TokenBytes(token_id, self.partial[token_id]) for token_id in sorted(ids)]
+
     def _byte_fallback_piece(self, token: str) -> bytes | None:
         """The byte of a byte token such as `<0xE2>`; None for any other token."""
         if self.byte_fallback and _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         return None
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _decoder_types(tokenizer: Tokenizer) -> set[str]:

@@ -28,6 +28,7 @@ from tgi.api.openai_output import (
     finish_reason_json,
     incomplete_tool_call,
     top_n_tokens,
+    with_running_usage,
 )
 from tgi.api.rejected_fields import FieldChecker
 from tgi.api.request_parameters import RequestedSampling, apply_model_defaults, openai_generate_parameters
@@ -51,7 +52,10 @@ class ChatEvents:
         logprobs: bool,
         usage: bool,
         openai_errors: bool = True,
+        running_usage: bool = False,
     ) -> None:
+        """With `running_usage` each event has the usage so far. Without `openai_errors` the events are TGI's, which
+        always have a usage, null before the last."""
         self._generations = generations
         self._openai_errors = openai_errors
         self._visible_texts = [VisibleText() for _ in generations]
@@ -64,6 +68,8 @@ class ChatEvents:
         self._logprobs = logprobs
         self._top_n = generations[0].message.sampling.top_n
         self._usage = TokenUsage(len(generations)) if usage else None
+        self._running_usage = running_usage
+        self._no_usage = ',"usage":null' if usage or not openai_errors else ""
         self._unsent_roles = dict.fromkeys(range(len(generations)), '"role":"assistant"')  # by index of the choice
 
     def opening_events(self) -> list[str]:
@@ -75,7 +81,9 @@ class ChatEvents:
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of some tokens of one choice."""
         logprobs = (
-            [f'{{"content":[{item}]}}' for item in _logprob_items(columns, self._top_n)] if self._logprobs else ()
+            [f'{{"content":[{item}]}}' for item in _logprob_items(self._generations[index], columns, self._top_n)]
+            if self._logprobs
+            else ()
         )
         if columns.parts:
             deltas, logprobs = self._messages[index].deltas(columns, end, logprobs)
@@ -89,6 +97,8 @@ class ChatEvents:
             events.append(
                 self._event(index, delta, logprobs[at] if logprobs else "null", reason if at == last else "null")
             )
+        if self._running_usage:
+            events = with_running_usage(events, self._generations[index], len(columns.texts), self._no_usage)
         if end is not None and self._usage is not None:
             self._usage.add_generation(index, end, self._generations[index].generated_count)
         return events
@@ -107,7 +117,7 @@ class ChatEvents:
             delta = f"{role},{delta}" if delta else role
         return (
             f'{self._choice_starts[index]}{delta}}},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}}}],"usage":null}}\n\n'
+            f'"finish_reason":{reason}}}]{self._no_usage}}}\n\n'
         )
 
 
@@ -123,7 +133,7 @@ def response_json(finished: list[FinishedGeneration], identity: ResponseIdentity
             content, reason = message.members_json(), message.finish_reason_json(end)
         items = "null"
         if logprobs:
-            token_items = _logprob_items(generation.take_tokens(), generation.message.sampling.top_n)
+            token_items = _logprob_items(generation, generation.take_tokens(), generation.message.sampling.top_n)
             items = f'{{"content":[{",".join(token_items)}]}}'
         choices.append(
             f'{{"index":{index},"message":{{"role":"assistant",{content}}},"logprobs":{items},'
@@ -135,19 +145,21 @@ def response_json(finished: list[FinishedGeneration], identity: ResponseIdentity
     )
 
 
-def _logprob_items(columns: TokenColumns, top_n: int) -> list[str]:
-    """Each token with its logprob and the top-n tokens at its position."""
-    items = []
-    for position, (text, logprob) in enumerate(zip(columns.texts, columns.logprobs, strict=True)):
+def _logprob_items(generation: Generation, columns: TokenColumns, top_n: int) -> list[str]:
+    """Each token with its logprob and the top-n tokens at its position. The bytes of a part of a character are its own;
+    its text is what the stream shows for it."""
+
+    def members(token: int, text: str, logprob: float) -> str:
+        data = ",".join(map(str, own.get(token) or text.encode()))
+        return f'"token":{quote(text)},"logprob":{float32_to_json(logprob)},"bytes":[{data}]'
+
+    own, items = generation.partial_tokens, []
+    for position, token in enumerate(zip(columns.ids, columns.texts, columns.logprobs, strict=True)):
         tops = ",".join(
-            f"{{{_token_members(top.text, top.logprob)}}}" for top in top_n_tokens(columns, position, top_n)
+            f"{{{members(top.id, top.text, top.logprob)}}}" for top in top_n_tokens(columns, position, top_n)
         )
-        items.append(f'{{{_token_members(text, logprob)},"top_logprobs":[{tops}]}}')
+        items.append(f'{{{members(*token)},"top_logprobs":[{tops}]}}')
     return items
-
-
-def _token_members(text: str, logprob: float) -> str:
-    return f'"token":{quote(text)},"logprob":{float32_to_json(logprob)},"bytes":[{",".join(map(str, text.encode()))}]'
 
 
 class ChatResource(Resource):
@@ -170,7 +182,9 @@ class ChatResource(Resource):
         )
         if request.stream:
             openai_errors = service.has_openai_errors(req)
-            formatter = ChatEvents(generations, identity, logprobs, request.usage_wanted, openai_errors)
+            formatter = ChatEvents(
+                generations, identity, logprobs, request.usage_wanted, openai_errors, request.running_usage_wanted
+            )
             await stream_generations(service, req, resp, generations, formatter, choices)
             return
         finished = await run_generations(service, req, generations, incomplete_tool_call)

@@ -29,6 +29,7 @@ from tgi.api.openai_output import (
     finish_reason_json,
     top_n_tokens,
     usage_json,
+    with_running_usage,
 )
 from tgi.api.rejected_fields import FieldChecker
 from tgi.api.request_parameters import RequestedSampling, apply_model_defaults, openai_generate_parameters
@@ -36,7 +37,7 @@ from tgi.api.requests import Generation
 from tgi.api.resumption import response_key
 from tgi.api.service import Resource
 from tgi.api.shapes.completions import CompletionRequest
-from tgi.api.token_columns import MAX_ITEMS_PER_TURN, PromptColumns, TokenColumns
+from tgi.api.token_columns import MAX_ITEMS_PER_TURN, PromptColumns, TokenColumns, token_name
 from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, check_rules
 from tgi.microkernel.protocol import End
 
@@ -62,6 +63,7 @@ class CompletionEvents:
         self._offsets = [0] * len(generations)  # characters of text before each choice's next token
         self._prompts = [generation.prompt_columns for generation in generations]  # emptied once sent
         self._top_n = request.logprobs or 0
+        self._running_usage = request.running_usage_wanted
         self._usage = TokenUsage(self._choices)
 
     def opening_events(self) -> list[str]:
@@ -82,6 +84,11 @@ class CompletionEvents:
             f'"finish_reason":null}}],{self._model}}}\n\n'
             for piece, logprobs in zip(pieces, self._logprobs_json(index, columns), strict=True)
         ]
+        if self._running_usage:
+            last = events[-1]
+            events = with_running_usage(events, self._generations[index], len(columns.texts))
+            if end is not None:
+                events[-1] = last  # gets its usage below
         if end is not None:
             generated_count = self._generations[index].generated_count
             self._usage.add_generation(index, end, generated_count)
@@ -112,7 +119,9 @@ class CompletionEvents:
         for position in range(tokens or 1):
             one = slice(position, position + 1)
             prompt_lists = [*_prompt_logprob_lists(self._prompts[index])]
-            logprobs.append(_logprobs_json(columns, one, self._top_n, self._offsets[index], prompt_lists))
+            logprobs.append(
+                _logprobs_json(self._generations[index], columns, one, self._top_n, self._offsets[index], prompt_lists)
+            )
             self._prompts[index] = PromptColumns.empty()
             if tokens:
                 self._offsets[index] += _visible_characters(columns, position)
@@ -135,7 +144,7 @@ async def response_json(
                 prompt_lists.append(lists)
                 await asyncio.sleep(0)
             columns = generation.take_tokens()
-            logprobs = _logprobs_json(columns, slice(None), request.logprobs, len(echo), prompt_lists)
+            logprobs = _logprobs_json(generation, columns, slice(None), request.logprobs, len(echo), prompt_lists)
         choices.append(
             f'{{"index":{index},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
             f'"finish_reason":{finish_reason_json(end)}}}'
@@ -160,7 +169,10 @@ def _prompt_logprob_lists(prompt: PromptColumns) -> Iterator[_LogprobLists]:
     for begin in range(0, len(prompt.ids), MAX_ITEMS_PER_TURN):
         turn = slice(begin, begin + MAX_ITEMS_PER_TURN)
         yield _LogprobLists(
-            tokens=",".join(map(quote, prompt.texts[turn])),
+            tokens=",".join(
+                quote(token_name(text, prompt.partial.get(token)))
+                for token, text in zip(prompt.ids[turn], prompt.texts[turn], strict=True)
+            ),
             token_logprobs=",".join(map(float32_to_json, prompt.logprobs[turn])),
             top_logprobs=",".join(_top_logprobs_json(tops) if tops else "null" for tops in prompt.tops[turn]),
             text_offset=",".join(map(str, prompt.starts[turn])),
@@ -168,17 +180,27 @@ def _prompt_logprob_lists(prompt: PromptColumns) -> Iterator[_LogprobLists]:
 
 
 def _logprobs_json(
-    columns: TokenColumns, selection: slice, top_n: int, offset: int, prompt_lists: Sequence[_LogprobLists]
+    generation: Generation,
+    columns: TokenColumns,
+    selection: slice,
+    top_n: int,
+    offset: int,
+    prompt_lists: Sequence[_LogprobLists],
 ) -> str:
     """The logprobs of the prompt and of the selected tokens, with the top-n tokens at each position. The first
     selected token begins at character `offset` of the text."""
+    partial = generation.partial_tokens
     positions = range(len(columns.texts))[selection]
     offsets = accumulate((_visible_characters(columns, position) for position in positions[:-1]), initial=offset)
-    # The format names tokens by text. Reversed, so that of several with the same text the likeliest is kept.
+    # Reversed, so that of several tokens with the same name the likeliest is kept.
     tops_by_position = [top_n_tokens(columns, position, top_n) for position in positions] if columns.tops else []
-    named_tops = [{top.text: top.logprob for top in reversed(tops)} for tops in tops_by_position]
+    named_tops = [
+        {token_name(top.text, partial.get(top.id)): top.logprob for top in reversed(tops)} for tops in tops_by_position
+    ]
     generated = _LogprobLists(
-        tokens=",".join(quote(columns.texts[position]) for position in positions),
+        tokens=",".join(
+            quote(token_name(columns.texts[position], partial.get(columns.ids[position]))) for position in positions
+        ),
         token_logprobs=",".join(float32_to_json(columns.logprobs[position]) for position in positions),
         top_logprobs=",".join(map(_top_logprobs_json, named_tops)),
         text_offset=",".join(map(str, offsets)),
@@ -254,6 +276,7 @@ class CompletionsResource(Resource):
             hide_stop=not request.include_stop_str_in_output,
             sampling=RequestedSampling.from_openai(request, request.logprobs or 0),
             names=request.names,
+            tells_prompt=request.running_usage_wanted,
             prompt_top_n=request.logprobs if request.echo else None,
             echo=bool(request.echo),
         )

@@ -20,7 +20,7 @@ from tgi.api.routes.info import HealthResource
 from tgi.api.service import Resource, Service
 from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from tgi.api.token_columns import TokenColumns, prefill_json, tokens_json, top_tokens_json
-from tgi.microkernel.protocol import End
+from tgi.microkernel.protocol import End, FinishReason
 
 
 class NativeEvents:
@@ -66,7 +66,7 @@ class NativeEvents:
     def _details_json(self, end: End) -> str:
         generation = self._generation
         return (
-            f'{{"finish_reason":"{end.reason}","generated_tokens":{generation.generated_count},'
+            f'{{"finish_reason":"{_reason(generation, end)}","generated_tokens":{generation.generated_count},'
             f'"seed":{_seed_json(generation)},"input_length":{end.prompt_tokens}}}'
         )
 
@@ -93,7 +93,7 @@ async def _sequence_json(finished: FinishedGeneration, text_prefix: str) -> str:
 async def _details_start(generation: Generation, end: End, columns: TokenColumns) -> str:
     """The object of details up to its tokens, without the closing brace."""
     return (
-        f'{{"finish_reason":"{end.reason}","generated_tokens":{generation.generated_count},'
+        f'{{"finish_reason":"{_reason(generation, end)}","generated_tokens":{generation.generated_count},'
         f'"seed":{_seed_json(generation)},"prefill":{await prefill_json(generation.prompt_columns)},'
         f'"tokens":[{",".join(tokens_json(columns))}]'
     )
@@ -101,6 +101,13 @@ async def _details_start(generation: Generation, end: End, columns: TokenColumns
 
 def _top_tokens_member(columns: TokenColumns) -> str:
     return f',"top_tokens":[{",".join(map(top_tokens_json, columns.tops))}]' if columns.tops else ""
+
+
+def _reason(generation: Generation, end: End) -> str:
+    """TGI's finish reason: `length` also if the last token that is allowed is an end token."""
+    if end.reason == FinishReason.EOS and generation.generated_count == generation.message.max_new_tokens:
+        return FinishReason.LENGTH
+    return end.reason
 
 
 def _seed_json(generation: Generation) -> str:

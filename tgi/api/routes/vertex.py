@@ -5,7 +5,7 @@ from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
 from tgi.api.errors import ApiError
-from tgi.api.generation import PromptInput, acquire_permits, create_generations, run_generations
+from tgi.api.generation import PromptInput, check_count, create_generations, run_generations
 from tgi.api.json_body import JsonBody, UntaggedJsonBody
 from tgi.api.requests import Generation
 from tgi.api.routes.chat import ChatResource, create_chat_generations
@@ -24,13 +24,14 @@ class VertexResource(Resource):
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with the texts, in the order of the instances."""
         request = await self._service.read_generation_body(req, self.body)
+        check_count(self._service, len(request.instances))  # before they are decoded one by one
         instances = [
             self.instance_body.decode(bytes(raw), f"instances[{index}]") for index, raw in enumerate(request.instances)
         ]
         request_metrics.count_request(req)
         if not instances:
             raise errors.no_instances()
-        acquire_permits(self._service, req.context.client, len(instances))  # all or none
+        self._service.router.admission.acquire_permits(req.context.client, len(instances))  # all or none
         generations = [self._create_generation(req, instance) for instance in instances]
         for generation in generations:
             generation.wake_event = generations[0].wake_event  # one task waits for all

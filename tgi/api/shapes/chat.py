@@ -24,13 +24,33 @@ class TextChunk(Struct, tag_field="type", tag="text"):
     text: str
 
 
+class ResponsesTextChunk(Struct, tag_field="type", tag="input_text"):
+    """A part of a user's text, as the Responses protocol names it."""
+
+    text: str
+
+
+class AnswerTextChunk(Struct, tag_field="type", tag="output_text"):
+    """A part of an answer's text, as the Responses protocol names it."""
+
+    text: str
+
+
+class RefusalChunk(Struct, tag_field="type", tag="refusal"):
+    """What an assistant has answered in place of a text."""
+
+    refusal: str
+
+
 class ImageChunk(Struct, tag_field="type", tag="image_url"):
     """An image in a message."""
 
     image_url: Url
 
 
-MessageChunk = Annotated[TextChunk | ImageChunk, Meta(title="MessageChunk")]
+MessageChunk = Annotated[
+    TextChunk | ImageChunk | ResponsesTextChunk | AnswerTextChunk | RefusalChunk, Meta(title="MessageChunk")
+]
 MessageContent = Annotated[str | list[MessageChunk], Meta(title="MessageContent")]
 
 
@@ -75,9 +95,15 @@ class Message(Struct, omit_defaults=True):
     reasoning_content: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ShapeError for a message without text and calls."""
+        """Raises ShapeError for a message without text and calls. Templates know `text` parts alone."""
         if self.content is None and self.tool_calls is None:
             raise ShapeError("data did not match any variant of untagged enum MessageBody")
+        if isinstance(self.content, list):
+            self.content = [
+                part if isinstance(part, TextChunk | ImageChunk)
+                else TextChunk(part.refusal if isinstance(part, RefusalChunk) else part.text)
+                for part in self.content
+            ]  # fmt: skip
 
 
 class FunctionName(Struct):
@@ -149,7 +175,7 @@ class ChatRequest(OpenAiRequest):
     top_logprobs: Annotated[
         UInt32 | None,
         doc(
-            "An integer between 0 and 5 specifying the number of most likely tokens to return at each token position, "
+            "An integer between 0 and 20 specifying the number of most likely tokens to return at each token position, "
             "each with an associated log probability. logprobs must be set to true if this parameter is used.",
             example=5,
         ),

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from tgi.api.shapes.openai import OpenAiRequest
-from tgi.api.shapes.types import Int32, ShapeError, UInt32, doc
+from tgi.api.shapes.types import Int32, ShapeError, UInt32, UInt32OrAbsent, doc
 
 # msgspec allows only one list type in a union; __post_init__ checks that the items of a list have one type.
 Prompt = Annotated[
@@ -19,12 +19,11 @@ class CompletionRequest(OpenAiRequest, kw_only=True):
 
     prompt: Prompt
     max_tokens: Annotated[
-        UInt32 | None,
+        UInt32OrAbsent | None,
         doc(
-            "The maximum number of tokens that can be generated; without it, until the context is full. With `echo` it "
-            "may be 0: the prompt alone comes back.",
+            "The maximum number of tokens that can be generated; without it, or with -1, until the context is full. "
+            "With `echo` it may be 0: the prompt alone comes back.",
             example=32,
-            minimum=0,
         ),
     ] = None
     suffix: Annotated[

@@ -6,7 +6,19 @@ from msgspec import Meta, Struct
 
 from tgi.api.shapes.native import GrammarKind, GrammarType
 from tgi.api.shapes.parameters import NATIVE, OPENAI, OpenAiSamplingFields
-from tgi.api.shapes.types import Float32, Int32, ResponseBody, ShapeError, UInt32, UInt64, check_seed, doc, stop_strings
+from tgi.api.shapes.types import (
+    ABSENT,
+    Float32,
+    Int32,
+    ResponseBody,
+    ShapeError,
+    UInt32,
+    UInt32OrAbsent,
+    UInt64OrAbsent,
+    check_seed,
+    doc,
+    stop_strings,
+)
 
 # Limits on fields that make each decode step of a request slower, or its messages larger.
 MAX_STOP_TOKEN_IDS = 128
@@ -22,18 +34,17 @@ Model = Annotated[
 ]
 
 MaxTokens = Annotated[
-    UInt32 | None,
+    UInt32OrAbsent | None,
     doc(
-        "The maximum number of tokens that can be generated; without it, until the context is full.",
+        "The maximum number of tokens that can be generated; without it, or with -1, until the context is full.",
         example=32,
-        minimum=1,
     ),
 ]
 
 Seed = Annotated[
-    UInt64 | None,
+    UInt64OrAbsent | None,
     doc(
-        "Random sampling seed: the same request with the same seed gives the same tokens.",
+        "Random sampling seed: the same request with the same seed gives the same tokens. -1 counts as absent.",
         example=42,
     ),
 ]
@@ -41,7 +52,7 @@ Seed = Annotated[
 Stop = Annotated[
     list[str] | str | None,
     doc(
-        "Up to 4 sequences where the API will stop generating further tokens.",
+        "Up to 32 sequences where the API will stop generating further tokens.",
         example=["\n\n"],
     ),
 ]
@@ -132,6 +143,9 @@ class StreamOptions(Struct):
             example=True,
         ),
     ] = None
+    continuous_usage_stats: Annotated[
+        bool | None, doc("Whether each chunk has the usage so far, of its prompt and choice.", example=False)
+    ] = None
 
 
 Json = Annotated[
@@ -189,7 +203,7 @@ class OpenAiRequest(OpenAiSamplingFields, kw_only=True):
 
     model: Model = None
     max_tokens: MaxTokens = None
-    max_completion_tokens: Annotated[UInt32 | None, doc("The newer name of `max_tokens`.", minimum=1)] = None
+    max_completion_tokens: Annotated[UInt32OrAbsent | None, doc("The newer name of `max_tokens`.")] = None
     seed: Seed = None
     stop: Stop = None
     stream: Stream = None
@@ -217,6 +231,9 @@ class OpenAiRequest(OpenAiSamplingFields, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
+        for name in ("max_tokens", "max_completion_tokens", "seed"):
+            if getattr(self, name) == ABSENT:
+                setattr(self, name, None)
         check_seed(self.seed)
         check_choice(self.guided_choice, "guided_choice")
 
@@ -268,6 +285,11 @@ class OpenAiRequest(OpenAiSamplingFields, kw_only=True):
     def usage_wanted(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def running_usage_wanted(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 Id = Annotated[str, doc("Unique, and the same in all chunks of an answer")]

@@ -227,6 +227,7 @@ class Chunk(ResponseBody, tag_field="object", tag="text_completion"):
     choices: list[CompletionComplete]
     model: str
     system_fingerprint: str
+    usage: Usage | None = None
 
 
 Completion = Annotated[Any, any_of("Completion", Chunk, CompletionFinal)]

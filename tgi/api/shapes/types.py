@@ -28,6 +28,14 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, extra={"expected": "i32"}
 UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1, extra={"expected": "u32"}, extra_json_schema=_INT32)]
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1, extra={"expected": "usize"})]
 UInt64 = Annotated[int, Meta(ge=0, extra={"expected": "u64"}, extra_json_schema=_INT64)]
+# As which clients of Ollama and llama.cpp send "no limit" and "any seed".
+ABSENT = -1
+UInt32OrAbsent = Annotated[
+    int, Meta(ge=ABSENT, le=2**32 - 1, extra={"expected": "u32"}, extra_json_schema=_INT32 | {"minimum": ABSENT})
+]
+UInt64OrAbsent = Annotated[
+    int, Meta(ge=ABSENT, extra={"expected": "u64"}, extra_json_schema=_INT64 | {"minimum": ABSENT})
+]
 
 
 class ResponseBody(Struct, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from tgi.tokenizer.structured_output.repetition import MAX_REPETITION, regex_repetition, repetition_error
 
@@ -115,6 +115,24 @@ def enforceable_schema(schema: Any) -> dict[str, Any]:
     return {} if read is True else {"anyOf": [False]} if read is False else read
 
 
+# In place of formats of the library that are narrower than their RFC. RFC 4291, 2.2: the last 32 bits of an IPv6
+# address may be written as an IPv4 address.
+_H16 = "[0-9A-Fa-f]{1,4}"
+_IPV4 = r"((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LS32 = f"({_H16}:{_H16}|{_IPV4})"
+_IPV6 = [
+    f"({_H16}:){{6}}{_LS32}",
+    f"::({_H16}:){{5}}{_LS32}",
+    *(f"(({_H16}:){{0,{before}}}{_H16})?::({_H16}:){{{4 - before}}}{_LS32}" for before in range(5)),
+    f"(({_H16}:){{0,5}}{_H16})?::{_H16}",
+    f"(({_H16}:){{0,6}}{_H16})?::",
+]
+FORMAT_PATTERNS = {"ipv6": f"^({'|'.join(_IPV6)})$"}
+
+_LONE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
+_URI_CHARACTERS = "/?%!$&'()*+,;=:@-._~"
+
+
 class _SchemaReader:
     """Checks and copies one schema, from its root down."""
 
@@ -167,6 +185,10 @@ class _SchemaReader:
                 raise SchemaError(f"`{keyword}` must be {keyword_type.description} (at {path})")
             read[keyword] = self._read_value(keyword_type, value, f"{path}/{keyword}", depth + 1)
         self._check_limits(read, path)
+        if read.get("$ref", "").startswith("#/"):
+            read["$ref"] = _escape_reference(read["$ref"])
+        if read.get("format") in FORMAT_PATTERNS:
+            read["allOf"] = [*read.get("allOf", ()), {"pattern": FORMAT_PATTERNS[read.pop("format")]}]
         # The library processes keywords in their order, and would apply these two before a union of later keywords.
         read |= {word: read.pop(word) for word in ("patternProperties", "additionalProperties") if word in read}
         self._schemas[path] = read
@@ -225,6 +247,13 @@ class _SchemaReader:
             raise UnenforceableSchema(
                 f"`minProperties` cannot be enforced beyond the required ones and one more (at {path})"
             )
+
+
+def _escape_reference(reference: str) -> str:
+    """A `$ref` with escapes for the characters that a URI must not have: generators write names of types as they are,
+    `#/$defs/List[int]`."""
+    whole = _LONE_PERCENT.sub("%25", reference)
+    return whole[:1] + quote(whole[1:], safe=_URI_CHARACTERS)
 
 
 def regex_error(regex: str) -> str:
