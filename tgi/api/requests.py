@@ -136,6 +136,7 @@ class Generation(LiveRequest):
         # For token ids the tokenizer sends both before the first token (Prompted), for a chat the length only.
         self.prompt_text = message.inputs
         self.prompt_characters = len(self.prompt_text)
+        self.not_enforced: list[str] = []  # keywords of its schemas; set by Prompted
         self.has_parts = False  # the answer consists of parts (text, reasoning, tool calls); set by Prompted
         # time.perf_counter
         self.arrival_time = time.perf_counter()

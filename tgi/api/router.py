@@ -290,8 +290,10 @@ class Router:
             case Prompted():
                 request = tokenizer.requests.get(message.rid)
                 if isinstance(request, Generation):
-                    request.prompt_text, request.prompt_characters = message.text, message.characters
+                    request.prompt_text = message.text or request.message.inputs
+                    request.prompt_characters = message.characters
                     request.has_parts = message.in_parts
+                    request.not_enforced = message.not_enforced
             case PromptTokens():
                 request = tokenizer.requests.get(message.rid)
                 if isinstance(request, Generation) and request.active:

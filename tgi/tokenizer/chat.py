@@ -43,12 +43,20 @@ SHORT_IDS = "length != 9"
 JsonObject = dict[str, Any]
 
 
+class OfferedTool(NamedTuple):
+    """A tool that the model may call."""
+
+    name: str
+    schema: Any  # JSON schema of the arguments; None: it takes none
+    strict: bool = False  # a keyword of the schema that cannot be enforced is an error
+
+
 class RenderedChat(NamedTuple):
     """The prompt text of a chat, and what its answer may contain."""
 
     text: str
     answer_format: AnswerFormat | None = None  # None: text only
-    tools: list[tuple[str, Any]] = []  # name, and JSON schema of the arguments
+    tools: list[OfferedTool] = []
     call_required: bool = False  # the answer must be a call
     parallel_calls: bool | None = None  # whether several calls are allowed; None: the format's default
 
@@ -75,7 +83,9 @@ class ChatRenderer:
             raise TemplateError("the chat is nested too deeply") from error
 
     def _render(self, chat: JsonObject) -> RenderedChat:
-        tools = [adapt_tool(tool) for tool in _object_list(chat, "tools")] or None
+        given_tools = _object_list(chat, "tools")
+        offered = [_offered_tool(tool) for tool in given_tools]
+        tools = [adapt_tool(tool) for tool in given_tools] or None
         features = self._templates.features(tools is not None)
         template = self._templates.source(tools is not None)
         original_messages = _object_list(chat, "messages")
@@ -100,7 +110,7 @@ class ChatRenderer:
         return RenderedChat(
             text=text,
             answer_format=_answer_format(call_formats, detect_reasoning_tags(template), text, continue_final),
-            tools=[_name_and_schema(tool) for tool in tools or []],
+            tools=offered,
             call_required=chat.get("tool_choice") == "required",
             parallel_calls=chat.get("parallel_tool_calls"),
         )
@@ -169,11 +179,12 @@ def _tool_instructions(
     return f"\n---\n{tool_list}\n{tool_prompt or TOOL_PROMPT}"
 
 
-def _name_and_schema(tool: JsonObject) -> tuple[str, Any]:
+def _offered_tool(tool: JsonObject) -> OfferedTool:
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TemplateError("a tool has no `function` with a `name`")
-    return function["name"], function.get("parameters")
+    schema = _rename_key(function, "parameters", "arguments").get("parameters")
+    return OfferedTool(function["name"], schema, function.get("strict") is True)
 
 
 def _append_to_last(messages: list[JsonObject], text: str) -> None:
@@ -216,10 +227,11 @@ def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, templ
 
 
 def adapt_tool(tool: JsonObject) -> JsonObject:
-    """Moves a tool's schema to the key that templates expect (`parameters`)."""
+    """Moves a tool's schema to the key that templates expect (`parameters`). `strict` is not for the model."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool
+    function = {name: value for name, value in function.items() if name != "strict"}
     return {**tool, "function": _rename_key(function, "parameters", "arguments")}
 
 

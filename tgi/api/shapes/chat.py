@@ -42,6 +42,9 @@ class FunctionDefinition(Struct, omit_defaults=True):
     description: str | None = None
     arguments: Any = UNSET
     parameters: Any = UNSET
+    strict: Annotated[
+        bool | None, doc("Whether a keyword of `parameters` that cannot be enforced is an error, not a hint")
+    ] = None
 
 
 class Tool(Struct):
