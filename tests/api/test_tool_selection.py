@@ -95,6 +95,8 @@ def test_tools_reach_the_tokenizer(front: Front, path: str, kind: type) -> None:
         return received_chat(front, path, kind, **fields)
 
     plain = {"messages": MESSAGES}
+    options = {"reasoning_effort": "none", "verbosity": "low"}
+    assert chat(**options) == {**plain, **options}
     assert chat() == chat(tools=[ADD], tool_choice="none", parallel_tool_calls=True, tool_prompt="Use.") == plain
     assert chat(tools=[ADD]) == chat(tools=[ADD], parallel_tool_calls=None) == {
         **plain, "tools": [ADD], "tool_choice": "auto",

@@ -95,11 +95,9 @@ REJECTED_FIELDS = [
         "reasoning",
         BOTH,
         {
-            "reasoning_effort": (),
             "reasoning": ({},),
             "include_reasoning": (True,),
             "separate_reasoning": (True,),
-            "verbosity": ("medium",),
         },
     ),
     RejectedFields(
@@ -140,6 +138,8 @@ REJECTED_FIELDS = [
             "tool_choice": ("none", "auto"),
             "top_logprobs": (0,),
             "chat_template_kwargs": ({},),
+            "reasoning_effort": ("none",),
+            "verbosity": ("medium",),
         },
     ),
     RejectedFields(
