@@ -42,7 +42,6 @@ def of(**properties: Any) -> dict[str, Any]:
         ({"properties": {"a": 1}}, "tool `f`: grammar is not valid: `properties` must be an object of schemas"),
         ({"type": "string"}, "tool `f`: grammar is not valid: `parameters` must describe an object"),
         ("object", "tool `f`: grammar is not valid: a schema is an object"),
-        ({"properties": {"a": False}, "required": ["a"]}, "tool `f`: cannot compile regex from schema: Unsatisfiable"),
     ],
 )
 def test_unenforceable_parameters(parameters: Any, words: str) -> None:
@@ -75,6 +74,8 @@ HINTS: list[tuple[Any, list[str], list[str], list[str]]] = [
     ({"if": {}, "then": {"type": "null"}, "contains": {}}, ["if", "contains"], ["1"], []),
     ({"const": 2**60}, ["const"], ["1"], []),
     ({"type": "string", "pattern": "(.{0,300}){0,300}"}, ["pattern"], ['"b"'], ["1"]),
+    ({"$dynamicAnchor": "n", "type": "string"}, ["$dynamicAnchor"], ['"b"'], ["1"]),
+    ({"properties": {"c": {"not": {}}}, "required": ["c"], "type": "object"}, ["required"], ["{}"], ['{"c": 1}']),
 ]  # fmt: skip
 
 

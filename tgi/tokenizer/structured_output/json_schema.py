@@ -305,7 +305,11 @@ class _SchemaReader:
         if read.get("multipleOf", 1) > MAX_MULTIPLE:
             text = f"`multipleOf` cannot be enforced beyond {MAX_MULTIPLE}. Given: {read['multipleOf']} (at {path})"
             self._leave_out(read, "multipleOf", path, UnenforceableSchema(text))
-        self._property_count += len(read.get("properties", ()))
+        properties = read.get("properties", {})
+        if self._lenient and any(properties.get(name) is False for name in read.get("required", ())):
+            read["required"] = [name for name in read["required"] if properties.get(name) is not False]
+            self._report(path, "required")
+        self._property_count += len(properties)
         if self._property_count > MAX_PROPERTIES:
             raise UnenforceableSchema(f"`properties` has more than {MAX_PROPERTIES} names in all")
         # A text may repeat a name that is not in `properties`; a client's JSON parser counts it once.
