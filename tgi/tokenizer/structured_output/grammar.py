@@ -72,6 +72,7 @@ IGNORABLE_KEYWORDS = [
     (re.compile("regex|pattern|complex|limit"), {"pattern", "patternProperties"}),
     (re.compile("multipleOf"), {"multipleOf"}),
     (re.compile("dynamicAnchor"), {"$dynamicAnchor"}),
+    (re.compile("dynamicAnchor"), {"$ref"}),
 ]
 # Errors of the library about a schema, and the message that names the keyword behind each.
 _SCHEMA_ERROR_MESSAGES = [

@@ -256,9 +256,7 @@ class _SchemaReader:
                 if text := regex_error(regex):
                     text = f"`{word}` must be a regular expression: {text} (at {path})"
                     self._leave_out_pattern(read, word, regex, path, SchemaError(text))
-                elif text := (
-                    repetition_error(regex_repetition(regex)) or (self._lenient and pattern_error(regex)) or ""
-                ):
+                elif text := repetition_error(regex_repetition(regex)) or pattern_error(regex):
                     text = f"`{word}` cannot be enforced: {text} (at {path})"
                     self._leave_out_pattern(read, word, regex, path, UnenforceableSchema(text))
         if "pattern" in read:

@@ -36,10 +36,12 @@ def regex_error(regex: str) -> str:
 
 
 def pattern_error(regex: str) -> str:
-    """Why the library cannot compile a `pattern`: syntax, or look-around; "" if it can."""
+    """Why the library cannot compile a `pattern`: syntax, or look-around; "" if it can, or if nothing matches it."""
     schema = {"type": "string", "pattern": regex}
     is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(schema))
-    return messages[0] if is_error else ""
+    if not is_error or "Regex is empty" in messages[0]:
+        return ""
+    return messages[0].rpartition("error: ")[2].partition(" in regex /")[0].strip()
 
 
 # The library admits the JSON escapes `\"` and `\\` wherever a set of characters has all control characters without a
