@@ -4,11 +4,14 @@ import json
 import re
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from tests.schemas import validate
@@ -26,7 +29,9 @@ from tgi.tokenizer.structured_output.grammar import (
     GrammarError,
     GrammarValidator,
     _next_set_bit,
+    checked_schema,
 )
+from tgi.tokenizer.structured_output.json_schema import KEYWORD_TYPES, UNENFORCED_KEYWORDS
 from tgi.tokenizer.vocabulary import Vocabulary
 
 NOT_VALID, NOT_ENFORCED = "grammar is not valid: ", "cannot compile regex from schema: "
@@ -288,6 +293,7 @@ EQUIVALENTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"anyOf": [{"not": {}}, {"type": "null"}]}, ["null"], ["1"]),
     ({"properties": {"a": {"not": True}, "b": {"not": False}}}, ["{}", '{"b":1}'], ['{"a":1}']),
     ({"type": "object", "properties": []}, ["{}"], ['{"a":1}']),
+    ({"type": "string", "enum": None, "pattern": None, "items": None, "not": None}, ['"a"'], ["1"]),
 ]  # fmt: skip
 
 
@@ -299,12 +305,30 @@ def test_older_and_equivalent_keywords_are_enforced(
 
 
 def test_unknown_formats_are_annotations(validator: GrammarValidator) -> None:
-    schema = {"properties": {"a/b": {"format": "path"}, "é": {"items": {"format": "binary", "type": "string"}}}}
+    schema = {"properties": {"a/b": {"format": "path"}, "é,#": {"items": {"format": "binary", "type": "string"}}}}
     grammar = validator.validate(json.dumps({"schema": schema}).encode())
-    tells_apart(grammar.text, ['{"a/b":"x","é":["y"]}'], ['{"é":[1]}'])
-    assert grammar.not_enforced == ["#/properties/a~1b/format", "#/properties/%C3%A9/items/format"]
+    tells_apart(grammar.text, ['{"a/b":"x","é,#":["y"]}'], ['{"é,#":[1]}'])
+    assert grammar.not_enforced == ["#/properties/a~1b/format", "#/properties/%C3%A9%2C%23/items/format"]
     text = 'start: %json {"format": "path"}'
     assert validator.validate(json.dumps({"grammar": text}).encode()).not_enforced == ["#/format"]
+
+
+WORDS = sorted(KEYWORD_TYPES.keys() | UNENFORCED_KEYWORDS | {"const", "additionalItems", "unknown"})
+VALUES = st.recursive(
+    st.sampled_from(
+        [None, True, False, 0, -1, 2.5, 1e999, 10**400, "", "#/$defs/a", "#", "(", "string", "a", "\ud800"]
+    ),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from([*WORDS, "a"]), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=1000)
+@given(VALUES, st.booleans(), st.sets(st.sampled_from(["oneOf", "patternProperties", "$ref", "pattern"])))
+def test_any_value_is_a_schema_or_an_error(value: Any, lenient: bool, ignored: set[str]) -> None:
+    with suppress(GrammarError):
+        _, not_enforced = checked_schema(value, lenient, ignored if lenient else ())
+        assert all(pointer.isascii() and pointer.startswith("#/") for pointer in not_enforced)
 
 
 @pytest.mark.parametrize(("schema", "texts", "others"), OBJECTS)

@@ -2,7 +2,6 @@
 
 import json
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
@@ -63,9 +62,10 @@ HINTS: list[tuple[Any, list[str], list[str], list[str]]] = [
     ({"not": {"type": "null"}, "type": ["string", "null"]}, ["not"], ['"b"'], ["1"]),
     ({"type": "word"}, ["type"], ["1", '"b"'], []),
     ({"type": "string", "required": True}, ["required"], ['"b"'], ["1"]),
+    ({"type": "object", "properties": {}, "additionalProperties": 1}, ["additionalProperties"], ['{"x": 1}'], ["1"]),
     ({"oneOf": [{"minimum": 1}, {"maximum": 5}], "type": "number"}, ["oneOf"], ["3", "7"], ['"b"']),
     ({"type": "object", "patternProperties": {"(?=a)": {"type": "null"}, "^b": {"type": "null"}},
-      "additionalProperties": False}, ["patternProperties/%28%3F%3Da%29"], ['{"a": 1}', '{"b": null}'], ['{"b": 1}']),
+      "additionalProperties": False}, ["patternProperties/(?=a)"], ['{"a": 1}', '{"b": null}'], ['{"b": 1}']),
     ({"type": "object", "patternProperties": {"^a": {"type": "null"}, "^ab": {}}, "additionalProperties": False},
      ["patternProperties"], ['{"ab": 1}'], ["1"]),
     ({"$ref": "https://example.com/schema"}, ["$ref"], ["1"], []),
@@ -89,7 +89,7 @@ def test_keywords_that_cannot_be_enforced_are_hints(
     tools = [tool(of(a=schema, b={"enum": [2]}))]
     add = submit_valid_chat(harness, 1, chat(tools, tool_choice="required"))
     (prompted,) = [message for message in harness.received_by(API) if isinstance(message, Prompted)]
-    assert prompted.not_enforced == [f"f#/properties/a/{quote(keyword, safe='/%')}" for keyword in keywords]
+    assert prompted.not_enforced == [f"f#/properties/a/{keyword}" for keyword in keywords]
     for value in valid:
         assert accepts(add, family.write(("f", f'{{"a": {value}, "b": 2}}')), vocabulary), value
         assert not accepts(add, family.write(("f", f'{{"a": {value}, "b": 3}}')), vocabulary), value

@@ -53,7 +53,7 @@ DROPPED_KEYWORDS = {"$schema", "x-guidance"} | INEFFECTIVE_KEYWORDS
 BOUNDS = (("minimum", "exclusiveMinimum", -MAX_INTEGER), ("maximum", "exclusiveMaximum", MAX_INTEGER))
 
 # Without one of these the other keywords would accept less, not more.
-_NEVER_LEFT_OUT = {"properties", "patternProperties", "prefixItems", "additionalProperties", "$defs", "definitions"}
+_NEVER_LEFT_OUT = {"properties", "patternProperties", "prefixItems", "$defs", "definitions"}
 
 
 class SchemaError(Exception):
@@ -80,7 +80,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+    return _is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
 
 
 def _is_type(value: Any) -> bool:
@@ -177,10 +177,13 @@ class _SchemaReader:
         if not self._lenient or keyword in _NEVER_LEFT_OUT:
             raise error
         schema.pop(keyword, None)
+        if keyword == "additionalProperties":
+            schema[keyword] = True
         self._report(path, keyword)
 
     def _report(self, path: str, keyword: str) -> None:
-        self.not_enforced.append(quote(f"{path}/{keyword}", safe="#/~", errors="replace"))
+        pointer = f"{path}/{keyword}".removeprefix("#")
+        self.not_enforced.append("#" + quote(pointer, safe="/~$:@!*()+;=&?", errors="replace"))
 
     def _replace_one_ofs(self, root: Any) -> None:
         """Replaces each `oneOf` whose branches exclude each other by an `anyOf`."""
@@ -338,10 +341,11 @@ def _double_up_to(number: float) -> int:
 
 def _current_keywords(schema: Any, root: Any) -> Any:
     """Writes a schema with the keywords that are enforced, where older drafts and some forms of UNENFORCED_KEYWORDS
-    have an equivalent."""
+    have an equivalent. Null, as some serializers write it, means absent."""
     if isinstance(schema, bool) or not isinstance(schema, dict):
         return schema
-    current = dict(schema)
+    known = KEYWORD_TYPES.keys() | UNENFORCED_KEYWORDS
+    current = {word: value for word, value in schema.items() if value is not None or word not in known}
     for inclusive, exclusive, _ in BOUNDS:
         if isinstance(current.get(exclusive), bool) and current.pop(exclusive) and inclusive in current:  # draft 4
             current[exclusive] = current.pop(inclusive)
@@ -381,7 +385,7 @@ def _replace_property_names(schema: dict[str, Any], root: Any) -> None:
         return
     elif words <= {"enum", "const"} and isinstance(listed, list) and all(isinstance(name, str) for name in listed):
         replaced = {"properties": dict.fromkeys(listed, values), "additionalProperties": False}
-    elif words == {"pattern"}:
+    elif words == {"pattern"} and isinstance(names["pattern"], str):
         replaced = {"patternProperties": {names["pattern"]: values}, "additionalProperties": False}
     elif words <= {"minLength", "maxLength"} and all(_is_count(names[word]) for word in words):
         least, most = int(names.get("minLength", 0)), names.get("maxLength")
@@ -691,10 +695,11 @@ def _resolve_reference(schema: Any, root: Any) -> Any:
     for _ in range(MAX_FOLLOWED_REFERENCES):
         if not (isinstance(schema, dict) and "$ref" in schema):
             return schema
-        if set(schema) - {"$ref", "title", "description", "default"} or not schema["$ref"].startswith("#/"):
+        reference = schema["$ref"]
+        if set(schema) - {"$ref", "title", "description", "default"} or not str(reference).startswith("#/"):
             return None
         found = root
-        for step in unquote(schema["$ref"][2:]).split("/"):
+        for step in unquote(reference[2:]).split("/"):
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
                 found = found[int(name)]
