@@ -297,6 +297,20 @@ EQUIVALENTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
+EQUIVALENTS += [
+    (
+        {"type": "object", "properties": {"x": {"$ref": f"#/$defs/{reference}"}}, "required": ["x"]}
+        | {"$defs": {name: of("n", required=["n"]) | {"description": name}}},
+        ['{"x":{"n":1}}'],
+        ['{"x":{"n":"a"}}', '{"x":1}'],
+    )
+    for name, reference in [
+        ("F[int]", "F[int]"), ("L<s>", "L<s>"), ("a b", "a%20b"), ("a b", "a b"), ("a/b", "a~1b"), ("é", "é"),
+        ("é", "%C3%A9"), ("a%b", "a%25b"), ('q"q', 'q"q'), ("a^b|c", "a^b|c"), ("a#b", "a#b"), ("a\\b", "a\\b"),
+    ]
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("schema", "texts", "others"), EQUIVALENTS)
 def test_older_and_equivalent_keywords_are_enforced(
     validator: GrammarValidator, schema: dict[str, Any], texts: list[str], others: list[str]

@@ -3,6 +3,7 @@
 import json
 import re
 from datetime import date
+from ipaddress import IPv6Address
 from random import Random
 from typing import Any
 
@@ -84,6 +85,21 @@ def test_dates_and_times_exist(pattern: dict[str, str]) -> None:
     assert not any(admits(days, text) or admits(both, f"{text}T12:00:00Z") for text in NO_DATES)
     assert all(admits(times, text) and admits(both, f"2024-02-29T{text}") for text in TIMES)
     assert not any(admits(times, text) or admits(both, f"2024-02-29T{text}") for text in NO_TIMES)
+
+
+GROUPS = st.lists(st.sampled_from(["", "0", "ffff", "1A", "12345", "1.2.3.4", "255.0.0.256"]), min_size=1, max_size=9)
+
+
+@settings(max_examples=300)
+@given(GROUPS)
+def test_ipv6_addresses_are_those_of_ipaddress(groups: list[str]) -> None:
+    matcher = string_matcher({"format": "ipv6"})
+    for text in (":".join(groups), "::" + ":".join(groups), "1:2:3:4:5:6:" + ":".join(groups)):
+        try:
+            valid = bool(IPv6Address(text))
+        except ValueError:
+            valid = False
+        assert admits(matcher, text) == valid, text
 
 
 def exists(text: str) -> bool:

@@ -224,6 +224,8 @@ class _SchemaReader:
         if _is_bounded_number(read):
             self._bounded_numbers.append(read)
         self._has_multiple_of |= "multipleOf" in read
+        if read.get("$ref", "").startswith("#/"):
+            read["$ref"] = "#" + quote(unquote(read["$ref"][1:]), errors="replace")  # the library reads URIs only
         reference = read.get("$ref", "#")
         self._has_resources |= ("$id" in read and depth > 0) or not reference.startswith("#")
         if "$ref" in read and (reference == "#" or reference.startswith("#/")):

@@ -5,7 +5,7 @@ import re
 from llguidance import LLMatcher
 
 # The formats that the library enforces. Any other is an annotation, as JSON Schema says.
-LIBRARY_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+LIBRARY_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "uuid", "uri"})
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -14,9 +14,27 @@ _DATE = (
     rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_H16 = "[0-9a-fA-F]{1,4}"
+_LS32 = rf"(?:{_H16}:{_H16}|{_BYTE}(?:\.{_BYTE}){{3}})"
+# RFC 3986, section 3.2.2: the groups before and after "::", which stands for one or more.
+_IPV6 = "|".join(
+    [
+        f"(?:{_H16}:){{6}}{_LS32}",
+        *(f"(?:(?:{_H16}:){{0,{most}}}{_H16})?::(?:{_H16}:){{{4 - most}}}{_LS32}" for most in range(5)),
+        f"::(?:{_H16}:){{5}}{_LS32}",
+        f"(?:(?:{_H16}:){{0,5}}{_H16})?::{_H16}",
+        f"(?:(?:{_H16}:){{0,6}}{_H16})?::",
+    ]
+)
 # Formats that are written as patterns: the library admits 30 February, the year 0 and leap seconds, which clients
-# cannot parse, and any number of digits in a fraction.
-FORMAT_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+# cannot parse, and any number of digits in a fraction; it lacks IPv6 addresses that end in one of IPv4.
+FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "ipv6": f"^(?:{_IPV6})$",
+}
 
 # Enables the flag `x` of a regular expression, with which white space and comments are ignored.
 _VERBOSE_FLAG = re.compile(r"\(\?[a-zA-Z]*x")
