@@ -145,6 +145,7 @@ def test_tools_together_with_a_grammar(key: str, grammar: Any, answer: str, call
     for call in calls:
         assert parts_of(FAMILIES[call].write(SUN)) == CALLED
     assert not accepts(submit(), "So " + answer, vocabulary)
+    assert accepts(submit(), "\n" + answer, vocabulary) == (key == "thinking")
     assert not accepts(submit(), answer + FAMILIES[key].write(SUN), vocabulary)
     assert not accepts(submit("required"), answer, vocabulary)
     wrong = FAMILIES[calls[0]].write(("weather", '{"city": 1}'))

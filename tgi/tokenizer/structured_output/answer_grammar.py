@@ -280,7 +280,8 @@ class AnswerGrammarWriter:
         if call_required:
             body = f"LEAD ({_alternatives(calls_only)})"
         elif answer:
-            body = f"LEAD ({_alternatives([*calls_only, self._object(answer)])})"
+            lead = "LEAD " if answer_format.reasoning_tags is not None else ""
+            body = f"(LEAD ({_alternatives(calls_only)}) | {lead}{self._object(answer)})"
         else:
             body = self._text_or_calls(answer_format, call_sequences, bare_sequences)
         return self._to_json(self._after_reasoning(answer_format, body, may_end=not (call_required or answer)))
