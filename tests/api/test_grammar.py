@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Front, openai_error
-from tgi.microkernel.protocol import Generate
+from tests.api.conftest import Front, openai_error, two_tokens
+from tgi.microkernel.protocol import Generate, Prompted
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
 NAMED = {"name": "n", "schema": SCHEMA, "strict": True}
@@ -15,6 +15,7 @@ READ = [
     ({"type": "json_object", "value": SCHEMA}, {"schema": SCHEMA}),
     ({"type": "json", "value": "{not json"}, {"schema_text": "{not json"}),
     ({"type": "json_object"}, {"schema": {"type": "object"}}),
+    ({"type": "json_object", "schema": SCHEMA}, {"schema": SCHEMA}),
     ({"type": "json_schema", "value": NAMED}, {"schema": SCHEMA}),
     ({"type": "json_schema", "json_schema": NAMED}, {"schema": SCHEMA}),
     ({"type": "json_schema", "value": {"schema": "{}"}}, {"schema_text": "{}"}),
@@ -187,9 +188,35 @@ def test_grammar_fields_of_another_shape_are_rejected(front: Front, fields: dict
         assert words in json.loads(reply.body)["error"]["message"]
 
 
-def test_a_grammar_together_with_tools_is_rejected(front: Front) -> None:
+def test_a_grammar_reaches_the_tokenizer_together_with_tools(front: Front) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     (path, body), _ = openai_routes({"guided_choice": ["a"], "tools": [tool]})
-    reply = front.post(path, json.dumps(body))
-    assert reply.status == 422
-    assert "Grammar and tools are mutually exclusive" in reply.body.decode()
+    assert front.post(path, json.dumps(body)).status == 200
+    message = front.tokenizers[0].next(Generate)
+    assert json.loads(message.grammar) == {"regex": "a"}
+    assert json.loads(message.chat)["tools"] == [tool]
+
+
+@pytest.mark.parametrize("form", [{"type": "json", "value": SCHEMA}, {"type": "json_object", "value": SCHEMA}])
+def test_schema_next_to_another_value_is_rejected(front: Front, form: dict[str, Any]) -> None:
+    for path, body in routes({**form, "schema": SCHEMA}):
+        reply = front.post(path, json.dumps(body))
+        assert reply.status == 422
+        assert b"only `json_object` without `value` takes `schema`" in reply.body
+
+
+def test_keywords_that_are_not_enforced_are_named_in_a_header(serve: Any) -> None:
+    keywords = ["f#/properties/a/format", "#/format"]
+
+    def answer(message: Generate) -> list[Any]:
+        told = Prompted(message.rid, 3, 1, not_enforced=keywords if message.grammar else [])
+        return [*([told] if message.chat or message.grammar else []), *two_tokens(message)]
+
+    front = serve(answer)
+    for path, body in routes({"type": "json", "value": SCHEMA}):
+        for stream in (False, True):
+            reply = front.post(path, json.dumps(body | ({"stream": stream} if path.startswith("/v1") else {})))
+            assert reply.headers["x-tgi-not-enforced"] == "f#/properties/a/format, #/format"
+            assert int(reply.headers["x-compute-characters"]) == 1
+    for path, body in routes({"type": "text"}):
+        assert "x-tgi-not-enforced" not in front.post(path, json.dumps(body)).headers

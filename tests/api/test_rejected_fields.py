@@ -62,6 +62,19 @@ def test_unknown_names_are_logged_once(caplog: pytest.LogCaptureFixture) -> None
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["'colour'", "'a\\nb'"]
 
 
+def test_unknown_members_of_objects_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    tool = {"type": "function", "strange": 1, "function": {"name": "f", "parameters": {"x": 1}, "strict": True, "o": 1}}
+    form = {"type": "json_schema", "colour": 1, "json_schema": {"name": "n", "schema": {"z": 1}, "strict": True}}
+    options = {"include_usage": True, "include_obfuscation": False, "more": 1}
+    body = {"tools": [tool], "tool_choice": {"function": {"name": "f"}, "also": 1}, "response_format": form}
+    CHECKED[ChatRequest].check(json.dumps({**body, "stream_options": options}).encode())
+    for plain in ({"tool_choice": "auto", "tools": None}, {"tools": [tool] * 3}):
+        CHECKED[ChatRequest].check(json.dumps(plain).encode())
+    (record,) = caplog.records
+    names = ["response_format.colour", "stream_options.more", "tool_choice.also", "tools.function.o", "tools.strange"]
+    assert record.getMessage().rpartition(": ")[2] == ", ".join(map(ascii, names))
+
+
 def test_the_log_of_unknown_names_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     for begin in range(0, 400, 40):
         CHECKED[ChatRequest].check(json.dumps({f"{at:03}" * 1000: 1 for at in range(begin, begin + 40)}).encode())

@@ -49,7 +49,7 @@ def test_tool_choice_selects_tools(choice: object, names: list[str], must: bool)
     assert ([tool.function.name for tool in found.tools], found.required) == (names, must)
 
 
-@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": None}, {"tools": [], "tool_choice": "required"}])
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": None}, {"tools": [], "tool_choice": "auto"}])
 def test_no_tools(fields: dict[str, object]) -> None:
     assert not selection(**fields).tools
 
@@ -69,11 +69,9 @@ FORM = {"type": "json_object"}
         ({"tools": [ADD], "tool_choice": ["add", "mul"]}, "Tool with name mul not found"),
         ({"tools": [ADD], "tool_choice": allowed("auto", {"function": {"name": "m"}})}, "Tool with name m not found"),
         ({"tools": [ADD], "tool_choice": allowed("auto")}, "`tool_choice` names no tool"),
-        ({"tools": [], "response_format": FORM}, "Grammar and tools are mutually exclusive"),
-        (
-            {"tools": [ADD], "response_format": FORM, "tool_choice": "mul"},
-            "Grammar and tools are mutually exclusive",
-        ),
+        ({"tools": [ADD], "response_format": FORM, "tool_choice": "mul"}, "Tool with name mul not found"),
+        ({"tool_choice": "required"}, "`tool_choice` is `required`, but `tools` has none"),
+        ({"tools": [], "tool_choice": "required"}, "`tool_choice` is `required`, but `tools` has none"),
         ({"tools": [ADD, SUB, ADD]}, "Tool names must be unique. Given twice: add"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "a tool needs a name"),
     ],
@@ -97,6 +95,8 @@ def test_tools_reach_the_tokenizer(front: Front, path: str, kind: type) -> None:
         return received_chat(front, path, kind, **fields)
 
     plain = {"messages": MESSAGES}
+    options = {"reasoning_effort": "none", "verbosity": "low"}
+    assert chat(**options) == {**plain, **options}
     assert chat() == chat(tools=[ADD], tool_choice="none", parallel_tool_calls=True, tool_prompt="Use.") == plain
     assert chat(tools=[ADD]) == chat(tools=[ADD], parallel_tool_calls=None) == {
         **plain, "tools": [ADD], "tool_choice": "auto",

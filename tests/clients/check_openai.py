@@ -318,11 +318,12 @@ def test_completion_of_token_ids_and_a_score(client: OpenAI) -> None:
 
 def test_unsupported_fields_are_rejected_by_name(client: OpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError) as refusal:
-        client.chat.completions.create(messages=MESSAGES, reasoning_effort="low", **GREEDY)
-    assert "`reasoning_effort` is not supported by this server" in refusal.value.response.text
+        client.chat.completions.create(messages=MESSAGES, modalities=["audio"], **GREEDY)
+    assert "`modalities` is not supported by this server" in refusal.value.response.text
     client.chat.completions.create(
         messages=MESSAGES, user="u", store=False, service_tier="auto", extra_body={"colour": "red"}, **GREEDY
     )
+    client.chat.completions.create(messages=MESSAGES, reasoning_effort="low", verbosity="low", **GREEDY)
 
 
 # Models

@@ -3,9 +3,10 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
@@ -155,8 +156,24 @@ def test_a_call_that_is_cut_off(client: OpenAI, whole: ChatCompletion) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+class Capital(pydantic.BaseModel):
+    """What an answer without calls is parsed as."""
+
+    city: Literal["Paris", "Rome"]
+
+
+def test_tools_together_with_a_response_format(client: OpenAI) -> None:
+    for seed in range(4):
+        answer = client.chat.completions.parse(**ASK | {"temperature": 1}, seed=seed, response_format=Capital)
+        message = answer.choices[0].message
+        assert (message.parsed is None) == bool(message.tool_calls)
+        if message.tool_calls:
+            called(message)
+
+
 def test_invalid_tools_are_rejected(client: OpenAI) -> None:
-    for wrong in ({"tool_choice": "fly"}, {"tools": [*TOOLS, TOOLS[0]]}, {"response_format": {"type": "json_object"}}):
+    no_tools: dict[str, Any] = {"tools": [], "tool_choice": "required"}
+    for wrong in ({"tool_choice": "fly"}, {"tools": [*TOOLS, TOOLS[0]]}, no_tools):
         with pytest.raises(openai.UnprocessableEntityError) as refusal:
             client.chat.completions.create(**ASK | wrong)
         assert "Tool error: " in str(refusal.value)

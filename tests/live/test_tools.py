@@ -125,8 +125,13 @@ def test_the_result_of_a_call_is_part_of_the_next_prompt(server: Server) -> None
     assert whole(server, messages=turns, parallel_tool_calls=False) is not None
 
 
-def test_schemas_that_cannot_be_enforced_are_rejected(server: Server) -> None:
-    wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
-    answer = server.client.post("/v1/chat/completions", json=REQUEST | {"tools": [*TOOLS, wrong]})
-    assert answer.status_code == 422
-    assert "`not`" in answer.json()["error"]["message"]
+@pytest.mark.parametrize("stream", [False, True])
+def test_keywords_that_cannot_be_enforced_are_hints_unless_a_tool_is_strict(server: Server, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    for strict, status in ((False, 200), (True, 422)):
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+        body = REQUEST | {"tools": [*TOOLS, tool], "stream": stream}
+        answer = server.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == status
+        assert answer.headers.get("x-tgi-not-enforced") == (None if strict else "f#/properties/a/uniqueItems")
+        assert not strict or "`uniqueItems`" in answer.json()["error"]["message"]

@@ -44,7 +44,7 @@ from tgi.tokenizer.encoder import PromptEncoder
 from tgi.tokenizer.encoding_jobs import THREADS, EncodingJob, EncodingQueue, ExecutorName
 from tgi.tokenizer.pool import TokenizerPool
 from tgi.tokenizer.resumable_streams import ResumableStreams
-from tgi.tokenizer.structured_output.grammar import GrammarError
+from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError
 from tgi.worker.engine.loop import WorkerLoop
 from tgi.worker.fake_worker.fake_worker import FakeWorker
 from tgi.worker.lora.registry import load_adapters
@@ -591,11 +591,11 @@ class CheckedPool(TokenizerPool):
         return messages
 
 
-def build_grammar(grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool]) -> str:
+def build_grammar(grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool]) -> CheckedGrammar:
     """Stands for GrammarCompiler.build. The worker's form of a grammar is its text; INVALID_GRAMMAR is rejected."""
     if grammar == INVALID_GRAMMAR:
         raise GrammarError("the grammar is invalid")
-    return f"compiled {grammar.decode()}"
+    return CheckedGrammar(f"compiled {grammar.decode()}")
 
 
 class MortalEncoder(PromptEncoder):

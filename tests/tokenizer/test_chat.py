@@ -195,3 +195,102 @@ def test_tokenize_chat_returns_offsets_into_its_text() -> None:
     assert unpack_int32(tokenized.token_ids) == ids_of(WRITTEN)
     assert unpack_int32(tokenized.byte_stops)[-1] == len(WRITTEN.encode())
     assert unpack_int32(tokenized.token_ids)[0] in byte_level().special_ids
+
+
+CALLING = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "w", "arguments": "{}"}}],
+}
+# How published templates tell a message with calls.
+NONE_TESTS = [
+    "m['content'] is none",
+    "m.content == none",
+    "c is none",
+    "m['content'] is not defined or m.content is none",
+]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+@pytest.mark.parametrize("test", NONE_TESTS)
+@pytest.mark.parametrize("joined", ["m['role'] + m['content']", "m['role'] }}{{ m['content']"])
+def test_absent_content_is_none_for_templates_that_test_it(content: dict[str, Any], test: str, joined: str) -> None:
+    template = (
+        "{% for m in messages %}{% set c = m.content %}{% if m.role == 'assistant' and (" + test + ") %}"
+        "<call>{{ m['tool_calls'][0]['function']['name'] }}</call>{% else %}{{ " + joined + " }}{% endif %}{% endfor %}"
+    )
+    assert text(template, HI, CALLING | content) == "userHi<call>w</call>"
+
+
+def test_absent_content_stays_absent_for_other_templates() -> None:
+    template = "{% for m in messages %}{{ 'content' in m }} {{ m.x is none }}|{% endfor %}"
+    assert text(template + "{{ messages[0].tool_calls }}", HI, CALLING | {"content": None}).startswith(
+        "True False|False"
+    )
+    joined = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    assert text(joined, HI, {"role": "assistant", "content": None, "tool_calls": []}) == "userHiassistant"
+
+
+def test_only_a_test_of_the_content_tells_whether_it_may_be_a_string(caplog: pytest.LogCaptureFixture) -> None:
+    calls = "{% for t in m.tool_calls or [] %}{% if t.function.arguments is string %}{{ t }}{% endif %}{% endfor %}"
+    assert text(LOOPS[0].removesuffix("{% endfor %}") + calls + "{% endfor %}", HI) == "Hi|"
+    assert not caplog.records
+
+
+def test_a_template_that_leaves_a_text_out_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    chats = ChatRenderer(
+        ChatTemplates({"default": "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"}, {})
+    )
+    for messages in ([HI], [{"role": "system", "content": "Be brief."}, HI], [{"role": "system", "content": "x"}]):
+        chats.render_chat(json.dumps({"messages": messages}).encode())
+    (record,) = caplog.records
+    assert record.getMessage() == "the chat template leaves out the text of a message with the role 'system'"
+    kept = {"role": "assistant", "content": "<think>Hm</think>\n Yes \n"}
+    text(
+        "<think>{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }} {% endfor %}",
+        kept,
+        parts("a ", "b"),
+    )
+    text("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", {"role": "tool", "content": 'a "b"\n'})
+    assert len(caplog.records) == 1
+
+
+def test_developer_is_system_unless_the_template_names_it() -> None:
+    message = {"role": "developer", "content": "Be brief."}
+    assert text(PLAIN, message, HI).startswith("<system>Be brief.\n<user>")
+    assert text(PLAIN + "{# developer #}", message, HI).startswith("<developer>Be brief.\n<user>")
+
+
+def test_reasoning_is_another_name_of_reasoning_content() -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
+    answer = {"role": "assistant", "content": "Yes", "reasoning": "Hm"}
+    assert text(template, answer, HI) == "Hm"
+    assert text(template, answer | {"reasoning_content": "So"}, HI) == "So"
+
+
+BODY = "{% for m in messages %}{{ m.content }}{% endfor %}"
+SWITCH = BODY + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "prompt"),
+    [
+        (BODY, {"reasoning_effort": "none", "verbosity": "low"}, "Hi"),
+        (BODY, {"reasoning_effort": "high"}, "Hi"),
+        (BODY + "{{ reasoning_effort }}{{ verbosity }}", {"reasoning_effort": "high", "verbosity": "low"}, "Hihighlow"),
+        (BODY + "{{ reasoning_effort or 'medium' }}", {}, "Himedium"),
+        (
+            BODY + "{{ reasoning_effort }}",
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "x"}},
+            "Hix",
+        ),
+        (SWITCH, {"reasoning_effort": "none"}, "Hi<think></think>"),
+        (SWITCH, {"reasoning_effort": "high"}, "Hi"),
+        (SWITCH, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "Hi"),
+        (BODY + "{% if thinking %}<think>{% else %}</think>{% endif %}", {"reasoning_effort": "none"}, "Hi</think>"),
+        (BODY + "<think>\n", {"reasoning_effort": "none"}, "Hi<think>\n\n</think>\n\n"),
+        (BODY + "<think>\n", {"reasoning_effort": "low"}, "Hi<think>"),
+        (BODY + "{# </think> #}", {"reasoning_effort": "none"}, "Hi<think>\n\n</think>\n\n"),
+    ],
+)
+def test_reasoning_effort_and_verbosity(template: str, fields: dict[str, Any], prompt: str) -> None:
+    assert text(template, HI, **fields) == prompt

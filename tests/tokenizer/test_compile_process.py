@@ -14,17 +14,18 @@ import pytest
 from tests.tokenizer.test_repetition import REJECTED
 from tgi.hub.model_config import read_model_config
 from tgi.tokenizer.answer_formats import FALLBACK_FORMATS, TOOL_CALL_FORMATS, AnswerFormat, ReasoningTags
-from tgi.tokenizer.chat import RenderedChat
+from tgi.tokenizer.chat import OfferedTool, RenderedChat
 from tgi.tokenizer.structured_output import compile_process
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
 from tgi.tokenizer.structured_output.compile_process import MAX_CHILDREN, GrammarCompiler
-from tgi.tokenizer.structured_output.grammar import GrammarError
+from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError
 from tgi.tokenizer.vocabulary import Vocabulary
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 # Takes minutes: the library's limits count other steps than those that it needs.
 ENDLESS = {"schema": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}}
-TOOLS = [("weather", {"type": "object", "properties": {"town": {"type": "string"}}}), ("none", None)]
+TOWN = {"type": "object", "properties": {"town": {"type": "string", "format": "town"}}}
+TOOLS = [OfferedTool("weather", TOWN), OfferedTool("none", None, True)]
 CHATS = [
     None,
     RenderedChat("text"),
@@ -70,17 +71,17 @@ def test_results_are_those_of_the_builder(compiler: GrammarCompiler, tiny_llama:
 
 
 def test_a_child_that_is_killed_is_replaced(compiler: GrammarCompiler, others: set[psutil.Process]) -> None:
-    assert compiler.build(as_json({"schema": SCHEMA}), None)
+    assert compiler.build(as_json({"schema": SCHEMA}), None).text
     for child in {*psutil.Process().children()} - others:
         child.kill()
-    assert compiler.build(as_json({"schema": SCHEMA}), None)
+    assert compiler.build(as_json({"schema": SCHEMA}), None).text
 
 
 def test_a_compilation_beyond_the_limit_is_ended_and_the_next_one_served(tiny_llama: Path) -> None:
     compiler = GrammarCompiler(tiny_llama, 0.3)
     for _ in range(2):
         assert "takes more than 0.3 seconds of computation" in outcome(compiler.build, as_json(ENDLESS), None)
-        assert compiler.build(as_json({"schema": SCHEMA}), None)
+        assert compiler.build(as_json({"schema": SCHEMA}), None).text
     compiler.close()
 
 
@@ -97,19 +98,19 @@ def test_a_long_compilation_ends_when_its_client_has_left(compiler: GrammarCompi
     left.set()
     build.join(60)
     assert not build.is_alive()
-    assert compiler.build(as_json({"schema": SCHEMA}), None)
+    assert compiler.build(as_json({"schema": SCHEMA}), None).text
 
 
 def test_a_stopped_child_is_replaced_when_its_client_has_left(compiler: GrammarCompiler) -> None:
     """Also one that has read only a part of a large grammar."""
     large = as_json({"schema": {"type": "object", "properties": {"a" * 200_000: {"type": "integer"}}}})
-    assert compiler.build(as_json({"schema": SCHEMA}), None)
+    assert compiler.build(as_json({"schema": SCHEMA}), None).text
     stopped = compiler._idle[-1]._process
     stopped.send_signal(signal.SIGSTOP)
     asked = iter([True])
-    assert compiler.build(large, None, lambda: next(asked, False)) == ""
+    assert compiler.build(large, None, lambda: next(asked, False)) == CheckedGrammar()
     assert stopped.poll() == -signal.SIGKILL
-    assert compiler.build(large, None)
+    assert compiler.build(large, None).text
 
 
 def test_a_child_without_memory_fails_its_request_only(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +127,13 @@ def test_a_child_without_memory_fails_its_request_only(tiny_llama: Path, monkeyp
         patch.setattr(compile_process, "_Child", DyingChild)
         assert "the process that compiles it has died" in outcome(compiler.build, as_json({"schema": SCHEMA}), None)
     assert len(starts) > 1
-    assert compiler.build(as_json({"schema": SCHEMA}), None)
+    assert compiler.build(as_json({"schema": SCHEMA}), None).text
     compiler.close()
 
 
 def test_children_end_with_their_parent(tiny_llama: Path) -> None:
     compiler = GrammarCompiler(tiny_llama, 20.0)
-    assert compiler.build(as_json({"regex": "a"}), None)
+    assert compiler.build(as_json({"regex": "a"}), None).text
     child = compiler._idle[-1]
     child._stdin.close()  # as the kernel does when the parent dies
     assert child._process.wait(60) == 0
@@ -142,7 +143,7 @@ def test_children_end_with_their_parent(tiny_llama: Path) -> None:
 def test_the_number_of_children_is_bounded(tiny_llama: Path, others: set[psutil.Process]) -> None:
     compiler = GrammarCompiler(tiny_llama, 20.0)
     with ThreadPoolExecutor(MAX_CHILDREN) as pool:
-        assert all(pool.map(lambda n: compiler.build(as_json({"regex": f"a{n}"}), None), range(20)))
+        assert all(pool.map(lambda n: compiler.build(as_json({"regex": f"a{n}"}), None).text, range(20)))
     assert len({*psutil.Process().children()} - others) == MAX_CHILDREN
     compiler.close()
     assert not {*psutil.Process().children()} - others

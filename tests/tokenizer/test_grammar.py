@@ -4,11 +4,14 @@ import json
 import re
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from tests.schemas import validate
@@ -26,7 +29,9 @@ from tgi.tokenizer.structured_output.grammar import (
     GrammarError,
     GrammarValidator,
     _next_set_bit,
+    checked_schema,
 )
+from tgi.tokenizer.structured_output.json_schema import KEYWORD_TYPES, UNENFORCED_KEYWORDS
 from tgi.tokenizer.vocabulary import Vocabulary
 
 NOT_VALID, NOT_ENFORCED = "grammar is not valid: ", "cannot compile regex from schema: "
@@ -41,7 +46,7 @@ def validator() -> GrammarValidator:
 
 
 def read(validator: GrammarValidator, **grammar: Any) -> str:
-    return validator.validate(json.dumps(grammar).encode())
+    return validator.validate(json.dumps(grammar).encode()).text
 
 
 def refusal(validator: GrammarValidator, **grammar: Any) -> str:
@@ -83,7 +88,9 @@ def test_schemas_that_are_accepted(validator: GrammarValidator, schema: dict[str
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"not": {}}, "`not` cannot be enforced (at #)"),
+        ({"not": {"type": "null"}}, "`not` cannot be enforced (at #)"),
+        ({"propertyNames": {"format": "uri"}}, "`propertyNames` cannot be enforced (at #)"),
+        ({"not": {}}, "schema is false"),
         (
             {"properties": {"a": {"items": {"uniqueItems": True}}}},
             "`uniqueItems` cannot be enforced (at #/properties/a",
@@ -94,8 +101,11 @@ def test_schemas_that_are_accepted(validator: GrammarValidator, schema: dict[str
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "`oneOf` cannot be enforced where its branches may"),
         ({"oneOf": [CAT, CAT]}, "`oneOf`"),
         ({"oneOf": [{"$ref": "#"}, {"$ref": "#"}]}, "`oneOf`"),
-        ({"type": "string", "format": "colour"}, "`format` colour cannot be enforced"),
-        ({"type": "string", "pattern": "(?=a)"}, "`pattern` cannot be enforced: "),
+        ({"type": "string", "pattern": "(?=a)[^a]"}, "`pattern` cannot be enforced: look-around, including"),
+        (
+            {"type": "string", "pattern": "a$b"},
+            "`pattern` cannot be enforced: lookarounds not supported yet; End (at #)",
+        ),
         ({"patternProperties": {"^a": {}, "^ab": {}}}, "`patternProperties` cannot be enforced"),
         ({"minProperties": 3}, "`minProperties` cannot be enforced"),
         ({"const": 2**60}, "`const` cannot be enforced with numbers beyond 2^53"),
@@ -103,7 +113,8 @@ def test_schemas_that_are_accepted(validator: GrammarValidator, schema: dict[str
         ({"$ref": "#/nowhere"}, "`$ref` leads to no schema that was read: #/nowhere"),
         ({"$ref": "#"}, "no text that this model's tokens can write matches it"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
-        ({"x-guidance": {"lenient": True}, "not": {}}, "`not`"),
+        ({"x-guidance": {"lenient": True}, "not": {"type": "null"}}, "`not`"),
+        ({"type": "integer", "minimum": 2**64}, "`minimum` cannot be enforced beyond 9223372036854774784 (at #)"),
     ],
 )
 def test_schemas_that_cannot_be_enforced(validator: GrammarValidator, schema: Any, words: str) -> None:
@@ -118,8 +129,8 @@ def test_schemas_that_cannot_be_enforced(validator: GrammarValidator, schema: An
         ({"type": "text"}, "`type` must be the name of a type, or a list of such (at #)"),
         ({"properties": {"a": {"minLength": "3"}}}, "`minLength` must be a whole number >= 0 (at #/properties/a)"),
         ({"required": "a"}, "`required` must be a list of strings"),
-        ({"items": [{}]}, "`items` must be a schema"),
-        ({"exclusiveMinimum": True}, "`exclusiveMinimum` must be a number"),
+        ({"items": 1}, "`items` must be a schema"),
+        ({"exclusiveMinimum": "1"}, "`exclusiveMinimum` must be a number"),
         ({"enum": []}, "`enum` must be a list, and not empty"),
         ({"anyOf": {}}, "`anyOf` must be a list of schemas"),
         ({"properties": {"a": 1}}, "`properties` must be an object of schemas"),
@@ -270,6 +281,87 @@ OBJECTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"oneOf": [TO_A, of("b", required=["b"])]} | A, ['{"a":1}', '{"b":1}'], ['{"a":1,"b":1}']),
     ({"$ref": "#/$defs/N", "$defs": {"N": NODE}}, ['{"v":{"q":1},"next":{"next":{}}}'], ['{"next":{"w":1}}']),
 ]  # fmt: skip
+
+
+LOW, HIGH = -(2**63), 2**63 - 1
+COLOURS = {"$defs": {"C": {"enum": ["red", "blue"]}}}
+# Keywords of older drafts, and forms of others that have an equivalent.
+EQUIVALENTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"items": [{"type": "integer"}, {"type": "null"}]}, ["[]", "[1,null]", '[1,null,"x"]'], ["[null]", "[1,1]"]),
+    ({"items": [{"type": "integer"}], "additionalItems": False, "minItems": 1}, ["[1]"], ["[]", "[1,1]", '["a"]']),
+    ({"items": [{"type": "integer"}], "additionalItems": {"type": "null"}}, ["[1,null]"], ["[1,1]"]),
+    ({"type": "array", "items": []}, ["[]", '[1,"a"]'], ["1"]),
+    ({"items": {"type": "integer"}, "additionalItems": False}, ["[1,2]"], ['["a"]']),
+    ({"type": "integer", "minimum": 0, "exclusiveMinimum": True, "maximum": 9, "exclusiveMaximum": False},
+     ["1", "9"], ["0", "10"]),
+    ({"type": "integer", "exclusiveMinimum": True}, ["-5"], ["1.5"]),
+    ({"type": "integer", "minimum": LOW, "maximum": HIGH}, ["-9223372036854774784", "9223372036854774784", "0"],
+     ["9223372036854775808", "-9223372036854775809"]),
+    ({"type": "integer", "minimum": 2**53 + 3, "exclusiveMaximum": 2**63}, [str(2**53 + 4)], [str(2**53 + 2), "7"]),
+    ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["0"], ["-1", str(2**64)]),
+    ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, ["0.5", "-3"], ["x"]),
+    ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "null"}}, ['{"a":null}'], ['{"a":1}']),
+    ({"propertyNames": True, "type": "object"}, ['{"a":1}'], []),
+    ({"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}, "required": ["b"]},
+     ['{"a":null,"b":null}', '{"b":null}'], ['{"a":null}', '{"b":1}', '{"c":null}']),
+    ({"propertyNames": {"$ref": "#/$defs/C"}} | COLOURS, ['{"red":1}', "{}"], ['{"green":1}']),
+    ({"propertyNames": {"const": "a"}}, ['{"a":1}'], ['{"b":1}']),
+    ({"propertyNames": {"pattern": "^[a-c]+$"}, "additionalProperties": {"type": "null"}}, ['{"ab":null}', "{}"],
+     ['{"ab":1}', '{"d":null}']),
+    ({"propertyNames": {"minLength": 2, "maxLength": 3}}, ['{"ab":1,"abc":2}'], ['{"a":1}', '{"abcd":1}']),
+    ({"anyOf": [{"not": {}}, {"type": "null"}]}, ["null"], ["1"]),
+    ({"properties": {"a": {"not": True}, "b": {"not": False}}}, ["{}", '{"b":1}'], ['{"a":1}']),
+    ({"type": "object", "properties": []}, ["{}"], ['{"a":1}']),
+    ({"type": "string", "enum": None, "pattern": None, "items": None, "not": None}, ['"a"'], ["1"]),
+]  # fmt: skip
+
+
+EQUIVALENTS += [
+    (
+        {"type": "object", "properties": {"x": {"$ref": f"#/$defs/{reference}"}}, "required": ["x"]}
+        | {"$defs": {name: of("n", required=["n"]) | {"description": name}}},
+        ['{"x":{"n":1}}'],
+        ['{"x":{"n":"a"}}', '{"x":1}'],
+    )
+    for name, reference in [
+        ("F[int]", "F[int]"), ("L<s>", "L<s>"), ("a b", "a%20b"), ("a b", "a b"), ("a/b", "a~1b"), ("é", "é"),
+        ("é", "%C3%A9"), ("a%b", "a%25b"), ('q"q', 'q"q'), ("a^b|c", "a^b|c"), ("a#b", "a#b"), ("a\\b", "a\\b"),
+    ]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "texts", "others"), EQUIVALENTS)
+def test_older_and_equivalent_keywords_are_enforced(
+    validator: GrammarValidator, schema: dict[str, Any], texts: list[str], others: list[str]
+) -> None:
+    tells_apart(read(validator, schema=schema), texts, others)
+
+
+def test_unknown_formats_are_annotations(validator: GrammarValidator) -> None:
+    schema = {"properties": {"a/b": {"format": "path"}, "é,#": {"items": {"format": "binary", "type": "string"}}}}
+    grammar = validator.validate(json.dumps({"schema": schema}).encode())
+    tells_apart(grammar.text, ['{"a/b":"x","é,#":["y"]}'], ['{"é,#":[1]}'])
+    assert grammar.not_enforced == ["#/properties/a~1b/format", "#/properties/%C3%A9%2C%23/items/format"]
+    text = 'start: %json {"format": "path"}'
+    assert validator.validate(json.dumps({"grammar": text}).encode()).not_enforced == ["#/format"]
+
+
+WORDS = sorted(KEYWORD_TYPES.keys() | UNENFORCED_KEYWORDS | {"const", "additionalItems", "unknown"})
+VALUES = st.recursive(
+    st.sampled_from(
+        [None, True, False, 0, -1, 2.5, 1e999, 10**400, "", "#/$defs/a", "#", "(", "string", "a", "\ud800"]
+    ),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from([*WORDS, "a"]), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=1000)
+@given(VALUES, st.booleans(), st.sets(st.sampled_from(["oneOf", "patternProperties", "$ref", "pattern"])))
+def test_any_value_is_a_schema_or_an_error(value: Any, lenient: bool, ignored: set[str]) -> None:
+    with suppress(GrammarError):
+        _, not_enforced = checked_schema(value, lenient, ignored if lenient else ())
+        assert all(pointer.isascii() and pointer.startswith("#/") for pointer in not_enforced)
 
 
 @pytest.mark.parametrize(("schema", "texts", "others"), OBJECTS)
@@ -609,7 +701,7 @@ def test_grammar_is_sent_in_sampling_params() -> None:
 
 def test_rejected_grammar_ends_its_request() -> None:
     harness = PoolHarness()
-    asks(harness, 1, {"schema": {"not": {}}})
+    asks(harness, 1, {"schema": {"not": {"type": "null"}}})
     assert harness.received_by(harness.scheduler) == []
     (end,) = end_messages(harness.received_by(API))
     assert (end.rid, end.reason) == (1, FinishReason.INVALID)

@@ -23,8 +23,8 @@ WALKS = 3
 LONGEST = 100  # tokens of a random text; longer ones are not evaluated
 # Keywords that are always rejected: the error of each case names the keyword.
 NEVER = {
-    "contains", "defs", "dependentRequired", "dependentSchemas", "dynamicRef", "not", "propertyNames", "refRemote",
-    "unevaluatedItems", "unevaluatedProperties",
+    "contains", "defs", "dependentRequired", "dependentSchemas", "dynamicRef", "refRemote", "unevaluatedItems",
+    "unevaluatedProperties",
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ class Judge:
         self.table: LLTokenizer = token_table(read_tokenizer(config), [self.eos], 0)
 
     def matcher(self, schema: Any) -> LLMatcher:
-        return new_matcher(self.table, self.validator.validate(json.dumps({"schema": schema}).encode()))
+        return new_matcher(self.table, self.validator.validate(json.dumps({"schema": schema}).encode()).text)
 
     def accepts(self, start: LLMatcher, value: Any) -> bool:
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)

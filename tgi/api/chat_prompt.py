@@ -16,16 +16,16 @@ class ToolSelection(NamedTuple):
 
     @classmethod
     def from_request(cls, request: ChatRequest) -> "ToolSelection":
-        """Applies `tool_choice` to `tools`. Raises ApiError: 422 for invalid tools, an unknown tool, or tools together
-        with a grammar."""
-        if request.tools is not None and request.constraints:
-            raise errors.tool_error("Grammar and tools are mutually exclusive", next(iter(request.constraints)))
+        """Applies `tool_choice` to `tools`. Raises ApiError: 422 for invalid tools, an unknown tool, or a choice that
+        needs tools without them."""
         tools = request.tools or []
         match request.tool_choice:
             case "none":
                 return cls()
             case None | "auto":
                 selection = cls(tools)
+            case "required" if not tools:
+                raise errors.tool_error("`tool_choice` is `required`, but `tools` has none", "tool_choice")
             case "required":
                 selection = cls(tools, required=True)
             case ToolChoiceObject(type="allowed_tools", allowed_tools=allowed) if allowed is not None:

@@ -238,8 +238,16 @@ def set_result_headers(
             "x-time-per-token": f"{timings.per_token * 1e3:.0f}",
             "x-prompt-tokens": str(sum(end.prompt_tokens for _, end in finished[::choices])),
             "x-generated-tokens": str(sum(generation.generated_count for generation, _ in finished)),
+            **_not_enforced_header([generation for generation, _ in finished]),
         }
     )
+
+
+def _not_enforced_header(generations: Sequence[Generation]) -> dict[str, str]:
+    """The header that names the keywords of the request's schemas that are not enforced, if there are any. All
+    generations of a request have the same schemas."""
+    keywords = generations[0].not_enforced
+    return {"x-tgi-not-enforced": ", ".join(keywords)} if keywords else {}
 
 
 async def stream_generations(
@@ -270,6 +278,7 @@ async def stream_generations(
             "x-compute-characters": str(sum(generation.prompt_characters for generation in generations[::choices])),
             "x-accel-buffering": "no",
             "cache-control": "no-cache",
+            **_not_enforced_header(generations),
         }
     )
     resp.stream = event_stream

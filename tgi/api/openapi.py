@@ -191,7 +191,7 @@ SCHEMA_REFINEMENTS: dict[str, dict[str, Any]] = {
     "GrammarType": {
         "anyOf": [
             _object_schema(["type", "value"], type=_type_tag("json"), value=_JSON_SCHEMA),
-            _object_schema(["type"], type=_type_tag("json_object"), value=_JSON_SCHEMA),
+            _object_schema(["type"], type=_type_tag("json_object"), value=_JSON_SCHEMA, schema=_JSON_SCHEMA),
             _object_schema(["type", "value"], type=_type_tag("regex"), value={"type": "string"}),
             _object_schema(["type", "value"], type=_type_tag("json_schema"), value=ref("JsonSchemaConfig")),
             _object_schema(["type", "json_schema"], type=_type_tag("json_schema"), json_schema=ref("JsonSchemaConfig")),

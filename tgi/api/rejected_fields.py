@@ -3,21 +3,23 @@
 A field that changes an answer is never ignored silently. One that OpenAI, vLLM, SGLang or TGI define, that would change
 the answer and is not implemented, is rejected with a 422 that names it, unless its value is neutral: then it asks for
 what happens anyway. A field that cannot change the answer is accepted. Any other field is accepted too, and its name is
-logged once.
+logged once; so are members of the objects in NESTED_MEMBERS.
 
 docs/compatibility.md shows REJECTED_FIELDS; a test holds them together.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw, Struct
 
 from tgi.api import errors
-from tgi.api.shapes.chat import ChatRequest
+from tgi.api.shapes.chat import ChatRequest, FunctionDefinition, Tool, ToolChoiceObject
 from tgi.api.shapes.completions import CompletionRequest
+from tgi.api.shapes.native import GrammarType, JsonSchemaConfig
+from tgi.api.shapes.openai import StreamOptions
 
 log = logging.getLogger(__name__)
 
@@ -93,11 +95,9 @@ REJECTED_FIELDS = [
         "reasoning",
         BOTH,
         {
-            "reasoning_effort": (),
             "reasoning": ({},),
             "include_reasoning": (True,),
             "separate_reasoning": (True,),
-            "verbosity": ("medium",),
         },
     ),
     RejectedFields(
@@ -138,6 +138,8 @@ REJECTED_FIELDS = [
             "tool_choice": ("none", "auto"),
             "top_logprobs": (0,),
             "chat_template_kwargs": ({},),
+            "reasoning_effort": ("none",),
+            "verbosity": ("medium",),
         },
     ),
     RejectedFields(
@@ -189,6 +191,25 @@ IGNORED_FIELDS = frozenset(
 )  # fmt: skip
 
 
+class Members(NamedTuple):
+    """The members of an object, or of each object in a list, that are not unknown."""
+
+    names: frozenset[str]
+    inner: Mapping[str, "Members"] = {}
+
+
+def _members(shape: type[Struct], *ignored: str, **inner: Members) -> Members:
+    return Members(frozenset((*shape.__struct_encode_fields__, *ignored)), inner)
+
+
+NESTED_MEMBERS = {
+    "response_format": _members(GrammarType, json_schema=_members(JsonSchemaConfig, "description", "strict")),
+    "stream_options": _members(StreamOptions, "include_obfuscation"),
+    "tool_choice": _members(ToolChoiceObject),
+    "tools": _members(Tool, function=_members(FunctionDefinition)),
+}
+
+
 class UnknownFieldLog:
     """Logs the name of each unknown field once, up to MAX_LOGGED names."""
 
@@ -206,6 +227,20 @@ class UnknownFieldLog:
 
 _unknown_field_log = UnknownFieldLog()
 _decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_object_or_list = msgspec.json.Decoder(dict[str, Raw] | list[Raw] | str | float | bool | None).decode
+
+
+def _unknown_members(raw: Raw, members: Members, path: str) -> Iterator[str]:
+    value = _decode_object_or_list(raw)
+    if isinstance(value, list):
+        for entry in value:
+            yield from _unknown_members(entry, members, path)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in members.names:
+                yield f"{path}.{name}"
+            elif name in members.inner:
+                yield from _unknown_members(inner, members.inner[name], f"{path}.{name}")
 
 
 class FieldChecker:
@@ -224,9 +259,12 @@ class FieldChecker:
         type lacks is not valid JSON.
         """
         members = _decode_members(body)
-        if members.keys() <= self._known:
-            return
-        unknown = []
+        unknown = [
+            path
+            for name, nested in NESTED_MEMBERS.items()
+            if name in self._known and name in members
+            for path in _unknown_members(members[name], nested, name)
+        ]
         for name, raw in members.items():
             if name in self._known:
                 continue

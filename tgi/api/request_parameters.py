@@ -163,5 +163,5 @@ def _grammar_value(grammar: GrammarType) -> Any:
         config = grammar.value if grammar.json_schema is None else grammar.json_schema
         return config["schema"]
     if grammar.type == "json_object" and grammar.value is None:
-        return _ANY_OBJECT
+        return _ANY_OBJECT if grammar.schema is None else grammar.schema
     return grammar.value

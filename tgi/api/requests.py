@@ -162,6 +162,7 @@ class Generation(LiveRequest):
         self.prompt_text = message.inputs
         self.prompt_characters = len(self.prompt_text)
         self.prompt_tokens = 0  # set by Prompted
+        self.not_enforced: list[str] = []  # keywords of its schemas; set by Prompted
         self.has_parts = False  # the answer consists of parts (text, reasoning, tool calls); set by Prompted
         # time.perf_counter
         self.arrival_time = time.perf_counter()

@@ -293,6 +293,7 @@ class Router:
                     request.prompt_text = message.text or request.prompt_text
                     request.prompt_characters, request.prompt_tokens = message.characters, message.prompt_tokens
                     request.has_parts = message.in_parts
+                    request.not_enforced = message.not_enforced
             case PromptTokens():
                 request = tokenizer.requests.get(message.rid)
                 if isinstance(request, Generation) and request.active:

@@ -647,14 +647,15 @@ class PromptLogprobs(NamedTuple):
 
 
 class Prompted(NamedTuple):
-    """The scheduler admitted a request whose prompt is a chat or ids, or that `tells_prompt`. Sent before its first
-    token, and again after a process was lost."""
+    """The scheduler admitted a request whose prompt is a chat or ids, that `tells_prompt`, or whose schemas are not
+    enforced in full. Sent before its first token, and again after a process was lost."""
 
     rid: int
     prompt_tokens: int
     characters: int  # of the prompt's text
     in_parts: bool = False  # the client is shown `Texts.parts`, not `Texts.texts`
     text: str = ""  # the decoded prompt, if it came as ids
+    not_enforced: list[str] = []  # JSON pointers in URI fragments to keywords of schemas, after the name of a tool
 
 
 class TokenBytes(NamedTuple):

@@ -106,6 +106,15 @@ FALLBACK_FORMATS = (
 )  # fmt: skip
 
 
+# For answers that may begin as the calls of a format: its variant in which calls have their marker.
+MARKED_FORMATS = {
+    known.name: known._replace(name=f"{known.name}-marked", bare=False)
+    for known in TOOL_CALL_FORMATS
+    if known.bare and known.marker
+}
+FORMATS_BY_NAME = {known.name: known for known in (*TOOL_CALL_FORMATS, *FALLBACK_FORMATS, *MARKED_FORMATS.values())}
+
+
 class ReasoningTags(NamedTuple):
     """The tags around reasoning."""
 
@@ -122,6 +131,7 @@ class AnswerFormat(NamedTuple):
     call_formats: tuple[ToolCallFormat, ...] = ()
     reasoning_tags: ReasoningTags | None = None
     starts_in_reasoning: bool = False  # the prompt ends with the opening tag or within reasoning
+    text_has_grammar: bool = False  # calls stand only at the beginning; markers within text have no meaning
 
 
 def call_prefix(call_format: ToolCallFormat) -> tuple[str, ...]:

@@ -125,6 +125,9 @@ class AnswerParser:
         try:
             yield from self._parse_reasoning()
             yield from self._parse_bare_calls()
+            if self._answer_format.text_has_grammar:
+                yield from self._parse_marked_calls()
+                raise _FormatViolation  # the rest is text
             while (call_format := (yield from self._parse_text())) is not None:
                 yield from self._parse_calls(call_format)
         except _FormatViolation:
@@ -159,6 +162,16 @@ class AnswerParser:
         """Parses calls without a marker at the beginning of the answer, or behind its reasoning."""
         for call_format in self._answer_format.call_formats:
             if call_format.bare and (yield from self._begins_with(call_prefix(call_format))):
+                yield from self._parse_calls(call_format)
+                return
+
+    def _parse_marked_calls(self) -> Generator[None]:
+        """Parses calls with a marker at the beginning of the answer, or behind its reasoning."""
+        for call_format in self._answer_format.call_formats:
+            marker = self._piece_text(call_format.marker)
+            if marker and (yield from self._begins_with((marker,))):
+                self._strip_left(WHITESPACE)
+                self._consume(len(marker))
                 yield from self._parse_calls(call_format)
                 return
 

@@ -9,11 +9,13 @@ absent everywhere.
 - `parallel_tool_calls`: whether the answer may call several tools
 - `add_generation_prompt`, `continue_final_message`: true or false
 - `chat_template_kwargs`: an object, variables of the template
+- `reasoning_effort`, `verbosity`: strings, variables of templates that read them; "none" switches reasoning off
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tgi.hub.model_config import ModelConfig
@@ -40,7 +42,22 @@ MAX_ERROR_CHARACTERS = 2000
 # A template that contains this (Mistral's) rejects call ids of other than nine characters.
 SHORT_IDS = "length != 9"
 
+# Variables with which templates switch reasoning off.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+# Messages of a chat whose text is looked for in the prompt.
+MAX_SOUGHT_MESSAGES = 32
+
 JsonObject = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+class OfferedTool(NamedTuple):
+    """A tool that the model may call."""
+
+    name: str
+    schema: Any  # JSON schema of the arguments; None: it takes none
+    strict: bool = False  # a keyword of the schema that cannot be enforced is an error
 
 
 class RenderedChat(NamedTuple):
@@ -48,7 +65,7 @@ class RenderedChat(NamedTuple):
 
     text: str
     answer_format: AnswerFormat | None = None  # None: text only
-    tools: list[tuple[str, Any]] = []  # name, and JSON schema of the arguments
+    tools: list[OfferedTool] = []
     call_required: bool = False  # the answer must be a call
     parallel_calls: bool | None = None  # whether several calls are allowed; None: the format's default
 
@@ -58,6 +75,7 @@ class ChatRenderer:
 
     def __init__(self, templates: ChatTemplates) -> None:
         self._templates = templates
+        self._incomplete: set[str] = set()  # templates of which a lost text was logged
 
     @classmethod
     def load(cls, config: ModelConfig) -> "ChatRenderer":
@@ -75,7 +93,9 @@ class ChatRenderer:
             raise TemplateError("the chat is nested too deeply") from error
 
     def _render(self, chat: JsonObject) -> RenderedChat:
-        tools = [adapt_tool(tool) for tool in _object_list(chat, "tools")] or None
+        given_tools = _object_list(chat, "tools")
+        offered = [_offered_tool(tool) for tool in given_tools]
+        tools = [adapt_tool(tool) for tool in given_tools] or None
         features = self._templates.features(tools is not None)
         template = self._templates.source(tools is not None)
         original_messages = _object_list(chat, "messages")
@@ -87,7 +107,8 @@ class ChatRenderer:
                 tools, chat.get("tool_prompt"), features.lists_tools, call_format is not None
             )
             _append_to_last(messages[:-1] if continue_final else messages, instructions)
-        variables = dict(chat.get("chat_template_kwargs") or {})
+        tags = detect_reasoning_tags(template)
+        variables = _options(chat, features) | dict(chat.get("chat_template_kwargs") or {})
         text = self._templates.render(
             messages,
             tools,
@@ -96,11 +117,16 @@ class ChatRenderer:
             documents=variables.pop("documents", None),
             kwargs=variables,
         )
+        if template not in self._incomplete and (lost := _lost_role(messages, text, tags)) is not None:
+            self._incomplete.add(template)
+            log.warning("the chat template leaves out the text of a message with the role %s", ascii(lost[:64]))
+        if chat.get("reasoning_effort") == "none" and tags is not None and add_generation_prompt:
+            text = _without_reasoning(text, tags, features)
         call_formats = () if tools is None else FALLBACK_FORMATS if call_format is None else (call_format,)
         return RenderedChat(
             text=text,
-            answer_format=_answer_format(call_formats, detect_reasoning_tags(template), text, continue_final),
-            tools=[_name_and_schema(tool) for tool in tools or []],
+            answer_format=_answer_format(call_formats, tags, text, continue_final),
+            tools=offered,
             call_required=chat.get("tool_choice") == "required",
             parallel_calls=chat.get("parallel_tool_calls"),
         )
@@ -154,6 +180,43 @@ def _answer_format(
     return AnswerFormat(call_formats, tags, in_reasoning) if call_formats or tags is not None else None
 
 
+def _options(chat: JsonObject, features: TemplateFeatures) -> JsonObject:
+    """The variables that `reasoning_effort` and `verbosity` stand for in this template."""
+    options = {name: chat.get(name) for name in ("reasoning_effort", "verbosity")}
+    if options["reasoning_effort"] == "none":
+        options |= dict.fromkeys(THINKING_SWITCHES, False)
+    return {name: value for name, value in options.items() if value is not None and name in features.variables}
+
+
+def _without_reasoning(text: str, tags: ReasoningTags, features: TemplateFeatures) -> str:
+    """Ends a prompt with empty reasoning, where the template has no variable to switch it off."""
+    end = text.rstrip(WHITESPACE)
+    if end.endswith(tags.close) or features.variables & {*THINKING_SWITCHES, "reasoning_effort"}:
+        return text
+    return f"{end if end.endswith(tags.open) else text + tags.open}\n\n{tags.close}\n\n"
+
+
+def _lost_role(messages: list[JsonObject], text: str, tags: ReasoningTags | None) -> str | None:
+    """The role of the first message that has a text which is not in the prompt; reasoning may be left out."""
+    at = 0
+    for message in messages[:MAX_SOUGHT_MESSAGES]:
+        for content in _texts(message["content"]):
+            sought = (content if tags is None else content.rpartition(tags.close)[2]).strip()
+            found = text.find(sought, at)
+            if found >= 0:
+                at = found
+            elif sought not in text and json.dumps(sought, ensure_ascii=False)[1:-1] not in text:
+                return str(message.get("role"))
+    return None
+
+
+def _texts(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        yield from (part["text"] for part in content if _is_text_part(part))
+
+
 # Tools
 
 
@@ -169,11 +232,12 @@ def _tool_instructions(
     return f"\n---\n{tool_list}\n{tool_prompt or TOOL_PROMPT}"
 
 
-def _name_and_schema(tool: JsonObject) -> tuple[str, Any]:
+def _offered_tool(tool: JsonObject) -> OfferedTool:
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TemplateError("a tool has no `function` with a `name`")
-    return function["name"], function.get("parameters")
+    schema = _rename_key(function, "parameters", "arguments").get("parameters")
+    return OfferedTool(function["name"], schema, function.get("strict") is True)
 
 
 def _append_to_last(messages: list[JsonObject], text: str) -> None:
@@ -209,17 +273,22 @@ def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, templ
     _add_tool_names(adapted)
     for message in adapted:
         content = message.get("content") if features.renders_calls else _content_with_calls(message)
+        if content is None and not message.get("tool_calls") and not features.tests_for_none:
+            content = ""
         message["content"] = _adapt_content(content, features.iterates_parts, features.tests_for_string)
+        if message.get("role") == "developer" and "developer" not in template:
+            message["role"] = "system"
     if SHORT_IDS in template:
         _shorten_call_ids(adapted)
     return adapted
 
 
 def adapt_tool(tool: JsonObject) -> JsonObject:
-    """Moves a tool's schema to the key that templates expect (`parameters`)."""
+    """Moves a tool's schema to the key that templates expect (`parameters`). `strict` is not for the model."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool
+    function = {name: value for name, value in function.items() if name != "strict"}
     return {**tool, "function": _rename_key(function, "parameters", "arguments")}
 
 
@@ -232,6 +301,8 @@ def has_text(message: JsonObject) -> bool:
 def _adapt_message(message: JsonObject) -> JsonObject:
     """Copies a message, with the arguments of its calls as objects: OpenAI's clients send them as JSON text."""
     calls = message.get("tool_calls")
+    if message.get("reasoning_content") is None and message.get("reasoning") is not None:
+        message = {**message, "reasoning_content": message["reasoning"]}
     if not calls:  # many templates test only whether the key exists
         return {name: value for name, value in message.items() if name != "tool_calls"}
     if not isinstance(calls, list):

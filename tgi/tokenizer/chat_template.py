@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from jinja2 import Template, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateSyntaxError, meta, nodes
 from jinja2 import TemplateError as JinjaError
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -38,6 +38,8 @@ class TemplateFeatures(NamedTuple):
     renders_calls: bool  # it uses a message's `tool_calls`
     iterates_parts: bool  # it expects a message's content as a list of parts …
     tests_for_string: bool  # … or accepts both a list and a string
+    tests_for_none: bool  # it tests whether a message's content is none
+    variables: frozenset[str]  # that a chat may set
 
 
 class ChatTemplates:
@@ -59,13 +61,17 @@ class ChatTemplates:
 
     def features(self, tools: bool = False) -> TemplateFeatures:
         """The features of the template for chats with or without tools. Raises TemplateError."""
-        source = self.source(tools)
+        return self._features_of(self.source(tools))
+
+    def _features_of(self, source: str) -> TemplateFeatures:
         found = self._features.get(source)
         if found is None:
             try:
-                found = self._features[source] = template_features(self._environment.parse(source))
+                found = template_features(self._environment.parse(source))
             except TemplateSyntaxError as error:
                 raise _syntax_error(error) from error
+            if source in self._sources.values():
+                self._features[source] = found
         return found
 
     def render(
@@ -88,8 +94,11 @@ class ChatTemplates:
         if continue_final_message and add_generation_prompt:
             raise TemplateError("`continue_final_message` and `add_generation_prompt` exclude each other")
         source = self.source(tools is not None) if template is None else template
-        # Clients send null for absent keys, but templates test whether a key exists.
-        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        # Clients send null for absent keys, but templates test whether a key exists, or whether the content is none.
+        kept = {"content"} if self._features_of(source).tests_for_none else set()
+        chat = [
+            {key: value for key, value in message.items() if value is not None or key in kept} for message in messages
+        ]
         final = _mark_final_message(chat) if continue_final_message else ""
         variables = self._special_tokens | dict(kwargs or {})
         variables |= {
@@ -259,8 +268,21 @@ def template_features(tree: nodes.Template) -> TemplateFeatures:
         iterates_parts=any(_is_content(loop.iter, content_names) for loop in tree.find_all(nodes.For))
         or any(_is_content_part(field.node, content_names) for field in tree.find_all(nodes.Getattr))
         or any(_is_content_part(field.node, content_names) for field in tree.find_all(nodes.Getitem)),
-        tests_for_string=any(test.name == "string" for test in tree.find_all(nodes.Test)),
+        tests_for_string=any(
+            test.name == "string" and _is_content(test.node, content_names) for test in tree.find_all(nodes.Test)
+        ),
+        tests_for_none=any(
+            test.name == "none" and _is_content(test.node, content_names) for test in tree.find_all(nodes.Test)
+        )
+        or any(_compares_content_with_none(compare, content_names) for compare in tree.find_all(nodes.Compare)),
+        variables=frozenset(meta.find_undeclared_variables(tree)),
     )
+
+
+def _compares_content_with_none(compare: nodes.Compare, content_names: set[str]) -> bool:
+    operands = [compare.expr, *(operand.expr for operand in compare.ops)]
+    has_none = any(isinstance(operand, nodes.Const) and operand.value is None for operand in operands)
+    return has_none and any(_is_content(operand, content_names) for operand in operands)
 
 
 def _content_names(tree: nodes.Template) -> set[str]:

@@ -1,29 +1,37 @@
 """Text to token ids: prompts for the model, and tokens with byte offsets for the tokenize routes; token limits."""
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from tgi.microkernel import tracing
 from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT8, pack_column, unpack_int32
 from tgi.microkernel.protocol import DeploymentLimits, FinishReason, Generate, Tokenize, Tokenized
-from tgi.tokenizer.answer_formats import AnswerFormat, FormatTokens
+from tgi.tokenizer.answer_formats import FORMATS_BY_NAME, AnswerFormat, FormatTokens
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.chat_template import TemplateError
 from tgi.tokenizer.detokenizer import create_detokenizer
-from tgi.tokenizer.structured_output.grammar import GrammarError
+from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from tgi.microkernel.otlp import Tracer
 
+log = logging.getLogger(__name__)
+
 # TGI generates in chunks of this many tokens, and admits a request if its first chunk fits into the context. This
 # server generates without chunks, but accepts the same requests: one that asks for more than fits gets what fits.
 TGI_CHUNK_TOKENS = 1024
+# Of the keywords that are not enforced: their length in a header and a log line, and the schemas that are remembered as
+# logged.
+MAX_NOT_ENFORCED_CHARACTERS = 2000
+MAX_LOGGED_SCHEMAS = 256
 
 
 # The grammar of an answer for the worker, from the client's as JSON and the chat. Raises GrammarError.
-BuildGrammar = Callable[[bytes, RenderedChat | None], str]
+BuildGrammar = Callable[[bytes, RenderedChat | None], CheckedGrammar]
 
 
 class EncodeError(Exception):
@@ -39,6 +47,7 @@ class EncodedPrompt(NamedTuple):
     token_starts: bytes = b""  # int32, with `prompt_logprobs_from`: number of characters before each token
     grammar: str = ""  # for the worker
     grammar_error: str = ""  # why the grammar is rejected, for the client
+    not_enforced: list[str] = []  # keywords of schemas, see CheckedGrammar
     answer_format: AnswerFormat | None = None  # None: the answer is plain text
     bad_words: list[list[int]] = []  # token sequences of Generate.bad_words
     text: str = ""  # the decoded text, if the prompt came as ids
@@ -105,9 +114,17 @@ class PromptEncoder:
         prompt, chat = unconstrained
         try:
             with tracing.trace_span(self._tracer, "compile_grammar", generate.traceparent):
-                return prompt._replace(grammar=build(generate.grammar, chat))
+                built = build(generate.grammar, chat)
         except GrammarError as error:
             return prompt._replace(grammar_error=str(error))
+        not_enforced = _limited(built.not_enforced)
+        if not_enforced:
+            _log_not_enforced(", ".join(not_enforced))
+        answer_format = prompt.answer_format
+        if answer_format is not None and built.call_formats:
+            call_formats = tuple(FORMATS_BY_NAME[name] for name in built.call_formats)
+            answer_format = answer_format._replace(call_formats=call_formats, text_has_grammar=True)
+        return prompt._replace(grammar=built.text, not_enforced=not_enforced, answer_format=answer_format)
 
     def encode_tokenize(self, tokenize: Tokenize) -> Tokenized:
         """Returns the answer to a Tokenize message."""
@@ -119,6 +136,19 @@ class PromptEncoder:
             return Tokenized(tokenize.rid, b"", b"", b"", b"", str(error), reason=FinishReason.TEMPLATE)
         answer = tokenize_text(self._vocabulary, tokenize.rid, text, False)
         return answer if answer.error else answer._replace(text=text)
+
+
+def _limited(keywords: list[str]) -> list[str]:
+    """The first keywords, up to MAX_NOT_ENFORCED_CHARACTERS, and how many more there are."""
+    ends = accumulate(len(keyword) + 2 for keyword in keywords)
+    shown = [keyword for keyword, end in zip(keywords, ends, strict=True) if end <= MAX_NOT_ENFORCED_CHARACTERS]
+    return shown if len(shown) == len(keywords) else [*shown, f"and {len(keywords) - len(shown)} more"]
+
+
+@lru_cache(maxsize=MAX_LOGGED_SCHEMAS)
+def _log_not_enforced(keywords: str) -> None:
+    """Logs the keywords of a request's schemas once."""
+    log.info("keywords of a schema are not enforced: %s", keywords)
 
 
 # Limits on token counts

@@ -46,6 +46,7 @@ from tgi.tokenizer.output_processor import OutputProcessor
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
 from tgi.tokenizer.schedulers import SchedulerReplica, Schedulers
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
+from tgi.tokenizer.structured_output.grammar import CheckedGrammar
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ OVERLOADED = "too many long texts and grammars wait to be encoded"
 class GrammarBuild(Protocol):
     """GrammarCompiler.build."""
 
-    def __call__(self, grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool]) -> str:
+    def __call__(self, grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool]) -> CheckedGrammar:
         """Returns the grammar of an answer for the worker. Raises GrammarError."""
 
 
@@ -622,7 +623,7 @@ def _run_or_fail(run: Callable[[], Any], key: Any) -> Any:
 
 
 def _build_in_process(builder: AnswerGrammarBuilder) -> GrammarBuild:
-    def build(grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool]) -> str:
+    def build(grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool]) -> CheckedGrammar:
         return builder.build(grammar, chat)
 
     return build

@@ -141,13 +141,14 @@ class TokenizerRequestState:
     def prompt_messages(self) -> Iterator[Prompted | PromptTokens]:
         """The messages on the prompt for the api, when the request is admitted. Call it once."""
         prompt = self.prompt
-        if self.is_chat or prompt.text or self.generate.tells_prompt:
+        if self.is_chat or prompt.text or prompt.not_enforced or self.generate.tells_prompt:
             yield Prompted(
                 rid=self.generate.rid,
                 prompt_tokens=prompt.token_count,
                 characters=prompt.characters,
                 in_parts=prompt.answer_format is not None,
                 text=prompt.text,
+                not_enforced=prompt.not_enforced,
             )
             self.prompt = prompt._replace(text="")
         if self.prompt_tokens_stream is not None:

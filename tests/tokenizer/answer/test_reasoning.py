@@ -12,7 +12,6 @@ from tests.tokenizer.answer.dialogue import (
     is_sent_in_parts,
     parsed_answer,
     play_answer,
-    rejection,
     start_matcher,
     submit_valid_chat,
 )
@@ -20,7 +19,6 @@ from tests.tokenizer.answer.model_families import FAMILIES, PLAIN, SUN, THINKING
 from tests.tokenizer.harness import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
 from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.protocol import Prompted
 from tgi.tokenizer.vocabulary import Vocabulary
 
 OPEN = PLAIN + "<think>\n"  # the prompt ends within reasoning, as for DeepSeek R1
@@ -133,10 +131,15 @@ def test_calls_after_the_reasoning(tail: str, opening: str, choice: str, vocabul
     assert parts[2] == ("arguments", SUN[1])
 
 
-def test_tools_and_a_grammar_exclude_each_other() -> None:
-    harness = harness_of(byte_level(), THINKING)
-    assert "cannot be used together" in rejection(harness, chat(), grammar=b'{"schema": true}')
-    assert not any(isinstance(message, Prompted) for message in harness.received_by(API))
+def test_grammar_and_calls_after_the_reasoning(vocabulary: Vocabulary) -> None:
+    harness = harness_of(vocabulary, THINKING)
+    for answer, kinds in (("yes", ["text"]), (CALL, ["call", "arguments"])):
+        add = submit_valid_chat(harness, 1, chat(), grammar=b'{"regex": "yes"}')
+        text = f"<think>So</think>{answer}"
+        assert accepts(add, text, vocabulary)
+        parts = parsed_answer(play_answer(harness, add, ids_of(text, vocabulary))).parts
+        assert [kind for kind, _ in parts] == ["reasoning", *kinds]
+        assert not accepts(add, "<think>So</think>", vocabulary)
 
 
 def test_special_tokens_in_parts(vocabulary: Vocabulary) -> None:

@@ -5,10 +5,20 @@ from typing import Any
 
 import pytest
 
-from tests.tokenizer.answer.dialogue import accepts, grammar_of, harness_of, rejection, submit_chat, submit_valid_chat
-from tests.tokenizer.answer.model_families import FAMILIES, chat
+from tests.tokenizer.answer.dialogue import (
+    accepts,
+    grammar_of,
+    harness_of,
+    parsed_answer,
+    play_answer,
+    rejection,
+    submit_chat,
+    submit_valid_chat,
+)
+from tests.tokenizer.answer.model_families import FAMILIES, SUN, VOCABULARIES, chat
+from tests.tokenizer.harness import API, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level
-from tgi.microkernel.protocol import End, FinishReason
+from tgi.microkernel.protocol import Add, End, FinishReason, Prompted
 from tgi.tokenizer.answer_formats import TOOL_CALL_FORMATS, detect_reasoning_tags, detect_tool_call_format
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.chat_template import ChatTemplates
@@ -16,19 +26,21 @@ from tgi.tokenizer.structured_output.answer_grammar import MAX_TOOL_PROPERTIES, 
 from tgi.tokenizer.structured_output.grammar import MAX_GRAMMAR_BYTES
 
 
-def tool(parameters: Any, name: str = "f") -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+def tool(parameters: Any, name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+def of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
 
 
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
-        ({"not": {}}, "tool `f`: cannot compile regex from schema: `not` cannot be enforced (at #)"),
-        ({"properties": {"a": {"pattern": "(?=a)"}}}, "tool `f`: cannot compile regex from schema: `pattern`"),
-        ({"properties": {"a": {"type": "word"}}}, "tool `f`: grammar is not valid: `type` must be"),
+        ({"not": {}}, "tool `f`: cannot compile regex from schema: Unsatisfiable"),
+        ({"properties": {"a": 1}}, "tool `f`: grammar is not valid: `properties` must be an object of schemas"),
         ({"type": "string"}, "tool `f`: grammar is not valid: `parameters` must describe an object"),
         ("object", "tool `f`: grammar is not valid: a schema is an object"),
-        ({"properties": {"a": False}, "required": ["a"]}, "tool `f`: cannot compile regex from schema: Unsatisfiable"),
     ],
 )
 def test_unenforceable_parameters(parameters: Any, words: str) -> None:
@@ -37,6 +49,113 @@ def test_unenforceable_parameters(parameters: Any, words: str) -> None:
         error = rejection(harness, chat([tool({}, "g"), tool(parameters)]))
         assert error.startswith(words)
         assert "%json" not in error  # the generated grammar is not shown
+
+
+# (schema of the argument `a`, the keywords that are not enforced, valid values, values that remain invalid)
+HINTS: list[tuple[Any, list[str], list[str], list[str]]] = [
+    ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}}, [], ['{"x": 1}'], ["1"]),
+    ({"type": "object", "propertyNames": {"format": "uri"}}, ["propertyNames"], ['{"x": 1}'], ["1"]),
+    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, ["uniqueItems"], ['["b", "b"]'], ["[1]"]),
+    ({"type": "string", "format": "path"}, ["format"], ['"/b"'], ["1"]),
+    ({"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z]+$"}, ["pattern"], ['"no"'], ["1"]),
+    ({"type": "string", "pattern": "^a(b$"}, ["pattern"], ['"no"'], ["1"]),
+    ({"not": {"type": "null"}, "type": ["string", "null"]}, ["not"], ['"b"'], ["1"]),
+    ({"type": "word"}, ["type"], ["1", '"b"'], []),
+    ({"type": "string", "required": True}, ["required"], ['"b"'], ["1"]),
+    ({"type": "object", "properties": {}, "additionalProperties": 1}, ["additionalProperties"], ['{"x": 1}'], ["1"]),
+    ({"oneOf": [{"minimum": 1}, {"maximum": 5}], "type": "number"}, ["oneOf"], ["3", "7"], ['"b"']),
+    ({"type": "object", "patternProperties": {"(?=a)": {"type": "null"}, "^b": {"type": "null"}},
+      "additionalProperties": False}, ["patternProperties/(?=a)"], ['{"a": 1}', '{"b": null}'], ['{"b": 1}']),
+    ({"type": "object", "patternProperties": {"^a": {"type": "null"}, "^ab": {}}, "additionalProperties": False},
+     ["patternProperties"], ['{"ab": 1}'], ["1"]),
+    ({"$ref": "https://example.com/schema"}, ["$ref"], ["1"], []),
+    ({"$ref": "#/nowhere", "description": "d"}, ["$ref"], ["1"], []),
+    ({"type": "object", "minProperties": 5}, ["minProperties"], ["{}"], ["1"]),
+    ({"if": {}, "then": {"type": "null"}, "contains": {}}, ["if", "contains"], ["1"], []),
+    ({"const": 2**60}, ["const"], ["1"], []),
+    ({"type": "string", "pattern": "(.{0,300}){0,300}"}, ["pattern"], ['"b"'], ["1"]),
+    ({"$dynamicAnchor": "n", "type": "string"}, ["$dynamicAnchor"], ['"b"'], ["1"]),
+    ({"properties": {"c": {"not": {}}}, "required": ["c"], "type": "object"}, ["required"], ["{}"], ['{"c": 1}']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "keywords", "valid", "invalid"), HINTS)
+def test_keywords_that_cannot_be_enforced_are_hints(
+    schema: Any, keywords: list[str], valid: list[str], invalid: list[str]
+) -> None:
+    """Of tools alone, unless they are strict; all other keywords are enforced."""
+    family, vocabulary = FAMILIES["hermes"], byte_level()
+    harness = harness_of(vocabulary, family.template)
+    tools = [tool(of(a=schema, b={"enum": [2]}))]
+    add = submit_valid_chat(harness, 1, chat(tools, tool_choice="required"))
+    (prompted,) = [message for message in harness.received_by(API) if isinstance(message, Prompted)]
+    assert prompted.not_enforced == [f"f#/properties/a/{keyword}" for keyword in keywords]
+    for value in valid:
+        assert accepts(add, family.write(("f", f'{{"a": {value}, "b": 2}}')), vocabulary), value
+        assert not accepts(add, family.write(("f", f'{{"a": {value}, "b": 3}}')), vocabulary), value
+    for value in invalid:
+        assert not accepts(add, family.write(("f", f'{{"a": {value}, "b": 2}}')), vocabulary), value
+    if keywords not in ([], ["format"]):
+        assert "tool `f`: " in rejection(harness, chat([tool(of(a=schema), strict=True)]))
+
+
+def test_tool_without_parameters_takes_none() -> None:
+    family, vocabulary = FAMILIES["hermes"], byte_level()
+    add = submit_valid_chat(harness_of(vocabulary, family.template), 1, chat([{"function": {"name": "f"}}]))
+    assert accepts(add, family.write(("f", "{}")), vocabulary)
+    assert not accepts(add, family.write(("f", '{"a": 1}')), vocabulary)
+
+
+PERSON = {"schema": of(age={"type": "integer"})}
+NAMED = {"schema": of(name={"type": "string"})}
+FUNCTION = {"schema": of(function={"type": "string"})}
+OBJECT = {"schema": {"type": "object"}}
+CALLED = [("call", SUN[0]), ("arguments", SUN[1])]
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+@pytest.mark.parametrize(
+    ("key", "grammar", "answer", "calls"),
+    [
+        *((key, PERSON, '{"age": 3}', [key]) for key in FAMILIES),
+        *((key, OBJECT, '{"age": {"name": "<tool_call>"}}', [key]) for key in FAMILIES),
+        *((key, {"regex": "yes|no"}, "yes", [key]) for key in FAMILIES),
+        ("hermes", NAMED, '{"name": "x<tool_call>"}', ["hermes"]),
+        ("llama", NAMED, '{"name": "x"}', ["python-tag"]),
+        ("named", NAMED, '{"name": "x"}', ["tgi"]),
+        ("tgi", FUNCTION, '{"function": "x"}', ["named"]),
+    ],
+)
+def test_tools_together_with_a_grammar(key: str, grammar: Any, answer: str, calls: list[str], kind: str) -> None:
+    """The answer matches the grammar, or consists of calls."""
+    vocabulary = VOCABULARIES[kind]()
+    harness = harness_of(vocabulary, FAMILIES[key].template)
+    if kind == "special":
+        answer = answer.replace("<tool_call>", "<")  # it is no text there
+
+    def submit(choice: str = "auto") -> Add:
+        return submit_valid_chat(harness, 1, chat(tool_choice=choice), grammar=json.dumps(grammar).encode())
+
+    def parts_of(text: str) -> Any:
+        add = submit()
+        assert accepts(add, text, vocabulary), text
+        return parsed_answer(play_answer(harness, add, ids_of(text, vocabulary))).parts
+
+    assert parts_of(answer) == [("text", answer)]
+    for call in calls:
+        assert parts_of(FAMILIES[call].write(SUN)) == CALLED
+    assert not accepts(submit(), "So " + answer, vocabulary)
+    assert accepts(submit(), "\n" + answer, vocabulary) == (key == "thinking")
+    assert not accepts(submit(), answer + FAMILIES[key].write(SUN), vocabulary)
+    assert not accepts(submit("required"), answer, vocabulary)
+    wrong = FAMILIES[calls[0]].write(("weather", '{"city": 1}'))
+    assert grammar is OBJECT or not accepts(submit(), wrong, vocabulary)
+
+
+def test_grammar_whose_texts_begin_as_calls() -> None:
+    grammar = json.dumps({"schema": {"anyOf": [NAMED["schema"], FUNCTION["schema"]]}}).encode()
+    error = rejection(harness_of(byte_level(), FAMILIES["named"].template), chat(), grammar=grammar)
+    assert "an answer must not begin as this model's calls do" in error
 
 
 def test_limits_on_number_and_size_of_tools() -> None:
@@ -63,7 +182,8 @@ def test_tool_without_name() -> None:
 @pytest.mark.parametrize(
     ("parameters", "right", "wrong"),
     [
-        (None, ["{}", '{"any": [1]}'], ["[]", "1", "null"]),
+        (None, ["{}"], ["[]", "1", "null", '{"any": [1]}']),
+        ({}, ["{}", '{"any": [1]}'], ["[]", "1", "null"]),
         ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"const": 1}}}}}, ['{"a": 1}'], ['{"a": 2}', "[]"]),
         ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a": 1}', '{"b": 1}'], ["{}"]),
         ({"type": ["object", "null"]}, ["{}"], ["null"]),

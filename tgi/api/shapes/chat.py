@@ -62,6 +62,9 @@ class FunctionDefinition(Struct, omit_defaults=True):
     description: str | None = None
     arguments: Any = UNSET
     parameters: Any = UNSET
+    strict: Annotated[
+        bool | None, doc("Whether a keyword of `parameters` that cannot be enforced is an error, not a hint")
+    ] = None
 
 
 class Tool(Struct):
@@ -93,6 +96,7 @@ class Message(Struct, omit_defaults=True):
     tool_calls: Annotated[list[ToolCall] | None, _BODY] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: Annotated[str | None, doc("Another name of `reasoning_content`")] = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError for a message without text and calls. Templates know `text` parts alone."""
@@ -210,6 +214,10 @@ class ChatRequest(OpenAiRequest):
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, doc("Variables for the model's chat template", example={"enable_thinking": False})
     ] = None
+    reasoning_effort: Annotated[
+        str | None, doc("A variable for templates that read it; `none` switches reasoning off", example="none")
+    ] = None
+    verbosity: Annotated[str | None, doc("A variable for templates that read it", example="medium")] = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
@@ -224,7 +232,9 @@ class ChatRequest(OpenAiRequest):
 
     def chat(self, tools: Sequence[Tool], must_call: bool) -> bytes:
         """The chat as JSON for the tokenizer (keys: tokenizer/chat.py). `tools` are those that may be called."""
-        names = ["add_generation_prompt", "continue_final_message", "chat_template_kwargs"]
+        names = [
+            "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "verbosity",
+        ]  # fmt: skip
         chat: dict[str, Any] = {"messages": self.messages}
         if tools:
             chat |= {"tools": tools, "tool_choice": "required" if must_call else "auto"}

@@ -12,14 +12,18 @@ GrammarKind = Literal["json", "json_object", "regex", "json_schema", "text", "ch
 
 class GrammarType(Struct):
     """What the generated text must match: a JSON schema, any JSON object, a regular expression, one of several strings,
-    or a grammar in Lark or GBNF. Where TGI has `value`, OpenAI's clients send `json_schema`."""
+    or a grammar in Lark or GBNF. Where TGI has `value`, OpenAI's clients send `json_schema`, and those of
+    llama.cpp `schema` with `json_object`."""
 
     type: GrammarKind
     value: Any = None
     json_schema: Any = None
+    schema: Any = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError if a type lacks its value or has one of another type."""
+        if self.schema is not None and (self.type != "json_object" or self.value is not None):
+            raise ShapeError("only `json_object` without `value` takes `schema`", "schema")
         if self.type in ("json", "regex", "choice", "grammar") and self.value is None:
             raise ShapeError("missing field `value`")
         if self.type in ("regex", "grammar") and not isinstance(self.value, str):

@@ -9,22 +9,36 @@ terminal up to the point where that is decided, including the white space before
 """
 
 import json
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain, groupby, pairwise, repeat
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from tgi.hub.llguidance_tables import OPTIONS
-from tgi.tokenizer.answer_formats import AnswerFormat, CallPlaceholder, FormatTokens, ToolCallFormat, call_prefix
-from tgi.tokenizer.chat import RenderedChat
+from tgi.tokenizer.answer_formats import (
+    MARKED_FORMATS,
+    AnswerFormat,
+    CallPlaceholder,
+    FormatTokens,
+    ToolCallFormat,
+    call_prefix,
+)
+from tgi.tokenizer.chat import OfferedTool, RenderedChat
 from tgi.tokenizer.structured_output.grammar import (
+    IGNORABLE_KEYWORDS,
     MAX_GRAMMAR_BYTES,
+    CheckedGrammar,
     GrammarError,
     GrammarValidator,
+    begins_with_pieces,
     checked_schema,
     schema_grammars,
 )
+from tgi.tokenizer.structured_output.json_schema_lark import any_object_lark
 from tgi.tokenizer.vocabulary import Vocabulary
 
+# The grammar of `response_format: {"type": "json_object"}`.
+ANY_OBJECT = {"schema": {"type": "object"}}
 # OpenAI's limit. The time to compile a grammar grows with the number of tools.
 MAX_TOOLS = 128
 # Names in the `properties` of all tools, at all depths: half a second of compilation if calls have two formats.
@@ -41,6 +55,7 @@ class ToolGrammar(NamedTuple):
     name: str
     arguments: str  # an object of the arguments
     fields: str  # an object of `_name` and the arguments; "" if the schema does not allow to add `_name`
+    not_enforced: list[str]  # as in EnforceableSchema
 
 
 class AnswerGrammarBuilder:
@@ -50,20 +65,19 @@ class AnswerGrammarBuilder:
         self._format_tokens = FormatTokens(vocabulary)
         self._validator = GrammarValidator(vocabulary)
 
-    def build(self, grammar: bytes, chat: RenderedChat | None) -> str:
-        """The grammar of an answer for the worker, "" if it is not constrained. `grammar` is the client's, as JSON.
-        Raises GrammarError."""
+    def build(self, grammar: bytes, chat: RenderedChat | None) -> CheckedGrammar:
+        """The grammar of an answer for the worker, an empty one if it is not constrained. `grammar` is the client's, as
+        JSON; together with tools, the answer is one or more calls or matches it. Raises GrammarError."""
         if chat is not None and chat.tools:
-            if grammar:
-                raise GrammarError("grammar is not valid: it cannot be used together with tools")
-            return self._build_calls(chat)
+            return self._build_calls(grammar, chat)
         validated = self._validator.validate(grammar)
         answer_format = None if chat is None else chat.answer_format
-        if not validated or answer_format is None:
+        if not validated.text or answer_format is None:
             return validated
-        return AnswerGrammarWriter(self._format_tokens).write_with_reasoning(answer_format, validated)
+        writer = AnswerGrammarWriter(self._format_tokens)
+        return validated._replace(text=writer.write_with_reasoning(answer_format, validated.text))
 
-    def _build_calls(self, chat: RenderedChat) -> str:
+    def _build_calls(self, grammar: bytes, chat: RenderedChat) -> CheckedGrammar:
         if (count := len(chat.tools)) > MAX_TOOLS:
             raise GrammarError(f"`tools` is not valid: at most {MAX_TOOLS} tools may be given. Given: {count}")
         key = json.dumps([chat.tools, chat.answer_format, chat.parallel_calls]).encode()
@@ -71,66 +85,123 @@ class AnswerGrammarBuilder:
             raise GrammarError(
                 f"`tools` is not valid: it must have at most {MAX_GRAMMAR_BYTES} bytes. Given: {len(key)}"
             )
+        answer = CheckedGrammar() if chat.call_required else self._validator.validate(grammar)
         try:
+            tools = self._validator.cached(b"check " + key, lambda: self._checked_tools(chat))
             return self._validator.cached(
-                b"must " + key if chat.call_required else key, lambda: self._write_calls(chat, key)
+                (b"must " if chat.call_required else b"") + key + grammar,
+                lambda: self._write_calls(chat, tools, grammar, answer),
             )
         except RecursionError:
             raise GrammarError("`tools` is not valid: it is nested too deeply") from None
 
-    def _write_calls(self, chat: RenderedChat, key: bytes) -> str:
-        tools = [_tool_grammar(name, schema) for name, schema in chat.tools]
+    def _checked_tools(self, chat: RenderedChat) -> list[ToolGrammar]:
+        """The grammars of the tools, which compile."""
+        tools = [_tool_grammar(tool) for tool in chat.tools]
         answer_format = chat.answer_format or AnswerFormat()
         for tool in tools:
             if any(not call_format.can_express(tool.name) for call_format in answer_format.call_formats):
                 raise GrammarError(
                     f"`tools` is not valid: {tool.name!a} cannot be the name of a tool in this model's form of calls"
                 )
-        if sum(_count_properties(schema) for _, schema in chat.tools) > MAX_TOOL_PROPERTIES:
+        if sum(_count_properties(tool.schema) for tool in chat.tools) > MAX_TOOL_PROPERTIES:
             raise GrammarError(
                 f"`tools` is not valid: their `properties` have more than {MAX_TOOL_PROPERTIES} names in all"
             )
-
-        def check() -> str:
-            self._check_compiles(answer_format, tools, chat.parallel_calls)
-            return ""
-
-        self._validator.cached(b"check " + key, check)
-        writer = AnswerGrammarWriter(self._format_tokens)
-        return writer.write_calls(answer_format, tools, chat.parallel_calls, chat.call_required)
-
-    def _check_compiles(
-        self, answer_format: AnswerFormat, tools: list[ToolGrammar], parallel_calls: bool | None
-    ) -> None:
-        """Compiles the grammar of required calls. Raises GrammarError, and names the tool that causes it."""
         calls_only = AnswerFormat(answer_format.call_formats)  # reasoning cannot cause an error
 
         def compile_error(tools: list[ToolGrammar]) -> str:
             writer = AnswerGrammarWriter(self._format_tokens, only_text=True)
-            return self._validator.schema_grammar_error(writer.write_calls(calls_only, tools, parallel_calls, True))
+            grammar = writer.write_calls(calls_only, tools, chat.parallel_calls, True)
+            return self._validator.schema_grammar_error(grammar)
 
-        if error_of_all := compile_error(tools):
-            for tool in tools:
-                if error := compile_error([tool]):
-                    raise GrammarError(f"tool `{tool.name}`: cannot compile regex from schema: {error}")
-            raise GrammarError(f"`tools` is not valid: all tools together cannot be compiled: {error_of_all}")
+        if not compile_error(tools):
+            return tools
+        tools = [_compiling_tool(offered, tool, compile_error) for offered, tool in zip(chat.tools, tools, strict=True)]
+        if error := compile_error(tools):
+            raise GrammarError(f"`tools` is not valid: all tools together cannot be compiled: {error}")
+        return tools
+
+    def _write_calls(
+        self, chat: RenderedChat, tools: list[ToolGrammar], grammar: bytes, answer: CheckedGrammar
+    ) -> CheckedGrammar:
+        answer_format = chat.answer_format or AnswerFormat()
+        entry = ""
+        if answer.text:
+            call_formats, entry = self._formats_beside(answer.text, grammar, answer_format.call_formats)
+            answer_format = answer_format._replace(call_formats=call_formats)
+        writer = AnswerGrammarWriter(self._format_tokens)
+        pointers = [quote(tool.name, safe="") + pointer for tool in tools for pointer in tool.not_enforced]
+        return CheckedGrammar(
+            writer.write_calls(answer_format, tools, chat.parallel_calls, chat.call_required, entry),
+            answer.not_enforced + pointers,
+            [call_format.name for call_format in answer_format.call_formats] if entry else [],
+        )
+
+    def _formats_beside(
+        self, answer: str, grammar: bytes, call_formats: Sequence[ToolCallFormat]
+    ) -> tuple[tuple[ToolCallFormat, ...], str]:
+        """The formats of calls that no answer of this grammar begins like, and the grammar as an entry of `grammars`.
+        Raises GrammarError if no format is left."""
+        entry = json.dumps(json.loads(answer)["grammars"][0])
+        if json.loads(grammar) == ANY_OBJECT:
+            keys = [call_prefix(call_format)[1] for call_format in call_formats if call_format.bare]
+            return tuple(call_formats), json.dumps({"lark_grammar": any_object_lark(keys)})
+
+        def is_distinct(call_format: ToolCallFormat) -> bool:
+            if call_format.bare and begins_with_pieces(answer, call_prefix(call_format)):
+                return False
+            marker = call_format.marker
+            is_text = bool(marker) and self._format_tokens.token_id(marker) is None
+            return not is_text or not begins_with_pieces(answer, [marker])
+
+        candidates = chain.from_iterable((known, MARKED_FORMATS.get(known.name)) for known in call_formats)
+        distinct = [known for known in candidates if known is not None and is_distinct(known)]
+        if not distinct:
+            pieces = " ".join(call_prefix(call_formats[0]) if call_formats[0].bare else [call_formats[0].marker])
+            raise GrammarError(
+                "grammar is not valid: together with tools, an answer must not begin as this model's calls do "
+                f"({pieces}); rename the first property or leave the tools out"
+            )
+        return tuple({known.call: known for known in reversed(distinct)}.values())[::-1], entry
 
 
-def _tool_grammar(name: str, schema: Any) -> ToolGrammar:
-    """Checks the schema of a tool's arguments, which must be an object, and writes its grammars."""
+def _tool_grammar(tool: OfferedTool, ignored: Container[str] = ()) -> ToolGrammar:
+    """Checks the schema of a tool's arguments, which must be an object, and writes its grammars. Without a schema there
+    are no arguments."""
+    name, schema = tool.name, tool.schema
     if not name or name != name.encode(errors="ignore").decode():
         raise GrammarError(f"`tools` is not valid: {name!a} cannot be the name of a tool")
+    if schema is None:
+        schema = {"properties": {}}
+    elif schema is True:
+        schema = {}
     if isinstance(schema, dict) and schema.get("additionalProperties") == "true":
         schema = {**schema, "additionalProperties": True}  # TGI's clients send the string
     try:
-        checked = checked_schema({} if schema is None or schema is True else schema)
+        checked, not_enforced = checked_schema(schema, lenient=not tool.strict, ignored=ignored)
     except GrammarError as error:
         raise GrammarError(f"tool `{name}`: {error}") from None
     types = checked.get("type", "object")
     if "object" not in ([types] if isinstance(types, str) else types):
         raise GrammarError(f"tool `{name}`: grammar is not valid: `parameters` must describe an object")
     checked["type"] = "object"
-    return ToolGrammar(name, _schema_grammar(checked), _fields_grammar(name, checked))
+    return ToolGrammar(name, _schema_grammar(checked), _fields_grammar(name, checked), not_enforced)
+
+
+def _compiling_tool(
+    offered: OfferedTool, tool: ToolGrammar, compile_error: Callable[[list[ToolGrammar]], str]
+) -> ToolGrammar:
+    """The tool without the keywords that keep the library from compiling it. Raises GrammarError."""
+    ignored: set[str] = set()
+    while error := compile_error([tool]):
+        candidates = (words for pattern, words in IGNORABLE_KEYWORDS if pattern.search(error) and words - ignored)
+        words = next(candidates, None)
+        if words is None or offered.strict:
+            raise GrammarError(f"tool `{tool.name}`: cannot compile regex from schema: {error}")
+        ignored |= words
+        tool = _tool_grammar(offered, ignored)
+    return tool
 
 
 def _fields_grammar(name: str, schema: dict[str, Any]) -> str:
@@ -185,8 +256,10 @@ class AnswerGrammarWriter:
         tools: Sequence[ToolGrammar],
         parallel_calls: bool | None,
         call_required: bool,
+        answer: str = "",
     ) -> str:
-        """The grammar of an answer that may, or must, call these tools."""
+        """The grammar of an answer that may, or must, call these tools. With `answer`, an entry of `grammars`, text
+        must match it."""
         arguments = [self._object(tool.arguments) for tool in tools]
         call_sequences = []  # (format, its calls from behind the marker)
         bare_sequences = []  # calls without a marker, which may still turn out to be text
@@ -194,19 +267,24 @@ class AnswerGrammarWriter:
             call = self._one_call(call_format, tools, arguments)
             if not call:
                 continue
+            if answer and call_format.bare:
+                call = self._one_call(call_format, tools, arguments, split=True)
             parallel = call_format.parallel_calls if parallel_calls is None else parallel_calls
             further = self._further_calls(call_format, call, parallel)
             sequence = self._rule(f"{self._sequence(call_format.before)} {call} {further}")
             call_sequences.append((call_format, sequence))
-            if call_format.bare:
+            if call_format.bare and not answer:
                 first = self._one_call(call_format, tools, arguments, loose_pieces=len(call_prefix(call_format)))
                 bare_sequences.append(f"{first} {further}")
         calls_only = [self._with_marker(call_format, sequence) for call_format, sequence in call_sequences]
         if call_required:
             body = f"LEAD ({_alternatives(calls_only)})"
+        elif answer:
+            lead = "LEAD " if answer_format.reasoning_tags is not None else ""
+            body = f"(LEAD ({_alternatives(calls_only)}) | {lead}{self._object(answer)})"
         else:
             body = self._text_or_calls(answer_format, call_sequences, bare_sequences)
-        return self._to_json(self._after_reasoning(answer_format, body, may_end=not call_required))
+        return self._to_json(self._after_reasoning(answer_format, body, may_end=not (call_required or answer)))
 
     def write_with_reasoning(self, answer_format: AnswerFormat, grammar: str) -> str:
         """A validated grammar that applies after the reasoning."""
@@ -289,12 +367,17 @@ class AnswerGrammarWriter:
         return f"({marker})? {sequence}" if call_format.bare else f"{marker} {sequence}"
 
     def _one_call(
-        self, call_format: ToolCallFormat, tools: Sequence[ToolGrammar], arguments: list[str], loose_pieces: int = 0
+        self,
+        call_format: ToolCallFormat,
+        tools: Sequence[ToolGrammar],
+        arguments: list[str],
+        loose_pieces: int = 0,
+        split: bool = False,
     ) -> str:
         """The rule of one call of any tool; "" if no tool fits the format. Any white space may precede each of the
-        first `loose_pieces` pieces."""
+        first `loose_pieces` pieces. `split` as in _sequence."""
         calls = [
-            self._call_of_tool(call_format, tool, rule, loose_pieces)
+            self._call_of_tool(call_format, tool, rule, loose_pieces, split)
             for tool, rule in zip(tools, arguments, strict=True)
             if tool.fields or CallPlaceholder.FIELDS not in call_format.call
         ]
@@ -308,7 +391,9 @@ class AnswerGrammarWriter:
             again = f"({self._sequence([*pieces, call], {call})})*"
         return f"{again} {self._sequence(call_format.after)}"
 
-    def _call_of_tool(self, call_format: ToolCallFormat, tool: ToolGrammar, arguments: str, loose_pieces: int) -> str:
+    def _call_of_tool(
+        self, call_format: ToolCallFormat, tool: ToolGrammar, arguments: str, loose_pieces: int, split: bool
+    ) -> str:
         quoted = json.dumps(tool.name, ensure_ascii=False)
         values: dict[str, str] = {
             CallPlaceholder.NAME: quoted,
@@ -320,15 +405,23 @@ class AnswerGrammarWriter:
             object_start = call_format.call.index("{", 1)
             fields = self._object(tool.fields)
             after_fields = call_format.call[call_format.call.index(CallPlaceholder.FIELDS) + 1 :]
-            return self._sequence([*call_format.call[:object_start], fields, *after_fields], {fields}, loose_pieces)
+            return self._sequence(
+                [*call_format.call[:object_start], fields, *after_fields], {fields}, loose_pieces, split
+            )
         pieces = [values.get(piece, piece) for piece in call_format.call]
-        return self._sequence(pieces, {arguments}, loose_pieces)
+        return self._sequence(pieces, {arguments}, loose_pieces, split)
 
-    def _sequence(self, pieces: Iterable[str], rules: Container[str] = (), loose_pieces: int = 0) -> str:
-        """Pieces with gaps between them. Adjacent text pieces become one terminal; `rules` are names of rules.
+    def _sequence(
+        self, pieces: Iterable[str], rules: Container[str] = (), loose_pieces: int = 0, split: bool = False
+    ) -> str:
+        """Pieces with gaps between them. Adjacent text pieces become one terminal, unless `split`; `rules` are names of
+        rules.
 
-        Any white space may precede each of the first `loose_pieces` pieces.
+        Any white space may precede each of the first `loose_pieces` pieces. `split` is for calls that may turn out to
+        be another JSON text: its parts are the same terminals.
         """
+        if split:
+            return " ".join(f"GAP {piece if piece in rules else self._piece(piece)}" for piece in pieces)
         gaps = chain(repeat("WHITE", loose_pieces), repeat("GAP"))
         written: list[str] = []
         runs = [(text, list(run)) for text, run in groupby(pieces, lambda piece: self._is_text(piece, rules))]

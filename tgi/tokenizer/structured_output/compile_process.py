@@ -22,10 +22,10 @@ from typing import IO, NamedTuple
 
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel.codec import Codec
-from tgi.tokenizer.answer_formats import FALLBACK_FORMATS, TOOL_CALL_FORMATS, AnswerFormat, ReasoningTags
-from tgi.tokenizer.chat import RenderedChat
+from tgi.tokenizer.answer_formats import FORMATS_BY_NAME, AnswerFormat, ReasoningTags
+from tgi.tokenizer.chat import OfferedTool, RenderedChat
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
-from tgi.tokenizer.structured_output.grammar import GrammarError
+from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError
 from tgi.tokenizer.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ TOO_DEEP = "grammar is not valid: it is nested too deeply"
 
 
 class GrammarRequest(NamedTuple):
-    """Asks for the grammar of an answer. `grammar` is the client's, as JSON; `tools` are [name, schema], as JSON."""
+    """Asks for the grammar of an answer. `grammar` is the client's, as JSON; `tools` are OfferedTools, as JSON."""
 
     grammar: bytes
     has_chat: bool
@@ -59,15 +59,16 @@ class GrammarRequest(NamedTuple):
 
 
 class GrammarAnswer(NamedTuple):
-    """The grammar for the worker, or why it is rejected."""
+    """A CheckedGrammar, or why it is rejected."""
 
     grammar: str
     error: str = ""
+    not_enforced: list[str] = []
+    call_formats: list[str] = []
 
 
 _codec = Codec([GrammarRequest, GrammarAnswer])
 _LENGTH = struct.Struct("<I")
-_CALL_FORMATS = {call_format.name: call_format for call_format in (*TOOL_CALL_FORMATS, *FALLBACK_FORMATS)}
 
 
 class GrammarCompiler:
@@ -82,7 +83,9 @@ class GrammarCompiler:
         self._count = 0  # of all children
         self._lock = threading.Lock()
 
-    def build(self, grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool] = lambda: True) -> str:
+    def build(
+        self, grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool] = lambda: True
+    ) -> CheckedGrammar:
         """The grammar of an answer for the worker. Raises GrammarError.
 
         When `is_wanted` turns false, a long compilation is ended, and what is returned means nothing.
@@ -93,7 +96,7 @@ class GrammarCompiler:
             raise GrammarError(TOO_DEEP) from None
         for _ in range(MAX_ATTEMPTS):
             if not is_wanted():
-                return ""
+                return CheckedGrammar()
             child = self._take()
             answer = child.exchange(request, is_wanted)
             if answer is not None:
@@ -101,7 +104,7 @@ class GrammarCompiler:
                     self._idle.append(child)
                 if answer.error:
                     raise GrammarError(answer.error)
-                return answer.grammar
+                return CheckedGrammar(answer.grammar, answer.not_enforced, answer.call_formats)
             with self._lock:
                 self._count -= 1
             if child.end() == -signal.SIGPROF:
@@ -112,7 +115,7 @@ class GrammarCompiler:
                 )
         if not is_wanted():
             log.info("the compilation of a grammar was ended: its client has left")
-            return ""
+            return CheckedGrammar()
         raise GrammarError("grammar is not valid: the process that compiles it has died; use a simpler grammar")
 
     def close(self) -> None:
@@ -208,14 +211,14 @@ def _rendered_chat(request: GrammarRequest) -> RenderedChat | None:
     if not request.has_chat:
         return None
     answer_format = AnswerFormat(
-        call_formats=tuple(_CALL_FORMATS[name] for name in request.call_formats),
+        call_formats=tuple(FORMATS_BY_NAME[name] for name in request.call_formats),
         reasoning_tags=ReasoningTags(*request.reasoning_tags) if request.reasoning_tags else None,
         starts_in_reasoning=request.starts_in_reasoning,
     )
     return RenderedChat(
         text="",
         answer_format=answer_format if request.has_format else None,
-        tools=[(name, schema) for name, schema in json.loads(request.tools)],
+        tools=[OfferedTool(*tool) for tool in json.loads(request.tools)],
         call_required=request.call_required,
         parallel_calls=request.parallel_calls,
     )
@@ -267,7 +270,8 @@ def _receive(requests: "queue.SimpleQueue[GrammarRequest]") -> None:
 
 def _answer(builder: AnswerGrammarBuilder, request: GrammarRequest) -> GrammarAnswer:
     try:
-        return GrammarAnswer(builder.build(request.grammar, _rendered_chat(request)))
+        built = builder.build(request.grammar, _rendered_chat(request))
+        return GrammarAnswer(built.text, "", built.not_enforced, built.call_formats)
     except GrammarError as error:
         return GrammarAnswer("", str(error))
     except RecursionError:

@@ -7,21 +7,22 @@ A grammar arrives as JSON with one key: `schema` (a JSON schema), `schema_text` 
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tgi.hub.llguidance_tables import OPTIONS, TRIAL_LIMITS, new_matcher, piece_table, token_table
 from tgi.tokenizer.structured_output.json_schema import (
+    EnforceableSchema,
     SchemaError,
     UnenforceableSchema,
     enforceable_schema,
-    regex_error,
 )
 from tgi.tokenizer.structured_output.json_schema_lark import schema_to_lark
+from tgi.tokenizer.structured_output.patterns import regex_error
 from tgi.tokenizer.structured_output.repetition import (
     gbnf_repetition,
     lark_repetition,
@@ -62,11 +63,21 @@ JSON_COMPILE_OPTIONS: "JsonCompileOptions" = {
     "lenient": False,
 }
 NO_MATCHING_TEXT = "no text that this model's tokens can write matches it"
+# Errors of the library about a lenient schema, and the keywords without which it may compile. In the order of trial.
+IGNORABLE_KEYWORDS = [
+    (re.compile("oneOf"), {"oneOf"}),
+    (re.compile("patternProper"), {"patternProperties"}),
+    (re.compile("minProperties"), {"minProperties", "maxProperties"}),
+    (re.compile("ref|not present"), {"$ref"}),
+    (re.compile("regex|pattern|complex|limit"), {"pattern", "patternProperties"}),
+    (re.compile("multipleOf"), {"multipleOf"}),
+    (re.compile("dynamicAnchor"), {"$dynamicAnchor"}),
+    (re.compile("dynamicAnchor"), {"$ref"}),
+]
 # Errors of the library about a schema, and the message that names the keyword behind each.
 _SCHEMA_ERROR_MESSAGES = [
     (re.compile("oneOf constraints"), "`oneOf` cannot be enforced where its branches may overlap"),
     (re.compile("Unimplemented keys: (.*)"), "{0} cannot be enforced"),
-    (re.compile("Unknown format: (.*)"), "`format` {0} cannot be enforced"),
     (re.compile("patternProperty regexes|patternProperties"), "`patternProperties` cannot be enforced: {all}"),
     (re.compile("minProperties|maxProperties"), "`minProperties` and `maxProperties` cannot be enforced here"),
     (re.compile("NoExtension"), NO_MATCHING_TEXT),
@@ -82,6 +93,17 @@ class GrammarError(Exception):
         super().__init__(message.encode(errors="replace").decode())  # lone surrogates of the client cannot be sent
 
 
+class CheckedGrammar(NamedTuple):
+    """A grammar for the worker, "" without one, and the keywords of the client's schemas that it does not enforce."""
+
+    text: str = ""
+    not_enforced: list[str] = []  # as in EnforceableSchema; those of a tool after the tool's name
+    call_formats: list[str] = []  # names of the formats of calls, if a grammar leaves fewer than the chat has
+
+
+Result = TypeVar("Result")
+
+
 class GrammarValidator:
     """Checks and converts grammars, with a cache of results and errors. Not thread-safe."""
 
@@ -89,14 +111,14 @@ class GrammarValidator:
         self._vocabulary = vocabulary
         self._token_table: LLTokenizer | None = None
         self._eos_bits = 0  # mask of the token ids that end a text
-        self._cache: OrderedDict[bytes, str | GrammarError] = OrderedDict()  # least recently used first
+        self._cache: OrderedDict[bytes, Any] = OrderedDict()  # results and GrammarErrors, least recently used first
         self._cache_bytes = 0
 
-    def validate(self, grammar: bytes) -> str:
-        """Returns the grammar for the worker; "" for b"". Raises GrammarError."""
-        return self.cached(grammar, lambda: self._convert(grammar)) if grammar else ""
+    def validate(self, grammar: bytes) -> CheckedGrammar:
+        """Returns the grammar for the worker; an empty one for b"". Raises GrammarError."""
+        return self.cached(grammar, lambda: self._convert(grammar)) if grammar else CheckedGrammar()
 
-    def cached(self, key: bytes, make: Callable[[], str]) -> str:
+    def cached(self, key: bytes, make: Callable[[], Result]) -> Result:
         """Returns the cached result of `make` for this key, or calls it. Errors are cached, too. Raises
         GrammarError."""
         result = self._cache.pop(key, None)
@@ -111,13 +133,13 @@ class GrammarValidator:
             self._cache_bytes -= _entry_size(*self._cache.popitem(last=False))
         if isinstance(result, GrammarError):
             raise result.with_traceback(None)
-        return result
+        return cast("Result", result)
 
     def schema_grammar_error(self, grammar: str) -> str:
         """Why no text can match this grammar of schemas, with the keyword that causes it; "" if one can."""
         return _client_message(self._trial_error(grammar), _SCHEMA_ERROR_MESSAGES)
 
-    def _convert(self, data: bytes) -> str:
+    def _convert(self, data: bytes) -> CheckedGrammar:
         if len(data) > MAX_GRAMMAR_BYTES:
             raise GrammarError(
                 f"grammar is not valid: it must have at most {MAX_GRAMMAR_BYTES} bytes. Given: {len(data)}"
@@ -130,17 +152,18 @@ class GrammarValidator:
                 return self._convert_ebnf(grammar["grammar"])
             if "schema" in grammar:
                 return self._convert_schema(grammar["schema"])
-            return self._convert_regex(grammar["regex"])
+            return CheckedGrammar(self._convert_regex(grammar["regex"]))
         except RecursionError:
             raise GrammarError("grammar is not valid: it is nested too deeply") from None
         except ValueError as error:
             raise GrammarError(f"grammar is not valid: {error}") from None
 
-    def _convert_schema(self, schema: Any) -> str:
-        for body in schema_grammars(checked_schema(schema)):
+    def _convert_schema(self, schema: Any) -> CheckedGrammar:
+        checked = checked_schema(schema)
+        for body in schema_grammars(checked.schema):
             grammar = _lark_grammar(body.get("lark_grammar") or f"start: %json {json.dumps(body['json_schema'])}\n")
             if not (error := self.schema_grammar_error(grammar)):
-                return grammar
+                return CheckedGrammar(grammar, checked.not_enforced)
         raise GrammarError(f"cannot compile regex from schema: {error}")
 
     def _convert_regex(self, regex: str) -> str:
@@ -155,14 +178,18 @@ class GrammarValidator:
             raise GrammarError(f"grammar is not valid: {_client_message(error, _REGEX_ERROR_MESSAGES)}")
         return grammar
 
-    def _convert_ebnf(self, text: str) -> str:
-        lark = ebnf_to_lark(
-            text, lambda schema: json.dumps({**checked_schema(schema), "x-guidance": JSON_COMPILE_OPTIONS})
-        )
-        grammar = _lark_grammar(lark)
+    def _convert_ebnf(self, text: str) -> CheckedGrammar:
+        not_enforced: list[str] = []
+
+        def convert_schema(schema: Any) -> str:
+            checked = checked_schema(schema)
+            not_enforced.extend(checked.not_enforced)
+            return json.dumps({**checked.schema, "x-guidance": JSON_COMPILE_OPTIONS})
+
+        grammar = _lark_grammar(ebnf_to_lark(text, convert_schema))
         if error := self._trial_error(grammar):
             raise GrammarError(f"grammar is not valid: {_client_message(error, _REGEX_ERROR_MESSAGES)}")
-        return grammar
+        return CheckedGrammar(grammar, not_enforced)
 
     def _trial_error(self, grammar: str) -> str:
         """Compiles the grammar and generates trial texts. Returns the library's error, or ""."""
@@ -199,10 +226,24 @@ class GrammarValidator:
         return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in pieces), 1
 
 
-def checked_schema(schema: Any) -> dict[str, Any]:
-    """Returns the schema as the library can enforce it. Raises GrammarError."""
+def begins_with_pieces(grammar: str, pieces: Sequence[str]) -> bool:
+    """Whether a text of a grammar for the worker can begin with these pieces, with or without a space between them."""
+    start = new_matcher(_BYTES, grammar, TRIAL_LIMITS)
+    for text in {"".join(pieces), " ".join(pieces), "\n".join(pieces)}:
+        ids = [1 + byte for byte in text.encode()]
+        if start.deep_copy().try_consume_tokens(ids) == len(ids):
+            return True
+    return False
+
+
+# A table of all bytes: token 1 + b is the byte b.
+_BYTES = piece_table(bytes([byte]) for byte in range(256))
+
+
+def checked_schema(schema: Any, lenient: bool = False, ignored: Container[str] = ()) -> EnforceableSchema:
+    """Returns the schema as the library can enforce it, see enforceable_schema. Raises GrammarError."""
     try:
-        return enforceable_schema(schema)
+        return enforceable_schema(schema, lenient, ignored)
     except SchemaError as error:
         raise GrammarError(f"grammar is not valid: {error}") from None
     except UnenforceableSchema as error:
@@ -271,7 +312,7 @@ def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _entry_size(key: bytes, result: str | GrammarError) -> int:
+def _entry_size(key: bytes, result: object) -> int:
     return len(key) + len(str(result))
 
 

@@ -6,21 +6,31 @@ limited number of digits.
 
 Three steps: _SchemaReader checks keywords and limits numbers; _ObjectCloser closes objects; `oneOf` becomes `anyOf`
 where its branches exclude each other.
+
+The schemas of tools are read leniently: a keyword that cannot be enforced is left out, so the result accepts more.
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
+from tgi.tokenizer.structured_output.patterns import (
+    FORMAT_PATTERNS,
+    LIBRARY_FORMATS,
+    json_safe_pattern,
+    pattern_error,
+    regex_error,
+)
 from tgi.tokenizer.structured_output.repetition import MAX_REPETITION, regex_repetition, repetition_error
 
 # Levels of nested schemas, and names of all `properties` together. The compile time of a grammar is quadratic in both.
 MAX_DEPTH = 64
 MAX_PROPERTIES = 1000
-# The library compiles numbers as doubles, which cannot represent all larger integers.
+# The library compiles numbers as doubles, which cannot represent all larger integers. Larger bounds become the next
+# double within them.
 MAX_EXACT_INTEGER = 2**53
 # Added as bounds to numbers that have some bound: the largest double that is an int64 (19 digits). Such numbers have at
 # most DECIMALS digits after the point; with one more the library's arithmetic overflows.
@@ -30,20 +40,20 @@ DECIMALS = 8
 MAX_MULTIPLE = 65_535
 
 TYPES = {"null", "boolean", "number", "integer", "string", "array", "object"}
-# Rejected: a grammar cannot enforce these keywords of draft 2020-12, and older drafts give some another meaning.
+# A grammar cannot enforce these keywords, except the forms that _current_keywords replaces.
 UNENFORCED_KEYWORDS = {
-    "$dynamicRef", "$recursiveRef", "additionalItems", "contains", "dependencies", "dependentRequired",
-    "dependentSchemas", "if", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+    "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "if", "not",
+    "propertyNames", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
 }  # fmt: skip
-# Without effect unless one of UNENFORCED_KEYWORDS is present.
-INEFFECTIVE_KEYWORDS = {"then", "else", "minContains", "maxContains"}
+# Without effect unless one of UNENFORCED_KEYWORDS is present, or `items` is a list.
+INEFFECTIVE_KEYWORDS = {"then", "else", "minContains", "maxContains", "additionalItems"}
 # Every schema is read as draft 2020-12, whatever `$schema` says. `x-guidance` are options of the library.
 DROPPED_KEYWORDS = {"$schema", "x-guidance"} | INEFFECTIVE_KEYWORDS
 # (inclusive keyword, exclusive keyword, default)
 BOUNDS = (("minimum", "exclusiveMinimum", -MAX_INTEGER), ("maximum", "exclusiveMaximum", MAX_INTEGER))
 
-# Enables the flag `x` of a regular expression, with which white space and comments are ignored.
-_VERBOSE_FLAG = re.compile(r"\(\?[a-zA-Z]*x")
+# Without one of these the other keywords would accept less, not more.
+_NEVER_LEFT_OUT = {"properties", "patternProperties", "prefixItems", "$defs", "definitions"}
 
 
 class SchemaError(Exception):
@@ -70,7 +80,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+    return _is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
 
 
 def _is_type(value: Any) -> bool:
@@ -107,36 +117,36 @@ KEYWORD_TYPES: dict[str, KeywordType] = {
 }
 
 
-def enforceable_schema(schema: Any) -> dict[str, Any]:
-    """Returns an equivalent or stricter schema that the library enforces. Raises SchemaError, UnenforceableSchema."""
+class EnforceableSchema(NamedTuple):
+    """A schema that the library enforces, and what of the original it leaves out."""
+
+    schema: dict[str, Any]
+    not_enforced: list[str]  # keywords of the original, as JSON pointers in URI fragments: "#/properties/a/format"
+
+
+def enforceable_schema(schema: Any, lenient: bool = False, ignored: Container[str] = ()) -> EnforceableSchema:
+    """Returns an equivalent or stricter schema that the library enforces, except `format`s that it does not know.
+
+    With `lenient` other keywords that cannot be enforced, or whose values are invalid, are left out as well, and so are
+    those in `ignored`. Raises SchemaError, UnenforceableSchema.
+    """
     if not _is_schema(schema):
         raise SchemaError("a schema is an object")
-    read = _SchemaReader().read_root(schema)
-    return {} if read is True else {"anyOf": [False]} if read is False else read
-
-
-# In place of formats of the library that are narrower than their RFC. RFC 4291, 2.2: the last 32 bits of an IPv6
-# address may be written as an IPv4 address.
-_H16 = "[0-9A-Fa-f]{1,4}"
-_IPV4 = r"((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_LS32 = f"({_H16}:{_H16}|{_IPV4})"
-_IPV6 = [
-    f"({_H16}:){{6}}{_LS32}",
-    f"::({_H16}:){{5}}{_LS32}",
-    *(f"(({_H16}:){{0,{before}}}{_H16})?::({_H16}:){{{4 - before}}}{_LS32}" for before in range(5)),
-    f"(({_H16}:){{0,5}}{_H16})?::{_H16}",
-    f"(({_H16}:){{0,6}}{_H16})?::",
-]
-FORMAT_PATTERNS = {"ipv6": f"^({'|'.join(_IPV6)})$"}
-
-_LONE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
-_URI_CHARACTERS = "/?%!$&'()*+,;=:@-._~"
+    reader = _SchemaReader(schema, lenient, ignored)
+    read = reader.read_root()
+    if isinstance(read, bool):
+        read = {} if read else {"anyOf": [False]}
+    return EnforceableSchema(read, reader.not_enforced)
 
 
 class _SchemaReader:
     """Checks and copies one schema, from its root down."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Any, lenient: bool, ignored: Container[str]) -> None:
+        self.not_enforced: list[str] = []
+        self._root = root
+        self._lenient = lenient
+        self._ignored = ignored
         self._property_count = 0
         self._schemas: dict[str, Any] = {}  # copies by JSON pointer ("#/…"), and by anchor
         self._references: list[tuple[str, str]] = []  # (`$ref`, JSON pointer of the schema that has it)
@@ -145,11 +155,12 @@ class _SchemaReader:
         self._has_multiple_of = False
         self._has_resources = False  # a `$ref` may lead to a schema by its `$id`
 
-    def read_root(self, root: Any) -> Any:
-        read = self._read(root, "#", 0)
+    def read_root(self) -> Any:
+        read = self._read(self._root, "#", 0)
         for reference, path in self._references:
             if unquote(reference) not in self._schemas:
-                raise UnenforceableSchema(f"`$ref` leads to no schema that was read: {reference} (at {path})")
+                text = f"`$ref` leads to no schema that was read: {reference} (at {path})"
+                self._leave_out(self._schemas[path], "$ref", path, UnenforceableSchema(text))
         for number in self._bounded_numbers:
             _limit_digits(number, decimals=not self._has_multiple_of)
         self._replace_one_ofs(read)
@@ -161,6 +172,19 @@ class _SchemaReader:
             self._replace_one_ofs(read)  # closed branches may exclude each other where open ones do not
         return read
 
+    def _leave_out(self, schema: dict[str, Any], keyword: str, path: str, error: Exception) -> None:
+        """Leaves a keyword out of a lenient schema. Raises the error otherwise."""
+        if not self._lenient or keyword in _NEVER_LEFT_OUT:
+            raise error
+        schema.pop(keyword, None)
+        if keyword == "additionalProperties":
+            schema[keyword] = True
+        self._report(path, keyword)
+
+    def _report(self, path: str, keyword: str) -> None:
+        pointer = f"{path}/{keyword}".removeprefix("#")
+        self.not_enforced.append("#" + quote(pointer, safe="/~$:@!*()+;=&?", errors="replace"))
+
     def _replace_one_ofs(self, root: Any) -> None:
         """Replaces each `oneOf` whose branches exclude each other by an `anyOf`."""
         for schema in self._one_ofs:
@@ -169,26 +193,27 @@ class _SchemaReader:
                 schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": schema.pop("oneOf")}]
 
     def _read(self, schema: Any, path: str, depth: int) -> Any:
+        schema = self._without_ignored(_current_keywords(schema, self._root), path)
         self._schemas[path] = schema
         if isinstance(schema, bool):
             return schema
         if depth > MAX_DEPTH:
             raise UnenforceableSchema(f"schemas are nested deeper than {MAX_DEPTH} levels")
-        read = {}
+        read: dict[str, Any] = {}
         for keyword, value in schema.items():
             if keyword in DROPPED_KEYWORDS or (keyword == "uniqueItems" and value is False):
                 continue
-            if keyword in UNENFORCED_KEYWORDS:
-                raise UnenforceableSchema(f"`{keyword}` cannot be enforced (at {path})")
             keyword_type = KEYWORD_TYPES.get(keyword)
-            if keyword_type is not None and not keyword_type.matches(value):
-                raise SchemaError(f"`{keyword}` must be {keyword_type.description} (at {path})")
-            read[keyword] = self._read_value(keyword_type, value, f"{path}/{keyword}", depth + 1)
+            if keyword in UNENFORCED_KEYWORDS:
+                text = f"`{keyword}` cannot be enforced (at {path})"
+                self._leave_out(read, keyword, path, UnenforceableSchema(text))
+            elif keyword_type is not None and not keyword_type.matches(value):
+                text = f"`{keyword}` must be {keyword_type.description} (at {path})"
+                self._leave_out(read, keyword, path, SchemaError(text))
+            else:
+                read[keyword] = self._read_value(keyword_type, value, f"{path}/{keyword}", depth + 1)
+        self._check_patterns(read, path)
         self._check_limits(read, path)
-        if read.get("$ref", "").startswith("#/"):
-            read["$ref"] = _escape_reference(read["$ref"])
-        if read.get("format") in FORMAT_PATTERNS:
-            read["allOf"] = [*read.get("allOf", ()), {"pattern": FORMAT_PATTERNS[read.pop("format")]}]
         # The library processes keywords in their order, and would apply these two before a union of later keywords.
         read |= {word: read.pop(word) for word in ("patternProperties", "additionalProperties") if word in read}
         self._schemas[path] = read
@@ -199,11 +224,26 @@ class _SchemaReader:
         if _is_bounded_number(read):
             self._bounded_numbers.append(read)
         self._has_multiple_of |= "multipleOf" in read
+        if read.get("$ref", "").startswith("#/"):
+            read["$ref"] = "#" + quote(unquote(read["$ref"][1:]), errors="replace")  # the library reads URIs only
         reference = read.get("$ref", "#")
         self._has_resources |= ("$id" in read and depth > 0) or not reference.startswith("#")
         if "$ref" in read and (reference == "#" or reference.startswith("#/")):
             self._references.append((reference, path))
         return read
+
+    def _without_ignored(self, schema: Any, path: str) -> Any:
+        """Leaves the ignored keywords out, so that the schema accepts more."""
+        if isinstance(schema, bool) or not (ignored := [word for word in schema if word in self._ignored]):
+            return schema
+        kept = {word: value for word, value in schema.items() if word not in ignored}
+        for word in ignored:
+            self._report(path, word)
+            if word == "oneOf":
+                kept["allOf"] = [*kept.get("allOf", ()), {"anyOf": schema[word]}]
+            elif word == "patternProperties":
+                kept["additionalProperties"] = True
+        return kept
 
     def _read_value(self, keyword_type: KeywordType | None, value: Any, path: str, depth: int) -> Any:
         if keyword_type is _SCHEMA:
@@ -214,59 +254,149 @@ class _SchemaReader:
             return {name: self._read(one, f"{path}/{_pointer_token(name)}", depth) for name, one in value.items()}
         return int(value) if keyword_type is _COUNT else value
 
+    def _check_patterns(self, read: dict[str, Any], path: str) -> None:
+        """Rejects regular expressions that the library would misread, and replaces those that it would not enforce."""
+        for word in ("pattern", "patternProperties"):
+            for regex in [read[word]] if word == "pattern" and word in read else [*read.get(word, ())]:
+                if text := regex_error(regex):
+                    text = f"`{word}` must be a regular expression: {text} (at {path})"
+                    self._leave_out_pattern(read, word, regex, path, SchemaError(text))
+                elif text := repetition_error(regex_repetition(regex)) or pattern_error(regex):
+                    text = f"`{word}` cannot be enforced: {text} (at {path})"
+                    self._leave_out_pattern(read, word, regex, path, UnenforceableSchema(text))
+        if "pattern" in read:
+            read["pattern"] = json_safe_pattern(read["pattern"])
+        if "patternProperties" in read:
+            read["patternProperties"] = {
+                json_safe_pattern(name): value for name, value in read["patternProperties"].items()
+            }
+        if (name := read.get("format")) is not None and name not in LIBRARY_FORMATS:
+            del read["format"]
+            if name not in FORMAT_PATTERNS:
+                self._report(path, "format")
+            elif "pattern" not in read:
+                read["pattern"] = FORMAT_PATTERNS[name]
+            else:
+                read["allOf"] = [*read.get("allOf", ()), {"pattern": FORMAT_PATTERNS[name]}]
+
+    def _leave_out_pattern(
+        self, read: dict[str, Any], word: str, regex: str, path: str, error: SchemaError | UnenforceableSchema
+    ) -> None:
+        if word == "pattern" or not self._lenient:
+            self._leave_out(read, word, path, error)
+            return
+        del read[word][regex]
+        read["additionalProperties"] = True  # what the pattern admits must stay possible
+        self._report(f"{path}/{word}", _pointer_token(regex))
+
     def _check_limits(self, read: dict[str, Any], path: str) -> None:
         """Rejects what the library would accept without enforcing it."""
-        for word in ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        for lower, upper, limit in BOUNDS:
+            for word in (lower, upper):
+                if word in read and abs(read[word]) > MAX_EXACT_INTEGER:
+                    self._limit_bound(read, word, limit, path)
+        for word in ("const", "enum", "multipleOf"):
             if word in read and not _has_exact_numbers(read[word]):
-                raise UnenforceableSchema(f"`{word}` cannot be enforced with numbers beyond 2^53 (at {path})")
-        for word, regexes in (
-            ("pattern", [read.get("pattern", "")]),
-            ("patternProperties", read.get("patternProperties", ())),
-        ):
-            for error in filter(None, map(regex_error, regexes)):
-                raise SchemaError(f"`{word}` must be a regular expression: {error} (at {path})")
-            for regex in regexes:
-                if error := repetition_error(regex_repetition(regex)):
-                    raise UnenforceableSchema(f"`{word}` cannot be enforced: {error} (at {path})")
+                text = f"`{word}` cannot be enforced with numbers beyond 2^53 (at {path})"
+                self._leave_out(read, word, path, UnenforceableSchema(text))
         for word in ("minItems", "minLength"):
             if read.get(word, 0) > MAX_REPETITION:
-                raise UnenforceableSchema(
-                    f"`{word}` cannot be enforced beyond {MAX_REPETITION}. Given: {read[word]} (at {path})"
-                )
+                text = f"`{word}` cannot be enforced beyond {MAX_REPETITION}. Given: {read[word]} (at {path})"
+                self._leave_out(read, word, path, UnenforceableSchema(text))
         for word in {"maxItems", "maxLength", "maxProperties"} & read.keys():
             read[word] = min(read[word], MAX_REPETITION)
         if read.get("multipleOf", 1) > MAX_MULTIPLE:
-            raise UnenforceableSchema(
-                f"`multipleOf` cannot be enforced beyond {MAX_MULTIPLE}. Given: {read['multipleOf']} (at {path})"
-            )
-        self._property_count += len(read.get("properties", ()))
+            text = f"`multipleOf` cannot be enforced beyond {MAX_MULTIPLE}. Given: {read['multipleOf']} (at {path})"
+            self._leave_out(read, "multipleOf", path, UnenforceableSchema(text))
+        properties = read.get("properties", {})
+        if self._lenient and any(properties.get(name) is False for name in read.get("required", ())):
+            read["required"] = [name for name in read["required"] if properties.get(name) is not False]
+            self._report(path, "required")
+        self._property_count += len(properties)
         if self._property_count > MAX_PROPERTIES:
             raise UnenforceableSchema(f"`properties` has more than {MAX_PROPERTIES} names in all")
         # A text may repeat a name that is not in `properties`; a client's JSON parser counts it once.
         if read.get("minProperties", 0) > len(set(read.get("required", ()))) + 1:
-            raise UnenforceableSchema(
-                f"`minProperties` cannot be enforced beyond the required ones and one more (at {path})"
-            )
+            text = f"`minProperties` cannot be enforced beyond the required ones and one more (at {path})"
+            self._leave_out(read, "minProperties", path, UnenforceableSchema(text))
+
+    def _limit_bound(self, read: dict[str, Any], word: str, limit: int, path: str) -> None:
+        """Replaces a bound beyond 2^53 by the next double within it and within `limit`, the end of the other side."""
+        sign = -1 if limit < 0 else 1  # -1: a lower bound
+        bound = _double_up_to(sign * read[word])
+        if bound < -MAX_INTEGER:
+            text = f"`{word}` cannot be enforced beyond {-limit} (at {path})"
+            self._leave_out(read, word, path, UnenforceableSchema(text))
+        else:
+            read[word] = sign * min(bound, MAX_INTEGER)
 
 
-def _escape_reference(reference: str) -> str:
-    """A `$ref` with escapes for the characters that a URI must not have: generators write names of types as they are,
-    `#/$defs/List[int]`."""
-    whole = _LONE_PERCENT.sub("%25", reference)
-    return whole[:1] + quote(whole[1:], safe=_URI_CHARACTERS)
+def _double_up_to(number: float) -> int:
+    """The largest double that is at most this number, which is beyond 2^53; that of the longest numbers if larger."""
+    limited = min(max(number, -(2 * MAX_INTEGER)), 2 * MAX_INTEGER)
+    double = float(limited)
+    return int(math.nextafter(double, -math.inf) if double > limited else double)
 
 
-def regex_error(regex: str) -> str:
-    """Returns an error of a regular expression that the library does not detect, or "".
+# Older drafts, and forms of keywords that others can express
 
-    The library writes the expression into a grammar first. There, a backslash at the end is lost, and a line feed
-    becomes an escape, which does not end a comment.
-    """
-    if (len(regex) - len(regex.rstrip("\\"))) % 2:
-        return "incomplete escape sequence, reached end of pattern prematurely"
-    if "\n" in regex and _VERBOSE_FLAG.search(regex):
-        return "the flag `x` cannot be used together with line feeds"
-    return ""
+
+def _current_keywords(schema: Any, root: Any) -> Any:
+    """Writes a schema with the keywords that are enforced, where older drafts and some forms of UNENFORCED_KEYWORDS
+    have an equivalent. Null, as some serializers write it, means absent."""
+    if isinstance(schema, bool) or not isinstance(schema, dict):
+        return schema
+    known = KEYWORD_TYPES.keys() | UNENFORCED_KEYWORDS
+    current = {word: value for word, value in schema.items() if value is not None or word not in known}
+    for inclusive, exclusive, _ in BOUNDS:
+        if isinstance(current.get(exclusive), bool) and current.pop(exclusive) and inclusive in current:  # draft 4
+            current[exclusive] = current.pop(inclusive)
+    if isinstance(current.get("items"), list):  # up to draft 2019-09
+        if tuple_items := current.pop("items"):
+            current["prefixItems"] = tuple_items
+        current["items"] = current.get("additionalItems", True)
+    for word in ("properties", "patternProperties", "$defs", "definitions"):
+        if current.get(word) == []:  # what PHP writes for an empty object
+            current[word] = {}
+    excluded = current.get("not")
+    if excluded is True or excluded == {}:
+        return False
+    if excluded is False:
+        del current["not"]
+    if "propertyNames" in current:
+        _replace_property_names(current, root)
+    return current
+
+
+def _replace_property_names(schema: dict[str, Any], root: Any) -> None:
+    """Replaces `propertyNames` by other keywords, in place, where they say the same."""
+    names = _resolve_reference(schema["propertyNames"], root)
+    if names is True:
+        names = {}
+    if not isinstance(names, dict):
+        return
+    words = (KEYWORD_TYPES.keys() | UNENFORCED_KEYWORDS | {"const"}) & names.keys()
+    if names.get("type", "string") != "string":
+        return
+    words -= {"type"}
+    values = schema.get("additionalProperties", True)
+    listed = names.get("enum", [names["const"]] if "const" in names else None)
+    if not words:
+        replaced = {}
+    elif schema.keys() & {"properties", "patternProperties"}:
+        return
+    elif words <= {"enum", "const"} and isinstance(listed, list) and all(isinstance(name, str) for name in listed):
+        replaced = {"properties": dict.fromkeys(listed, values), "additionalProperties": False}
+    elif words == {"pattern"} and isinstance(names["pattern"], str):
+        replaced = {"patternProperties": {names["pattern"]: values}, "additionalProperties": False}
+    elif words <= {"minLength", "maxLength"} and all(_is_count(names[word]) for word in words):
+        least, most = int(names.get("minLength", 0)), names.get("maxLength")
+        counts = f"{least},{'' if most is None else int(most)}"
+        replaced = {"patternProperties": {f"^(?s:.{{{counts}}})$": values}, "additionalProperties": False}
+    else:
+        return
+    del schema["propertyNames"]
+    schema |= replaced
 
 
 def _is_bounded_number(schema: dict[str, Any]) -> bool:
@@ -567,10 +697,11 @@ def _resolve_reference(schema: Any, root: Any) -> Any:
     for _ in range(MAX_FOLLOWED_REFERENCES):
         if not (isinstance(schema, dict) and "$ref" in schema):
             return schema
-        if set(schema) - {"$ref", "title", "description", "default"} or not schema["$ref"].startswith("#/"):
+        reference = schema["$ref"]
+        if set(schema) - {"$ref", "title", "description", "default"} or not str(reference).startswith("#/"):
             return None
         found = root
-        for step in unquote(schema["$ref"][2:]).split("/"):
+        for step in unquote(reference[2:]).split("/"):
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
                 found = found[int(name)]

@@ -7,6 +7,7 @@ digits are not limited. If one of them contains a `$ref`, the whole schema is le
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
@@ -45,6 +46,12 @@ def schema_to_lark(root: dict[str, Any], options: dict[str, Any]) -> str:
     except NotExpressible:
         return ""
     return text if writer.limits_digits else ""
+
+
+def any_object_lark(excluded: Iterable[str]) -> str:
+    """Any object whose first name is none of these, which are written as JSON strings."""
+    key = " & ".join(["STRING", *(f"~{json.dumps(name)}" for name in excluded)])
+    return _HEAD + f'start: "{{" (first ("," pair)*)? "}}"\nfirst: FIRST_KEY ":" any\nFIRST_KEY: {key}\n'
 
 
 class _LarkWriter:
