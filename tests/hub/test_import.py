@@ -210,6 +210,14 @@ def test_several_end_of_turn_tokens(tmp_path: Path) -> None:
     assert read_model_config(imported(source, tmp_path / "out")).eos_token_ids == (2, 4)
 
 
+def test_an_end_of_turn_token_that_the_file_does_not_name(tmp_path: Path) -> None:
+    given = write_gguf(model("llama"), tmp_path / "m.gguf")
+    tokens = reader.read_gguf(given).metadata["tokenizer.ggml.tokens"]
+    tokens[5] = "<|im_end|>"
+    source = write_gguf(model("llama"), tmp_path / "n.gguf", metadata={"tokenizer.ggml.tokens": tokens})
+    assert read_model_config(imported(source, tmp_path / "out")).eos_token_ids == (2, 5)
+
+
 def test_recommended_sampling_is_kept(tmp_path: Path) -> None:
     keys = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 0}
     metadata = {f"general.sampling.{key}": value for key, value in keys.items()}

@@ -55,19 +55,39 @@ def test_the_fingerprint_depends_on_configuration_and_tokenizer(copy: Path) -> N
     assert read_model_config(copy).fingerprint != original.fingerprint
 
 
-def test_eos_tokens_come_from_the_generation_config_first(copy: Path) -> None:
-    change(copy / "generation_config.json", eos_token_id=[7, 3, 7])
-    assert read_model_config(copy).eos_token_ids == (7, 3)
-    change(copy / "generation_config.json", eos_token_id=9)
-    assert read_model_config(copy).eos_token_ids == (9,)
-    change(copy / "generation_config.json", eos_token_id=None)
-    change(copy / "tokenizer_config.json", eos_token={"content": "<|user|>"})
-    assert read_model_config(copy).eos_token_ids == (3,)
-    change(copy / "tokenizer_config.json", eos_token=None)
-    change(copy / "config.json", eos_token_id=[4, 5])
-    assert read_model_config(copy).eos_token_ids == (4, 5)
+def add_token(directory: Path, number: int, text: str) -> None:
+    """Makes a token of tokenizer.json a special token with another text."""
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    (entry,) = [entry for entry in tokenizer["added_tokens"] if entry["id"] == number]
+    tokenizer["model"]["vocab"][text] = tokenizer["model"]["vocab"].pop(entry["content"])
+    entry["content"] = text
+    path.write_text(json.dumps(tokenizer))
+
+
+def test_every_file_may_name_eos_tokens(copy: Path) -> None:
     change(copy / "config.json", eos_token_id=None)
+    change(copy / "tokenizer_config.json", eos_token=None)
+    change(copy / "generation_config.json", eos_token_id=None)
     assert read_model_config(copy).eos_token_ids == ()
+    change(copy / "generation_config.json", eos_token_id=[7, 1, 7])
+    change(copy / "tokenizer_config.json", eos_token={"content": "<|user|>"})
+    assert read_model_config(copy).eos_token_ids == (7, 1, 3)
+    change(copy / "config.json", eos_token_id=[4, 2, 300])  # 300 is an ordinary token: a default of the class
+    assert read_model_config(copy).eos_token_ids == (7, 1, 3, 4, 2)
+    for path in ("generation_config.json", "tokenizer_config.json"):
+        change(copy / path, eos_token_id=None, eos_token=None)
+    assert read_model_config(copy).eos_token_ids == (4, 2, 300)
+    (copy / "special_tokens_map.json").write_text('{"eos_token": "<|user|>"}')
+    assert read_model_config(copy).eos_token_ids == (3, 4, 2)
+    add_token(copy, 5, "<|im_end|>")
+    assert read_model_config(copy).eos_token_ids == (3, 4, 2, 5)
+
+
+def test_the_end_of_a_message_is_not_the_end_of_an_answer_where_both_exist(copy: Path) -> None:
+    for number, text in ((3, "<|end|>"), (4, "<|return|>"), (5, "<|call|>")):
+        add_token(copy, number, text)
+    assert read_model_config(copy).eos_token_ids == (2, 4, 5)
 
 
 def test_sampling_defaults_come_from_the_generation_config(copy: Path) -> None:
