@@ -5,8 +5,8 @@
     scripts/check_families.py phimoe gptj
     scripts/check_families.py --table      # the table of docs/models.md
 
-For each type one line: right (with the largest difference of logprobs), refused (with the sentence), WRONG, or not made:
-the default configuration with small sizes makes no tiny model. Exits with 1 if a type is wrong or fails without a
+For each type one line: right (with the largest difference of logprobs), refused (with the sentence), WRONG, or not made
+(the default configuration with small sizes gives no tiny model). Exits with 1 if a type is wrong or fails without a
 sentence.
 """
 

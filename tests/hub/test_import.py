@@ -12,13 +12,16 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import _type_traits, dequantize
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from scripts.make_gguf import write_gguf
 from tests.models import model
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.convert import convert
+from tgi.hub.gguf.tokenizer import complete_tokenizer
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
@@ -173,6 +176,33 @@ def test_digits_are_split_as_the_file_specifies(tmp_path: Path) -> None:
     assert tokenizer.encode("1984").tokens == ["1", "9", "8", "4"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "pieces"),
+    [
+        ("deepseek-llm", "He said: 1984\n世界", ["He", "Ġsaid", ":", "Ġ", "1984", "Ċ", "ä¸ĸçķĮ"]),
+        ("deepseek-coder", "x1 = 23;", ["x", "1", "Ġ=Ġ", "2", "3", ";"]),
+        ("deepseek-v3", "In 12345 days: #tag 世界", ["In", "Ġ", "123", "45", "Ġdays", ":", "Ġ#", "tag", "Ġ", "ä¸ĸçķĮ"]),
+        ("falcon", "a+b 12345", ["a", "+", "b", "Ġ", "123", "45"]),
+        ("viking", "one, 12", ["one", ",", "Ġ", "1", "2"]),
+        ("poro-chat", "one, 12", ["one", ",", "Ġ12"]),
+        ("glm4", "I'LL 12345", ["I", "'LL", "Ġ", "123", "45"]),
+        ("stablelm2", "I'LL 12", ["I", "'LL", "Ġ", "1", "2"]),
+        ("minerva-7b", "a 12", ["a", "Ġ", "1", "2"]),
+        ("bailingmoe2", "I'LL 12", ["I", "'LL", "Ġ", "1", "2"]),
+        ("seed-coder", "a;\n1", ["a", ";", "Ċ", "1"]),
+        ("exaone-moe", "two words 1", ["twoĠwords", "Ġ", "1"]),
+        ("ufakzeka", "Ali'nin 1", ["Ali", "'nin", "Ġ", "1"]),
+        ("a.x-4.0", "it's 12", ["it", "'s", "Ġ12"]),
+    ],
+)
+def test_texts_are_split_as_the_name_of_the_pre_tokenizer_says(name: str, text: str, pieces: list[str]) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.tokens": []}
+    tokenizer = Tokenizer(BPE())
+    complete_tokenizer(reader.GGUFFile(Path("m"), metadata, {}), tokenizer, GGUF_PRE_TOKENIZER_SPLITS)
+    assert tokenizer.pre_tokenizer is not None
+    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
 def test_bos_is_added_as_the_file_specifies(tmp_path: Path) -> None:
     added = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata=added)
@@ -181,7 +211,8 @@ def test_bos_is_added_as_the_file_specifies(tmp_path: Path) -> None:
     assert tokenizer.encode("a", add_special_tokens=False).tokens == ["a"]
 
 
-def test_a_sentencepiece_vocabulary_is_converted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", [None, False])
+def test_a_sentencepiece_vocabulary_is_converted(prefix: bool | None, tmp_path: Path) -> None:
     pieces = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     types = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
@@ -197,11 +228,17 @@ def test_a_sentencepiece_vocabulary_is_converted(tmp_path: Path) -> None:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": None,
+        "tokenizer.ggml.add_space_prefix": prefix,
     }
     result = imported(write_gguf(model("llama"), tmp_path / "m.gguf", metadata=metadata), tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(result / "tokenizer.json"))
-    assert tokenizer.encode("hello hello").tokens == ["<s>", "▁hello", "▁hello"]
-    assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    if prefix is None:
+        assert tokenizer.encode("hello hello").tokens == ["<s>", "▁hello", "▁hello"]
+        assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    else:
+        assert tokenizer.encode("hello hello").tokens == ["<s>", "hello", "▁hello"]
+        assert tokenizer.encode("é</s>hell").tokens == ["<s>", "<0xC3>", "<0xA9>", "</s>", "hell"]
+        assert tokenizer.decode(tokenizer.encode(" hello").ids) == " hello"
     assert tokenizer.decode(tokenizer.encode("hello é").ids) == "hello é"
 
 

@@ -1,5 +1,6 @@
 """Reading a model directory: configuration, defaults, chat templates, and the directories that are rejected."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import model_directory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.sampling_params import PARAMETERS, SamplingDefaults
+from tgi.worker.decoder_config import UnsupportedConfig
+from tgi.worker.models.config_reader import read_decoder_config
 
 
 @pytest.fixture
@@ -146,21 +149,44 @@ def test_chat_templates_are_found_in_every_location(copy: Path) -> None:
     assert dict(read_model_config(copy).chat_templates) == {"default": "d", "tool_use": "b", "rag": "e"}
 
 
-@pytest.mark.parametrize(
-    ("scaling", "limit"),
-    [
-        ({"rope_type": "default", "rope_theta": 1e4}, 2048),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 2048),
-        ({"type": "linear", "factor": 2.0}, 4096),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
-    ],
-)
-def test_the_context_length_includes_rope_scaling(copy: Path, scaling: dict[str, Any], limit: int) -> None:
-    change(copy / "config.json", rope_scaling=scaling, rope_parameters=None)
+# Published shapes: model_type, max_position_embeddings, scaling, and the length that vLLM derives.
+YARN = {"type": "yarn", "factor": 4.0}
+SCALINGS: list[tuple[str, int, dict[str, Any] | None, int]] = [
+    ("llama", 4096, None, 4096),
+    ("llama", 2048, {"rope_type": "default", "rope_theta": 1e4}, 2048),
+    ("llama", 131072, {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 131072),
+    ("llama", 4096, {"type": "linear", "factor": 4.0}, 16384),  # Vicuna 16k
+    ("llama", 16384, {"type": "linear", "factor": 4.0}, 65536),  # DeepSeek Coder
+    ("llama", 8192, {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 4096}, 8192),
+    ("llama", 4096, {"type": "dynamic", "factor": 2.0}, 8192),
+    ("llama", 32768, {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 4096}, 32768),
+    ("qwen2", 32768, YARN | {"original_max_position_embeddings": 32768}, 131072),  # Qwen2.5's recipe
+    ("qwen2", 131072, YARN | {"original_max_position_embeddings": 32768}, 131072),
+    ("qwen3", 40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+    ("qwen3", 32768, {"rope_type": "yarn", "factor": 4.0}, 131072),
+    ("llama", 131072, {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}, 131072),
+    ("mistral", 32768, {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}, 32768),
+    ("mistral", 2048, {"type": "yarn", "factor": 4}, 8192),
+    ("gemma3_text", 131072, {"rope_type": "linear", "factor": 8.0}, 131072),
+    ("gemma3_text", 131072, {"full_attention": {"rope_type": "linear", "factor": 8.0}}, 131072),
+    ("qwen2", 32768, {"type": "mrope", "mrope_section": [16, 24, 24]}, 32768),
+    ("qwen2", 32768, {"type": "yarn", "factor": None}, 32768),
+    ("qwen2", 32768, {"type": "yarn", "factor": -1}, 32768),
+    ("llama", 4096, {"type": "linear", "factor": 1e300}, 4096),
+    ("granite", 4096, {"type": "linear", "factor": True}, 4096),
+]
+
+
+@pytest.mark.parametrize(("kind", "trained", "scaling", "limit"), SCALINGS)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_hub_and_worker_derive_the_same_context_length_from_rope_scaling(
+    copy: Path, kind: str, trained: int, scaling: dict[str, Any] | None, limit: int, key: str
+) -> None:
+    sizes = {"rope_parameters": None, "max_position_embeddings": trained}
+    change(copy / "config.json", model_type=kind, **{**sizes, key: scaling})
     assert read_model_config(copy).max_position_embeddings == limit
-    change(copy / "config.json", rope_scaling=None, rope_parameters=scaling)
-    assert read_model_config(copy).max_position_embeddings == limit
+    with contextlib.suppress(UnsupportedConfig):  # mrope
+        assert read_decoder_config(json.loads((copy / "config.json").read_text())).context_length == limit
 
 
 @pytest.mark.parametrize("kind", ["t5", "mt5", "bart", "whisper"])

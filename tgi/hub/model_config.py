@@ -110,7 +110,7 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
         model_type=str(config.get("model_type", "")),
         architecture=str((config.get("architectures") or [""])[0]),
         vocab_size=numbers.first(("vocab_size",)),
-        max_position_embeddings=_context(numbers, text),
+        max_position_embeddings=scaled_context(numbers.first(CONTEXT), text),
         eos_token_ids=_eos(directory, text, tokenizer_config),
         dtype=_dtype(config, text),
         hidden_size=hidden,
@@ -195,20 +195,20 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         raise UserError(f"{kind} is a state-space or recurrent model. Only models with attention are served.")
 
 
-def _context(numbers: _Numbers, config: dict[str, Any]) -> int:
-    """The longest sequence. Linear, dynamic and yarn scaling multiply the trained length; others, and configurations
-    that name the original length, already include it."""
-    trained = numbers.first(CONTEXT)
+def scaled_context(trained: int, config: Mapping[str, Any]) -> int:
+    """The longest sequence of a model whose configuration says `trained` (max_position_embeddings), as vLLM derives it.
+
+    Linear, dynamic and yarn scaling multiply the original length, which is the trained one unless the scaling names it.
+    Others, and gemma3, count scaling in `trained`.
+    """
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(scaling, dict):
+    if not isinstance(scaling, Mapping) or str(config.get("model_type", "")).startswith("gemma3"):
         return trained
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float) or factor <= 0:
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float) or not 0 < factor <= 4096:
         return trained
-    original = scaling.get("original_max_position_embeddings")
-    if isinstance(original, int):
-        return max(trained, int(original * factor))
-    return int(trained * factor)
+    original = scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return max(trained, int((original if isinstance(original, int) else trained) * factor))
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
@@ -227,13 +227,14 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
 
 def read_added_tokens(directory: Path) -> dict[str, tuple[int, bool]]:
     """The tokens added to the vocabulary, from all files that may list them: text → (id, whether it is special)."""
+    listed: list[tuple[Any, Any, bool]]
     listed = [(content, number, False) for content, number in _json(directory / "added_tokens.json").items()]
     entries = read_tokenizer_config(directory).get("added_tokens_decoder")
     for number, entry in entries.items() if isinstance(entries, dict) else ():
         if isinstance(entry, dict) and number.isdecimal():
             listed.append((entry.get("content"), int(number), bool(entry.get("special"))))
-    for entry in _json(directory / "tokenizer.json").get("added_tokens") or ():
-        listed.append((entry.get("content"), entry.get("id"), bool(entry.get("special"))))
+    own = _json(directory / "tokenizer.json").get("added_tokens") or ()
+    listed += [(entry.get("content"), entry.get("id"), bool(entry.get("special"))) for entry in own]
     found: dict[str, tuple[int, bool]] = {}
     for content, number, special in listed:
         if isinstance(content, str) and isinstance(number, int):

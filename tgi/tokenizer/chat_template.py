@@ -102,10 +102,14 @@ class ChatTemplates:
         return _cut_at_mark(text, final) if continue_final_message else text
 
     def turn_end(self, tokens: Iterable[str]) -> str:
-        """Which of these tokens the template writes after an answer; "" if none, or if it cannot render a short chat."""
+        """The one of these tokens that the template writes after an answer; "" if it writes none or cannot render a
+        short chat."""
         if "default" not in self._sources:
             return ""
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": END_MARK.strip()}]
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": END_MARK.strip()},
+        ]
         try:
             features = self.features()
             if features.iterates_parts and not features.tests_for_string:

@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tgi.hub.model_config import scaled_context
 from tgi.microkernel.errors import UserError
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
@@ -258,13 +259,14 @@ def _replace_linears(model: nn.Module) -> None:
 
 def _context_length(config: Any) -> int:
     """Maximal sequence length: within the original length, if the rotary angles depend on the batch beyond it."""
-    longest: int | None = getattr(config, "max_position_embeddings", None)
-    if longest is None:
+    trained: int | None = getattr(config, "max_position_embeddings", None)
+    if trained is None:
         raise UserError(f"{config.model_type} does not say its longest sequence (max_position_embeddings).")
+    longest = scaled_context(trained, config.to_dict())
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPES:
         return longest
-    limit = min(longest, rope.get("original_max_position_embeddings") or longest)
+    limit = min(longest, rope.get("original_max_position_embeddings") or trained)
     if limit < longest:
         log.warning("sequences are limited to %d tokens instead of %d: %s", limit, longest, config.model_type)
     return limit
