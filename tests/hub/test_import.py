@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from scripts.make_gguf import write_gguf
+from scripts.make_gguf import add, write_gguf
 from tests.models import model
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import TargetTensor
@@ -245,6 +245,34 @@ def test_a_sentencepiece_vocabulary_is_converted(prefix: bool | None, tmp_path: 
 def test_several_end_of_turn_tokens(tmp_path: Path) -> None:
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.eot_token_id": 4})
     assert read_model_config(imported(source, tmp_path / "out")).eos_token_ids == (2, 4)
+
+
+def test_a_split_file_is_read_whole_from_any_part(tmp_path: Path) -> None:
+    original = model("llama", dtype="bfloat16")
+    whole = reader.read_gguf(write_gguf(original, tmp_path / "m.gguf", "BF16"))
+    parts = [tmp_path / f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    tensors = [*whole.tensors.values()]
+    for number, path in enumerate(parts):
+        writer = GGUFWriter(path, "llama")
+        for key, value in (whole.metadata | {"split.no": number, "split.count": 3}).items():
+            if number == 0 or key.startswith("split."):
+                add(writer, key, value)
+        for tensor in tensors[number::3]:
+            raw = np.frombuffer(tensor.data, np.uint8).reshape(*tensor.shape[:-1], -1)
+            writer.add_tensor(tensor.name, raw, raw_dtype=tensor.type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    result = imported(parts[1], tmp_path / "out")
+    ids = list(range(5, 60))
+    assert torch.equal(logits(result, ids), logits(original, ids))
+    parts[2].rename(tmp_path / "kept.gguf")
+    with pytest.raises(UserError, match="m-00003-of-00003.gguf does not exist"):
+        reader.read_gguf(parts[0])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(UserError, match="is not part 3 of 3"):
+        reader.read_gguf(parts[0])
 
 
 def test_an_end_of_turn_token_that_the_file_does_not_name(tmp_path: Path) -> None:
