@@ -268,7 +268,7 @@ def test_a_split_file_is_read_whole_from_any_part(tmp_path: Path) -> None:
     ids = list(range(5, 60))
     assert torch.equal(logits(result, ids), logits(original, ids))
     parts[2].rename(tmp_path / "kept.gguf")
-    with pytest.raises(UserError, match="m-00003-of-00003.gguf does not exist"):
+    with pytest.raises(UserError, match=r"m-00003-of-00003\.gguf does not exist"):
         reader.read_gguf(parts[0])
     parts[2].write_bytes(parts[1].read_bytes())
     with pytest.raises(UserError, match="is not part 3 of 3"):

@@ -37,8 +37,8 @@ _PART = re.compile(r"(.*-)\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 def gguf_parts(file: Path) -> list[Path]:
-    """All parts of a split GGUF file in their order, whether they exist or not; the file alone if its name is not one of
-    a part (NAME-00001-of-00003.gguf)."""
+    """All parts of a split GGUF file in their order, whether they exist or not; the file alone if it is not named as a
+    part (NAME-00001-of-00003.gguf)."""
     match = _PART.fullmatch(file.name)
     if match is None:
         return [file]
