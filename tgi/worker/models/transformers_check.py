@@ -43,10 +43,11 @@ class AttentionShape(NamedTuple):
 class AttentionProbe:
     """Takes the place of attention in one forward pass: records what each layer passes, and returns zeros."""
 
-    def __init__(self, name: str, context: int) -> None:
+    def __init__(self, name: str, context: int, device: torch.device) -> None:
         self.name = name
         self.found = AttentionShape({}, {}, None)
         self._context = min(context, MAX_MASK)
+        self._device = device
         self._window = functools.cache(self._window_of)  # layers share few rules
 
     def record(
@@ -79,11 +80,12 @@ class AttentionProbe:
 
     def _window_of(self, rule: MaskRule) -> int | None:
         """The sliding window of a mask rule; None: full attention. Raises UserError for all other rules."""
-        keys, zero = torch.arange(self._context), torch.zeros((), dtype=torch.int64)
+        keys = torch.arange(self._context, device=self._device)
+        zero = torch.zeros_like(keys[0])
         last = self._context - 1
-        width = int(rule(zero, zero, torch.tensor(last), keys).sum())
+        width = int(rule(zero, zero, keys[last], keys).sum())
         for query in (last, last - 1, 2 * last // 3, last // 2, last // 7):
-            seen = rule(zero, zero, torch.tensor(query), keys)
+            seen = rule(zero, zero, keys[query], keys)
             if not torch.equal(seen, (keys <= query) & (keys > query - width)):
                 raise UserError(
                     f"{self.name} chooses the tokens that it attends to neither causally nor by a sliding window (it "

@@ -128,7 +128,7 @@ class TransformersModel:
         config = model.config.get_text_config(decoder=True)
         layers = config.num_hidden_layers
         self.context_length = _context_length(config)
-        probe = AttentionProbe(config.model_type, self.context_length)
+        probe = AttentionProbe(config.model_type, self.context_length, device)
         ids = torch.zeros(2, dtype=torch.int64, device=device)
         try:
             with attention_implementation(model, PROBE):
