@@ -190,10 +190,15 @@ def _record(
     value: Tensor,
     attention_mask: Tensor | None,
     *arguments: Any,
-    paged_step: AttentionProbe,
+    paged_step: AttentionProbe | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out."""
+    if paged_step is None:
+        raise UserError(
+            f"The {type(module).__name__} of this model gets no further arguments of a step, so keys and values cannot "
+            "be kept in pages. Serve a model of another type."
+        )
     paged_step.record(module.layer_idx, query, key, value, attention_mask, named)
     return torch.zeros_like(query).transpose(1, 2), None
 
