@@ -101,4 +101,4 @@ def test_a_default_temperature_of_0_is_greedy(tmp_path: Path) -> None:
 def test_info_shows_the_defaults(front: Front) -> None:
     info = json.loads(front.get("/info").body)
     assert info["generation_config"] == DEFAULTS._asdict()
-    assert [*info][-2:] == ["server_version", "generation_config"]
+    assert [*info][-3:] == ["server_version", "generation_config", "eos_token_ids"]

@@ -133,7 +133,7 @@ def test_the_message_names_the_damage(content: bytes, words: str, place: Path) -
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "positive number"),
         ({"llama.attention.sliding_window": 512}, "does not know"),
         ({"llama.expert_count": 8}, "expert_used_count"),
-        ({"split.count": 3}, "one part of several"),
+        ({"split.count": 3}, "is one of 3 parts, but its name says 1"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, "none, linear or yarn"),
         ({"llama.context_length": "long"}, "whole number"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),

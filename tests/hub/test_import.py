@@ -12,13 +12,16 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import _type_traits, dequantize
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from scripts.make_gguf import write_gguf
+from scripts.make_gguf import add, write_gguf
 from tests.models import model
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.convert import convert
+from tgi.hub.gguf.tokenizer import complete_tokenizer
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
@@ -173,6 +176,33 @@ def test_digits_are_split_as_the_file_specifies(tmp_path: Path) -> None:
     assert tokenizer.encode("1984").tokens == ["1", "9", "8", "4"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "pieces"),
+    [
+        ("deepseek-llm", "He said: 1984\n世界", ["He", "Ġsaid", ":", "Ġ", "1984", "Ċ", "ä¸ĸçķĮ"]),
+        ("deepseek-coder", "x1 = 23;", ["x", "1", "Ġ=Ġ", "2", "3", ";"]),
+        ("deepseek-v3", "In 12345 days: #tag 世界", ["In", "Ġ", "123", "45", "Ġdays", ":", "Ġ#", "tag", "Ġ", "ä¸ĸçķĮ"]),
+        ("falcon", "a+b 12345", ["a", "+", "b", "Ġ", "123", "45"]),
+        ("viking", "one, 12", ["one", ",", "Ġ", "1", "2"]),
+        ("poro-chat", "one, 12", ["one", ",", "Ġ12"]),
+        ("glm4", "I'LL 12345", ["I", "'LL", "Ġ", "123", "45"]),
+        ("stablelm2", "I'LL 12", ["I", "'LL", "Ġ", "1", "2"]),
+        ("minerva-7b", "a 12", ["a", "Ġ", "1", "2"]),
+        ("bailingmoe2", "I'LL 12", ["I", "'LL", "Ġ", "1", "2"]),
+        ("seed-coder", "a;\n1", ["a", ";", "Ċ", "1"]),
+        ("exaone-moe", "two words 1", ["twoĠwords", "Ġ", "1"]),
+        ("ufakzeka", "Ali'nin 1", ["Ali", "'nin", "Ġ", "1"]),
+        ("a.x-4.0", "it's 12", ["it", "'s", "Ġ12"]),
+    ],
+)
+def test_texts_are_split_as_the_name_of_the_pre_tokenizer_says(name: str, text: str, pieces: list[str]) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.tokens": []}
+    tokenizer = Tokenizer(BPE())
+    complete_tokenizer(reader.GGUFFile(Path("m"), metadata, {}), tokenizer, GGUF_PRE_TOKENIZER_SPLITS)
+    assert tokenizer.pre_tokenizer is not None
+    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
 def test_bos_is_added_as_the_file_specifies(tmp_path: Path) -> None:
     added = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata=added)
@@ -181,7 +211,8 @@ def test_bos_is_added_as_the_file_specifies(tmp_path: Path) -> None:
     assert tokenizer.encode("a", add_special_tokens=False).tokens == ["a"]
 
 
-def test_a_sentencepiece_vocabulary_is_converted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", [None, False])
+def test_a_sentencepiece_vocabulary_is_converted(prefix: bool | None, tmp_path: Path) -> None:
     pieces = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     types = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
@@ -197,17 +228,59 @@ def test_a_sentencepiece_vocabulary_is_converted(tmp_path: Path) -> None:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": None,
+        "tokenizer.ggml.add_space_prefix": prefix,
     }
     result = imported(write_gguf(model("llama"), tmp_path / "m.gguf", metadata=metadata), tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(result / "tokenizer.json"))
-    assert tokenizer.encode("hello hello").tokens == ["<s>", "▁hello", "▁hello"]
-    assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    if prefix is None:
+        assert tokenizer.encode("hello hello").tokens == ["<s>", "▁hello", "▁hello"]
+        assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    else:
+        assert tokenizer.encode("hello hello").tokens == ["<s>", "hello", "▁hello"]
+        assert tokenizer.encode("é</s>hell").tokens == ["<s>", "<0xC3>", "<0xA9>", "</s>", "hell"]
+        assert tokenizer.decode(tokenizer.encode(" hello").ids) == " hello"
     assert tokenizer.decode(tokenizer.encode("hello é").ids) == "hello é"
 
 
 def test_several_end_of_turn_tokens(tmp_path: Path) -> None:
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.eot_token_id": 4})
     assert read_model_config(imported(source, tmp_path / "out")).eos_token_ids == (2, 4)
+
+
+def test_a_split_file_is_read_whole_from_any_part(tmp_path: Path) -> None:
+    original = model("llama", dtype="bfloat16")
+    whole = reader.read_gguf(write_gguf(original, tmp_path / "m.gguf", "BF16"))
+    parts = [tmp_path / f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    tensors = [*whole.tensors.values()]
+    for number, path in enumerate(parts):
+        writer = GGUFWriter(path, "llama")
+        for key, value in (whole.metadata | {"split.no": number, "split.count": 3}).items():
+            if number == 0 or key.startswith("split."):
+                add(writer, key, value)
+        for tensor in tensors[number::3]:
+            raw = np.frombuffer(tensor.data, np.uint8).reshape(*tensor.shape[:-1], -1)
+            writer.add_tensor(tensor.name, raw, raw_dtype=tensor.type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    result = imported(parts[1], tmp_path / "out")
+    ids = list(range(5, 60))
+    assert torch.equal(logits(result, ids), logits(original, ids))
+    parts[2].rename(tmp_path / "kept.gguf")
+    with pytest.raises(UserError, match=r"m-00003-of-00003\.gguf does not exist"):
+        reader.read_gguf(parts[0])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(UserError, match="is not part 3 of 3"):
+        reader.read_gguf(parts[0])
+
+
+def test_an_end_of_turn_token_that_the_file_does_not_name(tmp_path: Path) -> None:
+    given = write_gguf(model("llama"), tmp_path / "m.gguf")
+    tokens = reader.read_gguf(given).metadata["tokenizer.ggml.tokens"]
+    tokens[5] = "<|im_end|>"
+    source = write_gguf(model("llama"), tmp_path / "n.gguf", metadata={"tokenizer.ggml.tokens": tokens})
+    assert read_model_config(imported(source, tmp_path / "out")).eos_token_ids == (2, 5)
 
 
 def test_recommended_sampling_is_kept(tmp_path: Path) -> None:

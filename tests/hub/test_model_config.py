@@ -1,5 +1,6 @@
 """Reading a model directory: configuration, defaults, chat templates, and the directories that are rejected."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import model_directory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.sampling_params import PARAMETERS, SamplingDefaults
+from tgi.worker.decoder_config import UnsupportedConfig
+from tgi.worker.models.config_reader import read_decoder_config
 
 
 @pytest.fixture
@@ -55,19 +58,39 @@ def test_the_fingerprint_depends_on_configuration_and_tokenizer(copy: Path) -> N
     assert read_model_config(copy).fingerprint != original.fingerprint
 
 
-def test_eos_tokens_come_from_the_generation_config_first(copy: Path) -> None:
-    change(copy / "generation_config.json", eos_token_id=[7, 3, 7])
-    assert read_model_config(copy).eos_token_ids == (7, 3)
-    change(copy / "generation_config.json", eos_token_id=9)
-    assert read_model_config(copy).eos_token_ids == (9,)
-    change(copy / "generation_config.json", eos_token_id=None)
-    change(copy / "tokenizer_config.json", eos_token={"content": "<|user|>"})
-    assert read_model_config(copy).eos_token_ids == (3,)
-    change(copy / "tokenizer_config.json", eos_token=None)
-    change(copy / "config.json", eos_token_id=[4, 5])
-    assert read_model_config(copy).eos_token_ids == (4, 5)
+def add_token(directory: Path, number: int, text: str) -> None:
+    """Makes a token of tokenizer.json a special token with another text."""
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    (entry,) = [entry for entry in tokenizer["added_tokens"] if entry["id"] == number]
+    tokenizer["model"]["vocab"][text] = tokenizer["model"]["vocab"].pop(entry["content"])
+    entry["content"] = text
+    path.write_text(json.dumps(tokenizer))
+
+
+def test_every_file_may_name_eos_tokens(copy: Path) -> None:
     change(copy / "config.json", eos_token_id=None)
+    change(copy / "tokenizer_config.json", eos_token=None)
+    change(copy / "generation_config.json", eos_token_id=None)
     assert read_model_config(copy).eos_token_ids == ()
+    change(copy / "generation_config.json", eos_token_id=[7, 1, 7])
+    change(copy / "tokenizer_config.json", eos_token={"content": "<|user|>"})
+    assert read_model_config(copy).eos_token_ids == (7, 1, 3)
+    change(copy / "config.json", eos_token_id=[4, 2, 300])  # 300 is an ordinary token: a default of the class
+    assert read_model_config(copy).eos_token_ids == (7, 1, 3, 4, 2)
+    for path in ("generation_config.json", "tokenizer_config.json"):
+        change(copy / path, eos_token_id=None, eos_token=None)
+    assert read_model_config(copy).eos_token_ids == (4, 2, 300)
+    (copy / "special_tokens_map.json").write_text('{"eos_token": "<|user|>"}')
+    assert read_model_config(copy).eos_token_ids == (3, 4, 2)
+    add_token(copy, 5, "<|im_end|>")
+    assert read_model_config(copy).eos_token_ids == (3, 4, 2, 5)
+
+
+def test_the_end_of_a_message_is_not_the_end_of_an_answer_where_both_exist(copy: Path) -> None:
+    for number, text in ((3, "<|end|>"), (4, "<|return|>"), (5, "<|call|>")):
+        add_token(copy, number, text)
+    assert read_model_config(copy).eos_token_ids == (2, 4, 5)
 
 
 def test_sampling_defaults_come_from_the_generation_config(copy: Path) -> None:
@@ -126,21 +149,44 @@ def test_chat_templates_are_found_in_every_location(copy: Path) -> None:
     assert dict(read_model_config(copy).chat_templates) == {"default": "d", "tool_use": "b", "rag": "e"}
 
 
-@pytest.mark.parametrize(
-    ("scaling", "limit"),
-    [
-        ({"rope_type": "default", "rope_theta": 1e4}, 2048),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 2048),
-        ({"type": "linear", "factor": 2.0}, 4096),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
-    ],
-)
-def test_the_context_length_includes_rope_scaling(copy: Path, scaling: dict[str, Any], limit: int) -> None:
-    change(copy / "config.json", rope_scaling=scaling, rope_parameters=None)
+# Published shapes: model_type, max_position_embeddings, scaling, and the length that vLLM derives.
+YARN = {"type": "yarn", "factor": 4.0}
+SCALINGS: list[tuple[str, int, dict[str, Any] | None, int]] = [
+    ("llama", 4096, None, 4096),
+    ("llama", 2048, {"rope_type": "default", "rope_theta": 1e4}, 2048),
+    ("llama", 131072, {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 131072),
+    ("llama", 4096, {"type": "linear", "factor": 4.0}, 16384),  # Vicuna 16k
+    ("llama", 16384, {"type": "linear", "factor": 4.0}, 65536),  # DeepSeek Coder
+    ("llama", 8192, {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 4096}, 8192),
+    ("llama", 4096, {"type": "dynamic", "factor": 2.0}, 8192),
+    ("llama", 32768, {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 4096}, 32768),
+    ("qwen2", 32768, YARN | {"original_max_position_embeddings": 32768}, 131072),  # Qwen2.5's recipe
+    ("qwen2", 131072, YARN | {"original_max_position_embeddings": 32768}, 131072),
+    ("qwen3", 40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+    ("qwen3", 32768, {"rope_type": "yarn", "factor": 4.0}, 131072),
+    ("llama", 131072, {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}, 131072),
+    ("mistral", 32768, {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}, 32768),
+    ("mistral", 2048, {"type": "yarn", "factor": 4}, 8192),
+    ("gemma3_text", 131072, {"rope_type": "linear", "factor": 8.0}, 131072),
+    ("gemma3_text", 131072, {"full_attention": {"rope_type": "linear", "factor": 8.0}}, 131072),
+    ("qwen2", 32768, {"type": "mrope", "mrope_section": [16, 24, 24]}, 32768),
+    ("qwen2", 32768, {"type": "yarn", "factor": None}, 32768),
+    ("qwen2", 32768, {"type": "yarn", "factor": -1}, 32768),
+    ("llama", 4096, {"type": "linear", "factor": 1e300}, 4096),
+    ("granite", 4096, {"type": "linear", "factor": True}, 4096),
+]
+
+
+@pytest.mark.parametrize(("kind", "trained", "scaling", "limit"), SCALINGS)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_hub_and_worker_derive_the_same_context_length_from_rope_scaling(
+    copy: Path, kind: str, trained: int, scaling: dict[str, Any] | None, limit: int, key: str
+) -> None:
+    sizes = {"rope_parameters": None, "max_position_embeddings": trained}
+    change(copy / "config.json", model_type=kind, **{**sizes, key: scaling})
     assert read_model_config(copy).max_position_embeddings == limit
-    change(copy / "config.json", rope_scaling=None, rope_parameters=scaling)
-    assert read_model_config(copy).max_position_embeddings == limit
+    with contextlib.suppress(UnsupportedConfig):  # mrope
+        assert read_decoder_config(json.loads((copy / "config.json").read_text())).context_length == limit
 
 
 @pytest.mark.parametrize("kind", ["t5", "mt5", "bart", "whisper"])

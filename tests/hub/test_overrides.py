@@ -94,7 +94,7 @@ def test_a_generation_config_replaces_only_its_entries(tiny_llama: Path, tmp_pat
     (given / "generation_config.json").write_text('{"temperature": 0.8, "top_k": null}')
     directory = overridden_directory(model, ModelOverrides(generation_config=given), tmp_path / "place")
     assert read_sampling_defaults(directory) == SamplingDefaults(temperature=0.8)
-    assert read_model_config(directory).eos_token_ids == (7, 3)
+    assert read_model_config(directory).eos_token_ids == (7, 3, 2)
     (model / "generation_config.json").unlink()
     directory = overridden_directory(model, ModelOverrides(generation_config=given), tmp_path / "place")
     assert read_sampling_defaults(directory) == SamplingDefaults(temperature=0.8)

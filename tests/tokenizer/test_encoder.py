@@ -92,6 +92,36 @@ def test_truncation_and_padding_of_tokenizer_json_are_disabled(tmp_path: Path, t
     assert encoder.encode_prompt(vocabulary, "a", True, None).token_count == 1
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|pad|>\n{% endfor %}", {0, 2}),
+        ("{% for m in messages %}{{ m.content[0].text }}<|pad|><|bos|>{% endfor %}", {0, 2}),
+        ("{% for m in messages %}<|pad|>{{ m.content }}{% endfor %}", {2}),
+        ("{{ raise_exception('no') }}", {2}),
+        (None, {2}),
+    ],
+)
+def test_the_token_with_which_a_template_ends_a_turn_ends_texts(
+    template: str | None, ends: set[int], tmp_path: Path, tiny_llama: Path
+) -> None:
+    directory = directory_with(tmp_path, tiny_llama, chat_template=template)
+    assert Vocabulary.load(read_model_config(directory)).eos_ids == ends
+
+
+def test_tokens_that_stand_only_in_older_files(tmp_path: Path, tiny_llama: Path) -> None:
+    directory = directory_with(tmp_path, tiny_llama, bos_token=None, eos_token=None)
+    (directory / "special_tokens_map.json").write_text('{"bos_token": {"content": "<|pad|>"}, "eos_token": "<|new|>"}')
+    (directory / "added_tokens.json").write_text('{"<|new|>": 512, "<|far|>": 600}')
+    config = read_model_config(directory)
+    assert (config.bos_token, config.eos_token) == ("<|pad|>", "<|new|>")
+    assert special_tokens(directory)["bos_token"] == "<|pad|>"
+    vocabulary = Vocabulary.load(config)
+    assert vocabulary.tokenizer.encode("a<|new|>", add_special_tokens=False).ids[-1] == 512
+    assert 512 in vocabulary.eos_ids & vocabulary.special_ids
+    assert vocabulary.tokenizer.token_to_id("<|far|>") is None
+
+
 def test_special_tokens_of_tokenizer_config(tmp_path: Path, tiny_llama: Path) -> None:
     vocabulary = Vocabulary.load(read_model_config(tiny_llama))
     number = vocabulary.tokenizer.token_to_id("a")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from scripts.check_families import check
 from scripts.make_model import fill
 from tests.models import model
 from tests.worker.driving import Drawn, drive, generate_with, make_engine
@@ -126,6 +127,24 @@ def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path, config: 
     directory = save(config, tmp_path)
     with pytest.raises(UserError, match=words):
         build(directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "result"),
+    [
+        ("phimoe", "right"),
+        ("gpt_neo", "refused: gpt_neo"),
+        ("deepseek_v3", "right"),
+        ("diffllama", "refused: diffllama cannot be served: over pages its logits differ from those of transformers"),
+        ("doge", "refused: doge adds numbers of its own to attention scores"),
+        ("llama4_text", "refused: llama4_text chooses the tokens that it attends to neither causally nor by a sliding"),
+        ("bert", "refused: bert chooses the tokens that it attends to neither causally nor by a sliding window"),
+        ("falcon", "refused: falcon computes attention in classes of its own"),
+    ],
+)
+def test_a_model_type_is_right_or_refused(kind: str, result: str, tmp_path: Path) -> None:
+    """A part of scripts/check_families.py, which does all types of transformers."""
+    assert check(kind, tmp_path).startswith(result)
 
 
 def test_encoder_decoders_are_rejected_by_name(tmp_path: Path) -> None:

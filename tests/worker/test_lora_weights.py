@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,8 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.models import model as make
+from tests.worker.batches import prefill
 from tests.worker.loras import CONFIG, WEIGHTS, make_adapter
+from tgi.hub.resolver import adapter_directory
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.lora_adapters import NamedAdapter
+from tgi.worker.attention import build_attention
 from tgi.worker.lora.registry import adapter_digest
 from tgi.worker.lora.weights import LoraWeights, read_adapter
 from tgi.worker.models.config_reader import read_config, read_decoder_config
@@ -32,6 +37,86 @@ def read(directory: Path, kind: str = "llama") -> LoraWeights:
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     return make_adapter(tmp_path / "adapter", make("llama"))
+
+
+UNSLOTH = (  # as its patterns for models with a vision tower
+    r"(?:.*?(?:language|text).*?(?:self_attn|attention|mlp).*?(?:q_proj|k_proj|v_proj).*?)|"
+    r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|mlp)\.(?:(?:q_proj|k_proj|v_proj)))"
+)
+
+
+def as_mlx(directory: Path) -> None:
+    """Rewrites an adapter as mlx-lm saves it, with only the last layer adapted."""
+    values = json.loads((directory / CONFIG).read_text())
+    parameters = {"rank": values["r"], "scale": values["lora_alpha"] / values["r"], "dropout": 0.0}
+    values = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters, "model": "x", "seed": 0}
+    tensors = {}
+    for key, tensor in load_file(directory / WEIGHTS).items():
+        module, side, _ = key.removeprefix("base_model.model.").rsplit(".", 2)
+        tensors[f"{module}.{side.lower()}"] = tensor.t().contiguous()
+    save_file(tensors, directory / "adapters.safetensors", {"format": "mlx"})
+    (directory / WEIGHTS).unlink()
+    (directory / CONFIG).write_text(json.dumps(values))
+
+
+def as_compiled(directory: Path) -> None:
+    """Rewrites an adapter as trainers with torch.compile and FSDP leave it."""
+    tensors = load_file(directory / WEIGHTS).items()
+    renamed = {
+        key.replace("model.layers.", "_orig_mod.model.layers.").replace(
+            ".self_attn.", "._checkpoint_wrapped_module.self_attn."
+        ): tensor
+        for key, tensor in tensors
+    }
+    assert any("_orig_mod" in key for key in renamed)
+    save_file(renamed, directory / WEIGHTS)
+
+
+def with_pattern(directory: Path) -> None:
+    """Rewrites an adapter as unsloth saves one for a model with a vision tower."""
+    values = json.loads((directory / CONFIG).read_text())
+    (directory / CONFIG).write_text(json.dumps(values | {"target_modules": UNSLOTH, "auto_mapping": {"x": "y"}}))
+
+
+def as_torchtune(directory: Path) -> None:
+    """Rewrites an adapter as torchtune saves it: a short config."""
+    values = json.loads((directory / CONFIG).read_text())
+    kept = {key: values[key] for key in ("r", "lora_alpha", "target_modules", "peft_type")}
+    (directory / CONFIG).write_text(json.dumps(kept))
+
+
+@pytest.mark.parametrize("rewrite", [as_mlx, as_compiled, with_pattern, as_torchtune])
+def test_adapters_of_other_trainers(rewrite: Callable[[Path], None], tmp_path: Path) -> None:
+    targets = ("q_proj", "k_proj", "v_proj")
+    layers = [2] if rewrite is as_mlx else None
+    directory = make_adapter(tmp_path / "adapter", make("llama"), targets=targets, layers=layers, lora_alpha=12)
+    expected = read(directory)
+    rewrite(directory)
+    assert adapter_directory(NamedAdapter("mine", str(directory), None)) == directory
+    found = read(directory)
+    assert adapter_digest(directory)
+    for own, other in zip(found.layers, expected.layers, strict=True):
+        for pair, like in zip(own, other, strict=True):
+            assert (pair is None) == (like is None)
+            if pair is not None and like is not None:
+                torch.testing.assert_close(pair.a, like.a)
+                torch.testing.assert_close(pair.b, like.b)
+
+
+def test_a_shared_embedding_that_stands_under_the_name_of_the_head(tmp_path: Path) -> None:
+    original = make("qwen2", tie=True)
+    copy = Path(shutil.copytree(original, tmp_path / "model"))
+    tensors = load_file(copy / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    batch = [3, 50, 7, 9]
+    found, expected = (logits(directory, batch) for directory in (copy, original))
+    assert torch.equal(found, expected)
+
+
+def logits(directory: Path, ids: list[int]) -> torch.Tensor:
+    loaded = build_model(directory, "float32", "cpu", lambda stage, percent: None)
+    return prefill(loaded, build_attention(loaded.kv, 2, CPU), ids, range(2))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +136,7 @@ def adapter(tmp_path: Path) -> Path:
         ({"rank_pattern": [1]}, "rank_pattern"),
         ({"layers_to_transform": [[1]]}, "layers_to_transform"),
         ({"rank_pattern": {"(a+)+": 1}}, "for ever"),
-        ({"target_modules": ".*a.*b.*c.*d.*e"}, "for ever"),
+        ({"rank_pattern": {".*a.*b.*c.*d.*e": 1}}, "for ever"),
         ({"target_modules": "("}, "is not a regular expression"),
         ({"target_modules": 7}, "target_modules 7"),
     ],

@@ -6,13 +6,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.decoder_config import RopeConfig, UnsupportedConfig
-from tgi.worker.layers.rotary import RotaryEmbedding
+from tgi.worker.layers.rotary import RotaryEmbedding, attention_factor, inverse_frequencies
 from tgi.worker.models.config_reader import read_decoder_config
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model
@@ -171,6 +172,16 @@ def test_rotary_scalings_equal_those_of_transformers(tmp_path: Path, parameters:
     torch.testing.assert_close(found, expected[-1].log_softmax(-1), rtol=0, atol=1e-4)
 
 
+def test_dynamic_scaling_equals_that_of_transformers_at_the_longest_length() -> None:
+    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=64, rope_parameters=parameters
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS["dynamic"](config, CPU, seq_len=192)
+    torch.testing.assert_close(inverse_frequencies(16, parameters), expected)
+    assert attention_factor(parameters) == factor == 1.0
+
+
 def as_written(parameters: dict[str, Any], old: bool) -> dict[str, Any]:
     """The rotary parameters in the format of transformers 5, or of version 4."""
     if not old:
@@ -263,7 +274,7 @@ def test_longrope_is_limited_to_the_original_length() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "ntk"),
         ({"hidden_act": "relu"}, "relu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),

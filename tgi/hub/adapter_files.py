@@ -1,25 +1,31 @@
-"""The files of a LoRA adapter as PEFT writes them, and the errors for missing or misplaced ones."""
+"""The files of a LoRA adapter as PEFT or MLX writes them, and the errors for missing or misplaced ones."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from tgi.hub.weight_files import PICKLED
 from tgi.microkernel.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FILES = (CONFIG, WEIGHTS)
+MLX_WEIGHTS = "adapters.safetensors"
 
 
-def wanted_files(weights: bool) -> tuple[str, ...]:
-    """The files of an adapter, with or without its weights."""
-    return FILES if weights else (CONFIG,)
+def wanted_files(weights: bool, names: Collection[str]) -> tuple[str, ...]:
+    """The files of an adapter in a directory with these names, with or without its weights."""
+    return (CONFIG, weights_file(names)) if weights else (CONFIG,)
+
+
+def weights_file(names: Collection[str]) -> str:
+    """The name of the weights among these file names."""
+    return MLX_WEIGHTS if WEIGHTS not in names and MLX_WEIGHTS in names else WEIGHTS
 
 
 def missing_files_problem(names: list[str], weights: bool = True) -> str:
     """Why these file names are not a complete adapter, as the end of a sentence about their location, or ""."""
     if CONFIG not in names:
         return f"has no {CONFIG}, so it is no LoRA adapter. Name one that PEFT has written."
-    if WEIGHTS in names or not weights:
+    if weights_file(names) in names or not weights:
         return ""
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         return (

@@ -4,6 +4,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -30,6 +31,18 @@ def default_cache() -> Path:
         return Path(os.environ["TGI_CACHE"]).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tgi"
+
+
+_PART = re.compile(r"(.*-)\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """All parts of a split GGUF file in their order, whether they exist or not; the file alone if it is not named as a
+    part (NAME-00001-of-00003.gguf)."""
+    match = _PART.fullmatch(file.name)
+    if match is None:
+        return [file]
+    return [file.with_name(f"{match[1]}{part:05}-of-{match[2]}.gguf") for part in range(1, int(match[2]) + 1)]
 
 
 @contextmanager

@@ -103,7 +103,8 @@ def _cached_snapshot(repo: str, revision: str, cache: Path, wanted: SnapshotCont
             return None
     directory = folder / "snapshots" / commit
     if wanted.adapter:
-        files = adapter_files.wanted_files(wanted.weights)
+        there = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+        files = adapter_files.wanted_files(wanted.weights, there)
         return directory if all((directory / name).is_file() for name in files) else None
     if not (directory / "config.json").is_file():
         return None
@@ -130,7 +131,7 @@ def _download(
     if wanted.adapter:
         if problem := adapter_files.missing_files_problem(root, wanted.weights):
             raise UserError(f"{repo} {problem}")
-        files = adapter_files.wanted_files(wanted.weights)
+        files = adapter_files.wanted_files(wanted.weights, root)
         return _fetch(repo, revision, cache, token, files, progress, sum(sizes[name] for name in files))
     weights = choose_weight_files(root)
     if "config.json" not in sizes and adapter_files.CONFIG in sizes:

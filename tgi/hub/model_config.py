@@ -25,6 +25,7 @@ STATE_SPACE = {
     "nemotron_h", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba", "zamba2",
 }
 # fmt: on
+DISTANCE_BIAS = {"bloom", "mpt"}
 ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 
 FINGERPRINTED = (
@@ -32,15 +33,24 @@ FINGERPRINTED = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
 )
+
+# Control tokens that end a turn of a chat, in whatever vocabulary they are.
+END_OF_TURN = {
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<end_of_turn>", "<turn|>"),
+    *("<|END_OF_TURN_TOKEN|>", "<|end|>", "<|endofturn|>", "[|endofturn|]", "<|return|>", "<|call|>", "<EOT>"),
+    *("_<EOT>", "<end_of_utterance>", "<|message_end|>"),
+}
 
 # Names of the same number in different model families, the usual one first.
 CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 
 # Nonzero magnitudes that a float32 request field can carry.
@@ -56,7 +66,7 @@ class ModelConfig:
     architecture: str  # the class in config.json, "" if absent
     vocab_size: int
     max_position_embeddings: int  # longest sequence, rope scaling included
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # all that end a text; see _eos
     dtype: str  # "float32", "bfloat16", "float16": the type of the saved weights
     hidden_size: int
     num_layers: int
@@ -89,7 +99,7 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
     text = config.get("text_config")
     text = config | text if isinstance(text, dict) else config
     _refuse_other_kinds(directory, config, text)
-    tokenizer_config = _json(directory / "tokenizer_config.json")
+    tokenizer_config = read_tokenizer_config(directory)
     tokenizer = directory / "tokenizer.json"
     numbers = _Numbers(directory / "config.json", text)
     heads = numbers.first(HEADS)
@@ -100,7 +110,7 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
         model_type=str(config.get("model_type", "")),
         architecture=str((config.get("architectures") or [""])[0]),
         vocab_size=numbers.first(("vocab_size",)),
-        max_position_embeddings=_context(numbers, text),
+        max_position_embeddings=scaled_context(numbers.first(CONTEXT), text),
         eos_token_ids=_eos(directory, text, tokenizer_config),
         dtype=_dtype(config, text),
         hidden_size=hidden,
@@ -158,7 +168,7 @@ class _Numbers:
                 raise UserError(f"{self.path}: {name} is {value!r}; a positive whole number was expected.")
             return value
         if default is None:
-            raise UserError(f"{self.path} does not say {names[0]}. Is it the configuration of a language model?")
+            raise UserError(f"{self.path} does not say {names[0]}, which serving a language model needs.")
         return default
 
 
@@ -170,6 +180,11 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         raise UserError(f"{directory / 'config.json'} does not say its model_type. Is it a model's configuration?")
     if kind in ENCODER_DECODERS or config.get("is_encoder_decoder"):
         raise UserError(f"{kind} is an encoder-decoder model. Only decoder-only language models are served.")
+    if kind in DISTANCE_BIAS:
+        raise UserError(
+            f"{kind} adds a bias by distance (ALiBi) to its attention scores, which the paged cache does not compute. "
+            "Serve a model of another type."
+        )
     layers = text.get("layer_types")
     others = {str(layer) for layer in layers} - ATTENTION if isinstance(layers, list) else set()
     if others:
@@ -180,20 +195,20 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         raise UserError(f"{kind} is a state-space or recurrent model. Only models with attention are served.")
 
 
-def _context(numbers: _Numbers, config: dict[str, Any]) -> int:
-    """The longest sequence. Linear, dynamic and yarn scaling multiply the trained length; others, and configurations
-    that name the original length, already include it."""
-    trained = numbers.first(CONTEXT)
+def scaled_context(trained: int, config: Mapping[str, Any]) -> int:
+    """The longest sequence of a model whose configuration says `trained` (max_position_embeddings), as vLLM derives it.
+
+    Linear, dynamic and yarn scaling multiply the original length, which is the trained one unless the scaling names it.
+    Others, and gemma3, count scaling in `trained`.
+    """
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(scaling, dict):
+    if not isinstance(scaling, Mapping) or str(config.get("model_type", "")).startswith("gemma3"):
         return trained
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float) or factor <= 0:
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float) or not 0 < factor <= 4096:
         return trained
-    original = scaling.get("original_max_position_embeddings")
-    if isinstance(original, int):
-        return max(trained, int(original * factor))
-    return int(trained * factor)
+    original = scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return max(trained, int((original if isinstance(original, int) else trained) * factor))
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
@@ -204,26 +219,48 @@ def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
     return "float32"
 
 
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json with the special tokens that stand only in special_tokens_map.json."""
+    own = {key: value for key, value in _json(directory / "tokenizer_config.json").items() if value is not None}
+    return _json(directory / "special_tokens_map.json") | own
+
+
+def read_added_tokens(directory: Path) -> dict[str, tuple[int, bool]]:
+    """The tokens added to the vocabulary, from all files that may list them: text → (id, whether it is special)."""
+    listed: list[tuple[Any, Any, bool]]
+    listed = [(content, number, False) for content, number in _json(directory / "added_tokens.json").items()]
+    entries = read_tokenizer_config(directory).get("added_tokens_decoder")
+    for number, entry in entries.items() if isinstance(entries, dict) else ():
+        if isinstance(entry, dict) and number.isdecimal():
+            listed.append((entry.get("content"), int(number), bool(entry.get("special"))))
+    own = _json(directory / "tokenizer.json").get("added_tokens") or ()
+    listed += [(entry.get("content"), entry.get("id"), bool(entry.get("special"))) for entry in own]
+    found: dict[str, tuple[int, bool]] = {}
+    for content, number, special in listed:
+        if isinstance(content, str) and isinstance(number, int):
+            found[content] = number, special or (content in found and found[content][1])
+    return found
+
+
 def _eos(directory: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> tuple[int, ...]:
-    """EOS ids: from generation_config.json, else from the tokenizer, else from config.json."""
-    generation = _ids(_json(directory / "generation_config.json").get("eos_token_id"))
-    if generation:
-        return generation
+    """The ids that end a text: of generation_config.json, of the tokenizer's EOS, of config.json, and of control tokens
+    with well-known texts. Fine-tunes change one of these and leave the others as in the base model."""
+    added = read_added_tokens(directory)
+    special = {number for number, is_special in added.values() if is_special}
+    ids = [*_ids(_json(directory / "generation_config.json").get("eos_token_id"))]
     token = _token_text(tokenizer_config.get("eos_token"))
-    if token is not None:
-        known = tokenizer_config.get("added_tokens_decoder")
-        listed = known.items() if isinstance(known, dict) else ()
-        for number, entry in listed:
-            if _token_text(entry) == token and number.isdecimal():
-                return (int(number),)
-        tokenizer = _json(directory / "tokenizer.json")
-        for entry in tokenizer.get("added_tokens", ()):
-            if entry.get("content") == token:
-                return (entry["id"],)
-        vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if token is not None and token in added:
+        ids.append(added[token][0])
+    elif token is not None:
+        vocabulary = _json(directory / "tokenizer.json").get("model", {}).get("vocab", {})
         if isinstance(vocabulary, dict) and token in vocabulary:
-            return (vocabulary[token],)
-    return _ids(config.get("eos_token_id"))
+            ids.append(vocabulary[token])
+    # config.json may have the default of its class, which is an ordinary token in another vocabulary.
+    ids += [number for number in _ids(config.get("eos_token_id")) if number in special or not ids]
+    known = [number for text, (number, is_special) in added.items() if is_special and text in END_OF_TURN]
+    if {"<|return|>", "<|call|>"} <= added.keys():  # gpt-oss: an answer has several messages, each with <|end|>
+        known = [number for number in known if number != added.get("<|end|>", (None,))[0]]
+    return tuple(dict.fromkeys([*ids, *known]))
 
 
 def _ids(value: Any) -> tuple[int, ...]:

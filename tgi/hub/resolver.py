@@ -151,6 +151,8 @@ def _imported(file: Path, cache: Path, progress: ProgressCallback) -> Path:
         raise UserError(f"{file} cannot be read: {error}.") from error
     # Hashing gigabytes at every start would take seconds: size, modification time and both ends identify the file.
     identity = f"{status.st_size} {status.st_mtime_ns} ".encode() + head + tail
+    others = [part.stat() for part in gguf_import.gguf_parts(file) if part != file and part.is_file()]
+    identity += "".join(f" {other.st_size} {other.st_mtime_ns}" for other in others).encode()
     name = f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:12]}-{default_model.IMPORTER}"
 
     def build(temporary: Path) -> None:

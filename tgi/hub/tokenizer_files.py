@@ -1,15 +1,14 @@
 """Reads the tokenizer of a model directory and marks every special token as special."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from tgi.hub.model_config import ModelConfig
+from tgi.hub.model_config import ModelConfig, read_added_tokens, read_tokenizer_config
 from tgi.microkernel.errors import UserError
 
-# Keys of tokenizer_config.json whose value is a special token or a list of them.
+# Keys of tokenizer_config.json and special_tokens_map.json whose value is a special token or a list of them.
 SPECIAL_KEYS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
     "additional_special_tokens", "extra_special_tokens",
@@ -27,6 +26,10 @@ def read_tokenizer(card: ModelConfig) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(card.tokenizer_json))
     except Exception as error:  # the package raises plain Exception
         raise UserError(f"{card.tokenizer_json} is damaged: {error}. Download the model again.") from error
+    for content, (number, special) in sorted(read_added_tokens(card.directory).items(), key=lambda item: item[1]):
+        # tokenizer.json may lack tokens of the older files. An added token gets the next id.
+        if number == tokenizer.get_vocab_size() and tokenizer.token_to_id(content) is None:
+            tokenizer.add_tokens([AddedToken(content, special=special, normalized=False)])
     mark_special(tokenizer, special_tokens(card.directory).values())
     return tokenizer
 
@@ -39,9 +42,9 @@ def mark_special(tokenizer: Tokenizer, special: Iterable[str]) -> None:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """The special tokens in tokenizer_config.json: "bos_token" → "<s>", …; those of lists under their own text."""
-    path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The special tokens in tokenizer_config.json or special_tokens_map.json: "bos_token" → "<s>", …; those of lists
+    under their own text."""
+    config = read_tokenizer_config(directory)
     found: dict[str, str] = {}
     for key in SPECIAL_KEYS:
         value = config.get(key)

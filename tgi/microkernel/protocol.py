@@ -80,10 +80,11 @@ class Inheritance(NamedTuple):
 
 
 class ModelSource(NamedTuple):
-    """What the Hub knows of the served model, "" if it did not come from there."""
+    """What /info shows of the served model's files; sha and tag are "" if it did not come from the Hub."""
 
     sha: str = ""  # commit
     pipeline_tag: str = ""
+    eos_token_ids: list[int] = []  # ascending
 
 
 class Hello(NamedTuple):

@@ -110,6 +110,24 @@ class ChatTemplates:
         text = self._generate(source, variables)
         return _cut_at_mark(text, final) if continue_final_message else text
 
+    def turn_end(self, tokens: Iterable[str]) -> str:
+        """The one of these tokens that the template writes after an answer; "" if it writes none or cannot render a
+        short chat."""
+        if "default" not in self._sources:
+            return ""
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": END_MARK.strip()},
+        ]
+        try:
+            features = self.features()
+            if features.iterates_parts and not features.tests_for_string:
+                chat = [one | {"content": [{"type": "text", "text": one["content"]}]} for one in chat]
+            rest = self.render(chat, add_generation_prompt=False).rpartition(END_MARK.strip())[2].lstrip()
+        except TemplateError:
+            return ""
+        return max((token for token in tokens if token and rest.startswith(token)), key=len, default="")
+
     def _generate(self, source: str, variables: dict[str, Any]) -> str:
         try:
             return _join_limited(self._compile(source).generate(variables))

@@ -40,8 +40,9 @@ def main(process: Process) -> None:
     config = read_model_config(process.settings.model_dir, weights=False)
     tracer = tracing.create_tracer(process.settings, process.name)
     compiler = GrammarCompiler(config.directory, process.settings.grammar_compile_limit)
+    vocabulary = Vocabulary.load(config)
     pool = TokenizerPool(
-        Vocabulary.load(config),
+        vocabulary,
         ChatRenderer.load(config),
         tracer=tracer,
         recorder=RingRecorder(ring_path(process.run_dir, process.name)),
@@ -53,7 +54,7 @@ def main(process: Process) -> None:
     )
     hello = process.hello(config.fingerprint)
     settings = process.settings
-    source = ModelSource(settings.model_sha or "", settings.model_pipeline_tag or "")
+    source = ModelSource(settings.model_sha or "", settings.model_pipeline_tag or "", sorted(vocabulary.eos_ids))
     api_hello = hello._replace(sampling_defaults=settings.sampling_defaults, source=source)
     api_links = [Link.bind(process.link_address(tokenizer_socket(process.replica)), api_hello)]
     if (listen := process.settings.tokenizer_listen) is not None:

@@ -8,8 +8,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tgi.hub.model_config import ModelConfig
-from tgi.hub.tokenizer_files import mark_special, read_tokenizer
+from tgi.hub.tokenizer_files import mark_special, read_tokenizer, special_tokens
 from tgi.microkernel.protocol import TokenBytes
+from tgi.tokenizer.chat_template import ChatTemplates
 from tgi.tokenizer.segment_cache import SegmentCache
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -54,8 +55,15 @@ class Vocabulary:
 
     @classmethod
     def load(cls, config: ModelConfig) -> "Vocabulary":
-        """Loads the vocabulary of a model directory. Raises UserError if it is missing or cannot be read."""
-        return cls(read_tokenizer(config), eos_ids=config.eos_token_ids)
+        """Loads the vocabulary of a model directory. Raises UserError if it is missing or cannot be read.
+
+        The token with which the chat template ends a turn is one of the `eos_ids`.
+        """
+        tokenizer = read_tokenizer(config)
+        templates = ChatTemplates(config.chat_templates, special_tokens(config.directory))
+        added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        end = added.get(templates.turn_end(added))
+        return cls(tokenizer, eos_ids=[*config.eos_token_ids, *([] if end is None else [end])])
 
     def min_token_count(self, text: str) -> int:
         """A lower bound on the number of tokens of a text, found without encoding it; 0 if none is known."""

@@ -11,7 +11,7 @@ Each of the four norms may be absent.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class UnsupportedConfig(Exception):

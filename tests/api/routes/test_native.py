@@ -271,9 +271,10 @@ def test_root_returns_the_prompt_by_pipeline_tag(serve: Any) -> None:
 
 def test_a_front_end_without_the_model_learns_its_source_from_tokenizers(serve: Any) -> None:
     front = serve(up=False)
-    front.tokenizers[0].source = ModelSource("abc", "text2text-generation")
+    front.tokenizers[0].source = ModelSource("abc", "text2text-generation", [2, 7])
     front.tokenizers[0].start()
     front.until_ready()
     info = json.loads(front.get("/info").body)
     assert (info["model_pipeline_tag"], info["model_sha"]) == ("text2text-generation", "abc")
+    assert info["eos_token_ids"] == [2, 7]
     assert front.post("/", '{"inputs":"x","parameters":{}}').body == b'[{"generated_text":" a"}]'

@@ -57,6 +57,7 @@ class InfoResource(Resource):
                 max_batch_size=limits.max_batch_size,
                 server_version=tgi.__version__,
                 generation_config=self._service.router.defaults.given,
+                eos_token_ids=self._service.router.source.eos_token_ids,
             )
         )
 

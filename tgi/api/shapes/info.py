@@ -37,6 +37,7 @@ class Info(ResponseBody, kw_only=True):
             example={"temperature": 0.6, "top_k": 20, "top_p": 0.95},
         ),
     ]
+    eos_token_ids: Annotated[list[Size], doc("Ids of the tokens that end an output", example=[2])]
 
 
 class ModelInfo(ResponseBody):

@@ -310,10 +310,6 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
             f"{file.path} holds a model of architecture {architecture!r}; import knows {known}. "
             "Use the model's safetensors version instead."
         )
-    if metadata.integer("split.count", 1) > 1:
-        raise UserError(
-            f"{file.path} is one part of several. Join them with llama-gguf-split --merge, then import that."
-        )
     if metadata.integer(f"{architecture}.expert_count", 0) and architecture == "llama":
         family = MIXTRAL
     known_keys = KNOWN | set(family.numbers)

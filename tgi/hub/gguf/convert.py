@@ -68,7 +68,7 @@ def _write_tokenizer(source: reader.GGUFFile, described: dict[str, Any], path: P
         backend, _ = gguf_tokenizer_mapping.convert_gguf_tokenizer(source.metadata["general.architecture"], described)
     except Exception as error:  # the library documents no exceptions; its input has been checked
         raise UserError(f"{source.path} has a tokenizer that cannot be converted: {error}.") from error
-    tokenizer.complete_tokenizer(source, backend, set(gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS))
+    tokenizer.complete_tokenizer(source, backend, gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS)
     backend.save(str(path))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from tgi.hub.gguf_import import gguf_parts
 from tgi.microkernel.errors import UserError
 
 MAGIC = b"GGUF"
@@ -65,7 +66,28 @@ class _Broken(Exception):
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Maps the file into memory and reads its header. Raises UserError if it is not a valid GGUF file."""
+    """Maps the file, and with any part of a split file all its parts, into memory and reads the headers. The first part
+    has the metadata. Raises UserError if it is not a valid GGUF file, or a part is missing."""
+    first, *others = gguf_parts(path)
+    file = _read_part(first)
+    count = file.metadata.get("split.count") or 1
+    if count != len(others) + 1:
+        raise UserError(
+            f"{first} is one of {count} parts, but its name says {len(others) + 1}. Parts have names such as "
+            f"NAME-00001-of-{count:05}.gguf: name them so, or join them with llama-gguf-split --merge."
+        )
+    tensors = dict(file.tensors)
+    for number, other in enumerate(others, 1):
+        part = _read_part(other)
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+            raise UserError(f"{other} is not part {number + 1} of {count} of the same file. Fetch or convert it again.")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise UserError(f"{other} has the tensor {min(twice)!r} of another part. Fetch or convert it again.")
+        tensors |= part.tensors
+    return GGUFFile(path, file.metadata, tensors)
+
+
+def _read_part(path: Path) -> GGUFFile:
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

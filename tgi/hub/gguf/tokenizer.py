@@ -1,18 +1,62 @@
 """The tokenizer of a GGUF file, with what transformers' converter omits completed from the file's metadata."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError
 
 # tokenizer.ggml.pre -> pre-tokenizer. Names as in llama.cpp, src/llama-vocab.cpp.
-DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}  # GPT-2's, with single digits
-GPT2 = {"gpt-2", "gpt2", "default", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion", "granite-docling"}
+# GPT-2's, with single digits
+DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"}
+GPT2 = {
+    *("gpt-2", "gpt2", "default", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion", "granite-docling"),
+    *("gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "modern-bert", "exaone4"),
+}
 LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"}
 WHOLE_WORDS_FIRST = LLAMA3 | {"tekken", "gpt-4o", "llama4"}  # a word in the vocabulary skips the merges
 BOS_BY_DEFAULT = LLAMA3 | {"tekken"}
+
+# The same as a name that the converter knows.
+SAME_SPLIT = {
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), "llama3"),
+}
+# Patterns that isolate their matches, one after the other.
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_WORDS_UP_TO_STOPS = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_PUNCTUATED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _PUNCTUATED)
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+SPLITS: dict[str, tuple[str, ...]] = {
+    "deepseek-llm": (
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _CJK,
+        r"\p{N}+",
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2_WORDS, "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), (_WORDS_UP_TO_STOPS,)),
+    "viking": (_WORDS_UP_TO_STOPS, r"\p{N}"),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_BAILING,)),
+    "seed-coder": (_CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    "exaone-moe": (
+        _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+        r"|\s*[\r\n]|\s+(?!\S)|\s+",
+    ),
+    "ufakzeka": (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",),
+}
 
 CONTROL = 3  # token_type of special tokens
 # Recommended sampling: names of generation_config.json -> keys behind "general.sampling." (gguf-py, constants.py).
@@ -58,16 +102,17 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in described.items() if value is not None}
 
 
-def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: set[str]) -> None:
+def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: Mapping[str, str]) -> None:
     """Corrects the converter's result: pre-tokenizer, merges, and the tokens added around a text.
 
-    `converter_splits` are the names in tokenizer.ggml.pre that the converter already heeds. A name that nobody knows
-    is refused, since a wrong split gives a model that talks nonsense.
+    `converter_splits` are the patterns of the names in tokenizer.ggml.pre that the converter already heeds. A name that
+    nothing knows is refused, since a wrong split gives a model that talks nonsense.
     """
     metadata = file.metadata
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre", "default")
-        if not isinstance(pre, str) or pre not in DIGITS_APART | GPT2 | LLAMA3 | converter_splits:
+        known = DIGITS_APART | GPT2 | LLAMA3 | converter_splits.keys() | SPLITS.keys() | SAME_SPLIT.keys()
+        if not isinstance(pre, str) or pre not in known:
             raise UserError(f"{file.path} splits text in the unknown way {str(pre)[:40]!r} ('tokenizer.ggml.pre').")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         if pre in DIGITS_APART:
@@ -75,8 +120,19 @@ def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: s
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
         elif pre in GPT2:
             tokenizer.pre_tokenizer = byte_level
+        elif pre in SPLITS or pre in SAME_SPLIT:
+            patterns = SPLITS.get(pre) or (converter_splits[SAME_SPLIT[pre]],)
+            splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+            bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
         if pre in WHOLE_WORDS_FIRST and isinstance(tokenizer.model, models.BPE):
             tokenizer.model.ignore_merges = True
+    elif metadata.get("tokenizer.ggml.add_space_prefix") is False:
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
     tokenizer.post_processor = _frame(file)
     for token, token_type in zip(
         metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ()), strict=False

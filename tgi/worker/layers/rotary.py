@@ -23,6 +23,10 @@ def inverse_frequencies(dim: int, parameters: dict[str, Any]) -> Tensor:
     inverse = 1.0 / (float(parameters["rope_theta"]) ** exponents)
     if kind == "linear":
         return inverse / float(parameters["factor"])
+    if kind == "dynamic":  # as for a sequence of the longest length: cached keys keep the angles that they have
+        factor = float(parameters["factor"])
+        growth = factor * factor - (factor - 1)
+        return 1.0 / ((float(parameters["rope_theta"]) * growth ** (dim / (dim - 2))) ** exponents)
     if kind == "llama3":
         return _llama3(inverse, parameters)
     if kind == "yarn":

@@ -1,4 +1,4 @@
-"""An adapter's adapter_config.json as peft writes it: ranks, scales, target modules. Rejects what is not served."""
+"""An adapter's adapter_config.json as peft or mlx-lm writes it: ranks, scales, modules. Rejects what is not served."""
 
 import json
 import math
@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tgi.hub import adapter_files
 from tgi.microkernel.errors import UserError
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = adapter_files.CONFIG, adapter_files.WEIGHTS
 
 # A regular expression that repeats a group, or many parts, may take exponential time to match.
 REPEATED_GROUP = re.compile(r"\)[+*{]")
@@ -34,6 +35,9 @@ class LoraConfig:
     def __init__(self, directory: Path) -> None:
         self.path = directory / CONFIG_FILE
         values = _read(self.path)
+        self.lists_modules = True  # False: which modules it names is known from its tensors alone
+        if "lora_parameters" in values and "peft_type" not in values:
+            values, self.lists_modules = self._from_mlx(values), False
         kind = values.get("peft_type")
         if kind != "LORA":
             raise UserError(f"{self.path} says peft_type {kind!r}. Only LORA adapters are served.")
@@ -47,6 +51,9 @@ class LoraConfig:
         self._ranks = self._patterns(values, "rank_pattern")
         self._alphas = self._patterns(values, "alpha_pattern")
         self._stable = bool(values.get("use_rslora"))
+        targets = values.get("target_modules")
+        if isinstance(targets, str) and _is_slow(targets):  # unsloth's pattern for models with a vision tower
+            values, self.lists_modules = values | {"target_modules": "all-linear"}, False
         self._targets = self._names(values, "target_modules")
         self._excluded = self._names(values, "exclude_modules")
         self._layers = self._numbers(values, "layers_to_transform")
@@ -68,6 +75,16 @@ class LoraConfig:
             return True
         chosen = self._layers is None or layer in self._layers
         return chosen and (self._targets == "all-linear" or _names_module(self._targets, module))
+
+    def _from_mlx(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The settings of mlx-lm in peft's terms. It adapts the last `num_layers` layers, whose `scale` is not divided
+        by the rank."""
+        parameters, kind = values["lora_parameters"], values.get("fine_tune_type", "lora")
+        if kind != "lora" or not isinstance(parameters, dict):
+            raise UserError(f"{self.path} says fine_tune_type {kind!r}. Of mlx-lm's adapters only lora is served.")
+        rank, scale = self._number(parameters, "rank", 8), self._number(parameters, "scale", 20)
+        targets = parameters.get("keys") or "all-linear"
+        return {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "target_modules": targets}
 
     def _number(self, values: dict[str, Any], key: str, missing: int) -> float:
         found = values.get(key, missing)
@@ -101,8 +118,7 @@ class LoraConfig:
         raise UserError(f"{self.path} says {key} {found!r}. A list of names, or a pattern, is expected.")
 
     def _compiled(self, pattern: str, shown: str) -> re.Pattern[str]:
-        repeated = len(REPEATED.findall(shown))
-        if len(shown) > MAX_PATTERN_LENGTH or repeated > MAX_REPEATED or REPEATED_GROUP.search(shown):
+        if _is_slow(shown):
             raise UserError(
                 f"{self.path} has the pattern {shown[:100]!r}, which may take for ever to match: no group may be "
                 f"repeated, and no more than {MAX_REPEATED} other parts. List the names of the modules instead."
@@ -113,6 +129,18 @@ class LoraConfig:
             raise UserError(
                 f"{self.path} has the pattern {shown!r}, which is not a regular expression: {error}."
             ) from error
+
+
+def weights_path(directory: Path) -> Path:
+    """The file with an adapter's weights, whether it exists or not."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return directory / adapter_files.weights_file(names)
+
+
+def _is_slow(pattern: str) -> bool:
+    """Whether a regular expression may take for ever to match."""
+    repeated = len(REPEATED.findall(pattern))
+    return len(pattern) > MAX_PATTERN_LENGTH or repeated > MAX_REPEATED or REPEATED_GROUP.search(pattern) is not None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
-from tgi.worker.lora.config import CONFIG_FILE, WEIGHTS_FILE
+from tgi.worker.lora.config import CONFIG_FILE, weights_path
 
 log = logging.getLogger(__name__)
 
@@ -175,12 +175,12 @@ def adapter_digest(directory: Path) -> bytes:
     try:
         if not (directory / CONFIG_FILE).is_file():
             raise UserError(f"{directory} has no {CONFIG_FILE}, so it is no LoRA adapter.")
-        for name, check in ((CONFIG_FILE, _check_config_size), (WEIGHTS_FILE, _check_header_size)):
-            path = directory / name
+        files = ((directory / CONFIG_FILE, _check_config_size), (weights_path(directory), _check_header_size))
+        for path, check in files:
             if not path.is_file():
                 continue  # reported when the adapter is read
             check(path)
-            digest.update(f"{name} {path.stat().st_size}\n".encode())
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             with path.open("rb") as file:
                 while block := file.read(BLOCK_BYTES):
                     digest.update(block)

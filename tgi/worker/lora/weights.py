@@ -17,7 +17,7 @@ from torch import Tensor
 from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.layers.linear import ROW_TILE, RowCounts
-from tgi.worker.lora.config import WEIGHTS_FILE, LoraConfig
+from tgi.worker.lora.config import WEIGHTS_FILE, LoraConfig, weights_path
 from tgi.worker.lora.projections import (
     PROJECTION_GROUPS,
     PROJECTIONS,
@@ -90,6 +90,8 @@ def choose_lora_rows(pairs: Iterable[LoraPair]) -> RowCounts:
 
 MAX_RANK = 512
 TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+MLX_TENSOR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[ab])")  # transposed: [inputs, rank] and [rank, outputs]
+WRAPPERS = re.compile(r"\b_(?:orig_mod|checkpoint_wrapped_module|fsdp_wrapped_module)\.")  # of torch, left by trainers
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Why a tensor does not fit, by a part of its name.
 UNSUPPORTED_TENSORS = {
@@ -110,7 +112,7 @@ def read_adapter(directory: Path, config: DecoderConfig, dtype: torch.dtype, dev
     Raises UserError, naming file and tensor, if it is damaged, made for another model, or of a kind that is not served.
     """
     lora = LoraConfig(directory)
-    path = directory / WEIGHTS_FILE
+    path = weights_path(directory)
     if not path.is_file():
         raise UserError(_missing_weights_message(directory))
     modules = adaptable_modules(config)
@@ -120,7 +122,7 @@ def read_adapter(directory: Path, config: DecoderConfig, dtype: torch.dtype, dev
         for name, (layer, projections) in modules.items():
             sides = found.get(name, {})
             if not sides:
-                if lora.targets(name, layer):
+                if lora.lists_modules and lora.targets(name, layer):
                     raise UserError(f"{path} has no tensors for {name}, which {lora.path} names. {_FETCH_AGAIN}")
                 continue
             for projection, pair in _split_projections(path, name, sides, projections, lora, config).items():
@@ -134,10 +136,13 @@ def _read_tensors(path: Path, modules: dict[str, Module]) -> dict[str, dict[str,
     try:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dictionary
-                match = TENSOR_NAME.fullmatch(key)
+                name = WRAPPERS.sub("", key)
+                match = TENSOR_NAME.fullmatch(name) or MLX_TENSOR_NAME.fullmatch(name)
                 if match is None or match["module"] not in modules:
                     raise UserError(f"Tensor {key!r} in {path} does not fit: {_unsupported_reason(key)}.")
-                found.setdefault(match["module"], {})[match["side"]] = _check_tensor(path, key, file.get_tensor(key))
+                tensor = _check_tensor(path, key, file.get_tensor(key))
+                side = match["side"].upper()
+                found.setdefault(match["module"], {})[side] = tensor if side == match["side"] else tensor.t()
     except (SafetensorError, OSError, ValueError, UnicodeError) as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}. {_FETCH_AGAIN}") from error
     if not found:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tgi.hub.model_config import scaled_context
 from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import (
     ROPE_TYPES,
@@ -66,7 +67,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     heads = config["num_attention_heads"]
     head_dim = values["head_dim"] or config["hidden_size"] // heads
     ropes = _ropes(family, values, head_dim)
-    context = _context_length(values, ropes)
+    context = _context_length(config, values, ropes)
     bias = bool(values.get("attention_bias") or values.get("use_bias"))
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
@@ -188,7 +189,7 @@ def _rope(
     if scaling not in ROPE_TYPES:
         raise UnsupportedConfig(f"rope_type {scaling!r}")
     parameters["rope_type"] = scaling
-    if scaling in ("llama3", "yarn", "longrope"):
+    if scaling in ("llama3", "yarn", "longrope", "dynamic"):
         longest = values["max_position_embeddings"]
         original = values["original_max_position_embeddings"]
         original = original or parameters.get("original_max_position_embeddings") or longest
@@ -198,13 +199,13 @@ def _rope(
     return RopeConfig(int(head_dim * partial), parameters, interleaved=family.interleaved_rope)
 
 
-def _context_length(values: dict[str, Any], ropes: tuple[RopeConfig, ...]) -> int:
+def _context_length(config: dict[str, Any], values: dict[str, Any], ropes: tuple[RopeConfig, ...]) -> int:
     """Maximal sequence length in tokens.
 
     LongRoPE rotates all keys of a sequence differently once it exceeds the original length. Keys in the KV cache are
     already rotated, so such models are limited to that length.
     """
-    longest: int = values["max_position_embeddings"]
+    longest = scaled_context(values["max_position_embeddings"], config)
     short = [
         rope.parameters["original_max_position_embeddings"]
         for rope in ropes

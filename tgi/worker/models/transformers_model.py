@@ -25,18 +25,24 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tgi.hub.model_config import scaled_context
 from tgi.microkernel.errors import UserError
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import ANY_ROWS, Linear, choose_row_counts
 from tgi.worker.models.interface import LogitsReader, WeightFootprint
+from tgi.worker.models.transformers_check import (
+    PROBE,
+    AttentionProbe,
+    attention_implementation,
+    compare_with_plain,
+    register_probe,
+)
 
 log = logging.getLogger(__name__)
 
 IMPLEMENTATION = "tgi_paged"
-# Arguments of attention functions that change the result and that our backends do not implement.
-UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "head_mask")
 # Rotary types whose angles depend on the longest sequence of the batch, if it exceeds the original length.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
@@ -62,6 +68,7 @@ def build_transformers_model(
     """
     progress("loading weights", 0)
     transformers.AttentionInterface.register(IMPLEMENTATION, _attend)
+    register_probe()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # its warnings concern padding and masks, which are not used here
     values = json.loads((directory / "config.json").read_text())
@@ -83,9 +90,17 @@ def build_transformers_model(
             use_safetensors=True, trust_remote_code=trusted,
         )  # fmt: skip
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if error.args == (IMPLEMENTATION,):  # looked up among the model's own attention classes
+            raise UserError(
+                f"{kind} computes attention in classes of its own and not through transformers' attention interface, "
+                "so its keys and values cannot be kept in pages. Serve a model of another type."
+            ) from error
         raise UserError(f"transformers cannot load the model in {directory}: {error}") from error
     if not model._supports_attention_backend:
-        raise UserError(f"{name} does not support transformers' attention interface, so it cannot be served.")
+        raise UserError(
+            f"{name} does not support transformers' attention interface, so its keys and values cannot be kept in "
+            "pages. Serve a model of another type."
+        )
     progress("loading weights", 80)
     model.eval().requires_grad_(False).to(device)
     parameters = list(model.parameters())
@@ -113,23 +128,26 @@ class TransformersModel:
         self._row_counts = choose_row_counts(linears) if linears else ANY_ROWS
         config = model.config.get_text_config(decoder=True)
         layers = config.num_hidden_layers
-        probe = _ProbeBackend(config.model_type)
+        self.context_length = _context_length(config)
+        probe = AttentionProbe(config.model_type, self.context_length, device)
         ids = torch.zeros(2, dtype=torch.int64, device=device)
         try:
-            logits = self._run(ids, torch.arange(2, device=device), ids[:1], TransformersStep(probe, None, 2))
-        except (TypeError, AttributeError, KeyError) as error:
+            with attention_implementation(model, PROBE):
+                logits = self._run(ids, torch.arange(2, device=device), ids[:1], probe)
+        except (TypeError, AttributeError, KeyError, IndexError) as error:
             raise UserError(f"{config.model_type} cannot run over a paged cache: {error}") from error
-        if sorted(probe.shapes) != list(range(layers)):
+        found = probe.found
+        if sorted(found.layers) != list(range(layers)):
             raise UserError(
-                f"{config.model_type} keeps state of its own in some layers: {len(probe.shapes)} of {layers} use "
+                f"{config.model_type} keeps state of its own in some layers: {len(found.layers)} of {layers} use "
                 "transformers' attention interface. Only models with attention in every layer are served."
             )
-        if len(shapes := set(probe.shapes.values())) > 1:
+        if len(shapes := set(found.layers.values())) > 1:
             raise UserError(f"{config.model_type} has layers with different heads {sorted(shapes)}; expected one kind.")
         self.vocab_size = logits.shape[-1]
-        windows = tuple(probe.windows.get(layer) for layer in range(layers))
-        self.kv = KVCacheSpec(layers, *shapes.pop(), dtype, windows, probe.softcap)
-        self.context_length = _context_length(config)
+        windows = tuple(found.windows[layer] for layer in range(layers))
+        self.kv = KVCacheSpec(layers, *shapes.pop(), dtype, windows, found.softcap)
+        compare_with_plain(model, self, config.model_type)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None) -> Tensor:
@@ -171,7 +189,7 @@ class TransformersModel:
             "itself, and this one runs through transformers. Merge the adapter into the model's weights instead."
         )
 
-    def _run(self, tokens: Tensor, positions: Tensor, logits_indices: Tensor, step: TransformersStep) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, logits_indices: Tensor, step: Any) -> Tensor:
         """Logits [D, vocab] at `logits_indices`, in the model's dtype."""
         keep = {"logits_to_keep": logits_indices} if self._selects_logits else {}
         logits = self._model(
@@ -202,43 +220,6 @@ def _cached_result(body: nn.Module) -> Iterator[None]:
         del body.forward
 
 
-class _ProbeBackend:
-    """An attention backend for a first run at load: records what each layer passes, and returns zeros."""
-
-    page_size = 1
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> heads, kv_heads, head_dim
-        self.windows: dict[int, int | None] = {}
-        self.softcap: float | None = None
-
-    def plan(self, batch: ForwardBatch) -> None:
-        """Not called."""
-
-    def write_and_attend(self, plan: Any, layer: int, qkv: Tensor, scale: float) -> Tensor:
-        """Returns zeros."""
-        return torch.zeros_like(qkv[:, : self.shapes[layer][0]])
-
-    def record(self, layer: int, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
-        """Records the arguments of a layer's attention function. Raises UserError if a backend cannot compute it."""
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            raise UserError(
-                f"{self.name} has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers per head, "
-                "which the paged cache does not hold."
-            )
-        self.shapes[layer] = (query.shape[1], key.shape[1], query.shape[3])
-        for argument in UNSUPPORTED_ARGUMENTS:
-            if arguments.get(argument) is not None:
-                raise UserError(
-                    f"{self.name} uses {argument} in its attention, which the paged cache does not compute."
-                )
-        if arguments.get("is_causal") is False:
-            raise UserError(f"{self.name} attends to later tokens; only causal language models are served.")
-        self.windows[layer] = arguments.get("sliding_window")
-        self.softcap = arguments.get("softcap")
-
-
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -252,8 +233,6 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out."""
     attention, plan, tokens = paged_step
-    if isinstance(attention, _ProbeBackend):
-        attention.record(module.layer_idx, query, key, value, arguments)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     qkv = torch.cat([states[0, :, :tokens] for states in (query, key, value)]).transpose(0, 1).contiguous()
     mixed = attention.write_and_attend(plan, module.layer_idx, qkv, scale)
@@ -287,11 +266,14 @@ def _replace_linears(model: nn.Module) -> None:
 
 def _context_length(config: Any) -> int:
     """Maximal sequence length: within the original length, if the rotary angles depend on the batch beyond it."""
-    longest: int = config.max_position_embeddings
+    trained: int | None = getattr(config, "max_position_embeddings", None)
+    if trained is None:
+        raise UserError(f"{config.model_type} does not say its longest sequence (max_position_embeddings).")
+    longest = scaled_context(trained, config.to_dict())
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in LENGTH_DEPENDENT_ROPES:
         return longest
-    limit = min(longest, rope.get("original_max_position_embeddings") or longest)
+    limit = min(longest, rope.get("original_max_position_embeddings") or trained)
     if limit < longest:
         log.warning("sequences are limited to %d tokens instead of %d: %s", limit, longest, config.model_type)
     return limit

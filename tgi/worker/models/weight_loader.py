@@ -47,7 +47,9 @@ def _local_tokens(shard: Shard) -> range | None:
 
 
 def _embedding_weight(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Weight:
-    stored = source.weight(EMBEDDING, config.vocab_size, config.hidden)
+    # Where the head shares it, some trainers keep it under the head's name alone.
+    under_head = config.tied and f"{EMBEDDING}.weight" not in source and f"{HEAD}.weight" in source
+    stored = source.weight(HEAD if under_head else EMBEDDING, config.vocab_size, config.hidden)
     return select_part(stored, shard.vocabulary, range(config.hidden), dtype)
 
 
