@@ -232,6 +232,8 @@ def _listen(settings: Settings) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             advice = "Give --hostname an address of this machine, 127.0.0.1 for local clients only or 0.0.0.0 for all."
+        elif error.errno == errno.EACCES:
+            advice = "Ports below 1024 need a privilege (CAP_NET_BIND_SERVICE). Choose another port with --port."
         else:
             advice = "Choose another port with --port, or stop the program that uses it (`tgi ps` lists your servers)."
         raise UserError(f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. {advice}") from error

@@ -40,7 +40,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         (locked.certfile, locked.keyfile, f"The key {locked.keyfile} needs a passphrase. Give a key without one."),
         (text, one.keyfile, f"The certificate {text} with the key {one.keyfile} cannot be used"),
         (one.certfile, text, f"The certificate {one.certfile} with the key {text} cannot be used"),
-        (one.certfile, None, f"The certificate {one.certfile} with the key {one.certfile} cannot be used"),
+        (one.certfile, None, f"{one.certfile} has no private key. Give --ssl-keyfile the file of the key."),
     ):
         with pytest.raises(UserError) as raised:
             ServerCertificate(str(certfile), keyfile and str(keyfile))
@@ -166,3 +166,18 @@ def test_connections_that_come_and_go_leave_no_memory_behind(tmp_path: Path) -> 
                 until(lambda: process.memory_info().rss < before + (2 << 20))
         finally:
             server.kill()
+
+
+def test_plain_http_is_answered_in_words(serve: Any, tmp_path: Path) -> None:
+    front, context = serve_tls(serve, tmp_path, read_timeout=1)
+    with front.connect() as connection:
+        connection.sendall(GET)
+        reply = Reply(read_all(connection))
+    assert reply.status == 400
+    assert b"Begin the URL with https://" in reply.body
+    with front.connect() as connection:  # silent: closed after the time for a handshake
+        assert read_all(connection) == b""
+    until(lambda: front.connections == 0)
+    with context.wrap_socket(front.connect(), server_hostname="127.0.0.1") as connection:
+        connection.sendall(GET)
+        assert b" 200 OK" in connection.recv(65536)

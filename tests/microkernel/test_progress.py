@@ -12,6 +12,7 @@ from tgi.microkernel.progress import (
     EXAMPLE_QUESTION,
     Progress,
     WorkerFacts,
+    bar_characters,
     format_duration,
     summary_fields,
     summary_lines,
@@ -189,6 +190,7 @@ def test_bar_is_redrawn_on_a_terminal(capsys: pytest.CaptureFixture[str], monkey
     assert drawn[11].startswith("\x1b[Ktgi ━━━━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  40 % downloading weights, 100 MB of 250 MB, ")
     assert max(map(len, drawn)) == 77 + len("\x1b[K")  # a longer line would not be drawn over
     assert len(drawn) == 44
+    assert [bar_characters(name) for name in ("utf-8", "ascii", "latin-1")] == ["━╌", "#-", "#-"]
 
 
 @pytest.mark.parametrize(

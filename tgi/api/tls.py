@@ -52,6 +52,8 @@ class ServerCertificate:
 
     def _problem(self, error: OSError) -> str:
         reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        if self._keyfile == self._certfile and "PRIVATE KEY" not in _content(self._certfile):
+            return f"{self._certfile} has no private key. Give --ssl-keyfile the file of the key."
         if reason == "KEY_VALUES_MISMATCH":
             return (
                 f"The key {self._keyfile} does not belong to the certificate {self._certfile}. Give the pair that was "
@@ -64,6 +66,15 @@ class ServerCertificate:
 
     def _reject_passphrase(self) -> str:
         raise UserError(f"The key {self._keyfile} needs a passphrase. Give a key without one.")
+
+
+def _content(path: str) -> str:
+    """The text of a file, or "" if it has just been removed."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def _file_version(path: str) -> tuple[int, int, int] | None:

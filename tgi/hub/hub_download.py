@@ -86,7 +86,8 @@ def snapshot(
             log.warning("The Hub cannot be reached (%s); serving %s as it is in the cache", error, repo)
             return held
         raise UserError(
-            f"'{repo}' could not be fetched from the Hub: {error}. Check the network and the name, or name a directory."
+            f"'{repo}' could not be fetched from the Hub: {str(error).rstrip('.')}. Check the network and the name, or "
+            "name a directory."
         ) from error
 
 

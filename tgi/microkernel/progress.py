@@ -63,7 +63,8 @@ class Progress:
         text = f"{stage}, {self._bytes_and_time(percent, size, now - self._stage_began)}" if size else stage
         if sys.stderr.isatty() and not self._logs:
             full = int(BAR_CELLS * percent / 100)
-            bar = "━" * full + "╌" * (BAR_CELLS - full)
+            characters = bar_characters(sys.stderr.encoding)
+            bar = characters[0] * full + characters[1] * (BAR_CELLS - full)
             line = f"{self._title} {bar} {int(percent):3d} % {text}"[: shutil.get_terminal_size().columns - 1]
             # The cursor returns to the start of the line, so that a log line overwrites the bar.
             self._show(f"\x1b[K{line}\r")
@@ -133,8 +134,17 @@ class Progress:
             sys.stderr.writelines(f"{line}\n" for line in summary_lines(settings, facts, url))
 
 
+def bar_characters(encoding: str) -> str:
+    """What the done and the open part of a bar consist of, on a terminal with this encoding."""
+    try:
+        "━╌".encode(encoding)
+    except UnicodeEncodeError:
+        return "#-"
+    return "━╌"
+
+
 def _url(settings: Settings) -> str:
-    host = settings.hostname.replace("0.0.0.0", "127.0.0.1")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.hostname, settings.hostname)
     scheme = "http" if settings.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
@@ -217,7 +227,7 @@ def summary_lines(settings: Settings, facts: dict[str, Any], url: str) -> list[s
             ("KV cache", f"{served.kv_cache_tokens:,} tokens, {_size(served.kv_cache_bytes)} at most"),
         ]
     if url:
-        rows += [("docs", f"{url}/docs"), ("ask", _request(settings, facts, url))]
+        rows += [("docs", f"{url}/docs"), ("ask", example_request(settings, bool(facts.get(CHAT_TEMPLATE)), url))]
     return [f"  {name:<9} {value}" for name, value in rows]
 
 
@@ -226,9 +236,9 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-def _request(settings: Settings, facts: dict[str, Any], url: str) -> str:
-    """A curl command that sends a chat if the model has a chat template, else a prompt. It never contains a key."""
-    if facts.get(CHAT_TEMPLATE):
+def example_request(settings: Settings, chats: bool, url: str) -> str:
+    """A curl command that sends a chat if the model `chats`, else a prompt. It never contains a key."""
+    if chats:
         path = "/v1/chat/completions"
         body: dict[str, Any] = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}], "max_tokens": 50}
     else:

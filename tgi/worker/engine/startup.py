@@ -160,7 +160,8 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
         chosen = kernel_set()
         if kernels is not None and chosen is not None:
             words += f" for {chosen.name}"
-        words += f", {choose_threads() if kernels is None else kernels.threads} threads"
+        threads = choose_threads() if kernels is None else kernels.threads
+        words += f", {threads} thread{'' if threads == 1 else 's'}"
         words += "" if place is None else f" on each of {place.ranks} ranks"
 
     communicator = None if place is None else _connect_ranks(place, device, kernels)
