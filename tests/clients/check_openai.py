@@ -338,9 +338,7 @@ def test_models(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="There is no route POST /v1/responses"):
         client.responses.create(model="tgi", input="Hi")
     without_v1 = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
-    with pytest.raises(
-        openai.NotFoundError, match="Use /v1/chat/completions; the base URL of OpenAI's clients ends in"
-    ):
+    with pytest.raises(openai.NotFoundError, match="Use /v1/chat/completions; the base URL"):
         without_v1.chat.completions.create(model="tgi", messages=[{"role": "user", "content": "Hi"}])
 
 
