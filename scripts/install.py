@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -66,7 +67,7 @@ class Installation:
             self._say(cuda_notice())
         if found := FETCHING.match(line):
             if not found["name"].endswith(".metadata"):
-                self._file = found["name"].rpartition("/")[2]
+                self._file = unquote(found["name"].rpartition("/")[2])
                 self._size = int(float(found["size"]) * UNITS[found["unit"]])
         elif found := INSTALLING.match(line):
             self._packages, self._there = len(found["names"].split(",")), _installed()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 import pytest
@@ -40,7 +41,7 @@ def publish(index: Path, name: str, version: str, tag: str = "py3-none-any") -> 
         packed.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
         packed.writestr(f"{about}/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    (wheel.parent / "index.html").write_text(f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>')
+    (wheel.parent / "index.html").write_text(f'<a href="{quote(wheel.name)}#sha256={digest}">{wheel.name}</a>')
 
 
 @pytest.fixture
@@ -93,6 +94,7 @@ def test_a_build_for_cuda_is_announced_and_torch_index_avoids_it(index: str, tmp
     assert (tmp_path / "place" / "torch.py").read_text() == f"version = {build!r}"
     announced = "pip: this torch comes with NVIDIA's CUDA libraries: about " in done.stderr
     assert announced is (build == "2.13.0")
+    assert f"pip: fetching torch {build}, " in done.stderr
     if announced and not any(map(os.path.exists, DRIVER_FILES)):
         assert "TORCH_INDEX=URL" in done.stderr.partition("fetching torch")[0], "said before it is fetched"
 
