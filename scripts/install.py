@@ -2,12 +2,16 @@
 """Runs `pip install` with the given arguments for this Python and shows progress in MB and seconds. If pip fails, its
 whole output is printed.
 
+The variable TORCH_INDEX names a package index that is searched besides pip's own, such as one with builds of torch for
+the CPU. Of two builds of one version pip takes the one with a suffix (2.13.0+cpu).
+
 Runs before anything is installed, so it needs only Python. Called by scripts/venv and scripts/load.
 """
 
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -25,6 +30,14 @@ from tgi.microkernel.progress import Progress, format_duration, format_megabytes
 TICK_SECONDS = 0.25
 # Without a terminal, smaller packages get no line.
 MIN_LINE_BYTES = 5_000_000
+INDEX_VARIABLE = "TORCH_INDEX"
+# torch for Linux without a suffix in its version is a build for CUDA. Older versions of pip fetch it before they look
+# up the libraries that it needs.
+CUDA_BUILD = re.compile(r"Collecting nvidia-|\s*Downloading (\S*/)?torch-[\d.]+-\S*linux\S*\.whl \(")
+CUDA_SIZE = "about 2.8 GB to fetch, 5 GB on disk"
+CPU_SIZE = "0.3 GB to fetch, 1.3 GB on disk"
+DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last: Windows' driver, in WSL
+INDEX_PAGE = "https://pytorch.org/get-started/locally"
 UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 # Lines of pip's output, versions 23 to 26.
 FETCHING = re.compile(r"\s*Downloading (?P<name>\S+) \((?P<size>[\d.]+) (?P<unit>bytes|kB|MB|GB)\)")
@@ -44,13 +57,17 @@ class Installation:
         self._fetched = 0
         self._packages = 0  # to be installed; 0: not known yet
         self._there = 0  # packages installed before
+        self._is_cuda = False  # the build of torch
 
     def line(self, line: str) -> None:
         """Takes a line of pip's output."""
         self._complete()
+        if CUDA_BUILD.match(line) and not self._is_cuda:
+            self._is_cuda = True
+            self._say(cuda_notice())
         if found := FETCHING.match(line):
             if not found["name"].endswith(".metadata"):
-                self._file = found["name"].rpartition("/")[2]
+                self._file = unquote(found["name"].rpartition("/")[2])
                 self._size = int(float(found["size"]) * UNITS[found["unit"]])
         elif found := INSTALLING.match(line):
             self._packages, self._there = len(found["names"].split(",")), _installed()
@@ -75,6 +92,10 @@ class Installation:
         taken = format_duration(time.monotonic() - self._began)
         return f"Installed {self._count} in {taken}; {format_megabytes(self._fetched)} were fetched."
 
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"\x1b[K{text}\n" if self._terminal else f"{text}\n")
+        sys.stderr.flush()
+
     @property
     def _count(self) -> str:
         return f"{self._packages} package{'' if self._packages == 1 else 's'}"
@@ -95,6 +116,17 @@ class Installation:
                 self._progress.show_stage(self._stage, 100, self._size)
             self._fetched += self._size
             self._file = ""
+
+
+def cuda_notice() -> str:
+    """What a build of torch for CUDA costs, and how to avoid that on a machine without an NVIDIA driver."""
+    notice = f"pip: this torch comes with NVIDIA's CUDA libraries: {CUDA_SIZE}."
+    if any(map(os.path.exists, DRIVER_FILES)) or shutil.which("nvidia-smi"):
+        return notice
+    return (
+        f"{notice}\nThis machine has no NVIDIA driver, so a build for the CPU does the same ({CPU_SIZE}): end this "
+        f"with Ctrl-C and start it again with {INDEX_VARIABLE}=URL in front, the index that {INDEX_PAGE} shows for CPU."
+    )
 
 
 def _installed() -> int:
@@ -134,6 +166,8 @@ def main(arguments: list[str]) -> int:
     """Returns pip's exit code."""
     command = [sys.executable, "-P", "-m", "pip", "install", "--progress-bar=off", "--no-input"]
     command += ["--disable-pip-version-check", *arguments]
+    if index := os.environ.get(INDEX_VARIABLE, "").strip():
+        command += ["--extra-index-url", index]
     output = []
     with tempfile.TemporaryDirectory(prefix="tgi-install-") as scratch:
         installation = Installation(Path(scratch))

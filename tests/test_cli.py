@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from tgi import __version__
-from tgi.cli import SECTIONS, main, settings_options
+from tgi.cli import COMMANDS_OF_OTHERS, FLAGS_OF_OTHERS, SECTIONS, main, settings_options
 from tgi.launcher import main as launcher
 from tgi.microkernel.options import flag
 from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, Settings
@@ -179,6 +179,42 @@ def test_missing_resource_is_reported_in_one_message(
     assert message in done.stderr.splitlines()[-1]
     assert [line for line in done.stderr.splitlines() if "INFO" in line or "Traceback" in line] == []
     assert done.returncode == 1
+
+
+def test_the_model_may_be_an_argument_of_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Settings] = []
+    monkeypatch.setattr("tgi.server.run_server", lambda settings, roles: served.append(settings))
+    for arguments in (["owner/tiny", "--port", "1"], ["--port", "1", "--model-id", "owner/tiny"]):
+        assert CliRunner().invoke(main, ["up", *arguments], env={"MODEL_ID": "another/one"}).exit_code == 0
+        assert served.pop().model_id == "owner/tiny"
+    for arguments, message in (
+        (["a", "--model-id", "b"], "Two models are named: a and --model-id b."),
+        (["a", "b"], "unexpected extra argument (b)"),
+        (["--json-output", "true"], "unexpected extra argument (true): a flag that is on or off takes no value."),
+        ([""], "it is empty"),
+    ):
+        result = CliRunner().invoke(main, ["up", *arguments])
+        assert (result.exit_code, message in result.output) == (2, True), result.output
+    assert served == []
+
+
+@pytest.mark.parametrize("name", COMMANDS_OF_OTHERS)
+def test_commands_of_other_servers_are_named_here(name: str) -> None:
+    result = CliRunner().invoke(main, [name, "--port", "1"])
+    assert result.exit_code == 2
+    assert f"No such command {name!r}. Here it is " in result.output
+    assert name not in main.commands
+    (command,) = re.findall(r"`tgi (?!--)(\S+)`", result.output) or ["up"]
+    assert command in main.commands
+
+
+@pytest.mark.parametrize("name", FLAGS_OF_OTHERS)
+def test_flags_of_other_servers_are_named_here(name: str) -> None:
+    assert name not in {flag(own) for own in OPTIONS}
+    for command, arguments in ((main, ["up", name, "2"]), (launcher, [f"{name}=2"])):
+        result = CliRunner().invoke(command, arguments)
+        assert result.exit_code == 2
+        assert f"No such option {name!r}. Here it is {flag(FLAGS_OF_OTHERS[name])}." in result.output
 
 
 def test_ps_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,29 @@ SECTIONS = {
     "Tools": ("replay", "print-schema", "watermark"),
 }
 
+# Names from other servers (vLLM, SGLang, llama.cpp, Ollama, systemd) -> what to use here.
+COMMANDS_OF_OTHERS = {
+    "serve": "tgi up", "run": "tgi up", "start": "tgi up", "launch": "tgi up", "stop": "tgi down", "kill": "tgi down",
+    "status": "tgi ps", "list": "tgi ps", "ls": "tgi ps", "show": "tgi ps", "pull": "tgi download-weights",
+    "download": "tgi download-weights", "bench": "scripts/bench", "convert": "tgi import", "version": "tgi --version",
+    "help": "tgi --help", "logs": "the standard error of `tgi up`, where all processes log",
+}  # fmt: skip
+FLAGS_OF_OTHERS = {
+    "--tensor-parallel-size": "num_shard", "--tp": "num_shard", "--tp-size": "num_shard",
+    "--data-parallel-size": "replicas", "--dp": "replicas", "--dp-size": "replicas",
+    "--max-model-len": "max_total_tokens", "--context-length": "max_total_tokens", "--ctx-size": "max_total_tokens",
+    "--max-num-seqs": "max_batch_size", "--max-running-requests": "max_batch_size", "--parallel": "max_batch_size",
+    "--max-num-batched-tokens": "max_batch_prefill_tokens", "--chunked-prefill-size": "max_batch_prefill_tokens",
+    "--max-total-num-tokens": "max_batch_total_tokens", "--mem-fraction-static": "memory_fraction",
+    "--gpu-memory-utilization": "cuda_memory_fraction", "--quantization": "quantize",
+    "--model": "model_id", "--model-path": "model_id", "--host": "hostname",
+    "--download-dir": "huggingface_hub_cache", "--chat-template": "tokenizer_config_path",
+    "--lora-modules": "lora_adapters", "--lora-paths": "lora_adapters", "--lora": "lora_adapters",
+    "--speculative-model": "draft_model_id", "--model-draft": "draft_model_id",
+    "--num-speculative-tokens": "speculate",
+    "--cache-type-k": "kv_cache_dtype", "--kv-cache-type": "kv_cache_dtype",
+}  # fmt: skip
+
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 HELP_ALL = "help_all"  # name of the option, and key in click's context: show hidden settings and all variables
@@ -66,6 +89,15 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]  # not generic in 
 class SettingsCommand(click.Command):
     """A command with all settings as options. Its help shows them by group; hidden settings and settings without effect
     are shown by --help-all only."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses; another server's name of a setting is rejected with the name here."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if name := FLAGS_OF_OTHERS.get(error.option_name):
+                raise click.UsageError(f"No such option {error.option_name!r}. Here it is {flag(name)}.", ctx) from None
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the groups in order, then the command's other options."""
@@ -184,6 +216,13 @@ class CommandGroup(click.Group):
         with user_errors_reported():
             return super().invoke(ctx)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Finds the command; another server's name of one is rejected with what to use here."""
+        if args[0] not in self.commands and (here := COMMANDS_OF_OTHERS.get(args[0])):
+            here = here if " the " in f" {here}" else f"`{here}`"
+            raise click.UsageError(f"No such command {args[0]!r}. Here it is {here}.", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the sections with the first sentence of each command's help."""
         width = max(map(len, self.commands))
@@ -200,20 +239,27 @@ class CommandGroup(click.Group):
 def main() -> None:
     """A text generation server that speaks TGI's HTTP contract.
 
-    `tgi up` serves a small demo model on port 3000, `tgi up --model-id ID` another one.
+    `tgi up` serves a small demo model on port 3000, `tgi up MODEL` another one.
     """
 
 
 @main.command(cls=SettingsCommand)
+@click.argument("model", required=False, type=SettingType(OPTIONS["model_id"]))
 @settings_options
-def up(**flags: Any) -> None:
+def up(model: str | None, **flags: Any) -> None:
     """Run the whole server.
 
-    Starts and supervises front ends, tokenizers, scheduler and worker.
+    Starts and supervises front ends, tokenizers, scheduler and worker. MODEL is short for --model-id MODEL.
     """
     from tgi.microkernel.protocol import ROLES
     from tgi.server import run_server
 
+    if model is not None:
+        if model.lower() in ("true", "false"):
+            raise click.UsageError(f"Got unexpected extra argument ({model}): a flag that is on or off takes no value.")
+        if flags["model_id"] is not None:
+            raise click.UsageError(f"Two models are named: {model} and --model-id {flags['model_id']}.")
+        flags["model_id"] = model
     run_server(load_settings(flags), ROLES)
 
 

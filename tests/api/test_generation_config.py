@@ -12,7 +12,8 @@ from tgi.microkernel.protocol import Generate
 from tgi.microkernel.sampling_params import SamplingDefaults, SamplingParams
 from tgi.microkernel.settings import Settings
 
-DEFAULTS = SamplingDefaults(temperature=0.5, top_k=20, top_p=0.75, min_p=0.125, repetition_penalty=1.25)
+SAMPLING = (0.5, 20, 0.75, 0.125, 1.25)  # temperature, top_k, top_p, min_p, repetition_penalty
+DEFAULTS = SamplingDefaults(*SAMPLING, max_tokens=7)
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT, COMPLETION, NATIVE = {"messages": MESSAGES}, {"prompt": "x"}, {"inputs": "x"}
 V1 = [
@@ -48,7 +49,7 @@ def values(sampling: SamplingParams) -> tuple[float, ...]:
 @pytest.mark.parametrize(("path", "body"), V1)
 def test_absent_fields_have_the_model_s_defaults(front: Front, path: str, body: dict[str, Any]) -> None:
     sampling = params_of(front, path, body)
-    assert values(sampling) == DEFAULTS
+    assert values(sampling) == SAMPLING
     assert sampling.samples
 
 
@@ -69,7 +70,7 @@ def test_native_routes_have_tgi_s_defaults(front: Front, path: str, parameters: 
         ({"top_k": -1, "top_p": 1}, (0.5, 0, 1.0, 0.125, 1.25)),
         ({"repetition_penalty": 1, "min_p": 0}, (0.5, 20, 0.75, 0.0, 1.0)),
         ({"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}, (1.0, 0, 1.0, 0.0, 1.0)),
-        ({"temperature": None, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": None}, DEFAULTS),
+        ({"temperature": None, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": None}, SAMPLING),
     ],
 )
 @pytest.mark.parametrize(("path", "body"), V1[:2])
@@ -77,6 +78,18 @@ def test_fields_of_the_request_have_precedence(
     front: Front, path: str, body: dict[str, Any], fields: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
     assert values(params_of(front, path, body | fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, 7), ({"max_tokens": None}, 7), ({"max_tokens": 9}, 9), ({"max_completion_tokens": 3}, 3)],
+)
+@pytest.mark.parametrize(("path", "body"), V1[:2])
+def test_a_default_length_is_for_requests_without_one(
+    front: Front, path: str, body: dict[str, Any], fields: dict[str, Any], expected: int
+) -> None:
+    assert front.post(path, json.dumps(body | fields)).status == 200
+    assert front.tokenizers[0].next(Generate).max_new_tokens == expected
 
 
 @pytest.mark.parametrize(("path", "body"), V1[:2])

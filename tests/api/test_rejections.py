@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, openai_error, request
+from tgi.api import errors
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.native import GenerateParameters
@@ -422,7 +423,33 @@ def test_unknown_paths_below_v1(front: Front, path: str, method: str) -> None:
     message = error["error"]["message"]
     assert error == openai_error(404, "not_found", message)
     assert message.startswith(f"There is no route {method} /v1")
-    assert front.get("/v10/models").body == b""
+    assert front.get("/v10/x").body == b""
+
+
+@pytest.mark.parametrize("end", errors.PATHS_OF_OTHERS)
+def test_paths_of_other_servers_name_the_path_to_use(front: Front, end: str) -> None:
+    """Also with a prefix, such as that of Azure's deployments, or /v1 twice."""
+    here = errors.PATHS_OF_OTHERS[end]
+    for path in (end, f"{end}/", f"/openai{end}"):
+        reply = front.post(path, "{}")
+        assert (reply.status, reply.headers["content-type"]) == (404, "application/json")
+        message = json.loads(reply.body)["error"]["message"]
+        assert json.loads(reply.body) == openai_error(404, "not_found", message)
+        assert message.startswith(f"There is no route POST {path}. ")
+        assert (f"Use {here}" if here else "makes no embeddings") in message
+    assert not here or front.get(here).status in (200, 405), "the path exists"
+    twice = json.loads(front.post(f"/v1/v1{end}", "{}").body)["error"]["message"]
+    assert not here.startswith("/v1") or "the base URL of OpenAI's clients ends in /v1." in twice
+
+
+def test_browsers_get_a_page_at_the_root_and_probes_do_not(front: Front) -> None:
+    page = front.get("/", accept="text/html,*/*;q=0.8", host="a<b")
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert 'href="docs"' in page.body.decode()
+    assert "curl http://a&lt;b/v1/chat/completions -H" in page.body.decode()
+    for accept in ("*/*", "application/json"):
+        probe = front.get("/", accept=accept)
+        assert (probe.status, probe.body) == (200, b"")
 
 
 def test_repeated_slashes_before_v1(front: Front) -> None:

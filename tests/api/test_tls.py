@@ -166,3 +166,18 @@ def test_connections_that_come_and_go_leave_no_memory_behind(tmp_path: Path) -> 
                 until(lambda: process.memory_info().rss < before + (2 << 20))
         finally:
             server.kill()
+
+
+def test_plain_http_is_answered_in_words(serve: Any, tmp_path: Path) -> None:
+    front, context = serve_tls(serve, tmp_path, read_timeout=1)
+    with front.connect() as connection:
+        connection.sendall(GET)
+        reply = Reply(read_all(connection))
+    assert reply.status == 400
+    assert b"Begin the URL with https://" in reply.body
+    with front.connect() as connection:  # silent: closed after the time for a handshake
+        assert read_all(connection) == b""
+    until(lambda: front.connections == 0)
+    with context.wrap_socket(front.connect(), server_hostname="127.0.0.1") as connection:
+        connection.sendall(GET)
+        assert b" 200 OK" in connection.recv(65536)

@@ -143,7 +143,7 @@ def test_the_steps_of_the_cpu_image_install_a_server(tmp_path: Path) -> None:
         elif one.name == "ENV":
             environment |= one.variables
             environment["TGI_WHEEL_KERNELS"] = "none"  # tests/test_wheel.py compiles some
-        elif one.name == "RUN" and not re.search(r"apt-get|-r requirements|torch$", one.arguments):
+        elif one.name == "RUN" and not re.search(r"apt-get|-r requirements", one.arguments):
             step = one.arguments.replace("python -m venv", f"{shlex.quote(sys.executable)} -m venv")
             step = step.replace("/opt/tgi", str(root))
             done = subprocess.run(["sh", "-ec", step], cwd=context, env=environment, capture_output=True, text=True)

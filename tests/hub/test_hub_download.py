@@ -230,6 +230,7 @@ def test_download_weights_downloads_once_and_prints_the_directory(hub: Hub, tmp_
 
     first = download("--revision", COMMIT)
     assert (first.returncode, Path(first.stdout.strip()).name) == (0, COMMIT), first.stderr
+    assert "HTTP Request" not in first.stderr, "log lines of the HTTP client"
     read_model_config(Path(first.stdout.strip()))
     hub.requests.clear()
     assert download("--revision", COMMIT).stdout == first.stdout

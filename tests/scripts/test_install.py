@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 import pytest
+
+from scripts.install import DRIVER_FILES
 
 ROOT = Path(__file__).parents[2]
 SIZE = 6_000_000
@@ -24,21 +28,30 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
+def publish(index: Path, name: str, version: str, tag: str = "py3-none-any") -> None:
+    """Adds a wheel of SIZE bytes to an index."""
+    module = name.replace("-", "_")
+    wheel = index / name / f"{module}-{version}-{tag}.whl"
+    wheel.parent.mkdir(parents=True)
+    about = f"{module}-{version}.dist-info"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr(f"{module}.py", f"version = {version!r}")
+        packed.writestr(f"{module}.bin", os.urandom(SIZE))
+        packed.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        packed.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        packed.writestr(f"{about}/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (wheel.parent / "index.html").write_text(f'<a href="{quote(wheel.name)}#sha256={digest}">{wheel.name}</a>')
+
+
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
-    """The URL of an index with the package big-one."""
-    folder = tmp_path / "index" / "big-one"
-    folder.mkdir(parents=True)
-    wheel = folder / "big_one-1.5-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as packed:
-        packed.writestr("big_one.py", "")
-        packed.writestr("big_one.bin", os.urandom(SIZE))
-        packed.writestr("big_one-1.5.dist-info/METADATA", "Metadata-Version: 2.1\nName: big-one\nVersion: 1.5\n")
-        packed.writestr("big_one-1.5.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        packed.writestr("big_one-1.5.dist-info/RECORD", "")
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    (folder / "index.html").write_text(f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>')
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path / "index")))
+    """The URL of an index with the packages big-one and torch; that of builds of torch for the CPU is below /cpu."""
+    folder = tmp_path / "index"
+    publish(folder, "big-one", "1.5")
+    publish(folder, "torch", "2.13.0", f"py3-none-linux_{platform.machine()}")
+    publish(folder / "cpu", "torch", "2.13.0+cpu", f"py3-none-linux_{platform.machine()}")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -47,9 +60,9 @@ def index(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
-def install(index: str, place: Path, package: str) -> "subprocess.CompletedProcess[str]":
+def install(index: str, place: Path, package: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """A second index that does not exist: pip warns of it."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | variables
     environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "PIP_EXTRA_INDEX_URL": f"file://{place}/no"}
     command = [sys.executable, "-P", str(ROOT / "scripts" / "install.py"), "--no-cache-dir", "--target", str(place)]
     return subprocess.run([*command, package], env=environment, cwd=place.parent, capture_output=True, text=True)
@@ -69,6 +82,21 @@ def test_the_download_is_shown_in_megabytes(index: str, tmp_path: Path) -> None:
     assert end.endswith(" s; 6.0 MB were fetched.")
     assert "WARNING" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no build of torch is for CUDA")
+@pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])
+def test_a_build_for_cuda_is_announced_and_torch_index_avoids_it(index: str, tmp_path: Path, build: str) -> None:
+    variables = {"TORCH_INDEX": f"{index}/cpu"} if "cpu" in build else {}
+    # A PATH without nvidia-smi. Where there is a driver the advice is left out.
+    done = install(index, tmp_path / "place", "torch==2.13.0", PATH=str(tmp_path), **variables)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "place" / "torch.py").read_text() == f"version = {build!r}"
+    announced = "pip: this torch comes with NVIDIA's CUDA libraries: about " in done.stderr
+    assert announced is (build == "2.13.0")
+    assert f"pip: fetching torch {build}, " in done.stderr
+    if announced and not any(map(os.path.exists, DRIVER_FILES)):
+        assert "TORCH_INDEX=URL" in done.stderr.partition("fetching torch")[0], "said before it is fetched"
 
 
 def test_a_failure_of_pip_shows_its_whole_output(index: str, tmp_path: Path) -> None:

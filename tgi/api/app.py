@@ -9,7 +9,7 @@ from falcon.asgi import Request, Response
 
 from tgi.api import docs, request_metrics, tracing
 from tgi.api.asgi import PROBE_KEY, RECEIVE_KEY, RECORD_KEY, AsgiApp, Receive, Send
-from tgi.api.errors import ApiError, ClientDisconnected, Rejection
+from tgi.api.errors import ApiError, ClientDisconnected, Rejection, no_such_route
 from tgi.api.middleware import ClientMiddleware, CorsMiddleware, RequestIdMiddleware
 from tgi.api.operations import KSERVE, OPERATIONS
 from tgi.api.requests import RequestRecord
@@ -136,9 +136,8 @@ class ErrorHandlers:
         self._answer(req, resp, Rejection(400, error.description or error.title or "Bad request", plain=""))
 
     async def handle_not_found(self, req: Request, resp: Response, error: falcon.HTTPNotFound, params: object) -> None:
-        """An unknown path. In TGI's format there is no body."""
-        text = f"There is no route {req.method} {req.path}. /docs lists the routes of this server"
-        self._answer(req, resp, Rejection(404, text, plain=""))
+        """An unknown path. In TGI's format there is a body only for paths of other servers."""
+        self._answer(req, resp, no_such_route(req.method, req.path))
 
     async def handle_method_not_allowed(
         self, req: Request, resp: Response, error: falcon.HTTPMethodNotAllowed, params: object

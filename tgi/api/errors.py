@@ -126,6 +126,37 @@ class Rejection(ApiError):
         return self._plain.encode()
 
 
+class PathOfOthers(Rejection):
+    """A path of another server. Its body has OpenAI's format on all routes: newer clients show no other."""
+
+    native_type = "application/json"
+
+    def native_body(self) -> bytes:
+        """The body in OpenAI's form."""
+        return self.openai_body()
+
+
+# The ends of paths that clients of other servers send, or OpenAI's with a base URL without /v1 -> the path here, or "".
+PATHS_OF_OTHERS = {
+    "/chat/completions": "/v1/chat/completions",
+    "/completions": "/v1/completions",
+    "/models": "/v1/models",
+    "/responses": "/v1/chat/completions",
+    "/embeddings": "",
+    "/messages": "/v1/chat/completions",  # Anthropic's
+    "/api/chat": "/v1/chat/completions",  # Ollama's, up to /api/embed
+    "/api/generate": "/v1/completions",
+    "/api/tags": "/v1/models",
+    "/api/ps": "/v1/models",
+    "/api/show": "/info",
+    "/api/version": "/info",
+    "/api/embed": "",
+    "/completion": "/v1/completions",  # llama.cpp's, up to /props
+    "/embedding": "",
+    "/props": "/info",
+}
+
+
 class ClientDisconnected(Exception):
     """The client has disconnected, so there is no response."""
 
@@ -134,6 +165,20 @@ def validation_error(detail: str, *, param: str | None = None, counted: bool = T
     """422: a parameter or the prompt breaks a rule."""
     text, label = f"Input validation error: {detail}", "validation" if counted else ""
     return ApiError(422, "validation", text, param=param, counted=label)
+
+
+def no_such_route(method: str, path: str) -> Rejection:
+    """404. Where the path is known from other servers, the error names the path to use instead. In TGI's format others
+    have no body."""
+    text = f"There is no route {method} {path}. "
+    lists = "/docs lists the routes of this server"
+    end = max((end for end in PATHS_OF_OTHERS if path.rstrip("/").endswith(end)), key=len, default=None)
+    if end is None:
+        return Rejection(404, text + lists, plain="")
+    if not (here := PATHS_OF_OTHERS[end]):
+        return PathOfOthers(404, f"{text}This server makes no embeddings; {lists}")
+    base = "; the base URL of OpenAI's clients ends in /v1" if here.startswith("/v1/") else ""
+    return PathOfOthers(404, f"{text}Use {here}{base}. {lists}")
 
 
 def unauthorized() -> Rejection:

@@ -77,6 +77,11 @@ REFUSAL = (
 )
 
 
+# The answer to a first byte that is a letter, as in the name of a method: a TLS connection begins with byte 22.
+_PLAIN_BODY = b"This port speaks HTTPS, and a plain HTTP request was sent. Begin the URL with https://\n"
+PLAIN_REQUEST = STATUS_LINE[400] + TEXT_HEAD % len(_PLAIN_BODY) + _PLAIN_BODY
+
+
 class ConnectionTable(ServerState):
     """The connections of one server."""
 
@@ -433,26 +438,50 @@ class Listener:
     async def _open(self, connection: socket.socket, protocol: HttpConnection) -> None:
         """Performs the handshake of TLS, if there is any, and hands the connection to its protocol."""
         secured: dict[str, Any] = {}
-        if self._certificate is not None:
-            secured = {
-                "ssl": self._certificate.context,
-                "ssl_handshake_timeout": self._handshake_seconds,
-                "ssl_shutdown_timeout": self._reader_seconds,
-            }
         try:
+            if self._certificate is not None:
+                first = await self._first_byte(connection)
+                if first.isalpha():
+                    self._answer_and_close(connection, PLAIN_REQUEST)
+                    return
+                secured = {
+                    "ssl": self._certificate.context,
+                    "ssl_handshake_timeout": self._handshake_seconds,
+                    "ssl_shutdown_timeout": self._reader_seconds,
+                }
             await self._loop.connect_accepted_socket(lambda: protocol, connection, **secured)
         except OSError:  # includes ssl.SSLError: a client that speaks no TLS, or rejects the certificate
             pass
         finally:
             self._table.opening.pop(protocol, None)
 
+    async def _first_byte(self, connection: socket.socket) -> bytes:
+        """What the client sends first, left for the handshake: one byte, or b"" if it has closed. Otherwise the
+        connection is closed: when the task is cancelled, or with TimeoutError after the time for a handshake."""
+        readable = self._loop.create_future()
+        self._loop.add_reader(connection, lambda: None if readable.done() else readable.set_result(None))
+        try:
+            async with asyncio.timeout(self._handshake_seconds):
+                await readable
+            first = connection.recv(1, socket.MSG_PEEK)
+        except BaseException:
+            self._loop.remove_reader(connection)
+            connection.close()
+            raise
+        self._loop.remove_reader(connection)
+        return first
+
     def _refuse(self, connection: socket.socket) -> None:
-        """Answers 503 without reading. Closed at once, bytes that the client still sends would reset the connection
-        before it has read the answer."""
+        """Answers 503 without reading, or closes a connection that expects TLS."""
         self._refused += 1
-        if self._certificate is None:
+        self._answer_and_close(connection, REFUSAL if self._certificate is None else b"")
+
+    def _answer_and_close(self, connection: socket.socket, answer: bytes) -> None:
+        """Sends an answer to what has not been read. Closed at once, bytes that the client still sends would reset the
+        connection before it has read the answer."""
+        if answer:
             with contextlib.suppress(OSError):
-                connection.send(REFUSAL)
+                connection.send(answer)
                 connection.shutdown(socket.SHUT_WR)
         self._refused_sockets.append((self._loop.time(), connection))
         if len(self._refused_sockets) > MAX_OPEN_REFUSALS:

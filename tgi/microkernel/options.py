@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from ipaddress import ip_address, ip_network
 from math import inf
+from socket import SOCK_STREAM, getaddrinfo
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -178,12 +180,17 @@ def tcp_port(value: str) -> int:
 
 
 def address(value: str) -> str:
-    """An IP address to listen on."""
-    try:
+    """An IP address to listen on. A name, such as localhost, is resolved, to an IPv4 address where it has one."""
+    with suppress(ValueError):
         ip_address(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is not an IP address, such as 127.0.0.1") from None
-    return value
+        return value
+    try:
+        found = [where[0] for *_, where in getaddrinfo(value, None, type=SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        raise ValueError(
+            f"{value!r} is neither an IP address, such as 127.0.0.1, nor a name that can be resolved, such as localhost"
+        ) from None
+    return str(min(found, key=lambda ip: ":" in str(ip)))
 
 
 def network(value: str) -> str:

@@ -227,7 +227,7 @@ def summary_lines(settings: Settings, facts: dict[str, Any], url: str) -> list[s
         ]
     if url:
         rows += [("network", text)] if (text := exposure(settings)) else []
-        rows += [("docs", f"{url}/docs"), ("ask", _request(settings, facts, url))]
+        rows += [("docs", f"{url}/docs"), ("ask", example_request(settings, bool(facts.get(CHAT_TEMPLATE)), url))]
     return [f"  {name:<9} {value}" for name, value in rows]
 
 
@@ -254,9 +254,9 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-def _request(settings: Settings, facts: dict[str, Any], url: str) -> str:
-    """A curl command that sends a chat if the model has a chat template, else a prompt. It never contains a key."""
-    if facts.get(CHAT_TEMPLATE):
+def example_request(settings: Settings, chats: bool, url: str) -> str:
+    """A curl command that sends a chat if the model `chats`, else a prompt. It never contains a key."""
+    if chats:
         path = "/v1/chat/completions"
         body: dict[str, Any] = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}], "max_tokens": 50}
     else:

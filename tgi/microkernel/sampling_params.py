@@ -76,7 +76,7 @@ class Parameter(NamedTuple):
 
 
 class SamplingDefaults(NamedTuple):
-    """The sampling parameters in the model's generation_config.json, the defaults of requests on /v1.
+    """The defaults of requests on /v1: sampling parameters in the model's generation_config.json, and `max_tokens`.
 
     Each name is also the name of a request field. None: not in the file.
     """
@@ -86,6 +86,7 @@ class SamplingDefaults(NamedTuple):
     top_p: float | None = None
     min_p: float | None = None  # 0: off
     repetition_penalty: float | None = None
+    max_tokens: int | None = None  # not transformers' max_new_tokens: published models fill their context, as in TGI
 
     @property
     def given(self) -> dict[str, float]:

@@ -169,7 +169,7 @@ class Settings:
     )
 
     # Serving
-    hostname: str = setting(SERVING, "0.0.0.0", "Address to listen on.", address, env=("TGI_HOSTNAME",))
+    hostname: str = setting(SERVING, "0.0.0.0", "Address or name to listen on.", address, env=("TGI_HOSTNAME",))
     port: int = setting(SERVING, 3000, "Port to listen on.", tcp_port, over=("AIP_HTTP_PORT",), short="-p")
     api_key_file: str | None = setting(
         SERVING,

@@ -1,5 +1,6 @@
 """TGI's own generation routes: POST /generate, /generate_stream and /."""
 
+from html import escape
 from json.encoder import encode_basestring as quote
 
 from falcon.asgi import Request, Response
@@ -20,7 +21,19 @@ from tgi.api.routes.info import HealthResource
 from tgi.api.service import Resource, Service
 from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from tgi.api.token_columns import TokenColumns, prefill_json, tokens_json, top_tokens_json
+from tgi.microkernel.progress import example_request
 from tgi.microkernel.protocol import End, FinishReason
+
+# Addresses are relative, so that the page also works behind a proxy that adds a prefix to all paths.
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{model}</title>
+<p>This server answers with <b>{model}</b>. Its routes: <a href="docs">docs</a>. The base URL of OpenAI's clients is
+the address of this page with <code>v1</code>. Try it in a terminal:</p>
+<pre style="white-space: pre-wrap">{ask}</pre>
+</html>
+"""
 
 
 class NativeEvents:
@@ -197,14 +210,18 @@ class CompatResource(_NativeResource):
 
 
 class RootResource(CompatResource):
-    """POST / as above, and GET /, a health check."""
+    """POST / as above, and GET /, a health check, with a page for browsers."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._health = HealthResource(service)
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """As GET /health."""
+        """As GET /health: an empty 200 or 503. A browser, which names text/html, gets a short page."""
         await self._health.on_get(req, resp)
+        if "text/html" in (req.get_header("accept") or ""):
+            ask = example_request(self._service.settings, True, req.prefix)
+            resp.content_type = "text/html; charset=utf-8"
+            resp.text = PAGE.format(model=escape(self._service.model_id), ask=escape(ask))
 
     on_head = on_get  # falcon omits the body

@@ -153,7 +153,9 @@ def cache_directory() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
-        raise KernelsUnavailable(f"{path} cannot be made: {error}. Set XDG_CACHE_HOME") from error
+        raise KernelsUnavailable(
+            f"{path} cannot be made: {error}. Set XDG_CACHE_HOME to a directory that can"
+        ) from error
     if reason := exposure(status):
         raise KernelsUnavailable(f"{path} {reason}, so libraries in it are not loaded")
     return path
