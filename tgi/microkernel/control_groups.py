@@ -11,8 +11,6 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 SELF = Path("/proc/self")
 
 
@@ -99,6 +97,8 @@ def memory_left_in_process() -> float:
 def available_memory() -> int:
     """Bytes that this process can still allocate: the least that the host, the control groups and the limits of the
     process leave."""
+    import psutil  # absent while the kernels are built for an installation
+
     host = psutil.virtual_memory().available
     return int(max(0, min(host, memory_left_in_groups(), memory_left_in_process())))
 
