@@ -145,9 +145,8 @@ def _decode(engine: TorchEngine, rows: int, recorded: bool, context: int, rounds
 def decodes(engine: TorchEngine, numbers: Sequence[int], context: int, rounds: int) -> list[Decode]:
     """For each number of rows: with a CUDA graph, if there is one, and without."""
     found, recordings = [], engine._decode_graphs
-    most = longest(context, rounds)
     for rows in numbers:
-        if recordings and any(size >= rows and bound >= most for size, bound in recordings._shapes):
+        if recordings and max(recordings._sizes) >= rows:
             found.append(_decode(engine, rows, True, context, rounds))
         engine._decode_graphs = None
         found.append(_decode(engine, rows, False, context, rounds))

@@ -92,21 +92,13 @@ class Measured(NamedTuple):
     collect: float
 
 
-class Captured(CudaAttention):
-    """Attention by torch, which a stubbed device captures although the host must know the contexts."""
-
-    def capture_context_bounds(self, rows: int, longest: int) -> list[int]:
-        """One bound."""
-        return [longest]
-
-
 def make_engine(rows: int, directory: Path) -> TorchEngine:
     """An engine of a tiny model with a captured decode step."""
     longest = CONTEXT + 2 * (WARM + STEPS)
     write_config(CONFIG | SHAPES["two-layer"] | {"vocab_size": VOCABULARY, "max_position_embeddings": 2048}, directory)
     model = build_model(directory, "float32", "cpu", lambda stage, percent: None, dummy=True)
     pages = rows * -(-longest // CudaAttention.page_size)
-    attention = Captured(model.kv, pages, CPU)
+    attention = CudaAttention(model.kv, pages, CPU)
     limits = DeploymentLimits(
         longest, longest - 1, pages * attention.page_size, 4096, rows, pages, attention.page_size, VOCABULARY, "", "cpu"
     )

@@ -44,10 +44,6 @@ class CudaAttention:
         kernels = "torch's kernels, row by row" if kv.gpu_kernels is None else "our own kernels"
         log.debug("attention on %s: %s; KV cache in %s", device, kernels, str(kv.cache_dtype).removeprefix("torch."))
 
-    def capture_context_bounds(self, rows: int, longest: int) -> list[int]:
-        """See CapturableBackend. One bound suffices, since our kernel reads contexts on the device."""
-        return [] if self._kv.gpu_kernels is None else [longest]
-
     def plan(self, batch: ForwardBatch) -> CudaPlan:
         """See AttentionBackend."""
         if self._kv.gpu_kernels is None:

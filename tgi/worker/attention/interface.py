@@ -37,11 +37,8 @@ class ForwardBatch(NamedTuple):
     # int64 [D] indices into T: the last token of each row that samples, and, with speculation, the draft tokens before.
     logits_indices: Tensor
     query_lens_host: list[int]  # tokens per row, on the host
-    context_lens_host: list[int]  # context_lens on the host
+    context_lens_host: list[int]  # context_lens on the host; in a captured step the longest that a request can have
     lora_spans: "Sequence[AdapterSpan]" = ()  # runs of tokens that use a LoRA adapter
-    # The batch has one token per row, and its operations may be captured as a CUDA graph. Later replays have other
-    # contexts: only the tensors are exact then; context_lens_host and the width of the page table are upper bounds.
-    in_cuda_graph: bool = False
 
 
 class KVCacheSpec(NamedTuple):
@@ -119,15 +116,9 @@ class TransformingBackend(AttentionBackend, Protocol):
 
 @runtime_checkable
 class CapturableBackend(AttentionBackend, Protocol):
-    """A backend whose decode steps can be captured as CUDA graphs."""
+    """A backend whose decode steps can be captured as CUDA graphs: it reads contexts and pages on the device."""
 
     padding_page: int  # a page that is never allocated to a request; rows that pad a batch write to it
-
-    def capture_context_bounds(self, rows: int, longest: int) -> list[int]:
-        """The context lengths to capture graphs for, ascending: a graph serves contexts up to its bound.
-
-        `rows` is the batch size, `longest` the longest context of a request. Empty if no graph should be captured.
-        """
 
 
 @runtime_checkable

@@ -56,10 +56,9 @@ class CudaGraphCapturer:
 
 
 class CapturedGraph(NamedTuple):
-    """A decode step of `rows` rows with contexts of up to `max_context` tokens."""
+    """A decode step of `rows` rows."""
 
     rows: int
-    max_context: int
     inputs: Tensor  # int64 [2, rows]: slots and positions, read at replay
     replay: Replay
 
@@ -96,16 +95,13 @@ class DecodeGraphs:
         self._max_total_tokens = max_total_tokens
         self._capturer = capturer
         self._page_table = slots.mirror_page_table(attention.padding_page)
-        # Rows and context bound, ascending: the first that is large enough is replayed.
-        self._shapes = sorted(
-            (size, bound) for size in batch_sizes for bound in attention.capture_context_bounds(size, max_total_tokens)
-        )
+        self._sizes = sorted(batch_sizes)  # the first that is large enough is replayed
         self._logits: HeadLogits | None = None  # of the largest graph; all write to its first rows
-        self._graphs: dict[tuple[int, int], CapturedGraph] = {}  # by shape
+        self._graphs: dict[int, CapturedGraph] = {}  # by size
 
     def __len__(self) -> int:
         """The number of graphs if all are captured."""
-        return len(self._shapes)
+        return len(self._sizes)
 
     @torch.inference_mode()
     def capture(self, limit: int | None = None) -> None:
@@ -113,11 +109,11 @@ class DecodeGraphs:
         Raises UserError if a graph cannot be captured or gives other logits than the same step without it."""
         began = time.monotonic()
         self._logits = None
-        self._graphs = {shape: self._capture_one(*shape) for shape in self._shapes[::-1][:limit]}
+        self._graphs = {size: self._capture_one(size) for size in self._sizes[::-1][:limit]}
         log.debug(
             "captured %d CUDA graphs for decode steps of %s rows in %.1f s",
             len(self._graphs),
-            ", ".join(map(str, sorted({rows for rows, _ in self._graphs}))) or "no",
+            ", ".join(map(str, sorted(self._graphs))) or "no",
             time.monotonic() - began,
         )
 
@@ -143,31 +139,30 @@ class DecodeGraphs:
             return None
         if not rows.plain_decode or (adapters and not adapters.keys().isdisjoint(rows.slots.tolist())):
             return None
-        count, longest = len(rows.slots), int(rows.ends.max())
-        while shape := next((one for one in self._shapes if one[0] >= count and one[1] >= longest), None):
-            if (graph := self._graphs.get(shape) or self._capture_late(shape)) is not None:
+        while size := next((size for size in self._sizes if size >= len(rows.slots)), None):
+            if (graph := self._graphs.get(size) or self._capture_late(size)) is not None:
                 return graph
         return None
 
-    def _capture_late(self, shape: tuple[int, int]) -> CapturedGraph | None:
+    def _capture_late(self, size: int) -> CapturedGraph | None:
         """Captures a graph while requests run, which takes as long as a few steps. None if that fails: the next larger
         graph serves from now on."""
         began = time.monotonic()
         try:
-            self._graphs[shape] = self._capture_one(*shape)
+            self._graphs[size] = self._capture_one(size)
         except (UserError, torch.OutOfMemoryError) as error:
-            self._shapes.remove(shape)
-            log.warning("decode steps of %d rows use a larger CUDA graph, or none: %s", shape[0], error)
+            self._sizes.remove(size)
+            log.warning("decode steps of %d rows use a larger CUDA graph, or none: %s", size, error)
             return None
-        log.debug("captured a CUDA graph of %d rows in %.3f s", shape[0], time.monotonic() - began)
-        return self._graphs[shape]
+        log.debug("captured a CUDA graph of %d rows in %.3f s", size, time.monotonic() - began)
+        return self._graphs[size]
 
-    def _capture_one(self, rows: int, max_context: int) -> CapturedGraph:
+    def _capture_one(self, rows: int) -> CapturedGraph:
         inputs = torch.zeros(2, rows, dtype=torch.int64, device=self._page_table.device)
         inputs[0] = self._slots.padding_slot
 
         def forward() -> HeadLogits:
-            return self._model.forward_head(self._build_batch(inputs, max_context), self._attention)
+            return self._model.forward_head(self._build_batch(inputs), self._attention)
 
         computed = forward()  # the first run loads and compiles kernels, which cannot be captured
         if self._logits is None:
@@ -178,7 +173,7 @@ class DecodeGraphs:
             logits.copy_(forward().values)
 
         try:
-            graph = CapturedGraph(rows, max_context, inputs, self._capturer.capture(run))
+            graph = CapturedGraph(rows, inputs, self._capturer.capture(run))
             graph.replay()
             self._check(rows, logits, computed.values)
         except RuntimeError as error:
@@ -198,12 +193,12 @@ class DecodeGraphs:
                 "Start with --cuda-graphs 0."
             )
 
-    def _build_batch(self, inputs: Tensor, max_context: int) -> ForwardBatch:
+    def _build_batch(self, inputs: Tensor) -> ForwardBatch:
         """The model's input, computed on the device from slots and positions. The host lengths are those of the longest
         request, so that tables which the model extends on demand (rotary angles) are complete before the capture."""
         slots, positions = inputs
         rows, size, device = inputs.shape[1], self._slots.page_size, inputs.device
-        table = self._page_table[:, : -(-max_context // size)].index_select(0, slots)
+        table = self._page_table.index_select(0, slots)
         pages = table.gather(1, (positions // size)[:, None])[:, 0]
         return ForwardBatch(
             tokens=self._slots.ids.view(-1).index_select(0, self._slots.id_indices(slots, positions)).long(),
@@ -215,5 +210,4 @@ class DecodeGraphs:
             logits_indices=torch.arange(rows, device=device),
             query_lens_host=[1] * rows,
             context_lens_host=[self._max_total_tokens] * rows,
-            in_cuda_graph=True,
         )

@@ -70,8 +70,7 @@ class DecoderModel:
         )
         self.footprint = weights.footprint
         self.device = device
-        looped = config.experts is not None and gpu is None
-        self.cuda_graph_obstacle = "the host reads which experts the tokens chose" if looped else None
+        self.cuda_graph_obstacle = None if gpu is not None else "torch's kernels need the contexts on the host"
         self._config = config
         self._gpu = gpu
         self._logits_options = config.logit_scale, config.logit_cap
