@@ -21,7 +21,6 @@ FAILING = f"{__package__}.failing"
 
 def test_kernels_that_would_not_be_used_are_not_tested(caplog: pytest.LogCaptureFixture) -> None:
     assert select_gpu_kernels([ModelSpec(None, torch.float32)], "cpu") == (None, "they are for GPUs")
-    assert select_gpu_kernels([ModelSpec(None, torch.float32)], "cuda") == (None, "the model runs through transformers")
     assert not caplog.messages
 
 
@@ -86,10 +85,15 @@ def test_self_tests_that_have_passed_are_not_repeated(tmp_path: Path, monkeypatc
 
 def test_only_what_a_model_uses_is_tested() -> None:
     """Each kernel is compiled for its self-test, which delays the first start on a machine."""
-    plain = ModelSpec(None, torch.bfloat16)
-    dense = selection.needed_modules([plain], False)
-    assert dense == selection.EVERY_MODEL
-    experts = ModelSpec(read_decoder_config(read_config(model("mixtral"))), torch.bfloat16)
-    assert selection.needed_modules([plain, experts], True) == (*dense, *selection.INVARIANT, *selection.EXPERTS)
+    transformers, plain = ModelSpec(None, torch.bfloat16), spec_of("llama")
+    dense = selection.needed_modules([plain, transformers], False)
+    assert selection.needed_modules([transformers], False) == selection.EVERY_MODEL
+    assert dense == (*selection.EVERY_MODEL, *selection.DECODER)
+    experts = selection.needed_modules([plain, spec_of("mixtral")], True)
+    assert experts == (*dense, *selection.INVARIANT, *selection.EXPERTS)
     quantized = plain._replace(scheme=QuantizationScheme(made="int4"))
     assert selection.needed_modules([quantized], False) == (*dense, *selection.QUANTIZED)
+
+
+def spec_of(kind: str) -> ModelSpec:
+    return ModelSpec(read_decoder_config(read_config(model(kind))), torch.bfloat16)

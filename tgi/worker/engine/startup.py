@@ -154,16 +154,20 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
     progress("choosing kernels", 0)
     kernels = gpu = None
     reason = "--disable-custom-kernels"
+    specs = [read_model_spec(path, dtype, asked) for path, asked in quantize.items()]
     if not settings.disable_custom_kernels:
-        specs = [read_model_spec(path, dtype, asked) for path, asked in quantize.items()]
         if device == "cpu":
             kernels, reason = select_cpu_kernels(specs, device, progress)
         else:
             gpu, reason = select_gpu_kernels(specs, device, settings.batch_invariant)
-    if settings.batch_invariant and device != "cpu" and gpu is None:
-        raise UserError(
-            f"--batch-invariant needs our own GPU kernels, and torch's compute here: {reason}. Start without it."
-        )
+    if settings.batch_invariant and device != "cpu":
+        if any(spec.decoder is None for spec in specs):
+            reason = "the model runs through transformers"
+        if reason:
+            raise UserError(
+                f"--batch-invariant needs our own GPU kernels for the whole model, and torch's compute here: {reason}. "
+                "Start without it."
+            )
     if kernels is None:
         load_deferred()  # torch computes, or transformers
     kv_cache_dtype = _kv_cache_dtype(settings.kv_cache_dtype, device, kernels is not None)

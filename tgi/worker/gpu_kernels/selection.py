@@ -19,16 +19,17 @@ from tgi.worker.gpu_kernels.kernels import GpuKernels
 log = logging.getLogger(__name__)
 
 # The modules that have kernels, each with a `self_test(device)` that raises unless they compute there what torch does.
-EVERY_MODEL, INVARIANT, QUANTIZED, EXPERTS = (
+EVERY_MODEL, DECODER, INVARIANT, QUANTIZED, EXPERTS = (
     tuple(f"tgi.worker.gpu_kernels.{name}" for name in names.split())
     for names in (
-        "norm gated_activation kv_write paged_attention sampling",
+        "kv_write paged_attention sampling",
+        "norm gated_activation",
         "matmul",
         "quantized_matmul float8",
         "routing grouped_matmul",
     )
 )
-MODULES = (*EVERY_MODEL, *INVARIANT, *QUANTIZED, *EXPERTS)
+MODULES = (*EVERY_MODEL, *DECODER, *INVARIANT, *QUANTIZED, *EXPERTS)
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -50,7 +51,11 @@ class GpuModelCandidate(Protocol):
 
 def needed_modules(models: Sequence[GpuModelCandidate], batch_invariant: bool) -> tuple[str, ...]:
     """The modules whose kernels these models use: compiling others for their self-tests would delay the first start."""
-    modules = (*EVERY_MODEL, *(INVARIANT if batch_invariant else ()))
+    modules = EVERY_MODEL
+    if any(model.decoder is not None for model in models):
+        modules = (*modules, *DECODER)
+    if batch_invariant:
+        modules = (*modules, *INVARIANT)
     if any(model.is_quantized for model in models):
         modules = (*modules, *QUANTIZED)
     return (*modules, *EXPERTS) if any(model.has_experts for model in models) else modules
@@ -59,13 +64,12 @@ def needed_modules(models: Sequence[GpuModelCandidate], batch_invariant: bool) -
 def select_gpu_kernels(
     models: Sequence[GpuModelCandidate], device: str, batch_invariant: bool = False
 ) -> tuple[GpuKernels | None, str]:
-    """The GPU kernels if they can compute any of these models on this device ("cpu", "cuda"), or None and the reason.
+    """The GPU kernels, if this device ("cpu", "cuda") has them, or None and the reason. A model that runs through
+    transformers uses those of attention and sampling.
     Self-tests that have passed on this machine, with these versions, are not repeated: a worker that replaces another
     one is waited for."""
     if device != "cuda":
         return None, "they are for GPUs"
-    if all(model.decoder is None for model in models):
-        return None, "the model runs through transformers"
     if importlib.util.find_spec("triton") is None:
         log.warning("computing with torch's kernels, which are slower than our own: triton is not installed")
         return None, "triton is not installed"

@@ -115,7 +115,7 @@ def build_model(
         build_transformers_model,  # imports transformers, which takes seconds
     )
 
-    return build_transformers_model(directory, spec.dtype, torch.device(device), progress, trust_code)
+    return build_transformers_model(directory, spec.dtype, torch.device(device), progress, trust_code, gpu)
 
 
 def _build_decoder(

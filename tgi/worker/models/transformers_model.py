@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from tgi.hub.model_config import scaled_context
 from tgi.microkernel.errors import UserError
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
+from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import ANY_ROWS, Linear, choose_row_counts
@@ -61,8 +62,10 @@ def build_transformers_model(
     device: torch.device,
     progress: Callable[[str, int], None],
     trust_code: bool = False,
+    gpu: GpuKernels | None = None,
 ) -> "TransformersModel":
     """Loads the model of a directory. Its Python code runs only if `trust_code`, and if transformers lacks the type.
+    `gpu`: our GPU kernels, for attention and sampling; None = torch's.
 
     Raises UserError if transformers cannot load the model or it does not support the attention interface.
     """
@@ -108,7 +111,7 @@ def build_transformers_model(
     if device.type == "cpu":
         _replace_linears(model)
     progress("measuring kernels", 90)
-    return TransformersModel(model, dtype, device, footprint)
+    return TransformersModel(model, dtype, device, footprint, gpu)
 
 
 class TransformersModel:
@@ -117,7 +120,14 @@ class TransformersModel:
     cuda_graph_obstacle: str | None = "models of transformers are not checked for CUDA graphs"
 
     @torch.inference_mode()
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, footprint: WeightFootprint) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        footprint: WeightFootprint,
+        gpu: GpuKernels | None = None,
+    ) -> None:
         self.device = device
         self.footprint = footprint
         self._model = model
@@ -146,7 +156,7 @@ class TransformersModel:
             raise UserError(f"{config.model_type} has layers with different heads {sorted(shapes)}; expected one kind.")
         self.vocab_size = logits.shape[-1]
         windows = tuple(found.windows[layer] for layer in range(layers))
-        self.kv = KVCacheSpec(layers, *shapes.pop(), dtype, windows, found.softcap)
+        self.kv = KVCacheSpec(layers, *shapes.pop(), dtype, windows, found.softcap, gpu_kernels=gpu)
         compare_with_plain(model, self, config.model_type)
 
     @torch.inference_mode()
