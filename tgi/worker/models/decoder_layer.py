@@ -154,28 +154,35 @@ class TensorOperations(NamedTuple):
 
     def attend(self, qkv: Tensor, norms: tuple[Norm, ...]) -> Tensor:
         """Attention over the rows of qkv."""
-        step = self.step
-        config, kv, rows, tokens = step.config, step.kv, len(qkv), step.tokens
-        heads, rope = kv.heads + kv.kv_heads, config.layers[self.number].rope
-        columns = qkv
-        qkv = qkv.view(rows, heads + kv.kv_heads, kv.head_dim)
-        rotary = None if rope is None else step.rotaries[rope]
+        step, tokens, rows = self.step, self.step.tokens, len(qkv)
         if step.gpu_attention is None:
-            _norm_heads(norms, columns)
-            if rotary is not None and rope is not None:
-                rotary.rotate(qkv, heads, step.angles[rope])
-            mixed = step.attention.write_and_attend(step.plan, self.number, qkv[:tokens], config.attention_scale)
+            mixed = self._transform_then_attend(qkv, norms, step.attention)
         else:
-            head_norm = norms[0].of_heads() if len(norms) == 1 else None
-            if head_norm is None:
-                _norm_heads(norms, columns)
-            rotation = None if rotary is None else Rotation(*step.angles[rope or 0], rotary.interleaved)
-            transform = HeadTransform(rotation, head_norm)
-            mixed = step.gpu_attention.transform_and_attend(
-                step.plan, self.number, qkv, config.attention_scale, transform
-            )
-        mixed = mixed.reshape(tokens, kv.heads * kv.head_dim)
+            mixed = self._transform_and_attend(qkv, norms, step.gpu_attention)
+        mixed = mixed.reshape(tokens, step.kv.heads * step.kv.head_dim)
         return mixed if tokens == rows else F.pad(mixed, (0, 0, 0, rows - tokens))
+
+    def _transform_then_attend(self, qkv: Tensor, norms: tuple[Norm, ...], attention: AttentionBackend) -> Tensor:
+        step, rope = self.step, self.step.config.layers[self.number].rope
+        _norm_heads(norms, qkv)
+        qkv = self._by_head(qkv)
+        if rope is not None:
+            step.rotaries[rope].rotate(qkv, step.kv.heads + step.kv.kv_heads, step.angles[rope])
+        return attention.write_and_attend(step.plan, self.number, qkv[: step.tokens], step.config.attention_scale)
+
+    def _transform_and_attend(self, qkv: Tensor, norms: tuple[Norm, ...], attention: TransformingBackend) -> Tensor:
+        step, rope = self.step, self.step.config.layers[self.number].rope
+        head_norm = norms[0].of_heads() if len(norms) == 1 else None
+        if head_norm is None:
+            _norm_heads(norms, qkv)
+        rotation = None if rope is None else Rotation(*step.angles[rope], step.rotaries[rope].interleaved)
+        transform = HeadTransform(rotation, head_norm)
+        scale = step.config.attention_scale
+        return attention.transform_and_attend(step.plan, self.number, self._by_head(qkv), scale, transform)
+
+    def _by_head(self, qkv: Tensor) -> Tensor:
+        kv = self.step.kv
+        return qkv.view(len(qkv), kv.heads + 2 * kv.kv_heads, kv.head_dim)
 
     def gate_up(self, mlp: Mlp, x: Tensor) -> Tensor:
         """The gated activation of the MLP's first layers."""
