@@ -407,7 +407,10 @@ def reload(drain_first: bool, port: int | None, **given: Any) -> None:
     run = _running_server(port)
     supervisor = _supervisors_of(run, "scheduler")[0]
     *_, present = control.carry_out(rundir.control_socket(run, supervisor), {"command": "settings"})
-    settings = reloaded_settings(Settings.from_json(present), given, drain_first)
+    try:
+        settings = reloaded_settings(Settings.from_json(present), given, drain_first)
+    except UserError as error:
+        raise UserError(f"{error} The previous model goes on.", code=error.code) from error
     command = {"command": "reload", "settings": settings.to_json(), "drain_first": drain_first}
     _carry_out(run, supervisor, command)
 

@@ -287,7 +287,7 @@ def test_recommended_sampling_is_kept(tmp_path: Path) -> None:
     keys = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 0}
     metadata = {f"general.sampling.{key}": value for key, value in keys.items()}
     result = imported(write_gguf(model("llama"), tmp_path / "m.gguf", metadata=metadata), tmp_path / "out")
-    assert read_sampling_defaults(result) == (0.6, 20, 0.95, 0.05, 1.1)
+    assert read_sampling_defaults(result) == (0.6, 20, 0.95, 0.05, 1.1, None)
 
 
 def test_rope_scaling_is_kept(tmp_path: Path) -> None:

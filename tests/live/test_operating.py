@@ -436,12 +436,19 @@ def test_a_reload_serves_the_new_model_while_the_old_one_finishes(server: Server
 @pytest.mark.parametrize("flags", [[], ["--drain-first"]], ids=["beside", "drain first"])
 def test_a_model_that_cannot_be_served_leaves_the_old_one(server: Server, tmp_path: Path, flags: list[str]) -> None:
     damaged = shutil.copytree(model("qwen2"), tmp_path / "damaged")
-    (damaged / "tokenizer.json").write_text('{"version": ')
     server.start().wait_until_ready()
     expected = streams(server)
+    (damaged / "tokenizer.json").write_text('{"version": ')
     done = tgi(server, "reload", "--model-id", str(damaged), *flags)
     assert done.returncode == 1
     assert "tokenizer.json is damaged" in done.stderr
+    assert "The previous model goes on." in done.stderr
+    shutil.copy(model("qwen2") / "tokenizer.json", damaged)
+    config = json.loads((damaged / "config.json").read_text())  # the new worker finds weights of fewer layers
+    (damaged / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    done = tgi(server, "reload", "--model-id", str(damaged), *flags)
+    assert done.returncode == 1
+    assert "have no tensor" in done.stderr
     assert ("The previous model serves again." if flags else "The previous model goes on.") in done.stderr
     assert len(done.stderr.splitlines()) == 1
     renew_client(server)

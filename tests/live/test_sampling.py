@@ -38,6 +38,12 @@ def encoded(server: Server, text: str) -> list[int]:
     return [token["id"] for token in answer.json()]
 
 
+def agree(native: list[dict[str, Any]], tokens: list[str]) -> bool:
+    """Whether tokens of /v1 are those of a native route; on /v1 parts of characters are written as `bytes:\\xf0`."""
+    pairs = zip(native, tokens, strict=True)
+    return all(token in (one["text"], "bytes:" + token[6:]) for one, token in pairs)
+
+
 def stream(server: Server, act: Callable[[], Any], after: int, **fields: Any) -> dict[str, Any]:
     """The same, streamed; `act` is called in another thread once `after` tokens have been received."""
     text = ""
@@ -74,10 +80,10 @@ def test_penalties_bias_and_bad_words_hold_after_kills(server: Server) -> None:
     for victim in ("worker-0", "tokenizer-0"):
         got = stream(server, lambda name=victim: server.kill(name), 15, **fields)
         assert (got["tokens"], got["token_logprobs"]) == (expected["tokens"], expected["token_logprobs"]), victim
-    banned = complete(server, temperature=0, logit_bias={str(most_likely["id"]): -100}, max_tokens=1)
-    assert banned["tokens"] != [most_likely["text"]]
     forced = complete(server, temperature=2, logit_bias={str(most_likely["id"]): 100}, max_tokens=5)
-    assert forced["tokens"] == [most_likely["text"]] * 5
+    assert agree([most_likely] * 5, forced["tokens"])
+    banned = complete(server, temperature=0, logit_bias={str(most_likely["id"]): -100}, max_tokens=1)
+    assert banned["tokens"] != forced["tokens"][:1]
 
 
 def test_min_p_of_one_draws_the_most_likely_token(server: Server) -> None:
@@ -100,7 +106,7 @@ def test_xtc_changes_the_text_and_is_reproducible(server: Server) -> None:
     assert changed == again
     assert changed["tokens"] != neutral["tokens"]
     native = server.generate(BODY["prompt"], max_new_tokens=60, **fields, xtc_probability=0.7)["details"]
-    assert [token["text"] for token in native["tokens"]] == changed["tokens"]
+    assert agree(native["tokens"], changed["tokens"])
 
 
 def test_stop_token_ids(server: Server) -> None:
@@ -113,7 +119,7 @@ def test_stop_token_ids(server: Server) -> None:
     answer = ask(server, n=2, **greedy)
     assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [(before, "stop")] * 2
     assert answer["usage"]["completion_tokens"] == 2 * (at + 1)
-    assert answer["choices"][1]["logprobs"]["tokens"] == [token["text"] for token in tokens[: at + 1]]
+    assert agree(tokens[: at + 1], answer["choices"][1]["logprobs"]["tokens"])
     assert stream(server, lambda: None, 1, **greedy)["text"] == before
     (included,) = ask(server, include_stop_str_in_output=True, **greedy)["choices"]
     assert included["text"] == before + tokens[at]["text"]
@@ -137,7 +143,7 @@ def test_bad_words(server: Server) -> None:
             texts = [token["text"] for token in some]
             assert texts not in [drawn[begin : begin + size] for begin in range(len(drawn))]
             first = next(place for place in range(60) if [one["id"] for one in tokens[place : place + size]] == ids)
-            assert drawn[: first + size - 1] == [token["text"] for token in tokens[: first + size - 1]]
+            assert agree(tokens[: first + size - 1], drawn[: first + size - 1])
             tried += 1
             break
     assert tried == 2
