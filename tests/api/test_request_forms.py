@@ -93,6 +93,34 @@ def test_compressed_bodies(front: Front) -> None:
     assert (reply.status, reply.headers["accept-encoding"]) == (415, "gzip")
 
 
+OFF, ON = {"reasoning_effort": "none"}, {"thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"enable_thinking": False}, OFF),
+        ({"enable_thinking": True}, ON),
+        ({"think": False}, OFF),
+        ({"think": "low"}, {"reasoning_effort": "low"}),
+        ({"thinking": {"type": "disabled"}}, OFF),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, ON),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": True}, ON),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"enabled": False}}, OFF),
+        ({"reasoning": {}}, {}),
+        (
+            {"reasoning_effort": "low", "reasoning": {"effort": "high"}, "enable_thinking": False},
+            {"reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_other_names_for_reasoning(front: Front, fields: dict[str, Any], asked: dict[str, Any]) -> None:
+    chat = json.loads(sent(front, CHAT, {"messages": [USER], **fields}).chat)
+    assert {name: chat[name] for name in ("reasoning_effort", "thinking") if name in chat} == asked
+
+
 # Ordinary chats and completions as some programs send them.
 SDK = {
     "x_stainless_lang": "js",

@@ -285,6 +285,8 @@ SWITCH = BODY + "{% if enable_thinking is defined and not enable_thinking %}<thi
         ),
         (SWITCH, {"reasoning_effort": "none"}, "Hi<think></think>"),
         (SWITCH, {"reasoning_effort": "high"}, "Hi"),
+        (BODY + "{{ enable_thinking }}{{ thinking }}", {"thinking": True}, "HiTrueTrue"),
+        (BODY, {"thinking": True}, "Hi"),
         (SWITCH, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "Hi"),
         (BODY + "{% if thinking %}<think>{% else %}</think>{% endif %}", {"reasoning_effort": "none"}, "Hi</think>"),
         (BODY + "<think>\n", {"reasoning_effort": "none"}, "Hi<think>\n\n</think>\n\n"),

@@ -10,6 +10,7 @@ absent everywhere.
 - `add_generation_prompt`, `continue_final_message`: true or false
 - `chat_template_kwargs`: an object, variables of the template
 - `reasoning_effort`, `verbosity`: strings, variables of templates that read them; "none" switches reasoning off
+- `thinking`: true switches reasoning on where the template has a variable for it
 """
 
 import hashlib
@@ -181,10 +182,12 @@ def _answer_format(
 
 
 def _options(chat: JsonObject, features: TemplateFeatures) -> JsonObject:
-    """The variables that `reasoning_effort` and `verbosity` stand for in this template."""
+    """The variables that `reasoning_effort`, `verbosity` and `thinking` stand for in this template."""
     options = {name: chat.get(name) for name in ("reasoning_effort", "verbosity")}
     if options["reasoning_effort"] == "none":
         options |= dict.fromkeys(THINKING_SWITCHES, False)
+    elif chat.get("thinking"):
+        options |= dict.fromkeys(THINKING_SWITCHES, True)
     return {name: value for name, value in options.items() if value is not None and name in features.variables}
 
 

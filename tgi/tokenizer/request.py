@@ -54,7 +54,8 @@ class TokenizerRequestState:
 
     __slots__ = (
         "_detokenizer", "_hidden_ids", "_min_new_tokens", "_reasoning", "_stop_filter", "_stop_matcher",
-        "_stop_token_ids", "answer_parser", "api", "fingerprint", "finish_reason", "generate", "generated_ids", "held_characters",
+        "_stop_token_ids", "answer_parser", "api", "fingerprint", "finish_reason", "generate", "generated_ids",
+        "held_characters",
         "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "scheduler",
         "stage", "stays", "stop_ids", "submitted", "suspected_at", "token_hidden", "validation_us", "visible_texts",
     )  # fmt: skip
