@@ -93,6 +93,14 @@ def test_compressed_bodies(front: Front) -> None:
     assert (reply.status, reply.headers["accept-encoding"]) == (415, "gzip")
 
 
+def test_repeat_penalty_is_repetition_penalty(front: Front) -> None:
+    for path, prompt in ((CHAT, {"messages": [USER]}), (COMPLETION, {"prompt": "x"})):
+        assert sent(front, path, prompt | {"repeat_penalty": 1.5}).sampling.repetition_penalty == 1.5
+        both = prompt | {"repeat_penalty": 1.5, "repetition_penalty": 1.25}
+        assert sent(front, path, both).sampling.repetition_penalty == 1.25
+        assert front.post(path, json.dumps(prompt | {"repeat_penalty": 0})).status == 422
+
+
 OFF, ON = {"reasoning_effort": "none"}, {"thinking": True}
 
 
