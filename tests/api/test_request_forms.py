@@ -138,6 +138,16 @@ SDK = {
 }
 TEXT = [{"type": "text", "text": "Hi"}]
 USAGE = {"include_usage": True}
+TOOLS = [
+    {"type": "function", "function": {"name": "read", "description": "R", "strict": None, "parameters": {
+        "$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"p": {"type": "string"}},
+        "required": ["p"], "additionalProperties": False}}},
+]  # fmt: skip
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "read", "arguments": '{"p":"a"}'}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "c", "content": "b"}
 STOPS = [
     "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>", "<|endoftext|>", "</fim_middle>", "</code>", "/src/",
     "#- coding: utf-8", "```", "\nfunction", "\nclass", "\nmodule", "\nexport", "\nimport", "\ninterface", "\ntype",
@@ -158,9 +168,22 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "LibreChat": (
         CHAT,
-        {"model": "m", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "n": 1,
-         "user": "68a", "stream": True, "stream_options": USAGE,
+        {"model": "m", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "max_tokens": 512,
+         "stop": ["a"], "verbosity": "low", "stream": True, "stream_options": USAGE,
          "messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}, USER]},
+        SDK | {"user_agent": "LibreChat"},
+    ),
+    "LibreChat, agent": (
+        CHAT,
+        {"model": "m", "user": "68a", "reasoning": {"effort": "low", "summary": "auto"}, "stream": True,
+         "stream_options": USAGE, "tools": TOOLS,
+         "messages": [USER, CALL | {"content": ""}, RESULT | {"name": "read"}]},
+        SDK,
+    ),
+    "LibreChat, title": (
+        CHAT,
+        {"model": "m", "n": 1, "stream": False, "tools": TOOLS, "messages": [USER],
+         "tool_choice": {"type": "function", "function": {"name": "read"}}},
         SDK,
     ),
     "Continue, chat": (
@@ -177,9 +200,18 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "Cline": (
         CHAT,
-        {"model": "m", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": [*TEXT, *TEXT]}],
-         "temperature": 0, "stream": True, "stream_options": USAGE},
+        {"model": "m", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": [*TEXT, *TEXT]},
+                                    CALL | {"content": None}, RESULT],
+         "temperature": 0, "stream": True, "stream_options": USAGE, "tools": TOOLS},
         SDK | {"http_referer": "a", "x_title": "Cline"},
+    ),
+    "Cline, newer": (
+        CHAT,
+        {"model": "m", "max_tokens": 8192, "reasoning_effort": "medium", "stream": True, "stream_options": USAGE,
+         "messages": [{"role": "system", "content": "S"}, USER | {"cache_control": {"type": "ephemeral"}},
+                      CALL | {"content": "", "reasoning_content": "R"}, RESULT],
+         "tools": TOOLS, "tool_choice": "auto", "cache_control": {"type": "ephemeral"}},
+        {"user_agent": "ai-sdk/openai-compatible"},
     ),
     "n8n": (
         CHAT,
