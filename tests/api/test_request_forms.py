@@ -93,6 +93,42 @@ def test_compressed_bodies(front: Front) -> None:
     assert (reply.status, reply.headers["accept-encoding"]) == (415, "gzip")
 
 
+def test_repeat_penalty_is_repetition_penalty(front: Front) -> None:
+    for path, prompt in ((CHAT, {"messages": [USER]}), (COMPLETION, {"prompt": "x"})):
+        assert sent(front, path, prompt | {"repeat_penalty": 1.5}).sampling.repetition_penalty == 1.5
+        both = prompt | {"repeat_penalty": 1.5, "repetition_penalty": 1.25}
+        assert sent(front, path, both).sampling.repetition_penalty == 1.25
+        assert front.post(path, json.dumps(prompt | {"repeat_penalty": 0})).status == 422
+
+
+OFF, ON = {"reasoning_effort": "none"}, {"thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"enable_thinking": False}, OFF),
+        ({"enable_thinking": True}, ON),
+        ({"think": False}, OFF),
+        ({"think": "low"}, {"reasoning_effort": "low"}),
+        ({"thinking": {"type": "disabled"}}, OFF),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, ON),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": True}, ON),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"enabled": False}}, OFF),
+        ({"reasoning": {}}, {}),
+        (
+            {"reasoning_effort": "low", "reasoning": {"effort": "high"}, "enable_thinking": False},
+            {"reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_other_names_for_reasoning(front: Front, fields: dict[str, Any], asked: dict[str, Any]) -> None:
+    chat = json.loads(sent(front, CHAT, {"messages": [USER], **fields}).chat)
+    assert {name: chat[name] for name in ("reasoning_effort", "thinking") if name in chat} == asked
+
+
 # Ordinary chats and completions as some programs send them.
 SDK = {
     "x_stainless_lang": "js",
@@ -102,6 +138,16 @@ SDK = {
 }
 TEXT = [{"type": "text", "text": "Hi"}]
 USAGE = {"include_usage": True}
+TOOLS = [
+    {"type": "function", "function": {"name": "read", "description": "R", "strict": None, "parameters": {
+        "$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"p": {"type": "string"}},
+        "required": ["p"], "additionalProperties": False}}},
+]  # fmt: skip
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "read", "arguments": '{"p":"a"}'}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "c", "content": "b"}
 STOPS = [
     "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>", "<|endoftext|>", "</fim_middle>", "</code>", "/src/",
     "#- coding: utf-8", "```", "\nfunction", "\nclass", "\nmodule", "\nexport", "\nimport", "\ninterface", "\ntype",
@@ -122,9 +168,22 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "LibreChat": (
         CHAT,
-        {"model": "m", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "n": 1,
-         "user": "68a", "stream": True, "stream_options": USAGE,
+        {"model": "m", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "max_tokens": 512,
+         "stop": ["a"], "verbosity": "low", "stream": True, "stream_options": USAGE,
          "messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}, USER]},
+        SDK | {"user_agent": "LibreChat"},
+    ),
+    "LibreChat, agent": (
+        CHAT,
+        {"model": "m", "user": "68a", "reasoning": {"effort": "low", "summary": "auto"}, "stream": True,
+         "stream_options": USAGE, "tools": TOOLS,
+         "messages": [USER, CALL | {"content": ""}, RESULT | {"name": "read"}]},
+        SDK,
+    ),
+    "LibreChat, title": (
+        CHAT,
+        {"model": "m", "n": 1, "stream": False, "tools": TOOLS, "messages": [USER],
+         "tool_choice": {"type": "function", "function": {"name": "read"}}},
         SDK,
     ),
     "Continue, chat": (
@@ -141,9 +200,18 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "Cline": (
         CHAT,
-        {"model": "m", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": [*TEXT, *TEXT]}],
-         "temperature": 0, "stream": True, "stream_options": USAGE},
+        {"model": "m", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": [*TEXT, *TEXT]},
+                                    CALL | {"content": None}, RESULT],
+         "temperature": 0, "stream": True, "stream_options": USAGE, "tools": TOOLS},
         SDK | {"http_referer": "a", "x_title": "Cline"},
+    ),
+    "Cline, newer": (
+        CHAT,
+        {"model": "m", "max_tokens": 8192, "reasoning_effort": "medium", "stream": True, "stream_options": USAGE,
+         "messages": [{"role": "system", "content": "S"}, USER | {"cache_control": {"type": "ephemeral"}},
+                      CALL | {"content": "", "reasoning_content": "R"}, RESULT],
+         "tools": TOOLS, "tool_choice": "auto", "cache_control": {"type": "ephemeral"}},
+        {"user_agent": "ai-sdk/openai-compatible"},
     ),
     "n8n": (
         CHAT,

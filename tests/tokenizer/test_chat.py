@@ -103,6 +103,35 @@ def test_arguments_that_are_not_objects_are_unchanged(arguments: str, shown: str
     assert shown in text(NATIVE, {"role": "assistant", "content": "x", "tool_calls": [call]}, HI)
 
 
+@pytest.mark.parametrize(
+    ("loop", "listed"),
+    [
+        ("for k, v in c.function.arguments | items", True),
+        ("set a = c.function['arguments'] %}{% for k, v in a.items()", True),
+        ("for k, v in (c.function.arguments if c.function.arguments is mapping else {}).items()", False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"b": 1}', "b=1;"),
+        ('{"b": ', 'arguments={"b": ;'),
+        ('["b"]', 'arguments=["b"];'),
+        ("", ""),
+        ("null", ""),
+        (None, ""),
+    ],
+)
+def test_malformed_arguments_are_an_object_for_templates_that_list_them(
+    loop: str, listed: bool, arguments: Any, shown: str
+) -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% " + loop
+    template += " %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}"
+    call = {"function": {"name": "f", "arguments": arguments}}
+    shown = shown if listed or shown == "b=1;" else ""
+    assert text(template, {"role": "assistant", "content": None, "tool_calls": [call]}, HI) == shown
+
+
 def test_tools_with_native_call_format() -> None:
     old = {"type": "function", "function": {"name": "wéather", "arguments": {"type": "object"}}}
     shown = '{"name": "wéather", "parameters": {"type": "object"}}\n'
@@ -254,6 +283,29 @@ def test_a_template_that_leaves_a_text_out_is_logged_once(caplog: pytest.LogCapt
     assert len(caplog.records) == 1
 
 
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('at the beginning') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+ALTERNATING = ONE_SYSTEM + (
+    "{% for m in messages[1:] %}{% if loop.index0 % 2 and m.role == 'user' %}{{ raise_exception('alternate') }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def test_later_system_messages_for_templates_that_refuse_them() -> None:
+    system = [{"role": role, "content": content} for role, content in (("system", "A"), ("developer", "B"))]
+    assert text(ONE_SYSTEM, *system, HI, system[1], HI) == "<system>A\n\nB<user>Hi<user>B<user>Hi"
+    assert text(ONE_SYSTEM, HI, system[0]) == "<user>Hi<user>A"
+    assert text(ONE_SYSTEM.replace("m.content", "m.content[0].text"), *system, HI) == "<system>A\n\nB<user>Hi"
+    other = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert text(other, *system, HI, system[0]) == "<system>A<system>B<user>Hi<system>A"
+    for template in (NO_SYSTEM, ALTERNATING):
+        with pytest.raises(TemplateError, match=r"no|at the beginning"):
+            text(template, *system, HI)
+
+
 def test_developer_is_system_unless_the_template_names_it() -> None:
     message = {"role": "developer", "content": "Be brief."}
     assert text(PLAIN, message, HI).startswith("<system>Be brief.\n<user>")
@@ -285,6 +337,8 @@ SWITCH = BODY + "{% if enable_thinking is defined and not enable_thinking %}<thi
         ),
         (SWITCH, {"reasoning_effort": "none"}, "Hi<think></think>"),
         (SWITCH, {"reasoning_effort": "high"}, "Hi"),
+        (BODY + "{{ enable_thinking }}{{ thinking }}", {"thinking": True}, "HiTrueTrue"),
+        (BODY, {"thinking": True}, "Hi"),
         (SWITCH, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "Hi"),
         (BODY + "{% if thinking %}<think>{% else %}</think>{% endif %}", {"reasoning_effort": "none"}, "Hi</think>"),
         (BODY + "<think>\n", {"reasoning_effort": "none"}, "Hi<think>\n\n</think>\n\n"),

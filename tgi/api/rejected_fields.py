@@ -16,7 +16,14 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tgi.api import errors
-from tgi.api.shapes.chat import ChatRequest, FunctionDefinition, Tool, ToolChoiceObject
+from tgi.api.shapes.chat import (
+    ChatRequest,
+    FunctionDefinition,
+    ReasoningOptions,
+    ThinkingOptions,
+    Tool,
+    ToolChoiceObject,
+)
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.native import GrammarType, JsonSchemaConfig
 from tgi.api.shapes.openai import StreamOptions
@@ -91,15 +98,7 @@ REJECTED_FIELDS = [
             "task": (),
         },
     ),
-    RejectedFields(
-        "reasoning",
-        BOTH,
-        {
-            "reasoning": ({},),
-            "include_reasoning": (True,),
-            "separate_reasoning": (True,),
-        },
-    ),
+    RejectedFields("reasoning", BOTH, {"include_reasoning": (True,), "separate_reasoning": (True,)}),
     RejectedFields(
         "more in the answer",
         BOTH,
@@ -140,6 +139,10 @@ REJECTED_FIELDS = [
             "chat_template_kwargs": ({},),
             "reasoning_effort": ("none",),
             "verbosity": ("medium",),
+            "reasoning": ({},),
+            "thinking": (False,),
+            "think": (False,),
+            "enable_thinking": (False,),
         },
     ),
     RejectedFields(
@@ -203,6 +206,8 @@ def _members(shape: type[Struct], *ignored: str, **inner: Members) -> Members:
 
 
 NESTED_MEMBERS = {
+    "reasoning": _members(ReasoningOptions, "summary"),
+    "thinking": _members(ThinkingOptions),
     "response_format": _members(GrammarType, json_schema=_members(JsonSchemaConfig, "description", "strict")),
     "stream_options": _members(StreamOptions, "include_obfuscation"),
     "tool_choice": _members(ToolChoiceObject),

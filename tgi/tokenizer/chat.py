@@ -10,12 +10,14 @@ absent everywhere.
 - `add_generation_prompt`, `continue_final_message`: true or false
 - `chat_template_kwargs`: an object, variables of the template
 - `reasoning_effort`, `verbosity`: strings, variables of templates that read them; "none" switches reasoning off
+- `thinking`: true switches reasoning on where the template has a variable for it
 """
 
 import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from tgi.hub.model_config import ModelConfig
@@ -44,6 +46,8 @@ SHORT_IDS = "length != 9"
 
 # Variables with which templates switch reasoning off.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
+# The name of arguments that are no object, for templates that list their names and values.
+MALFORMED_ARGUMENTS = "arguments"
 # Messages of a chat whose text is looked for in the prompt.
 MAX_SOUGHT_MESSAGES = 32
 
@@ -101,6 +105,9 @@ class ChatRenderer:
         original_messages = _object_list(chat, "messages")
         add_generation_prompt, continue_final = _ending(chat, original_messages)
         messages = adapt_messages(original_messages, features, template)
+        has_later_system = any(message.get("role") == "system" for message in messages[1:])
+        if has_later_system and self._templates.refuses_later_system(tools is not None):
+            messages = _with_one_system_message(messages)
         call_format = detect_tool_call_format(template) if features.lists_tools else None
         if tools is not None:
             instructions = _tool_instructions(
@@ -181,10 +188,12 @@ def _answer_format(
 
 
 def _options(chat: JsonObject, features: TemplateFeatures) -> JsonObject:
-    """The variables that `reasoning_effort` and `verbosity` stand for in this template."""
+    """The variables that `reasoning_effort`, `verbosity` and `thinking` stand for in this template."""
     options = {name: chat.get(name) for name in ("reasoning_effort", "verbosity")}
     if options["reasoning_effort"] == "none":
         options |= dict.fromkeys(THINKING_SWITCHES, False)
+    elif chat.get("thinking"):
+        options |= dict.fromkeys(THINKING_SWITCHES, True)
     return {name: value for name, value in options.items() if value is not None and name in features.variables}
 
 
@@ -269,7 +278,7 @@ class CallArguments(JsonObject):
 
 def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, template: str) -> list[JsonObject]:
     """Adapts messages to a template with these features. Raises TemplateError."""
-    adapted = [_adapt_message(message) for message in messages]
+    adapted = [_adapt_message(message, features.iterates_arguments) for message in messages]
     _add_tool_names(adapted)
     for message in adapted:
         content = message.get("content") if features.renders_calls else _content_with_calls(message)
@@ -298,7 +307,7 @@ def has_text(message: JsonObject) -> bool:
     return isinstance(content, str) or (isinstance(content, list) and any(_is_text_part(part) for part in content))
 
 
-def _adapt_message(message: JsonObject) -> JsonObject:
+def _adapt_message(message: JsonObject, as_objects: bool) -> JsonObject:
     """Copies a message, with the arguments of its calls as objects: OpenAI's clients send them as JSON text."""
     calls = message.get("tool_calls")
     if message.get("reasoning_content") is None and message.get("reasoning") is not None:
@@ -307,27 +316,33 @@ def _adapt_message(message: JsonObject) -> JsonObject:
         return {name: value for name, value in message.items() if name != "tool_calls"}
     if not isinstance(calls, list):
         return dict(message)
-    return {**message, "tool_calls": [_adapt_call(call) if isinstance(call, dict) else call for call in calls]}
+    return {
+        **message,
+        "tool_calls": [_adapt_call(call, as_objects) if isinstance(call, dict) else call for call in calls],
+    }
 
 
-def _adapt_call(call: JsonObject) -> JsonObject:
+def _adapt_call(call: JsonObject, as_object: bool) -> JsonObject:
     function = call.get("function")
     if not isinstance(function, dict):
         return call
     function = _rename_key(function, "arguments", "parameters")
-    if "arguments" in function:
-        function["arguments"] = _parse_arguments(function["arguments"])
+    if as_object or "arguments" in function:
+        function["arguments"] = _parse_arguments(function.get("arguments"), as_object)
     return {**call, "function": function}
 
 
-def _parse_arguments(given: Any) -> Any:
-    """Parses arguments that are JSON text of an object. Anything else is returned as it is."""
+def _parse_arguments(given: Any, as_object: bool) -> Any:
+    """Parses arguments that are JSON text of an object. Anything else is returned as it is, or as an object.
+
+    Calls that were cut or malformed stay in the history of agents.
+    """
     value = given
     if isinstance(given, str):
-        try:
+        with suppress(ValueError, RecursionError):
             value = json.loads(given) if given.strip() else {}
-        except (ValueError, RecursionError):
-            return given
+    if as_object and not isinstance(value, dict):
+        value = {} if value is None else {MALFORMED_ARGUMENTS: given}
     return CallArguments(value) if isinstance(value, dict) else given
 
 
@@ -353,6 +368,25 @@ def _content_with_calls(message: JsonObject) -> Any:
     if isinstance(content, list):
         return [*content, {"type": "text", "text": call_text}]
     return f"{content}\n{call_text}" if content else call_text
+
+
+def _with_one_system_message(messages: list[JsonObject]) -> list[JsonObject]:
+    """Joins the system messages at the beginning; later ones stay where they are, as the user's."""
+    later = next((at for at, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+    first = []
+    if later:
+        parts = [part for message in messages[:later] for part in _as_parts(message["content"])]
+        if all(_is_text_part(part) for part in parts):
+            parts = _as_parts("\n\n".join(part["text"] for part in parts))
+        is_text = isinstance(messages[0]["content"], str)
+        first = [messages[0] | {"content": parts[0]["text"] if is_text and len(parts) == 1 else parts}]
+    return first + [
+        message | {"role": "user"} if message.get("role") == "system" else message for message in messages[later:]
+    ]
+
+
+def _as_parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 
 def _add_tool_names(messages: list[JsonObject]) -> None:

@@ -5,7 +5,7 @@ TemplateFeatures says what a template expects of messages; it is found in the te
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class TemplateFeatures(NamedTuple):
     iterates_parts: bool  # it expects a message's content as a list of parts …
     tests_for_string: bool  # … or accepts both a list and a string
     tests_for_none: bool  # it tests whether a message's content is none
+    iterates_arguments: bool  # it expects the arguments of a call as an object, and tests for nothing else
     variables: frozenset[str]  # that a chat may set
 
 
@@ -51,6 +52,7 @@ class ChatTemplates:
         self._environment = _environment()
         self._compiled: dict[str, Template] = {}  # the model's own templates, by source
         self._features: dict[str, TemplateFeatures] = {}  # by source
+        self._refuses_later_system: dict[str, bool] = {}  # by source
 
     def source(self, tools: bool = False) -> str:
         """The source of the template for chats with or without tools. Raises TemplateError if the model has none."""
@@ -127,6 +129,26 @@ class ChatTemplates:
         except TemplateError:
             return ""
         return max((token for token in tokens if token and rest.startswith(token)), key=len, default="")
+
+    def refuses_later_system(self, tools: bool = False) -> bool:
+        """Whether the template has an error for a system message that is not the first message, but takes a message of
+        the user in its place."""
+        source = self.source(tools)
+        if source not in self._refuses_later_system:
+            self._refuses_later_system[source] = not self._renders(source, "system", "user", "system", "user") and (
+                self._renders(source, "system", "user", "user", "user")
+            )
+        return self._refuses_later_system[source]
+
+    def _renders(self, source: str, *roles: str) -> bool:
+        features = self._features_of(source)
+        parts = features.iterates_parts and not features.tests_for_string
+        content = [{"type": "text", "text": "a"}] if parts else "a"
+        try:
+            self.render([{"role": role, "content": content} for role in roles], template=source)
+        except TemplateError:
+            return False
+        return True
 
     def _generate(self, source: str, variables: dict[str, Any]) -> str:
         try:
@@ -278,7 +300,8 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 def template_features(tree: nodes.Template) -> TemplateFeatures:
     """Finds the features of a parsed template."""
-    content_names = _content_names(tree)
+    content_names = _bound_names(tree, _is_content)
+    argument_names = _bound_names(tree, _is_arguments)
     return TemplateFeatures(
         lists_tools=any(name.name == "tools" for name in tree.find_all(nodes.Name)),
         renders_calls=any(field.attr == "tool_calls" for field in tree.find_all(nodes.Getattr))
@@ -293,6 +316,11 @@ def template_features(tree: nodes.Template) -> TemplateFeatures:
             test.name == "none" and _is_content(test.node, content_names) for test in tree.find_all(nodes.Test)
         )
         or any(_compares_content_with_none(compare, content_names) for compare in tree.find_all(nodes.Compare)),
+        iterates_arguments=any(_iterates_arguments(node, argument_names) for node in tree.find_all(nodes.Expr))
+        and not any(
+            test.name in ("string", "mapping") and _is_arguments(test.node, argument_names)
+            for test in tree.find_all(nodes.Test)
+        ),
         variables=frozenset(meta.find_undeclared_variables(tree)),
     )
 
@@ -303,14 +331,32 @@ def _compares_content_with_none(compare: nodes.Compare, content_names: set[str])
     return has_none and any(_is_content(operand, content_names) for operand in operands)
 
 
-def _content_names(tree: nodes.Template) -> set[str]:
-    """Names of variables and macro parameters that are bound to a message's content anywhere in the template."""
+def _iterates_arguments(node: nodes.Expr, argument_names: set[str]) -> bool:
+    """Whether an expression lists the members of a call's arguments."""
+    name = node.name if isinstance(node, nodes.Filter) else node.attr if isinstance(node, nodes.Getattr) else ""
+    return name in ("items", "keys", "dictsort") and _is_arguments(getattr(node, "node", None), argument_names)
+
+
+def _is_arguments(node: nodes.Node | None, argument_names: set[str]) -> bool:
+    """Whether an expression is the arguments of a call."""
+    if isinstance(node, nodes.Name):
+        return node.name in argument_names
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
+    return isinstance(node, nodes.Getattr) and node.attr == "arguments"
+
+
+def _bound_names(tree: nodes.Template, is_bound: Callable[[nodes.Node, set[str]], bool]) -> set[str]:
+    """Names of variables and macro parameters that are bound to such a value anywhere in the template.
+
+    `is_bound` tells whether an expression has it, given the names known so far.
+    """
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
     names: set[str] = set()
     while True:
         count = len(names)
         for name, value in _bindings(tree, macros):
-            if _is_content(value, names):
+            if is_bound(value, names):
                 names.add(name)
         if len(names) == count:
             return names

@@ -24,7 +24,7 @@ from tgi.tokenizer.answer_parser import StreamingAnswerParser
 from tgi.tokenizer.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, create_detokenizer
 from tgi.tokenizer.encoder import EncodedPrompt
 from tgi.tokenizer.prompt_logprobs import PromptTokensStream
-from tgi.tokenizer.stop_strings import StopStringFilter, StopStringMatcher
+from tgi.tokenizer.stop_strings import ReasoningSpan, StopStringFilter, StopStringMatcher
 from tgi.tokenizer.vocabulary import Vocabulary
 
 
@@ -46,15 +46,16 @@ class TokenizerRequestState:
     `finish_reason` is set by the token that ends the request. If several reasons apply, the order is TGI's: length,
     EOS, stop string. Hidden stop strings come first, so that the text never contains one, and so do `stop_token_ids`.
     With `max_new_tokens` 0 it is set when all prompt tokens have been sent to the api. Stop strings that are complete
-    before `min_new_tokens` are ordinary text.
+    before `min_new_tokens` are ordinary text, and so are hidden ones within reasoning.
 
     `visible_texts` are the texts of the tokens that are not hidden; their last `held_characters` must not be shown yet.
     `token_hidden` says whether the latest token is hidden.
     """
 
     __slots__ = (
-        "_detokenizer", "_hidden_ids", "_min_new_tokens", "_stop_filter", "_stop_matcher", "_stop_token_ids",
-        "answer_parser", "api", "fingerprint", "finish_reason", "generate", "generated_ids", "held_characters",
+        "_detokenizer", "_hidden_ids", "_min_new_tokens", "_reasoning", "_stop_filter", "_stop_matcher",
+        "_stop_token_ids", "answer_parser", "api", "fingerprint", "finish_reason", "generate", "generated_ids",
+        "held_characters",
         "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "scheduler",
         "stage", "stays", "stop_ids", "submitted", "suspected_at", "token_hidden", "validation_us", "visible_texts",
     )  # fmt: skip
@@ -86,6 +87,7 @@ class TokenizerRequestState:
         stop_strings = generate.stop_strings if any(generate.stop_strings) else []
         self._stop_filter = StopStringFilter(stop_strings) if stop_strings and generate.hide_stop else None
         self._stop_matcher = StopStringMatcher(stop_strings) if stop_strings and not generate.hide_stop else None
+        self._reasoning: ReasoningSpan | None = None  # until it ends, with a stop filter
         self._stop_token_ids = frozenset(unpack_int32(generate.stop_token_ids))
         self._hidden_ids: frozenset[int] = frozenset()
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -128,8 +130,10 @@ class TokenizerRequestState:
         self._detokenizer = create_detokenizer(
             vocabulary, unpack_int32(self.prompt.ids[-ITEM_BYTES * CONTEXT_TOKENS :])
         )
-        if self.prompt.answer_format is not None:
-            self.answer_parser = StreamingAnswerParser(self.prompt.answer_format, format_tokens)
+        if (answer_format := self.prompt.answer_format) is not None:
+            self.answer_parser = StreamingAnswerParser(answer_format, format_tokens)
+            if answer_format.reasoning_tags is not None:
+                self._reasoning = ReasoningSpan(*answer_format.reasoning_tags, answer_format.starts_in_reasoning)
             if not format_tokens.ids <= self._hidden_ids:
                 self._hidden_ids |= format_tokens.ids
         for token_id in unpack_int32(self.generate.resume_ids):
@@ -200,6 +204,13 @@ class TokenizerRequestState:
         return len(self.generated_ids) >= self._min_new_tokens
 
     def _apply_stop_filter(self, stop_filter: StopStringFilter, text: str) -> None:
+        if self._reasoning is not None:
+            reasoning = self._reasoning.take_piece(text)
+            if self._reasoning.ended:
+                self._reasoning = None
+            if reasoning:
+                stop_filter.pass_over(text[:reasoning], self.token_hidden)
+                text = text[reasoning:]
         visible_length = stop_filter.filter_piece(text, self.token_hidden, self._stop_strings_enabled)
         self.held_characters = stop_filter.held_characters
         if visible_length is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tgi.microkernel.codec import UINT32
+from tgi.tokenizer.answer_formats import WHITESPACE
 
 
 class StopStringMatch(NamedTuple):
@@ -26,6 +27,11 @@ class StopStringMatcher:
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._searchers = [_StringSearcher(stop) for stop in dict.fromkeys(stops) if stop]
+
+    def reset(self) -> None:
+        """Forgets the text so far: a stop string that has begun in it cannot match."""
+        for searcher in self._searchers:
+            searcher.matched = 0
 
     @property
     def partial_match_length(self) -> int:
@@ -80,6 +86,20 @@ class StopStringFilter:
         """
         match = self._matcher.match_piece(piece, enabled)
         piece_start = self._length
+        self._count(piece, special)
+        cut = self._length - self._matcher.partial_match_length if match is None else piece_start + match.start
+        visible = self._visible_length(cut)
+        self.held_characters = self._visible_length(self._length) - visible
+        return None if match is None else visible
+
+    def pass_over(self, piece: str, special: bool) -> None:
+        """Counts text in which stop strings have no meaning. Nothing is held back."""
+        self._matcher.reset()
+        self._count(piece, special)
+        self.held_characters = 0
+
+    def _count(self, piece: str, special: bool) -> None:
+        piece_start = self._length
         self._length += len(piece)
         if special and piece:
             self._special_before.append(
@@ -87,10 +107,6 @@ class StopStringFilter:
             )
             self._special_starts.append(piece_start)
             self._special_sizes.append(len(piece))
-        cut = self._length - self._matcher.partial_match_length if match is None else piece_start + match.start
-        visible = self._visible_length(cut)
-        self.held_characters = self._visible_length(self._length) - visible
-        return None if match is None else visible
 
     def _visible_length(self, position: int) -> int:
         """Number of visible characters before a position."""
@@ -99,6 +115,45 @@ class StopStringFilter:
             return position
         inside = min(position - self._special_starts[last], self._special_sizes[last])
         return position - self._special_before[last] - inside
+
+
+class ReasoningSpan:
+    """Finds the reasoning at the beginning of an answer, in which stop strings have no meaning.
+
+    It includes the tags and the newlines behind the closing one: none of them is content.
+    """
+
+    __slots__ = ("_close", "_closed", "_inside", "_open", "_rest", "ended")
+
+    def __init__(self, opening: str, close: str, inside: bool) -> None:
+        """`inside`: the answer begins within the reasoning."""
+        self.ended = False  # content has begun
+        self._open, self._close = opening, close
+        self._inside = inside
+        self._closed = False
+        self._rest = ""  # the end of the text so far, which may be the beginning of a tag
+
+    def take_piece(self, piece: str) -> int:
+        """Returns how many characters at the beginning of the next piece belong to the reasoning."""
+        text = self._rest + piece
+        if not self._inside:
+            self._rest = text = text.lstrip(WHITESPACE)
+            if not text.startswith(self._open):
+                self.ended = not self._open.startswith(text)
+                return 0
+            self._inside = True
+            text = text[len(self._open) :]
+        if not self._closed:
+            at = text.find(self._close)
+            if at < 0:
+                self._rest = text[-len(self._close) :]
+                return len(piece)
+            self._closed = True
+            text = text[at + len(self._close) :]
+        self._rest = ""
+        content = text.lstrip("\n")
+        self.ended = bool(content)
+        return len(piece) - len(content)
 
 
 class _StringSearcher:

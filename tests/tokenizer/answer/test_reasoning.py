@@ -59,6 +59,27 @@ def test_parts(template: str, answer: str, parts: list[tuple[str, str]], vocabul
     assert parsed_answer(play_answer(harness, add, ids_of(answer, vocabulary))).parts == parts
 
 
+@pytest.mark.parametrize(
+    ("template", "answer", "parts"),
+    [
+        (THINKING, "<think>\nA Q: b\n\n</think>\n\nC Q: d", [("reasoning", "A Q: b"), ("text", "C ")]),
+        (OPEN, "Q: Q</think>: Q\n\nb", [("reasoning", "Q: Q"), ("text", ": Q")]),
+        (OPEN, "Q</think>Q: b", [("reasoning", "Q")]),
+        (OPEN, "Q: </thin", [("reasoning", "Q: </thin")]),
+        (THINKING, " <thin Q: b", [("text", " <thin ")]),
+        (THINKING, "\n\n<think>Q: </think>a", []),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 99])
+def test_stop_strings_apply_after_the_reasoning(
+    template: str, answer: str, parts: list[tuple[str, str]], at_once: int, vocabulary: Vocabulary
+) -> None:
+    harness = harness_of(vocabulary, template)
+    add = submit_valid_chat(harness, 1, hi(), stop_strings=["Q:", "\n\n"], hide_stop=True)
+    messages = play_answer(harness, add, ids_of(answer, vocabulary), at_once=at_once)
+    assert parsed_answer(messages).parts == parts
+
+
 def test_chats_without_reasoning_or_tools_are_not_parsed() -> None:
     harness = harness_of(byte_level(), PLAIN)
     add = submit_valid_chat(harness, 1, hi())

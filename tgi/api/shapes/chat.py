@@ -158,6 +158,19 @@ ToolChoice = Annotated[
 ]
 
 
+class ReasoningOptions(Struct):
+    """Reasoning as OpenRouter's clients and those of OpenAI's Responses ask for it."""
+
+    effort: Annotated[str | None, doc("The same as `reasoning_effort`", example="none")] = None
+    enabled: Annotated[bool | None, doc("Switches reasoning on or off", example=False)] = None
+
+
+class ThinkingOptions(Struct):
+    """Reasoning as clients of DeepSeek, GLM and Kimi ask for it."""
+
+    type: Annotated[str | None, doc("`enabled` or `disabled`; anything else leaves it to the model")] = None
+
+
 class ChatRequest(OpenAiRequest):
     """Body of POST /v1/chat/completions and /chat_tokenize."""
 
@@ -218,6 +231,10 @@ class ChatRequest(OpenAiRequest):
         str | None, doc("A variable for templates that read it; `none` switches reasoning off", example="none")
     ] = None
     verbosity: Annotated[str | None, doc("A variable for templates that read it", example="medium")] = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | bool | None = None
+    think: Annotated[bool | str | None, doc("Switches reasoning on or off, or the same as `reasoning_effort`")] = None
+    enable_thinking: Annotated[bool | None, doc("Switches reasoning on or off", example=False)] = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
@@ -230,12 +247,27 @@ class ChatRequest(OpenAiRequest):
         """The request's own names of parameters, for `param` of errors."""
         return super().names | {"top_n_tokens": "top_logprobs"}
 
+    @property
+    def _reasoning_fields(self) -> dict[str, Any]:
+        """`reasoning_effort` and `thinking` for the tokenizer, from the first field that asks for one."""
+        reasoning = self.reasoning or ReasoningOptions()
+        thinking = self.thinking
+        if isinstance(thinking, ThinkingOptions):
+            thinking = {"enabled": True, "disabled": False}.get(thinking.type or "")
+        efforts = (self.reasoning_effort, reasoning.effort, self.think if isinstance(self.think, str) else None)
+        switches = (reasoning.enabled, thinking, self.think, self.enable_thinking)
+        effort = next((one for one in efforts if one is not None), None)
+        switch = next((one for one in switches if isinstance(one, bool)), None)
+        if effort is None and switch is not None:
+            return {"thinking": True} if switch else {"reasoning_effort": "none"}
+        return {} if effort is None else {"reasoning_effort": effort}
+
     def chat(self, tools: Sequence[Tool], must_call: bool) -> bytes:
         """The chat as JSON for the tokenizer (keys: tokenizer/chat.py). `tools` are those that may be called."""
         names = [
-            "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "verbosity",
+            "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "verbosity",
         ]  # fmt: skip
-        chat: dict[str, Any] = {"messages": self.messages}
+        chat: dict[str, Any] = {"messages": self.messages} | self._reasoning_fields
         if tools:
             chat |= {"tools": tools, "tool_choice": "required" if must_call else "auto"}
             names += ["tool_prompt", "parallel_tool_calls"]

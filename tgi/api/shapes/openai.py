@@ -25,6 +25,9 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 4096
 
+# Fields that other servers have under another name. The first name counts where a request has both.
+OTHER_NAMES = {"repetition_penalty": "repeat_penalty"}
+
 Model = Annotated[
     str | None,
     doc(
@@ -218,6 +221,7 @@ class OpenAiRequest(OpenAiSamplingFields, kw_only=True):
     include_stop_str_in_output: IncludeStop = None
     skip_special_tokens: SkipSpecialTokens = None
     truncate_prompt_tokens: TruncatePromptTokens = None
+    repeat_penalty: Annotated[Float32 | None, doc("Another name of `repetition_penalty`.", example=1.1)] = None
     # What the text must match, under the names of vLLM and SGLang
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json = None
@@ -234,6 +238,9 @@ class OpenAiRequest(OpenAiSamplingFields, kw_only=True):
         for name in ("max_tokens", "max_completion_tokens", "seed"):
             if getattr(self, name) == ABSENT:
                 setattr(self, name, None)
+        for name, other in OTHER_NAMES.items():
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(self, other))
         check_seed(self.seed)
         check_choice(self.guided_choice, "guided_choice")
 
