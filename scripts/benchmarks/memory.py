@@ -11,7 +11,7 @@ Serves the model in each type, sends 8 prompts of 128 tokens for 64 tokens each 
   dumps, which distinguishes these mappings
 - RSS: resident memory, shared pages included; PSS: the same with shared pages divided among their processes; peak: the
   largest RSS so far
-- bound, and how far RSS is from it, also when idle
+- bound, and how far RSS without clean pages of libraries is from it, also when idle
 """
 
 import argparse
@@ -70,6 +70,7 @@ class Memory(NamedTuple):
     weights: int
     kv_cache: int
     rss: int
+    reclaimable: int  # of it: clean pages of libraries, which the system takes back when it needs memory
     pss: int
     peak: int
 
@@ -77,6 +78,11 @@ class Memory(NamedTuple):
     def bound(self) -> float:
         """What the worker may use at most."""
         return 1.15 * self.weights + self.kv_cache + 150 * MB
+
+    @property
+    def excess(self) -> float:
+        """How far it is above the bound, without what the system can take back."""
+        return self.rss - self.reclaimable - self.bound
 
 
 class Mapping(NamedTuple):
@@ -97,6 +103,11 @@ def worker_memory(run: Path) -> Memory:
         weights=worker.facts["weight_bytes"] + sum(one.sizes["Rss"] for one in found if one.file.endswith(CHECKPOINT)),
         kv_cache=sum(one.sizes["Rss"] for one in found if not one.file and NOT_DUMPED in one.flags),
         rss=sum(one.sizes["Rss"] for one in found),
+        reclaimable=sum(
+            one.sizes["Private_Clean"] + one.sizes["Shared_Clean"]
+            for one in found
+            if one.file and not one.file.endswith(CHECKPOINT)
+        ),
         pss=sum(one.sizes["Pss"] for one in found),
         peak=1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]),
     )
@@ -181,7 +192,7 @@ def main() -> None:
     if options.cpu:
         os.environ[CPU_VARIABLE] = options.cpu
     model = workloads.made(options.model)
-    titles = ("weights", "KV", "RSS", "PSS", "peak", "bound", "over", "idle")
+    titles = ("weights", "KV", "RSS", "libraries", "PSS", "peak", "bound", "over", "idle")
     print(f"{'':<26}" + "".join(f"{title:>9}" for title in titles))
     for case in CASES:
         if options.only and not case.name.startswith(tuple(options.only.split(","))):
@@ -190,7 +201,7 @@ def main() -> None:
             found, idle, where = measure(case, model, options)
         except (Failed, BadStream) as error:
             sys.exit(f"The server failed: {error}")
-        columns = (*found, found.bound, found.rss - found.bound, idle.rss - idle.bound)
+        columns = (*found, found.bound, found.excess, idle.excess)
         print(f"{case.name:<26}" + "".join(f"{one / MB:>9.0f}" for one in columns))
         print(*where, sep="\n", end="\n" if where else "", flush=True)
 

@@ -32,7 +32,7 @@ def test_the_worker_stays_within_its_bound(flags: tuple[str, ...], tmp_path: Pat
             memory = worker_memory(server.run_directory)
             assert facts["weight_bytes"] < memory.rss
             assert 0 < memory.kv_cache <= facts["kv_cache_bytes"]
-            return memory.rss - memory.bound
+            return memory.excess
 
         # Memory that only the requests needed is given back when the worker has been idle for a while.
         # Asked seldom: the kernel counts all pages for each answer.

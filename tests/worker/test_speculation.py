@@ -178,7 +178,7 @@ def test_a_failed_step_does_not_advance_grammars(monkeypatch: pytest.MonkeyPatch
     pages = [(0, 0)]
     engine.collect(engine.launch(step(1, [(0, 0, 3, 1)], [slot(0, [9, 8, 7], encode(asked))], pages)))
     with monkeypatch.context() as patch:
-        patch.setattr(model, "forward", lambda *_: 1 / 0)
+        patch.setattr(model, "forward_head", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.launch(step(2, [(0, 3, 1, 1)], drafts=[4], draft_ids=truth.ids[1:5]))
     result = engine.collect(engine.launch(step(3, [(0, 3, 1, 1)], drafts=[2], draft_ids=truth.ids[1:3])))
