@@ -62,6 +62,7 @@ def build(service: Service) -> AsgiApp:
             raise
         finally:
             request_metrics.log_request(record, service.model_id)
+            record.error = None  # its traceback has the frames that have the body, and the scope, which has the record
 
     return outermost if service.tracer is None else tracing.with_spans(outermost, service.tracer)
 
