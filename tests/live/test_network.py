@@ -264,10 +264,6 @@ def test_requests_of_a_front_end_whose_host_vanishes_are_cancelled(
     assert deployment.streams() == expected
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="the front end was not ready after 120 s in two of five runs next to other tests; cause unknown",
-)
 def test_hosts_start_on_a_network_that_comes_and_goes(tiny_llama: Path, tmp_path: Path) -> None:
     """Connections are cut in all stages of the handshakes, then the network stays. One link has long round trips."""
     with network(*HOSTS) as net:
