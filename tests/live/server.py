@@ -65,6 +65,8 @@ class Server:
     ) -> None:
         """`arguments`: of every command. `env`: changes to the environment of every command. `host`: where commands
         and client run, if not here. `cwd`: the working directory of `start`, if not the present one."""
+        longest = run_directory / rundir.LONGEST_SOCKET_NAME
+        assert len(os.fsencode(longest)) <= rundir.MAX_SOCKET_PATH, f"shorten the test's name: {longest} is too long"
         self.port = free_port()
         self.run_directory = run_directory
         self.url = f"{'https' if '--ssl-certfile' in arguments else 'http'}://127.0.0.1:{self.port}"

@@ -264,10 +264,12 @@ def test_requests_of_a_front_end_whose_host_vanishes_are_cancelled(
     assert deployment.streams() == expected
 
 
-def test_hosts_start_on_a_network_that_comes_and_goes(tiny_llama: Path, tmp_path: Path) -> None:
+def test_hosts_start_on_a_network_that_comes_and_goes(
+    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Connections are cut in all stages of the handshakes, then the network stays. One link has long round trips."""
     with network(*HOSTS) as net:
-        deployment = Deployment(net, tmp_path, str(tiny_llama))
+        deployment = Deployment(net, tmp_path_factory.mktemp("start"), str(tiny_llama))
         for link in LINKS:
             net.change_between(*link, delay=0.05, cut=True)
         net.change_between("front", "tokenizer", delay=0.5)

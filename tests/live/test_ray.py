@@ -118,7 +118,8 @@ def test_ranks_of_a_worker_on_two_nodes(cluster: Cluster, tiny_llama: Path, tmp_
         ranks = cluster.ranks()
         assert len(ranks) == 2
         # The nodes of this cluster are on one host, and its ranks find that out.
-        assert "the 2 ranks combine their results in shared memory" in server.output_text()
+        combined = "the 2 ranks combine their results in shared memory"
+        server.wait_until(lambda: combined in server.output_text(), "Ray has passed the line on")
 
         def lose_a_node() -> None:
             cluster.kill_node_of(ranks[1])
