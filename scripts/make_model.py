@@ -44,8 +44,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_text": ("Gemma3TextConfig", {"sliding_window": 40, "sliding_window_pattern": 3}),
     "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 40}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 40, "sliding_window_pattern": 2}),
+    "seed_oss": ("SeedOssConfig", {}),
+    "ernie4_5": ("Ernie4_5Config", {"use_bias": True}),
+    "helium": ("HeliumConfig", {}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {}),
+    "glm": ("GlmConfig", {}),
+    "glm4": ("Glm4Config", {}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 40, "sliding_window_pattern": 2, "logit_scale": 0.4}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "cohere": ("CohereConfig", {"use_qk_norm": True, "logit_scale": 0.4}),
+    "arcee": ("ArceeConfig", {"mlp_bias": True}),
+    "nemotron": ("NemotronConfig", {"attention_bias": True}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 40}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3_moe": (
@@ -59,7 +71,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-HEAD_DIM = ("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe")  # where it need not be hidden / heads
+# Where it need not be hidden / heads.
+HEAD_DIM = (
+    *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe"),
+    *("seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense"),
+)
 KINDS = (*CONFIGS, "gpt2")
 
 # Common to the shapes of known models.
@@ -169,6 +185,8 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
     )
     if kind in HEAD_DIM or shape["head_dim"]:
         arguments["head_dim"] = shape["head_dim"] or 2 * shape["hidden"] // shape["heads"]
+    if kind == "helium":  # its class would set 128, and expect what it does not check
+        arguments["head_dim"] = shape["hidden"] // shape["heads"]
     name, options = CONFIGS[kind]
     return getattr(transformers, name)(**arguments | options | more)
 

@@ -94,8 +94,9 @@ def test_against_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_our_kernels_against_transformers(kind: str) -> None:
-    """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 with phi3, which rotates 3/4."""
-    check_against_transformers(make(kind, hidden=96 if kind == "phi3" else 72, intermediate=100), native=True)
+    """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
+    hidden = 96 if kind in ("phi3", "nemotron") else 72
+    check_against_transformers(make(kind, hidden=hidden, intermediate=100), native=True)
 
 
 LONGROPE = {
@@ -106,6 +107,8 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 500000.0}
+ALPHA = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 40}),
     ("qwen2", {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1, "layer_types": None}),
@@ -115,6 +118,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}}),
     # As on the Hub: without the keys that transformers 5 adds.
     ("gemma3_text", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500000.0}}}),
+    ("exaone4", {"layer_types": None, "sliding_window_pattern": 3}),
+    ("stablelm", {"use_parallel_residual": True}),
+    ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
     ("smollm3", {"sliding_window": 40, "use_sliding_window": True, "layer_types": None, "no_rope_layers": None}),
 ]
 

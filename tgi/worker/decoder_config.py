@@ -107,6 +107,7 @@ class DecoderConfig:
     # Norms of queries and keys before the rotary embedding. "head": per head, with one weight for all query heads and
     # one for all key heads; "each": per head, with a weight per head; "all": over all query heads, and all key heads.
     query_key_norm: str | None = None
+    query_key_norm_last: bool = False  # the rotary embedding comes first
 
     # Attention: softmax(cap(attention_scale * q k)) v, where cap(s) = c * tanh(s / c) with c = attention_cap, if set.
     attention_scale: float = 1.0

@@ -89,6 +89,7 @@ def test_epilogues_match_those_of_other_products(kernels: CpuKernels, then: str,
         "silu": lambda: torch.nn.functional.silu(sums),
         "gelu": lambda: torch.nn.functional.gelu(sums),
         "gelu_tanh": lambda: torch.nn.functional.gelu(sums, approximate="tanh"),
+        "relu2": lambda: torch.nn.functional.relu(sums).square(),
         "add": lambda: sums + other,
         "mul": lambda: sums * other,
     }[then]()

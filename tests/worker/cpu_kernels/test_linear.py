@@ -19,6 +19,7 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda y, _: F.silu(y),
     "gelu": lambda y, _: F.gelu(y),
     "gelu_tanh": lambda y, _: F.gelu(y, approximate="tanh"),
+    "relu2": lambda y, _: F.relu(y).square(),
     "add": lambda y, other: y + other,
     "mul": lambda y, other: y * other,
 }

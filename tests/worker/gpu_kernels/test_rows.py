@@ -69,7 +69,7 @@ def test_queries_and_keys_are_normalized_rotated_and_written(
         RopeConfig(dim, {"rope_theta": 10000.0}, neighbours),
     )
     norm = Norm(random_tensor(CPU, heads + kv, head_dim, seed=4), None, 1e-6, False)
-    given = norm.of_heads()
+    given = norm.of_heads(after_rotation=False)
     assert given is not None
     expected, rotary = qkv.float().clone(), RotaryEmbedding(rope, CPU)
     if normed:

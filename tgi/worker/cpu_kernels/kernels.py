@@ -36,7 +36,7 @@ MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within in
 SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
 
 # By the numbers of `enum class Epilogue` in linear.h.
-EPILOGUES = {name: number for number, name in enumerate(("none", "silu", "gelu", "gelu_tanh", "add", "mul"))}
+EPILOGUES = {name: number for number, name in enumerate(("none", "silu", "gelu", "gelu_tanh", "relu2", "add", "mul"))}
 
 # Argument types of the functions in interface.cpp, without the thread pool, the first argument of all.
 _SIGNATURES = {

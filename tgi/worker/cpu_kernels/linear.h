@@ -8,7 +8,7 @@
 
 namespace tgi {
 
-enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, add, mul, logit };
+enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, relu2, add, mul, logit };
 
 // Turns the sums of the output head into logits: cap * tanh(scale * sum / cap), or scale * sum if cap is 0.
 struct LogitScale {

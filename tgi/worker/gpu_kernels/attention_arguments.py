@@ -35,10 +35,12 @@ class HeadNorm(NamedTuple):
 
     weight: Tensor  # float32 [heads + kv_heads, head_dim], contiguous
     epsilon: float
+    after_rotation: bool = False
 
 
 class HeadTransform(NamedTuple):
-    """What happens to queries and keys between the qkv projection and attention: the norm, then the rotation."""
+    """What happens to queries and keys between the qkv projection and attention: the norm, then the rotation, or, with
+    `norm.after_rotation`, the other way round."""
 
     rotation: Rotation | None = None
     norm: HeadNorm | None = None

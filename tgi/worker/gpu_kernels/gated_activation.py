@@ -18,6 +18,8 @@ def _activation(x, THEN: tl.constexpr):
         y = x * tl.sigmoid(x)
     elif THEN == "gelu":
         y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif THEN == "relu2":
+        y = tl.where(x < 0, 0.0, x * x)
     else:
         tl.static_assert(THEN == "gelu_tanh")
         # (1 + tanh(z)) / 2 = sigmoid(2 z)
@@ -38,7 +40,7 @@ def _gated_activation(x, y, size, x_row, THEN: tl.constexpr, BLOCK: tl.constexpr
 
 def gated_activation(x: Tensor, then: str) -> Tensor:
     """then(left) * right for the left and the right half of the columns of x [rows, 2 * size]: [rows, size]. `then` is
-    "silu", "gelu" or "gelu_tanh", computed in float32 and rounded before the multiplication, as torch does."""
+    one of activations.ACTIVATIONS, computed in float32 and rounded before the multiplication, as torch does."""
     rows, size = len(x), x.shape[1] // 2
     y = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:

@@ -26,7 +26,7 @@ def rotate_and_write_kv(
     norm: HeadNorm | None = None,
 ) -> Tensor:
     """Writes the keys and values of `qkv` [T, heads + 2 * kv_heads, head_dim], and returns the queries [T, heads,
-    head_dim]. Queries and keys are normalized, then rotated; all in float32, rounded once.
+    head_dim]. Queries and keys are normalized, then rotated, or the other way round; all in float32, rounded once.
 
     `keys` and `values` [pages, page_size, kv_heads, head_dim] are the cache, of the type of `qkv` or of 8-bit floats.
     `slots` int64 [T] is the slot mapping: page * page_size + offset. All are contiguous. For 8-bit floats, keys and
@@ -44,7 +44,7 @@ def rotate_and_write_kv(
     width = triton.next_power_of_2(dim)
     together = min(triton.next_power_of_2(both), max(1, ELEMENTS // width))
     angles, positions, neighbours = rotation or (None, None, False)
-    weight, epsilon = norm or (None, 0.0)
+    weight, epsilon, norm_last = norm or (None, 0.0, False)
     _rotate_and_write_kv[tokens, triton.cdiv(both, together)](
         *(qkv, query, keys, values, slots, angles, positions, weight, epsilon, 1 / divisors[0], 1 / divisors[1]),
         HEADS=heads,
@@ -53,6 +53,7 @@ def rotate_and_write_kv(
         WIDTH=width,
         ROTARY=0 if angles is None else angles.shape[2],
         NEIGHBOURS=neighbours,
+        NORM_LAST=norm_last,
         TOGETHER=together,
         MOST=most,
         FRACTION=fraction,
@@ -105,6 +106,7 @@ def _rotate_and_write_kv(
     WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     TOGETHER: tl.constexpr,
     MOST: tl.constexpr,
     FRACTION: tl.constexpr,
@@ -120,7 +122,7 @@ def _rotate_and_write_kv(
     here = qkv + (token * BOTH + head) * DIM
     stored = tl.load(here + number, mask=inside, other=0.0)
     x = stored.to(tl.float32)
-    if weight is not None:
+    if weight is not None and not NORM_LAST:
         norm = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + epsilon)[:, None]
         scaled = x * norm * tl.load(weight + head * DIM + number, mask=turned, other=1.0)
         x = tl.where(turned, scaled, x)
@@ -132,12 +134,16 @@ def _rotate_and_write_kv(
         first = number % 2 == 0 if NEIGHBOURS else number < ROTARY // 2
         pair = turned & (number < ROTARY)
         other = tl.load(here + partner, mask=pair, other=0.0).to(tl.float32)
-        if weight is not None:
+        if weight is not None and not NORM_LAST:
             other *= norm * tl.load(weight + head * DIM + partner, mask=pair, other=1.0)
         waves = angles + tl.load(positions + token) * (2 * ROTARY) + number
         cos = tl.load(waves, mask=number < ROTARY, other=1.0)
         sin = tl.load(waves + ROTARY, mask=number < ROTARY, other=0.0)
         x = tl.where(pair, x * cos + tl.where(first, -other, other) * sin, x)
+    if NORM_LAST:
+        norm_after = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + epsilon)[:, None]
+        scaled_after = x * norm_after * tl.load(weight + head * DIM + number, mask=turned, other=1.0)
+        x = tl.where(turned, scaled_after, x)
     # Rounded as the model's type first: the cache holds what the queries' type would.
     x = x.to(stored.dtype)
     tl.store(query + (token * HEADS + head) * DIM + number, x, mask=inside & (head < HEADS))
@@ -167,21 +173,28 @@ def self_test(device: torch.device) -> None:
         (False, None, (torch.bfloat16, 0.01)),
         (True, HeadNorm(weight, 1e-5), (torch.float32, 1e-5)),
         (False, HeadNorm(weight, 1e-5), (torch.bfloat16, 0.01)),
+        (False, HeadNorm(weight, 1e-5, after_rotation=True), (torch.float32, 1e-5)),
     ):
         table = waves.repeat_interleave(2, dim=2) if neighbours else waves.repeat(1, 1, 2)
         qkv = random_tensor(device, 3, 3 + 2 * 2, 24, dtype=dtype)
         keys, values = (torch.zeros(3, 16, 2, 24, dtype=dtype, device=device) for _ in range(2))
-        x = qkv[:, :5].float()
-        if norm is not None:
-            x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt() * norm.weight
+        x = _normed(qkv[:, :5].float(), norm, last=False)
         cos, sin = table[positions][:, :, None].unbind(1)
         flat = x[..., :20]
         if neighbours:
             across = torch.stack((-flat[..., 1::2], flat[..., ::2]), -1).flatten(-2)
         else:
             across = torch.cat((-flat[..., 10:], flat[..., :10]), -1)
-        expected = torch.cat((flat * cos + across * sin, x[..., 20:]), -1).to(dtype)
+        rotated = torch.cat((flat * cos + across * sin, x[..., 20:]), -1)
+        expected = _normed(rotated, norm, last=True).to(dtype)
         query = rotate_and_write_kv(qkv, keys, values, slots, (1.0, 1.0), Rotation(table, positions, neighbours), norm)
         check_close("rotated queries", query, expected[:, :3], tolerance)
         check_close("rotated keys", keys.flatten(0, 1)[slots], expected[:, 3:], tolerance)
         check_close("values", values.flatten(0, 1)[slots], qkv[:, 5:], 0)
+
+
+def _normed(x: Tensor, norm: HeadNorm | None, last: bool) -> Tensor:
+    """The norm of x, if it applies there: after the rotation if `last`."""
+    if norm is None or norm.after_rotation != last:
+        return x
+    return x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt() * norm.weight

@@ -44,7 +44,7 @@ LARGE_WEIGHT = 1 << 23
 
 _run = torch.ops.mkldnn._linear_pointwise.default
 _run_binary = torch.ops.mkldnn._linear_pointwise.binary
-# Epilogues of one operand: oneDNN's name and algorithm.
+# Epilogues of one operand that oneDNN has: its name and algorithm.
 _UNARY = {"none": ("none", ""), "silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
 _BINARY = {"add", "mul"}
 
@@ -81,7 +81,8 @@ ONE_TILE = RowCounts((ROW_TILE,))
 class Linear:
     """y = epilogue(x @ weight.T + bias), for x [rows, inputs] and weight [outputs, inputs].
 
-    `epilogue` is "none", "silu", "gelu", "gelu_tanh" (gelu in its tanh approximation) or, with a second operand
+    `epilogue` is "none", "silu", "gelu", "gelu_tanh" (gelu in its tanh approximation), "relu2" (squared ReLU) or, with
+    a second operand
     [rows, outputs] in the call, "add" or "mul".
 
     With `gated`, a second weight (our own kernels only), y = epilogue(x @ weight.T + bias) * (x @ gated.T + bias). The
@@ -226,8 +227,9 @@ class Linear:
         program.head(x, y, arguments, self._weight, self._bias, scale, cap, shards)
 
     def _onednn(self, x: Tensor, other: Tensor | None) -> Tensor:
-        name, algorithm = _UNARY[self.epilogue]
-        return _run(x, self._weight, self._bias, name, [], algorithm)
+        name, algorithm = _UNARY.get(self.epilogue, _UNARY["none"])
+        y = _run(x, self._weight, self._bias, name, [], algorithm)
+        return y if self.epilogue in _UNARY else ACTIVATIONS[self.epilogue](y)
 
     def _onednn_binary(self, x: Tensor, other: Tensor | None) -> Tensor:
         return _run_binary(x, other, self._weight, self._bias, self.epilogue)

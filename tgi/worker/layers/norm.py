@@ -47,11 +47,11 @@ class Norm(NamedTuple):
         else:
             x.copy_(self(x))
 
-    def of_heads(self) -> HeadNorm | None:
+    def of_heads(self, after_rotation: bool) -> HeadNorm | None:
         """This norm, if it is an RMS norm of each head."""
         if self.weight.ndim != 2 or self.centred or self.bias is not None:
             return None
-        return HeadNorm(self.weight, self.epsilon)
+        return HeadNorm(self.weight, self.epsilon, after_rotation)
 
     def append_to(self, program: Program, x: int, y: int, start: int = 0) -> None:
         """Appends this norm to a program: of the columns from `start` on of buffer x, written to those of buffer y."""

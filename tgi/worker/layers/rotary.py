@@ -25,7 +25,7 @@ def inverse_frequencies(dim: int, parameters: dict[str, Any]) -> Tensor:
         return inverse / float(parameters["factor"])
     if kind == "dynamic":  # as for a sequence of the longest length: cached keys keep the angles that they have
         factor = float(parameters["factor"])
-        growth = factor * factor - (factor - 1)
+        growth = float(parameters.get("alpha") or factor * factor - (factor - 1))  # Hunyuan's alpha, instead of factor
         return 1.0 / ((float(parameters["rope_theta"]) * growth ** (dim / (dim - 2))) ** exponents)
     if kind == "llama3":
         return _llama3(inverse, parameters)

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ EPILOGUES = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 SLIDING = "sliding_attention"
+NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")  # its names in the families
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -68,7 +71,8 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     head_dim = values["head_dim"] or config["hidden_size"] // heads
     ropes = _ropes(family, values, head_dim)
     context = _context_length(config, values, ropes)
-    bias = bool(values.get("attention_bias") or values.get("use_bias"))
+    bias = bool(values.get("attention_bias") or values.get("use_bias") or values.get("use_qkv_bias"))
+    parallel = bool(values.get("use_parallel_residual"))
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "hidden": config["hidden_size"],
@@ -77,24 +81,27 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "kv_heads": values["num_key_value_heads"] or heads,
         "head_dim": head_dim,
         "context_length": context,
-        "layers": tuple(_layer(values, number, len(ropes), context) for number in range(config["num_hidden_layers"])),
+        "layers": tuple(_layer(family, values, number, context) for number in range(config["num_hidden_layers"])),
         "ropes": ropes,
         "tied": bool(values["tie_word_embeddings"]),
-        "names": family.names,
-        "norm_epsilon": values.get("rms_norm_eps") or values.get("layer_norm_eps") or values["norm_epsilon"],
+        "names": replace(family.names, mlp_before=None) if parallel else family.names,
+        "norm_epsilon": next(values[key] for key in NORM_EPSILON if key in values),
         "query_key_norm": "each" if values.get("use_qk_norm") else None,
         "attention_scale": _attention_scale(values, head_dim),
         "attention_cap": values.get("attn_logit_softcapping"),
         "qkv_bias": bias,
-        "output_bias": bias,
+        "output_bias": bool(values.get("attention_out_bias", bias)),
         "activation": _activation(family, values),
         "mlp_bias": bool(values.get("mlp_bias") or values.get("use_bias")),
         "experts": _experts(config, values),
+        "parallel": parallel,
         "embedding_scale": _embedding_scale(family, config, values),
         "residual_scale": float(values.get("residual_multiplier", 1.0)),
         "logit_scale": float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
         "logit_cap": values.get("final_logit_softcapping"),
     }
+    if config.get("qk_layernorm"):
+        raise UnsupportedConfig("qk_layernorm")
     return DecoderConfig(**fields | family.fixed)
 
 
@@ -126,15 +133,17 @@ def _experts(config: dict[str, Any], values: dict[str, Any]) -> ExpertsConfig | 
     return ExpertsConfig(count, values["num_experts_per_tok"], width, bool(values["norm_topk_prob"]))
 
 
-def _layer(values: dict[str, Any], number: int, ropes: int, context: int) -> LayerConfig:
+def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: int) -> LayerConfig:
     """The LayerConfig of layer `number`, counted from 0. A window of the whole context counts as full attention."""
     slides = _has_sliding_window(values, number)
     window = values.get("sliding_window") if slides else None
+    unwindowed = family.rope_in_windows_only and values["sliding_window"] is not None and not slides
+    unrotated = unwindowed or _has_no_rope(values, number)
     routed = bool(values.get("num_local_experts") or values.get("num_experts"))
     routed = routed and number not in (values.get("mlp_only_layers") or [])
     return LayerConfig(
         window=window if window and window < context else None,
-        rope=None if _has_no_rope(values, number) else int(slides and ropes > 1),
+        rope=None if unrotated else int(slides and "rope_local_base_freq" in values),
         routed=routed and (number + 1) % values.get("decoder_sparse_step", 1) == 0,
     )
 
@@ -145,11 +154,16 @@ def _has_sliding_window(values: dict[str, Any], number: int) -> bool:
         return False
     if values.get("layer_types"):
         return bool(values["layer_types"][number] == SLIDING)
-    if "sliding_window_pattern" in values:
-        return (number + 1) % values["sliding_window_pattern"] != 0
+    if values.get("sliding_window_pattern"):
+        return _pattern_slides(values["sliding_window_pattern"], number)
     if "no_rope_layers" in values:
         return _has_no_rope(values, number)
     return number >= values.get("max_window_layers", 0)
+
+
+def _pattern_slides(pattern: int | str, number: int) -> bool:
+    """Whether a layer is local: all but each pattern-th, or, if the pattern is a text, those with its letter L."""
+    return pattern[number % len(pattern)] == "L" if isinstance(pattern, str) else (number + 1) % pattern != 0
 
 
 def _has_no_rope(values: dict[str, Any], number: int) -> bool:
@@ -164,7 +178,7 @@ def _has_no_rope(values: dict[str, Any], number: int) -> bool:
 def _ropes(family: ModelFamily, values: dict[str, Any], head_dim: int) -> tuple[RopeConfig, ...]:
     """The rotary parameters, from `rope_parameters` or the older keys `rope_theta` and `rope_scaling`.
 
-    If layers with a sliding window have parameters of their own (gemma3_text), these come second.
+    If layers with a sliding window have parameters of their own (gemma3_text, olmo3), these come second.
     """
     rope_values = values["rope_parameters"] or values["rope_scaling"] or {}
     if "rope_local_base_freq" not in values:
@@ -173,7 +187,7 @@ def _ropes(family: ModelFamily, values: dict[str, Any], head_dim: int) -> tuple[
     local = rope_values.get(SLIDING) or {}
     return (
         _rope(family, values, whole, values["rope_theta"], head_dim),
-        _rope(family, values, local, values["rope_local_base_freq"], head_dim),
+        _rope(family, values, local, values["rope_local_base_freq"] or values["rope_theta"], head_dim),
     )
 
 

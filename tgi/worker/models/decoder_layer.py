@@ -70,8 +70,8 @@ class LayerOperations(Protocol[X]):
         """linear(x); with `residual`, the second operand of the epilogue "add"."""
 
     def attend(self, qkv: X, norms: tuple[Norm, ...]) -> X:
-        """Applies the norms (DecoderLayer.query_key_norms) and the rotary embedding to queries and keys, then
-        attention."""
+        """Applies the norms (DecoderLayer.query_key_norms) and the rotary embedding to queries and keys, in the order
+        of DecoderConfig.query_key_norm_last, then attention."""
 
     def gate_up(self, mlp: Mlp, x: X) -> X:
         """The input of mlp.down."""
@@ -164,16 +164,21 @@ class TensorOperations(NamedTuple):
 
     def _transform_then_attend(self, qkv: Tensor, norms: tuple[Norm, ...], attention: AttentionBackend) -> Tensor:
         step, rope = self.step, self.step.config.layers[self.number].rope
-        _norm_heads(norms, qkv)
-        qkv = self._by_head(qkv)
+        heads, last = self._by_head(qkv), step.config.query_key_norm_last
+        if not last:
+            _norm_heads(norms, qkv)
         if rope is not None:
-            step.rotaries[rope].rotate(qkv, step.kv.heads + step.kv.kv_heads, step.angles[rope])
-        return attention.write_and_attend(step.plan, self.number, qkv[: step.tokens], step.config.attention_scale)
+            step.rotaries[rope].rotate(heads, step.kv.heads + step.kv.kv_heads, step.angles[rope])
+        if last:
+            _norm_heads(norms, qkv)
+        return attention.write_and_attend(step.plan, self.number, heads[: step.tokens], step.config.attention_scale)
 
     def _transform_and_attend(self, qkv: Tensor, norms: tuple[Norm, ...], attention: TransformingBackend) -> Tensor:
         step, rope = self.step, self.step.config.layers[self.number].rope
-        head_norm = norms[0].of_heads() if len(norms) == 1 else None
+        last = step.config.query_key_norm_last
+        head_norm = norms[0].of_heads(last) if len(norms) == 1 else None
         if head_norm is None:
+            assert not last
             _norm_heads(norms, qkv)
         rotation = None if rope is None else Rotation(*step.angles[rope], step.rotaries[rope].interleaved)
         transform = HeadTransform(rotation, head_norm)
@@ -289,16 +294,22 @@ class ProgramOperations(NamedTuple):
 
     def attend(self, qkv: ProgramBuffer, norms: tuple[Norm, ...]) -> ProgramBuffer:
         """Attention over the rows of qkv."""
+        kv, rope, last = self.kv, self.config.layers[self.number].rope, self.config.query_key_norm_last
+        if not last:
+            self._norm_heads(norms, qkv)
+        if rope is not None:
+            self.rotaries[rope].append_to(self.program, qkv, rope, kv.heads + kv.kv_heads, kv.head_dim)
+        if last:
+            self._norm_heads(norms, qkv)
+        scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(self.number)
+        self.program.attention(qkv, ProgramBuffer.MIXED, self.number, heads, kv.head_dim, scale, window, kv.softcap)
+        return ProgramBuffer.MIXED
+
+    def _norm_heads(self, norms: tuple[Norm, ...], qkv: ProgramBuffer) -> None:
         start = 0
         for norm in norms:
             norm.append_to(self.program, qkv, qkv, start)
             start += norm.weight.numel()
-        kv, rope = self.kv, self.config.layers[self.number].rope
-        if rope is not None:
-            self.rotaries[rope].append_to(self.program, qkv, rope, kv.heads + kv.kv_heads, kv.head_dim)
-        scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(self.number)
-        self.program.attention(qkv, ProgramBuffer.MIXED, self.number, heads, kv.head_dim, scale, window, kv.softcap)
-        return ProgramBuffer.MIXED
 
     def gate_up(self, mlp: Mlp, x: ProgramBuffer) -> ProgramBuffer:
         """The gated activation of the MLP's first layers."""

@@ -4,7 +4,7 @@ To add a family that DecoderConfig can express, add an entry to FAMILIES; models
 (transformers_model.py).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tgi.worker.decoder_config import TensorNames
@@ -40,6 +40,7 @@ class ModelFamily:
     aliases: dict[str, str] = field(default_factory=dict)
     scale_embedding_by_width: bool = False  # the embedding is multiplied by sqrt(hidden)
     interleaved_rope: bool = False  # see RopeConfig.interleaved
+    rope_in_windows_only: bool = False  # where some layers have a sliding window, the others have no rotary embedding
 
 
 _RMS = {"rms_norm_eps": 1e-6}
@@ -62,6 +63,25 @@ _GEMMA2 = {
     "sliding_window": 4096,
     "layer_types": None,
 }
+_GLM = {
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+}
+_COHERE = {
+    "layer_norm_eps": 1e-5,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "logit_scale": 0.0625,
+}
+_FUSED_GATE = TensorNames(gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
+_NORMS_AFTER = TensorNames(
+    attention_before=None,
+    attention_after="post_attention_layernorm",
+    mlp_before=None,
+    mlp_after="post_feedforward_layernorm",
+)
 _FOUR_NORMS = TensorNames(
     attention_after="post_attention_layernorm",
     mlp_before="pre_feedforward_layernorm",
@@ -116,15 +136,62 @@ FAMILIES: dict[str, ModelFamily] = {
         _FOUR_NORMS,
         scale_embedding_by_width=True,
     ),
-    "olmo2": ModelFamily(
-        {**_RMS5, "attention_bias": False},
+    "olmo2": ModelFamily({**_RMS5, "attention_bias": False}, {"query_key_norm": "all"}, _NORMS_AFTER),
+    "olmo3": ModelFamily(
+        {
+            **_RMS5,
+            "attention_bias": False,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+            "rope_local_base_freq": None,
+        },
         {"query_key_norm": "all"},
-        TensorNames(
-            attention_before=None,
-            attention_after="post_attention_layernorm",
-            mlp_before=None,
-            mlp_after="post_feedforward_layernorm",
+        _NORMS_AFTER,
+    ),
+    "exaone4": ModelFamily(
+        {**_RMS5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        {"query_key_norm": "head"},
+        _NORMS_AFTER,
+        rope_in_windows_only=True,
+    ),
+    "seed_oss": ModelFamily(
+        {**_RMS, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 128}
+    ),
+    "ernie4_5": ModelFamily(
+        {**_RMS5, "use_bias": False, "head_dim": 128, "tie_word_embeddings": True, "rope_theta": 500000.0},
+        interleaved_rope=True,
+    ),
+    "helium": ModelFamily(
+        {"rms_norm_eps": 1e-8, **_BIASES, "head_dim": 128, "rope_theta": 100000.0},
+        {"output_bias": False},
+        interleaved_rope=True,
+    ),
+    "hunyuan_v1_dense": ModelFamily(
+        {**_RMS5, "attention_bias": False},
+        {"query_key_norm": "head", "query_key_norm_last": True},
+        TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm"),
+    ),
+    "glm": ModelFamily(_GLM, {"output_bias": False}, _FUSED_GATE, interleaved_rope=True),
+    "glm4": ModelFamily(
+        _GLM,
+        {"output_bias": False},
+        replace(
+            _FUSED_GATE,
+            attention_after="post_self_attn_layernorm",
+            mlp_before="post_attention_layernorm",
+            mlp_after="post_mlp_layernorm",
         ),
+        interleaved_rope=True,
+    ),
+    "stablelm": ModelFamily(
+        {
+            "layer_norm_eps": 1e-5,
+            "use_qkv_bias": False,
+            "use_parallel_residual": False,
+            "partial_rotary_factor": 0.25,
+        },
+        {"norm_centred": True, "norm_bias": True, "output_bias": False},
     ),
     "smollm3": ModelFamily(
         {
@@ -140,17 +207,28 @@ FAMILIES: dict[str, ModelFamily] = {
         }
     ),
     "cohere": ModelFamily(
+        {**_COHERE, "rope_theta": 500000.0, "use_qk_norm": False},
+        {"norm_centred": True, "parallel": True},
+        TensorNames(mlp_before=None),
+        interleaved_rope=True,
+    ),
+    "cohere2": ModelFamily(
         {
-            "layer_norm_eps": 1e-5,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "rope_theta": 500000.0,
-            "logit_scale": 0.0625,
-            "use_qk_norm": False,
+            **_COHERE,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
         },
         {"norm_centred": True, "parallel": True},
         TensorNames(mlp_before=None),
         interleaved_rope=True,
+        rope_in_windows_only=True,
+    ),
+    "arcee": ModelFamily({**_RMS5, **_BIASES, "hidden_act": "relu2"}, {"gated": False}),
+    "nemotron": ModelFamily(
+        {"norm_eps": 1e-5, **_BIASES, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        {"norm_centred": True, "norm_bias": True, "norm_offset": 1.0, "gated": False},
     ),
     "starcoder2": ModelFamily(
         {
