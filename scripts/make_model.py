@@ -15,6 +15,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+DEEPSEEK_EXPERTS = {
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+
 # The transformers configuration of each kind, and settings of its tiny model besides the shape.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -59,6 +70,39 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
     "nemotron": ("NemotronConfig", {"attention_bias": True}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 40}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {**DEEPSEEK_EXPERTS, "n_routed_experts": 8, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "dots1": ("Dots1Config", {**DEEPSEEK_EXPERTS, "n_routed_experts": 8, "sliding_window": None}),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {
+            **{key: value for key, value in DEEPSEEK_EXPERTS.items() if key != "n_shared_experts"},
+            "num_experts": 8,
+            "sliding_window": 40,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "use_bias": False},
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -211,6 +255,9 @@ def fill(model: Any, seed: int) -> None:
                 if name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight")):
                     value *= 2  # layers outweigh the embedding, or a tied head would repeat its input forever
             weight.copy_(value)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def make_model(

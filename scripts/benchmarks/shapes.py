@@ -124,9 +124,9 @@ def stored(part: Any, rows: int | None = None) -> int:
     if isinstance(part, Linear):
         return stored(part._weight)
     if isinstance(part, MixtureOfExperts | GroupedExperts) and rows is not None:
-        router, everything = stored(part.router), stored(part)
-        chosen = 1 - (1 - part.top_k / part.router.outputs) ** rows
-        return router + round(chosen * (everything - router))
+        always = stored(part.router) + stored(part.shared)
+        chosen = 1 - (1 - part.router.top_k / part.router.linear.outputs) ** rows
+        return always + round(chosen * (stored(part) - always))
     if isinstance(part, (tuple, list)) and not hasattr(part, "nbytes"):
         return sum(stored(one, rows) for one in part)
     return int(getattr(part, "nbytes", 0))

@@ -22,7 +22,7 @@ from tgi.worker.attention import build_attention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.checkpoint import RandomCheckpoint
-from tgi.worker.decoder_config import RopeConfig
+from tgi.worker.decoder_config import RopeConfig, RouterConfig
 from tgi.worker.device_copies import StagedCopies
 from tgi.worker.engine import startup
 from tgi.worker.engine.engine import TorchEngine
@@ -34,7 +34,7 @@ from tgi.worker.gpu_kernels.selection import self_tested_kernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import KERNEL_MAX_ROWS_FP8, Linear, find_product
-from tgi.worker.layers.mlp import GroupedExperts
+from tgi.worker.layers.mlp import GroupedExperts, Router
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import AdapterSpan
@@ -331,12 +331,13 @@ def test_experts_are_what_torch_computes(gpu: GpuKernels, kind: str, dtype: torc
 
     up, down = made(experts * 2 * inner, hidden), made(experts * hidden, inner)
     router = random_tensor(there, experts, hidden, dtype=dtype) / 32
-    mixture = GroupedExperts(Linear(router, gpu=gpu), up, down, "silu", True, 2, True, False, gpu)
+    chooser = Router(Linear(router, gpu=gpu), None, RouterConfig(normalized=True), 2)
+    mixture = GroupedExperts(chooser, up, down, "silu", True, None, False, gpu)
     wide = [as_plain(weight, torch.float32).chunk(experts) for weight in (up, down)]
     for tokens in (1, 30, 200, 3000):
         x = random_tensor(there, tokens, hidden, dtype=dtype, seed=tokens)
         found = mixture(x, tokens)
-        weights, chosen = mixture.router(x).float().softmax(-1).topk(2)
+        weights, chosen = mixture.router.linear(x).float().softmax(-1).topk(2)
         expected = torch.zeros(tokens, hidden, device=there)
         for expert, (first, last) in enumerate(zip(*wide, strict=True)):
             rows, choice = (chosen == expert).nonzero(as_tuple=True)

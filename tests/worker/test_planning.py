@@ -115,16 +115,20 @@ def load(
 
 def vector_bytes(weights: DecoderWeights) -> int:
     """Bytes of all norms and biases."""
-    norms, linears = [weights.norm], [weights.head]
+    norms, linears, routers = [weights.norm], [weights.head], []
     for layer in weights.layers:
         norms += [layer.attention_before, layer.attention_after, layer.mlp_before, layer.mlp_after]
         norms += layer.query_key_norms
-        mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else layer.mlp.experts
-        linears += [layer.qkv, layer.output, *(linear for mlp in mlps for linear in mlp if linear is not None)]
+        mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else list(layer.mlp.experts)
         if isinstance(layer.mlp, MixtureOfExperts):
-            linears.append(layer.mlp.router)
+            routers.append(layer.mlp.router)
+            shared = layer.mlp.shared
+            mlps += [] if shared is None else [shared.mlp]
+            linears += [] if shared is None or shared.gate is None else [shared.gate]
+        linears += [layer.qkv, layer.output, *(linear for mlp in mlps for linear in mlp if linear is not None)]
+    linears += [router.linear for router in routers]
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]
-    held += [linear._bias for linear in linears]
+    held += [linear._bias for linear in linears] + [router.bias for router in routers]
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 

@@ -45,14 +45,34 @@ class LayerConfig(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RouterConfig:
+    """How a token's experts are chosen, and what they count. With p = score(router(x)), the experts with the largest
+    p + b are chosen, b being a bias of the checkpoint, if there is one. An expert's weight is scale * p or, if
+    `normalized`, scale * p / (sum of the chosen p).
+
+    With several groups, which are equal parts of the experts in order, only experts of the `top_groups` groups are
+    chosen whose two largest p + b have the largest sums (DeepSeek-V3, 2024, section 2.1.2).
+    """
+
+    score: str = "softmax"  # over the experts, or "sigmoid" of each
+    normalized: bool = False
+    biased: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
-    """Mixture of experts: with p = softmax(router(x)) over `count` MLPs, y = sum of w_e * mlp_e(x) over the `top_k`
-    largest p, where w is p or, if `normalized`, p divided by the sum of the chosen p."""
+    """Mixture of experts: y = sum of w_e * mlp_e(x) over the `top_k` of `count` MLPs that the router chooses, plus the
+    shared expert, an MLP for every token, if there is one; if it is gated, times sigmoid(gate(x))."""
 
     count: int
     top_k: int
     intermediate: int  # width of one expert
-    normalized: bool
+    router: RouterConfig
+    shared_intermediate: int = 0  # width of the shared expert; 0: there is none
+    shared_gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +92,10 @@ class TensorNames:
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"
+    router_bias_is_row: bool = False  # it is stored as a matrix of one row
+    shared_expert: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
     # "{}" stands for the number of the expert.
     expert_gate: str = "mlp.experts.{}.gate_proj"
     expert_up: str = "mlp.experts.{}.up_proj"
@@ -81,6 +105,12 @@ class TensorNames:
     attention_after: str | None = None
     mlp_before: str | None = "post_attention_layernorm"
     mlp_after: str | None = None
+
+    @property
+    def shared_parts(self) -> tuple[str, str, str]:
+        """Gate, up and down of the shared expert."""
+        name = self.shared_expert
+        return f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"
 
 
 @dataclass(frozen=True)

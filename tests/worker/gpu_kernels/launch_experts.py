@@ -4,6 +4,7 @@ import torch
 import triton
 
 from tests.worker.gpu_kernels.launch_products import forms
+from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.gpu_kernels.grouped_matmul import choose_tile, grouped_matmul
 from tgi.worker.gpu_kernels.routing import combine, route
 from tgi.worker.quantization.weight import Weight
@@ -17,8 +18,10 @@ def launches(dtype: torch.dtype) -> None:
     weights are compiled for one capability and type."""
     capability = divmod(triton.runtime.driver.active.get_current_target().arch, 10)
     full = (dtype, capability) == (torch.bfloat16, (9, 0))
-    for tokens, normalized in ((3, True), (2048, False)) if full else ((3, False),):
-        routing = route(torch.empty(tokens, EXPERTS, dtype=dtype), TOP_K, normalized, 64)
+    few, many, grouped = RouterConfig(normalized=True), RouterConfig(), RouterConfig("sigmoid", True, True, 8, 4, 2.5)
+    for tokens, config in ((3, few), (2048, many), (2048, grouped)) if full else ((3, many),):
+        bias = torch.empty(EXPERTS) if config.biased else None
+        routing = route(torch.empty(tokens, EXPERTS, dtype=dtype), bias, config, TOP_K, 64)
         combine(torch.empty(tokens * TOP_K, HIDDEN, dtype=dtype), routing)
     # Weights of two experts of HIDDEN inputs, which stand for EXPERTS.
     plain = torch.empty(4 * INNER, HIDDEN, dtype=dtype)
@@ -34,7 +37,7 @@ def _products(weight: Weight, dtype: torch.dtype, rows: int) -> None:
     """Both products; the second one has the same number of inputs, and half as many outputs as both parts of the
     first."""
     tile = choose_tile(weight, dtype, rows, EXPERTS)
-    routing = route(torch.empty(6, 2, dtype=dtype), 1, True, tile.rows)
+    routing = route(torch.empty(6, 2, dtype=dtype), None, RouterConfig(normalized=True), 1, tile.rows)
     x = torch.empty(6, HIDDEN, dtype=dtype)
     grouped_matmul(x, weight, routing, tile, "silu", gated=True, by_token=True)
     grouped_matmul(x, weight, routing, tile)

@@ -14,37 +14,42 @@ from tests.models import model as make
 from tests.worker.gpu_kernels.test_models import GPU
 from tests.worker.quantization.weights import random_floats, random_weight, random_whole
 from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.distributed.sharding import shard_decoder
 from tgi.worker.gpu_kernels.routing import FEW_TOKENS, MANY_TILES, combine, most_blocks, route
 from tgi.worker.gpu_kernels.self_test import random_tensor
 from tgi.worker.layers.linear import Linear
-from tgi.worker.layers.mlp import GroupedExperts, MixtureOfExperts, Mlp
+from tgi.worker.layers.mlp import GroupedExperts, MixtureOfExperts, Mlp, Router
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain, stack_weights
 
 CPU, HALF, SINGLE = torch.device("cpu"), torch.float16, torch.float32
 HIDDEN, INNER = 128, 256
+NORMALIZED = RouterConfig(normalized=True)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k", "normalized", "block"),
+    ("tokens", "experts", "top_k", "config", "block"),
     [
-        (2, 128, 8, True, 16),
-        (1, 4, 2, True, 16),
-        (FEW_TOKENS, 6, 3, False, 2),
-        (FEW_TOKENS + 1, 6, 6, True, 16),
-        (100, 128, 8, True, 64),
-        (FEW_TOKENS * MANY_TILES + 1, 3, 1, False, 128),
+        (2, 128, 8, NORMALIZED, 16),
+        (1, 4, 2, NORMALIZED, 16),
+        (FEW_TOKENS, 6, 3, RouterConfig(scale=2.5), 2),
+        (FEW_TOKENS + 1, 6, 6, RouterConfig("sigmoid", normalized=True), 16),
+        (100, 128, 8, NORMALIZED, 64),
+        (FEW_TOKENS * MANY_TILES + 1, 3, 1, RouterConfig(), 128),
+        (30, 160, 6, RouterConfig("softmax", groups=8, top_groups=3, scale=16.0), 16),
+        (30, 128, 8, RouterConfig("softmax", normalized=True, biased=True), 16),
+        (7, 24, 8, RouterConfig("sigmoid", True, True, groups=8, top_groups=4, scale=2.5), 16),
     ],
 )
-def test_routing_matches_torch(tokens: int, experts: int, top_k: int, normalized: bool, block: int) -> None:
+def test_routing_matches_torch(tokens: int, experts: int, top_k: int, config: RouterConfig, block: int) -> None:
     logits = random_tensor(CPU, tokens, experts, dtype=SINGLE if tokens % 2 else HALF)
     if logits.dtype is HALF:  # without equal ones, of which torch chooses any
         logits = torch.argsort(logits, 1).argsort(1).to(HALF) / 16 - 2
-    found = route(logits, top_k, normalized, block)
-    weights, chosen = logits.float().softmax(-1).topk(top_k)
-    weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
+    bias = random_tensor(CPU, experts, seed=4) if config.biased else None
+    found = route(logits, bias, config, top_k, block)
+    weights, chosen = Router(Linear(torch.eye(experts)), bias, config, top_k).choose(logits.float())
     torch.testing.assert_close(found.weights, weights)
     order = chosen.view(-1).argsort(stable=True)
     assert found.tokens.tolist() == (order // top_k).tolist()
@@ -81,7 +86,7 @@ def test_equal_and_broken_logits_choose_different_experts(tokens: int, dtype: to
     """So that the sorted rows are complete, whatever a broken token computes. Of equal ones the first are chosen."""
     logits = torch.zeros(tokens, 5, dtype=dtype)
     logits[1], logits[2, 3] = math.nan, math.inf
-    found = route(logits, 2, True, 4)
+    found = route(logits, None, NORMALIZED, 2, 4)
     assert sorted(found.positions.view(-1).tolist()) == list(range(2 * tokens))
     assert found.ends.tolist() == [tokens, 2 * tokens - 1, 2 * tokens - 1, 2 * tokens, 2 * tokens]
     assert found.weights[0].tolist() == [0.5, 0.5]
@@ -103,18 +108,17 @@ def mixtures(
         return Linear(as_plain(weight, SINGLE), epilogue=epilogue)
 
     grouped = GroupedExperts(
-        router=Linear(router, gpu=GPU),
+        router=Router(Linear(router, gpu=GPU), None, NORMALIZED, top_k),
         up=stack_weights([weight for gate, up, _ in made for weight in (gate, up)], dtype),
         down=stack_weights([down for _, _, down in made], dtype),
         activation=then,
         gated=True,
-        top_k=top_k,
-        normalized=True,
+        shared=None,
         partial_sum=False,
         kernels=GPU,
     )
     each = [Mlp(plain(gate, then), plain(up, "mul"), plain(down)) for gate, up, down in made]
-    return grouped, MixtureOfExperts(plain(router), each, top_k, True)
+    return grouped, MixtureOfExperts(Router(plain(router), None, NORMALIZED, top_k), each, None)
 
 
 def plain_weights(dtype: torch.dtype) -> Callable[[int, int, int], Weight]:

@@ -28,6 +28,7 @@ class Shard(NamedTuple):
     kv_heads: range  # where there are fewer than ranks, several ranks have the same one
     inner: range  # columns between the matrices of a dense MLP
     expert_inner: range  # the same of each expert
+    shared_inner: range  # and of the shared expert
     vocabulary: range  # tokens whose embedding and logits are computed
     # Attention is computed on every rank where a norm needs all heads at once. Its results are then complete.
     divides_attention: bool
@@ -43,6 +44,7 @@ def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
     divided = config.query_key_norm != "all"
     heads, kv_heads = _shard_heads(config, rank, ranks) if divided else (range(config.heads), range(config.kv_heads))
     experts = config.experts
+    shared = 0 if experts is None else experts.shared_intermediate
     return Shard(
         rank=rank,
         ranks=ranks,
@@ -50,6 +52,7 @@ def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
         kv_heads=kv_heads,
         inner=_shard_columns(config.intermediate, rank, ranks),
         expert_inner=range(0) if experts is None else _shard_columns(experts.intermediate, rank, ranks),
+        shared_inner=_shard_columns(shared, rank, ranks) if shared else range(0),
         vocabulary=_shard_vocabulary(config.vocab_size, rank, ranks),
         divides_attention=divided,
     )
@@ -63,7 +66,9 @@ def local_config(config: DecoderConfig, shard: Shard) -> DecoderConfig:
         heads=len(shard.heads),
         kv_heads=len(shard.kv_heads),
         intermediate=len(shard.inner),
-        experts=None if experts is None else replace(experts, intermediate=len(shard.expert_inner)),
+        experts=None
+        if experts is None
+        else replace(experts, intermediate=len(shard.expert_inner), shared_intermediate=len(shard.shared_inner)),
     )
 
 

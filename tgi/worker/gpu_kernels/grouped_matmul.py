@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.gpu_kernels.float8 import quantize_rows
 from tgi.worker.gpu_kernels.gated_activation import _activation
 from tgi.worker.gpu_kernels.quantized_matmul import codebook_table, decoded_tile, group_of
@@ -189,7 +190,8 @@ def self_test(device: torch.device) -> None:
         x = random_tensor(device, tokens, hidden, dtype=dtype)
         for kind, (both, single) in forms.items():
             tile = choose_tile(both, dtype, 2 * tokens, experts)
-            routing = route(random_tensor(device, tokens, experts), 2, True, tile.rows)
+            logits = random_tensor(device, tokens, experts)
+            routing = route(logits, None, RouterConfig(normalized=True), 2, tile.rows)
             ends = [0, *routing.ends.tolist()]
             rows = [x[routing.tokens[a:b].long()].float() for a, b in pairwise(ends)]
             for weight, then in ((both, "silu"), (single, "")):

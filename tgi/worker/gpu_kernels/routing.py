@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.gpu_kernels.self_test import SelfTestFailed, check_close, random_tensor
 
 FEW_TOKENS, MANY_TOKENS = 16, 64  # of a tile
@@ -29,7 +30,7 @@ class Routing(NamedTuple):
     and the rows of an expert by token. Rows of the same expert are computed in blocks of equal size; the last block of
     an expert may have fewer."""
 
-    weights: Tensor  # float32 [T, top_k]: of the experts of a token, the most probable first
+    weights: Tensor  # float32 [T, top_k]: of the experts of a token, in the order of the choice
     positions: Tensor  # int32 [T, top_k]: the sorted row of each of them
     tokens: Tensor  # int32 [n]: the token of a sorted row
     ends: Tensor  # int32 [experts]: the row after the last one of an expert
@@ -69,15 +70,38 @@ def _place(
         tl.store(block_experts + rest, -1, mask=rest < blocks)
 
 
+@triton.jit
+def _keep_groups(x, expert, size, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """x [tokens, experts] with -inf outside of the TOP_GROUPS groups of `size` experts whose two largest numbers have
+    the largest sums; of equal groups the first."""
+    group = expert // size
+    number = tl.arange(0, GROUPS)[None, :]
+    sums = tl.full((x.shape[0], GROUPS), float("-inf"), tl.float32)
+    for one in tl.static_range(GROUPS):
+        own = tl.where((group == one)[None, :], x, float("-inf"))
+        first = tl.max(own, 1)
+        at = tl.argmax(own, 1)
+        second = tl.max(tl.where(expert[None, :] == at[:, None], float("-inf"), own), 1)
+        sums = tl.where(number == one, (first + second)[:, None], sums)
+    kept = tl.zeros(x.shape, tl.int1)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.argmax(sums, 1)
+        kept = kept | (group[None, :] == best[:, None])
+        sums = tl.where(number == best[:, None], float("-inf"), sums)
+    return tl.where(kept, x, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["tokens", "blocks"])
 def _choose(
     logits,  # [tokens, experts]
+    bias,  # float32 [experts], or None
     weights, positions, sorted_tokens, ends, block_experts, block_rows,  # Routing
     numbers,  # uint8 [tokens, experts], see `_place`
     counts,  # int32 [tiles, experts]
-    tokens, experts, blocks,
-    BLOCK: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr, ALONE: tl.constexpr, LARGEST: tl.constexpr,
+    tokens, experts, blocks, scale,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, ALONE: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     token, expert = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     there = (token < tokens)[:, None] & (expert < experts)[None, :]
@@ -86,13 +110,22 @@ def _choose(
     # A token has TOP_K different experts also where its logits are not numbers.
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), -LARGEST)
     x = tl.where((expert < experts)[None, :], x, float("-inf"))
-    share = tl.exp(x - tl.max(x, 1)[:, None])
+    share = tl.sigmoid(x) if SIGMOID else tl.exp(x - tl.max(x, 1)[:, None])
+    if not SIGMOID and (bias is not None or GROUPS > 1 or not NORMALIZED):
+        share = share / tl.sum(share, 1)[:, None]
+    # Larger scores are those of larger logits, unless there is more to it.
+    BY_LOGIT: tl.constexpr = bias is None and GROUPS == 1
+    if not BY_LOGIT:
+        x = share if bias is None else share + tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
+        x = tl.where((expert < experts)[None, :], x, float("-inf"))
+    if GROUPS > 1:
+        x = _keep_groups(x, expert, experts // GROUPS, GROUPS, TOP_GROUPS)
     # Integers in the order of the numbers, and among equal ones the first expert's is the largest. Numbers of 16 bits
     # leave enough lower bits for that.
     bits = x.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     later = EXPERTS - 1 - expert[None, :]
-    WIDE: tl.constexpr = logits.dtype.element_ty == tl.float32
+    WIDE: tl.constexpr = logits.dtype.element_ty == tl.float32 or not BY_LOGIT
     LEAST: tl.constexpr = -(1 << 63) if WIDE else -(1 << 31)
     left = (bits.to(tl.int64) << 32) | later if WIDE else (bits & -EXPERTS) | later
     number = tl.zeros((TOKENS, EXPERTS), tl.int32)
@@ -101,9 +134,8 @@ def _choose(
         number = tl.where(best, turn, number)
         left = tl.where(best, LEAST, left)
     if NORMALIZED:
-        share = share / tl.sum(tl.where(number > 0, share, 0.0), 1)[:, None]
-    else:
-        share = share / tl.sum(share, 1)[:, None]
+        share = share / (tl.sum(tl.where(number > 0, share, 0.0), 1) + 1e-20)[:, None]
+    share *= scale
     number = tl.where(there, number, 0)
     tl.store(weights + token[:, None] * TOP_K + number - 1, share, mask=number > 0)
     count = tl.sum((number > 0).to(tl.int32), 0)
@@ -141,9 +173,9 @@ def _sort(
     )  # fmt: skip
 
 
-def route(logits: Tensor, top_k: int, normalized: bool, block: int) -> Routing:
-    """The `top_k` most probable experts of each token, by router logits [tokens, experts] (of equal ones the first),
-    and their probabilities, which with `normalized` are scaled to sum to 1. Products compute blocks of `block` rows."""
+def route(logits: Tensor, bias: Tensor | None, router: RouterConfig, top_k: int, block: int) -> Routing:
+    """The `top_k` experts of each token that the router chooses by logits [tokens, experts] (of equal ones the first),
+    and their weights. `bias` float32 [experts]: see RouterConfig. Products compute blocks of `block` rows."""
     tokens, experts = logits.shape
     rows = tokens * top_k
     blocks = most_blocks(rows, experts, block)
@@ -168,8 +200,11 @@ def route(logits: Tensor, top_k: int, normalized: bool, block: int) -> Routing:
         "num_warps": 4 if size == FEW_TOKENS else 8,
     }
     _choose[(tiles,)](
-        *(logits.contiguous(), weights, *rest, numbers, counts, tokens, experts, blocks),
-        NORMALIZED=normalized,
+        *(logits.contiguous(), bias, weights, *rest, numbers, counts, tokens, experts, blocks, router.scale),
+        SIGMOID=router.score == "sigmoid",
+        NORMALIZED=router.normalized,
+        GROUPS=router.groups,
+        TOP_GROUPS=router.top_groups,
         ALONE=tiles == 1,
         LARGEST=LARGEST,
         **sizes,
@@ -205,11 +240,21 @@ def combine(parts: Tensor, routing: Routing) -> Tensor:
 def self_test(device: torch.device) -> None:
     """One tile and several. Raises SelfTestFailed if the choice or the order differs from torch's."""
     block = 4
-    for tokens, normalized in ((5, True), (40, False)):
-        logits = random_tensor(device, tokens, 12)
-        found = route(logits, 3, normalized, block)
-        weights, chosen = logits.softmax(-1).topk(3)
-        weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
+    for tokens, config in (
+        (5, RouterConfig(normalized=True)),
+        (40, RouterConfig()),
+        (40, RouterConfig("sigmoid", True, True, 4, 2, 1.8)),
+    ):
+        logits, bias = random_tensor(device, tokens, 12), random_tensor(device, 12, seed=3) if config.biased else None
+        found = route(logits, bias, config, 3, block)
+        scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+        choice = scores if bias is None else scores + bias
+        sums = choice.view(tokens, config.groups, -1).topk(2).values.sum(-1)
+        left_out = sums < sums.topk(config.top_groups).values[:, -1:]
+        choice = choice.masked_fill(left_out.repeat_interleave(12 // config.groups, 1), -torch.inf)
+        chosen = choice.topk(3).indices
+        weights = scores.gather(1, chosen)
+        weights = config.scale * (weights / weights.sum(-1, keepdim=True) if config.normalized else weights)
         check_close("the weights of experts", found.weights, weights, 1e-5)
         order = chosen.view(-1).argsort(stable=True)
         loads = torch.bincount(chosen.view(-1), minlength=12)

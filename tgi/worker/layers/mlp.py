@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.linear import Linear
 from tgi.worker.quantization.weight import Weight
+
+LEAST_SUM = 1e-20  # added to the sum of weights, which may be 0
 
 
 class Mlp(NamedTuple):
@@ -29,6 +32,50 @@ class Mlp(NamedTuple):
         return self.up(x) if self.gate is None else self.up(x, self.gate(x))
 
 
+class Router(NamedTuple):
+    """Chooses a token's experts; see RouterConfig."""
+
+    linear: Linear
+    bias: Tensor | None  # float32 [experts]
+    config: RouterConfig
+    top_k: int  # experts per token
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights float32 and the numbers of the experts of each row of x, both [rows, top_k]. The order of a row
+        is that of the choice, the first one first."""
+        config, logits = self.config, self.linear(x).to(torch.float32)
+        scores = logits.softmax(-1) if config.score == "softmax" else _sigmoid(logits)
+        choice = scores if self.bias is None else scores + self.bias
+        if config.groups > 1:
+            by_group = choice.unflatten(1, (config.groups, -1))
+            best = by_group.topk(2).values.sum(-1).topk(config.top_groups).indices
+            excluded = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            choice = by_group.masked_fill(excluded[..., None], -torch.inf).flatten(1)
+        chosen = choice.topk(self.top_k).indices
+        weights = scores.gather(1, chosen)
+        if config.normalized:
+            weights = weights / (reduce(torch.add, weights.unbind(1)) + LEAST_SUM)[:, None]
+        return weights * config.scale, chosen
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """sigmoid(x), as a softmax over x and 0: torch computes each row of a softmax alike, but the elements at the end of
+    a thread's share of a sigmoid with another exp(), which would not be batch invariant."""
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
+
+
+class SharedExpert(NamedTuple):
+    """The MLP of a mixture that every token uses."""
+
+    mlp: Mlp
+    gate: Linear | None  # [1, hidden]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result float32 [rows, hidden] for x [rows, hidden]."""
+        y = self.mlp.down(self.mlp.gate_up(x)).to(torch.float32)
+        return y if self.gate is None else y * _sigmoid(self.gate(x).to(torch.float32))
+
+
 class MixtureOfExperts(NamedTuple):
     """A mixture of experts; see ExpertsConfig.
 
@@ -37,10 +84,9 @@ class MixtureOfExperts(NamedTuple):
     depend on the experts that other tokens chose.
     """
 
-    router: Linear
+    router: Router
     experts: list[Mlp]
-    top_k: int  # experts per token
-    normalized: bool  # the weights of the chosen experts are scaled to sum to 1
+    shared: SharedExpert | None
 
     @property
     def partial_sum(self) -> bool:
@@ -49,17 +95,17 @@ class MixtureOfExperts(NamedTuple):
 
     def __call__(self, x: Tensor, count: int) -> Tensor:
         """The result [rows, hidden] for x [rows, hidden]. Rows from `count` on are padding and become zeros."""
-        probabilities = self.router(x)[:count].to(torch.float32).softmax(-1)
-        weights, chosen = probabilities.topk(self.top_k)
-        if self.normalized:
-            weights = weights / reduce(torch.add, weights.unbind(1))[:, None]
+        weights, chosen = self.router.choose(x)
+        weights, chosen, top_k = weights[:count], chosen[:count], self.router.top_k
         order = chosen.view(-1).argsort(stable=True)
         loads = torch.bincount(chosen.view(-1), minlength=len(self.experts)).tolist()
-        inputs = x.index_select(0, order // self.top_k).split(loads)
+        inputs = x.index_select(0, order // top_k).split(loads)
         outputs = [mlp.down(mlp.gate_up(rows)) for mlp, rows in zip(self.experts, inputs, strict=True) if len(rows)]
         inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-        parts = torch.cat(outputs).index_select(0, inverse).view(count, self.top_k, -1).to(torch.float32)
+        parts = torch.cat(outputs).index_select(0, inverse).view(count, top_k, -1).to(torch.float32)
         mixed = reduce(torch.add, (parts * weights[:, :, None]).unbind(1))
+        if self.shared is not None:
+            mixed = mixed + self.shared(x)[:count]
         return F.pad(mixed.to(x.dtype), (0, 0, 0, x.shape[0] - count))
 
 
@@ -71,26 +117,26 @@ class GroupedExperts(NamedTuple):
     depend on the experts that other tokens chose, but may on their number.
     """
 
-    router: Linear
+    router: Router
     up: Weight  # of all experts, one after the other; of each the gate, if there is one, then up
     down: Weight
     activation: str
     gated: bool
-    top_k: int  # experts per token
-    normalized: bool  # the weights of the chosen experts are scaled to sum to 1
+    shared: SharedExpert | None
     partial_sum: bool  # the experts have the inner columns of one rank: see Linear
     kernels: GpuKernels
 
     def __call__(self, x: Tensor, count: int) -> Tensor:
         """The result [rows, hidden] for x [rows, hidden]; all `count` rows are tokens."""
         assert count == len(x)
-        kernels, size = self.kernels, (x.dtype, count * self.top_k, self.router.outputs)
+        kernels, router = self.kernels, self.router
+        size = x.dtype, count * router.top_k, router.linear.outputs
         first, last = (kernels.choose_expert_tile(weight, *size) for weight in (self.up, self.down))
-        routing = kernels.route(self.router(x), self.top_k, self.normalized, first.rows)
+        routing = kernels.route(router.linear(x), router.bias, router.config, router.top_k, first.rows)
         inner = kernels.grouped_matmul(x, self.up, routing, first, self.activation, self.gated, by_token=True)
-        return kernels.combine(
-            kernels.grouped_matmul(inner, self.down, routing, last._replace(rows=first.rows)), routing
-        )
+        parts = kernels.grouped_matmul(inner, self.down, routing, last._replace(rows=first.rows))
+        mixed = kernels.combine(parts, routing)
+        return mixed if self.shared is None else mixed + self.shared(x).to(mixed.dtype)
 
 
 Experts: TypeAlias = MixtureOfExperts | GroupedExperts

@@ -15,6 +15,7 @@ from tgi.worker.decoder_config import (
     ExpertsConfig,
     LayerConfig,
     RopeConfig,
+    RouterConfig,
     UnsupportedConfig,
     rope_type,
 )
@@ -33,6 +34,11 @@ EPILOGUES = {
 }
 SLIDING = "sliding_attention"
 NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")  # its names in the families
+# Names of the same numbers in the families.
+ATTENTION_BIAS = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     head_dim = values["head_dim"] or config["hidden_size"] // heads
     ropes = _ropes(family, values, head_dim)
     context = _context_length(config, values, ropes)
-    bias = bool(values.get("attention_bias") or values.get("use_bias") or values.get("use_qkv_bias"))
+    bias = any(values.get(key) for key in ATTENTION_BIAS)
     parallel = bool(values.get("use_parallel_residual"))
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
@@ -86,22 +92,23 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "tied": bool(values["tie_word_embeddings"]),
         "names": replace(family.names, mlp_before=None) if parallel else family.names,
         "norm_epsilon": next(values[key] for key in NORM_EPSILON if key in values),
-        "query_key_norm": "each" if values.get("use_qk_norm") else None,
+        "query_key_norm": family.optional_query_key_norm if values.get("use_qk_norm") else None,
         "attention_scale": _attention_scale(values, head_dim),
         "attention_cap": values.get("attn_logit_softcapping"),
         "qkv_bias": bias,
         "output_bias": bool(values.get("attention_out_bias", bias)),
         "activation": _activation(family, values),
         "mlp_bias": bool(values.get("mlp_bias") or values.get("use_bias")),
-        "experts": _experts(config, values),
+        "experts": _experts(family, config, values),
         "parallel": parallel,
         "embedding_scale": _embedding_scale(family, config, values),
         "residual_scale": float(values.get("residual_multiplier", 1.0)),
         "logit_scale": float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
         "logit_cap": values.get("final_logit_softcapping"),
     }
-    if config.get("qk_layernorm"):
-        raise UnsupportedConfig("qk_layernorm")
+    for key in ("qk_layernorm", "clip_qkv"):
+        if config.get(key):
+            raise UnsupportedConfig(key)
     return DecoderConfig(**fields | family.fixed)
 
 
@@ -125,12 +132,33 @@ def _embedding_scale(family: ModelFamily, config: dict[str, Any], values: dict[s
     return float(values.get("embedding_multiplier", 1.0))
 
 
-def _experts(config: dict[str, Any], values: dict[str, Any]) -> ExpertsConfig | None:
-    count = values.get("num_local_experts") or values.get("num_experts")
+def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]) -> ExpertsConfig | None:
+    count = _expert_count(values)
     if not count:
         return None
     width = values.get("moe_intermediate_size") or config["intermediate_size"]
-    return ExpertsConfig(count, values["num_experts_per_tok"], width, bool(values["norm_topk_prob"]))
+    shared = values.get("shared_expert_intermediate_size") or width * _first(values, SHARED_EXPERTS, 0)
+    router = RouterConfig(
+        score=family.router_score,
+        normalized=bool(values["norm_topk_prob"]),
+        biased=family.router_biased,
+        groups=values.get("n_group") or 1,
+        top_groups=values.get("topk_group") or 1,
+        scale=float(values.get("routed_scaling_factor", 1.0)),
+    )
+    return ExpertsConfig(
+        count, _first(values, EXPERTS_PER_TOKEN, 0), width, router, shared, "shared_expert_intermediate_size" in values
+    )
+
+
+def _expert_count(values: dict[str, Any]) -> int:
+    """The number of routed experts; 0: none."""
+    return _first(values, EXPERTS, 0)
+
+
+def _first(values: dict[str, Any], keys: tuple[str, ...], default: int) -> int:
+    """The first value of these keys that is set."""
+    return next((int(values[key]) for key in keys if values.get(key)), default)
 
 
 def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: int) -> LayerConfig:
@@ -139,13 +167,24 @@ def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: in
     window = values.get("sliding_window") if slides else None
     unwindowed = family.rope_in_windows_only and values["sliding_window"] is not None and not slides
     unrotated = unwindowed or _has_no_rope(values, number)
-    routed = bool(values.get("num_local_experts") or values.get("num_experts"))
-    routed = routed and number not in (values.get("mlp_only_layers") or [])
     return LayerConfig(
         window=window if window and window < context else None,
         rope=None if unrotated else int(slides and "rope_local_base_freq" in values),
-        routed=routed and (number + 1) % values.get("decoder_sparse_step", 1) == 0,
+        routed=_is_routed(values, number),
     )
+
+
+def _is_routed(values: dict[str, Any], number: int) -> bool:
+    """Whether the MLP of the layer is a mixture of experts."""
+    if not _expert_count(values):
+        return False
+    if values.get("mlp_layer_types"):
+        return bool(values["mlp_layer_types"][number] == "sparse")
+    first, last = values.get("first_k_dense_replace") or values.get("moe_layer_start_index") or 0, number
+    if values.get("moe_layer_end_index", -1) != -1:
+        last = values["moe_layer_end_index"]
+    step = values.get("decoder_sparse_step") or values.get("moe_layer_interval") or 1
+    return first <= number <= last and (number + 1) % step == 0 and number not in (values.get("mlp_only_layers") or [])
 
 
 def _has_sliding_window(values: dict[str, Any], number: int) -> bool:
@@ -196,6 +235,8 @@ def _rope(
 ) -> RopeConfig:
     parameters = {"rope_theta": theta} | rope_values
     partial = parameters.get("partial_rotary_factor") or values["partial_rotary_factor"] or 1.0
+    if values.get("rotary_dim"):
+        partial = values["rotary_dim"] / head_dim
     if partial != 1.0 and "partial_rotary_factor" not in family.keys:
         raise UnsupportedConfig("partial_rotary_factor")
     scaling = rope_type(parameters)

@@ -255,6 +255,10 @@ def _linears(layer: DecoderLayer) -> list[Linear]:
     if isinstance(layer.mlp, Mlp):
         mlps, router = [layer.mlp], []
     else:
-        mlps, router = layer.mlp.experts if isinstance(layer.mlp, MixtureOfExperts) else [], [layer.mlp.router]
+        mlps = list(layer.mlp.experts) if isinstance(layer.mlp, MixtureOfExperts) else []
+        shared, router = layer.mlp.shared, [layer.mlp.router.linear]
+        if shared is not None:
+            mlps.append(shared.mlp)
+            router += [] if shared.gate is None else [shared.gate]
     inside = [linear for mlp in mlps for linear in mlp if linear is not None]
     return [layer.qkv, layer.output, *router, *inside]

@@ -40,6 +40,9 @@ class ModelFamily:
     aliases: dict[str, str] = field(default_factory=dict)
     scale_embedding_by_width: bool = False  # the embedding is multiplied by sqrt(hidden)
     interleaved_rope: bool = False  # see RopeConfig.interleaved
+    router_score: str = "softmax"  # see RouterConfig
+    router_biased: bool = False
+    optional_query_key_norm: str = "each"  # the kind of norm that `use_qk_norm` asks for
     rope_in_windows_only: bool = False  # where some layers have a sliding window, the others have no rotary embedding
 
 
@@ -75,6 +78,30 @@ _COHERE = {
     "tie_word_embeddings": True,
     "logit_scale": 0.0625,
 }
+_QWEN_EXPERTS = {
+    "num_local_experts": None,  # the name under which transformers saves num_experts
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+_DEEPSEEK_EXPERTS = {
+    "n_routed_experts": None,
+    "n_shared_experts": None,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+_MIXTRAL_NAMES = TensorNames(
+    router="block_sparse_moe.gate",
+    router_bias="block_sparse_moe.e_score_correction_bias",
+    expert_gate="block_sparse_moe.experts.{}.w1",
+    expert_up="block_sparse_moe.experts.{}.w3",
+    expert_down="block_sparse_moe.experts.{}.w2",
+)
 _FUSED_GATE = TensorNames(gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
 _NORMS_AFTER = TensorNames(
     attention_before=None,
@@ -250,26 +277,132 @@ FAMILIES: dict[str, ModelFamily] = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
         },
-        names=TensorNames(
-            router="block_sparse_moe.gate",
-            expert_gate="block_sparse_moe.experts.{}.w1",
-            expert_up="block_sparse_moe.experts.{}.w3",
-            expert_down="block_sparse_moe.experts.{}.w2",
-        ),
+        names=_MIXTRAL_NAMES,
+    ),
+    "minimax_m2": ModelFamily(
+        {
+            **_RMS,
+            "head_dim": 128,
+            "rope_theta": 5000000.0,
+            "partial_rotary_factor": None,
+            "rotary_dim": None,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+        {"query_key_norm": "all"},
+        _MIXTRAL_NAMES,
+        router_score="sigmoid",
+        router_biased=True,
+    ),
+    "qwen2_moe": ModelFamily(
+        {
+            **_RMS,
+            **_QWEN_WINDOWS,
+            **_QWEN_EXPERTS,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
+        },
+        {"output_bias": False},
+        TensorNames(shared_expert="mlp.shared_expert"),
+    ),
+    "olmoe": ModelFamily(
+        {
+            **_RMS5,
+            "attention_bias": False,
+            "num_local_experts": None,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        {"query_key_norm": "all"},
+    ),
+    "glm4_moe": ModelFamily(
+        {
+            **_RMS5,
+            **_DEEPSEEK_EXPERTS,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": False,
+        },
+        {"output_bias": False},
+        router_score="sigmoid",
+        router_biased=True,
+        optional_query_key_norm="head",
+    ),
+    "dots1": ModelFamily(
+        {
+            **_RMS,
+            **_DEEPSEEK_EXPERTS,
+            "attention_bias": False,
+            "norm_topk_prob": False,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "layer_types": None,
+        },
+        {"query_key_norm": "head"},
+        router_score="sigmoid",
+        router_biased=True,
+    ),
+    "exaone_moe": ModelFamily(
+        {
+            **_RMS5,
+            **_DEEPSEEK_EXPERTS,
+            "n_routed_experts": None,
+            "n_shared_experts": None,
+            "num_experts": 64,
+            "num_shared_experts": 1,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+        },
+        {"query_key_norm": "head"},
+        TensorNames(router_bias="mlp.e_score_correction_bias"),
+        router_score="sigmoid",
+        router_biased=True,
+        rope_in_windows_only=True,
+    ),
+    "ernie4_5_moe": ModelFamily(
+        {
+            **_RMS5,
+            "use_bias": False,
+            "tie_word_embeddings": True,
+            "rope_theta": 500000.0,
+            "num_experts_per_tok": None,
+            "num_experts": None,
+            "moe_k": 6,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 1536,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "norm_topk_prob": True,
+        },
+        names=TensorNames(router_bias="mlp.moe_statics.e_score_correction_bias", router_bias_is_row=True),
+        interleaved_rope=True,
+        router_biased=True,
     ),
     "qwen3_moe": ModelFamily(
         {
             **_RMS,
+            **_QWEN_EXPERTS,
             "attention_bias": False,
             "use_sliding_window": False,
             "sliding_window": 4096,
             "num_experts": 128,
-            "num_local_experts": None,  # the name under which transformers saves num_experts
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
         },
         {"query_key_norm": "head"},
     ),

@@ -19,7 +19,7 @@ from tgi.worker.distributed.sharding import Shard
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.linear import Linear
-from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp
+from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp, Router, SharedExpert
 from tgi.worker.layers.norm import Norm
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights
 from tgi.worker.models.interface import WeightFootprint
@@ -175,9 +175,9 @@ class DecoderWeightLoader:
         names, experts = self._config.names, self._config.experts
         assert experts is not None
         each = (names.expert_gate, names.expert_up, names.expert_down)
-        router = self._router(prefix + names.router, experts.count)
+        router, shared = self._router(prefix, experts), self._shared_expert(prefix, experts)
         if self._gpu is not None:
-            return self._grouped_experts(prefix, each, experts, router, self._gpu)
+            return self._grouped_experts(prefix, each, experts, router, shared, self._gpu)
 
         def expert(number: int) -> Mlp:
             gate, up, down = (name.format(number) for name in each)
@@ -186,12 +186,17 @@ class DecoderWeightLoader:
         return MixtureOfExperts(
             router=router,
             experts=[expert(number) for number in range(experts.count)],
-            top_k=experts.top_k,
-            normalized=experts.normalized,
+            shared=shared,
         )
 
     def _grouped_experts(
-        self, prefix: str, names: tuple[str, str, str], experts: ExpertsConfig, router: Linear, gpu: GpuKernels
+        self,
+        prefix: str,
+        names: tuple[str, str, str],
+        experts: ExpertsConfig,
+        router: Router,
+        shared: SharedExpert | None,
+        gpu: GpuKernels,
     ) -> GroupedExperts:
         config, inner, local = self._config, experts.intermediate, self._shard.expert_inner
         assert not config.mlp_bias
@@ -214,15 +219,29 @@ class DecoderWeightLoader:
             down=stacked(inner, local, config.hidden, hidden, names[2:]),
             activation=config.activation,
             gated=config.gated,
-            top_k=experts.top_k,
-            normalized=experts.normalized,
+            shared=shared,
             partial_sum=len(local) < inner,
             kernels=gpu,
         )
 
-    def _router(self, name: str, experts: int) -> Linear:
-        """The router is never quantized: it is small, and small errors would change the choice of experts."""
-        weight = self._source.tensor(f"{name}.weight", experts, self._config.hidden)
+    def _router(self, prefix: str, experts: ExpertsConfig) -> Router:
+        names, bias = self._config.names, None
+        if experts.router.biased:
+            shape = (1, experts.count) if names.router_bias_is_row else (experts.count,)
+            stored = self._source.tensor(prefix + names.router_bias, *shape)
+            bias = stored.flatten().to(self._device, torch.float32, copy=True)
+        return Router(self._unquantized(prefix + names.router, experts.count), bias, experts.router, experts.top_k)
+
+    def _shared_expert(self, prefix: str, experts: ExpertsConfig) -> SharedExpert | None:
+        names, width = self._config.names, experts.shared_intermediate
+        if not width:
+            return None
+        mlp = self._mlp(prefix, names.shared_parts, width, self._shard.shared_inner, True)
+        return SharedExpert(mlp, self._unquantized(prefix + names.shared_gate, 1) if experts.shared_gated else None)
+
+    def _unquantized(self, name: str, outputs: int) -> Linear:
+        """A router or a gate is never quantized: it is small, and small errors would change the choice of experts."""
+        weight = self._source.tensor(f"{name}.weight", outputs, self._config.hidden)
         return self._build(self._to_device(weight), None, "none")
 
     def _norm_weight(self, name: str, *shape: int) -> Tensor:

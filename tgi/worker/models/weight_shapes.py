@@ -55,6 +55,9 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
         yield from _query_key_norms(config, shard, prefix)
         for matrix in _layer_matrices(config, shard, number):
             yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
+        experts = config.experts
+        if experts is not None and experts.router.biased and config.layers[number].routed:
+            yield VectorShape(prefix + names.router_bias, experts.count, experts.count, True)
     yield from _norm(config, "model.norm")
 
 
@@ -74,6 +77,10 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
         return
     experts = config.experts
     assert experts is not None
+    if experts.shared_intermediate:
+        yield from _mlp(config, prefix, names.shared_parts, experts.shared_intermediate, shard.shared_inner)
+    if experts.shared_gated:
+        yield MatrixShape(prefix + names.shared_gate, 1, hidden, 1, range(hidden), quantizable=False)
     yield MatrixShape(prefix + names.router, experts.count, hidden, experts.count, range(hidden), quantizable=False)
     for expert in range(experts.count):
         each = (names.expert_gate, names.expert_up, names.expert_down)
