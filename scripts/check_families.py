@@ -55,11 +55,11 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"head_dim": None},
 )
 FURTHER: dict[str, dict[str, Any]] = {  # entries of single types
+    "dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     "nemotron": {"num_key_value_heads": 2},
-    "dots1": {"n_routed_experts": 6, "n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "phimoe": {"sliding_window": 24},
     "xmod": {"default_language": "en_XX"},
