@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
+from scripts.make_model import fill
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tests.worker.cpu_kernels.available import our_kernels
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
+from tgi.worker.checkpoint import SINGLE_FILE
 from tgi.worker.models.decoder import DecoderModel
-from tgi.worker.models.families import FAMILIES
+from tgi.worker.models.families import FAMILIES, WITH_TEXT_PART
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 
@@ -50,9 +53,9 @@ def prompts() -> list[list[int]]:
 def expected(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
     """For each prompt: its ids with the greedy continuation of transformers, and the logprobs of every position."""
     transformers.utils.logging.disable_progress_bar()
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
+    multimodal = "text_config" in json.loads((directory / "config.json").read_text())
+    classes = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
+    reference = classes.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     found = []
     with torch.inference_mode():
         for ids in prompts():
@@ -160,3 +163,30 @@ def test_results_do_not_depend_on_the_thread_count(kind: str) -> None:
     torch.set_num_threads(2)
     model = load(directory)
     assert torch.equal(prefill(model, memory(model), ids, pages(3)), one)
+
+
+TEXT_PARTS = {
+    "gemma3": "gemma3_text",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "llava_next": "mistral",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    "smolvlm": "llama",
+}
+assert tuple(TEXT_PARTS) == WITH_TEXT_PART
+
+
+@pytest.mark.parametrize(("kind", "text"), TEXT_PARTS.items())
+def test_text_part_of_a_multimodal_model(kind: str, text: str, tmp_path: Path) -> None:
+    """Whose text part has another place in the configuration and other names of tensors."""
+    made = transformers.AutoConfig.from_pretrained(make(text))
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CONFIG_MAPPING[kind](text_config=made.to_dict(), vision_config=vision)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    fill(model, seed=5)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / SINGLE_FILE, framework="pt") as file:
+        assert not any(name.startswith("model.layers") for name in file.keys())  # noqa: SIM118  # not a dict
+    check_against_transformers(tmp_path)

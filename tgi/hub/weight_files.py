@@ -77,9 +77,24 @@ def files_of_index(path: Path) -> list[str]:
         raise UserError(f"{path} is damaged: {error}. Download the model again.") from error
 
 
+# Prefixes of the text part of multimodal models, and what stands there in a model of text alone.
+TEXT_PREFIXES = (("model.language_model.", "model."), ("model.text_model.", "model."), ("language_model.", ""))
+
+
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model directory by name, from the headers of its weight files. Raises UserError."""
-    return {name: tensor for path in weight_files(directory) for name, tensor in _check(path).items()}
+    """The tensors of a model directory by `text_name`, from the headers of its weight files. Raises UserError."""
+    return {text_name(name): tensor for path in weight_files(directory) for name, tensor in _check(path).items()}
+
+
+def text_name(name: str) -> str:
+    """The name that a tensor of a multimodal model's text part has in a model of text alone; other names as they are.
+
+    model.language_model.layers.0… and language_model.model.layers.0… are model.layers.0…
+    """
+    for prefix, plain in TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
 
 
 def _check(path: Path) -> dict[str, StoredTensor]:

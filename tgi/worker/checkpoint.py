@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tgi.hub.weight_files import text_name
 from tgi.microkernel.errors import UserError
 from tgi.worker.deferred_imports import load_deferred
 
@@ -19,7 +20,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """The tensors of a directory by name, from model.safetensors or the files of its index.
+    """The tensors of a directory by name, from model.safetensors or the files of its index. Those of the text part of a
+    multimodal model have the names that they have in a model of text alone.
 
     Raises UserError, naming file and tensor, if one is missing, damaged or not as expected. Tensors are views of the
     mapped file: they must not be written to, and stay valid after `close`.
@@ -29,14 +31,15 @@ class Checkpoint:
         self.directory = directory
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
-        self._file_by_name: dict[str, Path] = {}
         if (directory / INDEX_FILE).is_file():
-            self._file_by_name = self._read_index(directory / INDEX_FILE)
+            stored = self._read_index(directory / INDEX_FILE)
         elif (directory / SINGLE_FILE).is_file():
             path = directory / SINGLE_FILE
-            self._file_by_name = dict.fromkeys(self._open(path).keys(), path)
+            stored = dict.fromkeys(self._open(path).keys(), path)
         else:
             raise UserError(_nothing_here(directory))
+        self._file_by_name = {text_name(name): path for name, path in stored.items()}
+        self._stored_names = {text_name(name): name for name in stored}
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -81,7 +84,7 @@ class Checkpoint:
             )
         path = self._file_by_name[name]
         try:
-            tensor: Tensor = self._open(path).get_tensor(name)
+            tensor: Tensor = self._open(path).get_tensor(self._stored_names[name])
         except SafetensorError as error:
             raise UserError(f"Tensor {name!r} cannot be read from {path}: {error}. {_AGAIN}") from error
         return tensor

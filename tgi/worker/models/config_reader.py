@@ -19,7 +19,7 @@ from tgi.worker.decoder_config import (
     UnsupportedConfig,
     rope_type,
 )
-from tgi.worker.models.families import COMMON_KEYS, FAMILIES, ModelFamily
+from tgi.worker.models.families import COMMON_KEYS, FAMILIES, WITH_TEXT_PART, ModelFamily
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ EPILOGUES = {
     "gelu_new": "gelu_tanh",
     "relu2": "relu2",
 }
+IS_PART = "is_text_part"
 SLIDING = "sliding_attention"
 NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")  # its names in the families
 # Names of the same numbers in the families.
@@ -42,7 +43,8 @@ SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_expe
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The directory's config.json. Raises UserError if it is missing, invalid or names no model_type."""
+    """The directory's config.json, of a multimodal model that of its text part (with IS_PART), if the built-in decoder
+    has its family. Raises UserError if it is missing, invalid or names no model_type."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -52,7 +54,16 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error}. Fetch the model again.") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f"{path} names no model_type. A model directory as transformers writes it is expected.")
-    return config
+    return _text_part(config)
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a multimodal model's text part, if the built-in decoder has its family."""
+    text = config.get("text_config")
+    known = config["model_type"] in WITH_TEXT_PART
+    if not known or not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+        return config
+    return {key: value for key, value in config.items() if key != "text_config"} | text | {IS_PART: True}
 
 
 def stored_dtype(config: Mapping[str, Any]) -> Any:

@@ -23,6 +23,10 @@ COMMON_KEYS: dict[str, Any] = {
     "original_max_position_embeddings": None,
 }
 
+# Multimodal models whose text part computes what a model of text alone does; their requests have no images.
+WITH_TEXT_PART = (
+    "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm",
+)  # fmt: skip
 
 LLAMA = TensorNames()
 

@@ -15,7 +15,7 @@ from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import shard_decoder
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.models.config_reader import read_config, read_decoder_config
+from tgi.worker.models.config_reader import IS_PART, read_config, read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.dtype import resolve_dtype, warn_of_emulation
 from tgi.worker.models.families import FAMILIES
@@ -63,6 +63,9 @@ def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) ->
         except UnsupportedConfig as reason:
             log.debug("%s in %s/config.json: this model runs through transformers", reason, directory)
         except KeyError as error:
+            if IS_PART in config:  # which leaves out what is the default of its class
+                log.debug("%s/config.json has no %s: this model runs through transformers", directory, error)
+                return ModelSpec(None, number)
             raise UserError(f"{directory}/config.json has no {error}, which {config['model_type']} needs.") from error
     if scheme != QuantizationScheme() or config.get("quantization_config") is not None:
         raise UserError(
