@@ -30,6 +30,20 @@ DEEPSEEK_EXPERTS = {
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 64.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
+    ),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
     "phi3": ("Phi3Config", {"partial_rotary_factor": 0.75, "sliding_window": 40}),
@@ -118,7 +132,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 # Where it need not be hidden / heads.
 HEAD_DIM = (
     *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe"),
-    *("seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense"),
+    *("seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "ministral3"),
 )
 KINDS = (*CONFIGS, "gpt2")
 

@@ -11,6 +11,9 @@ Each of the four norms may be absent.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+# Not a rotation but a factor of queries (Llama 4, Ministral 3), 1 + beta ln(1 + floor(position / original)). beta is
+# llama_4_scaling_beta, original is original_max_position_embeddings.
+QUERY_SCALE = "query_scale"
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -41,6 +44,7 @@ class LayerConfig(NamedTuple):
 
     window: int | None = None  # sliding window in tokens, including the query's own; None = full attention
     rope: int | None = 0  # index into DecoderConfig.ropes; None = no rotary embedding
+    query_scale: int | None = None  # index of a rope of QUERY_SCALE, which applies to the queries alone, at last
     routed: bool = False  # the MLP is a mixture of experts
 
 

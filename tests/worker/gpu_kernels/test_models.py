@@ -24,7 +24,18 @@ CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 # Norms of heads, gelu and norms behind parts; layer norms, neighbouring pairs and one input for both parts; a bias, no
 # gate; part of a head turned, joined matrices; experts; layers of transformers.
-KINDS = ("gemma3_text", "cohere", "starcoder2", "phi3", "qwen3_moe", "gpt2")
+KINDS = (
+    "gemma3_text",
+    "cohere",
+    "starcoder2",
+    "phi3",
+    "qwen3_moe",
+    "gpt2",
+    "ministral3",
+    "hunyuan_v1_dense",
+    "dots1",
+    "qwen2_moe",
+)
 
 
 def load(directory: Path, gpu: GpuKernels | None, device: str = "cpu", dtype: str = "float32") -> Model:

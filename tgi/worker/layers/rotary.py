@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.program import Program
-from tgi.worker.decoder_config import RopeConfig, rope_type
+from tgi.worker.decoder_config import QUERY_SCALE, RopeConfig, rope_type
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 
 # The table of cos and sin grows by this many positions at a time.
@@ -96,6 +96,10 @@ class RotaryEmbedding:
     def __init__(self, rope: RopeConfig, device: torch.device, kernels: CpuKernels | GpuKernels | None = None) -> None:
         self.interleaved = rope.interleaved
         self._kernels = kernels
+        self._query_scale: tuple[float, int] | None = None
+        if rope_type(rope.parameters) == QUERY_SCALE:  # cos is the factor, and sin 0
+            original = rope.parameters["original_max_position_embeddings"]
+            self._query_scale = float(rope.parameters["llama_4_scaling_beta"]), int(original)
         self._inverse_frequencies = inverse_frequencies(rope.dim, rope.parameters)
         self._attention_factor = attention_factor(rope.parameters)
         self._device = device
@@ -116,8 +120,14 @@ class RotaryEmbedding:
 
     def _extend_table(self, size: int) -> None:
         positions = torch.arange(self._table.shape[0], size, dtype=torch.float32)
-        angles = (positions[:, None] * self._inverse_frequencies).to(torch.float64).numpy()
-        waves = numpy.stack([numpy.cos(angles), numpy.sin(angles)], axis=1) * self._attention_factor
+        if self._query_scale is None:
+            angles = (positions[:, None] * self._inverse_frequencies).to(torch.float64).numpy()
+            waves = numpy.stack([numpy.cos(angles), numpy.sin(angles)], axis=1) * self._attention_factor
+        else:
+            beta, original = self._query_scale
+            factors = 1 + beta * numpy.log1p(numpy.floor(positions.to(torch.float64).numpy() / original))
+            factors = factors[:, None].repeat(self._table.shape[2] // 2, 1)
+            waves = numpy.stack([factors, numpy.zeros_like(factors)], axis=1)
         rows = torch.from_numpy(waves).to(torch.float32)
         rows = rows.repeat_interleave(2, dim=2) if self.interleaved else rows.repeat(1, 1, 2)
         self._table = torch.cat([self._table, rows.to(self._device)])
@@ -133,7 +143,7 @@ class RotaryEmbedding:
             assert isinstance(self._kernels, CpuKernels)
             self._kernels.apply_rope(qkv, heads, *angles, self.interleaved)
             return
-        cos, sin = angles
+        cos, sin = (one[:, :heads] for one in angles)
         dim = cos.shape[-1]
         x = qkv[:, :heads, :dim]
         wide = x.to(torch.float32)
@@ -146,6 +156,12 @@ class RotaryEmbedding:
         rotated[..., first].sub_(crossed[..., second])
         rotated[..., second].add_(crossed[..., first])
         x.copy_(rotated)
+
+    def scale(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        """Multiplies each row of x [T, heads, head_dim] by its factor, in place. Only for QUERY_SCALE, on our GPU
+        kernels."""
+        table, positions = angles
+        x.mul_(table[:, 0, 0].index_select(0, positions)[:, None, None].to(x.dtype))
 
     def append_to(self, program: Program, qkv: int, rope: int, heads: int, head_dim: int) -> None:
         """Appends `rotate` of the rows in buffer `qkv` to a program. `rope` is this object's index in the model."""

@@ -10,6 +10,7 @@ from typing import Any
 from tgi.hub.model_config import scaled_context
 from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import (
+    QUERY_SCALE,
     ROPE_TYPES,
     DecoderConfig,
     ExpertsConfig,
@@ -88,6 +89,10 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     head_dim = values["head_dim"] or config["hidden_size"] // heads
     ropes = _ropes(family, values, head_dim)
     context = _context_length(config, values, ropes)
+    scaling = ropes[0].parameters
+    if scaling.get("llama_4_scaling_beta"):
+        ropes += (RopeConfig(head_dim, scaling | {"rope_type": QUERY_SCALE}),)
+    scale = len(ropes) - 1 if scaling.get("llama_4_scaling_beta") else None
     bias = any(values.get(key) for key in ATTENTION_BIAS)
     parallel = bool(values.get("use_parallel_residual"))
     fields: dict[str, Any] = {
@@ -98,7 +103,9 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "kv_heads": values["num_key_value_heads"] or heads,
         "head_dim": head_dim,
         "context_length": context,
-        "layers": tuple(_layer(family, values, number, context) for number in range(config["num_hidden_layers"])),
+        "layers": tuple(
+            _layer(family, values, number, context, scale) for number in range(config["num_hidden_layers"])
+        ),
         "ropes": ropes,
         "tied": bool(values["tie_word_embeddings"]),
         "names": replace(family.names, mlp_before=None) if parallel else family.names,
@@ -172,7 +179,7 @@ def _first(values: dict[str, Any], keys: tuple[str, ...], default: int) -> int:
     return next((int(values[key]) for key in keys if values.get(key)), default)
 
 
-def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: int) -> LayerConfig:
+def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: int, scale: int | None) -> LayerConfig:
     """The LayerConfig of layer `number`, counted from 0. A window of the whole context counts as full attention."""
     slides = _has_sliding_window(values, number)
     window = values.get("sliding_window") if slides else None
@@ -180,6 +187,7 @@ def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: in
     unrotated = unwindowed or _has_no_rope(values, number)
     return LayerConfig(
         window=window if window and window < context else None,
+        query_scale=scale if scale is not None and not unrotated else None,
         rope=None if unrotated else int(slides and "rope_local_base_freq" in values),
         routed=_is_routed(values, number),
     )

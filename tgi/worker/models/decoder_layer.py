@@ -163,7 +163,8 @@ class TensorOperations(NamedTuple):
         return mixed if tokens == rows else F.pad(mixed, (0, 0, 0, rows - tokens))
 
     def _transform_then_attend(self, qkv: Tensor, norms: tuple[Norm, ...], attention: AttentionBackend) -> Tensor:
-        step, rope = self.step, self.step.config.layers[self.number].rope
+        step, layer = self.step, self.step.config.layers[self.number]
+        rope, scale = layer.rope, layer.query_scale
         heads, last = self._by_head(qkv), step.config.query_key_norm_last
         if not last:
             _norm_heads(norms, qkv)
@@ -171,10 +172,13 @@ class TensorOperations(NamedTuple):
             step.rotaries[rope].rotate(heads, step.kv.heads + step.kv.kv_heads, step.angles[rope])
         if last:
             _norm_heads(norms, qkv)
+        if scale is not None:
+            step.rotaries[scale].rotate(heads, step.kv.heads, step.angles[scale])
         return attention.write_and_attend(step.plan, self.number, heads[: step.tokens], step.config.attention_scale)
 
     def _transform_and_attend(self, qkv: Tensor, norms: tuple[Norm, ...], attention: TransformingBackend) -> Tensor:
-        step, rope = self.step, self.step.config.layers[self.number].rope
+        step, layer = self.step, self.step.config.layers[self.number]
+        rope, scale = layer.rope, layer.query_scale
         last = step.config.query_key_norm_last
         head_norm = norms[0].of_heads(last) if len(norms) == 1 else None
         if head_norm is None:
@@ -182,8 +186,12 @@ class TensorOperations(NamedTuple):
             _norm_heads(norms, qkv)
         rotation = None if rope is None else Rotation(*step.angles[rope], step.rotaries[rope].interleaved)
         transform = HeadTransform(rotation, head_norm)
-        scale = step.config.attention_scale
-        return attention.transform_and_attend(step.plan, self.number, self._by_head(qkv), scale, transform)
+        heads = self._by_head(qkv)
+        if scale is not None:  # before the rotation, which comes to the same
+            assert head_norm is None
+            step.rotaries[scale].scale(heads[:, : step.kv.heads], step.angles[scale])
+        factor = step.config.attention_scale
+        return attention.transform_and_attend(step.plan, self.number, heads, factor, transform)
 
     def _by_head(self, qkv: Tensor) -> Tensor:
         kv = self.step.kv
@@ -294,13 +302,16 @@ class ProgramOperations(NamedTuple):
 
     def attend(self, qkv: ProgramBuffer, norms: tuple[Norm, ...]) -> ProgramBuffer:
         """Attention over the rows of qkv."""
-        kv, rope, last = self.kv, self.config.layers[self.number].rope, self.config.query_key_norm_last
+        kv, layer, last = self.kv, self.config.layers[self.number], self.config.query_key_norm_last
+        rope, query_scale = layer.rope, layer.query_scale
         if not last:
             self._norm_heads(norms, qkv)
         if rope is not None:
             self.rotaries[rope].append_to(self.program, qkv, rope, kv.heads + kv.kv_heads, kv.head_dim)
         if last:
             self._norm_heads(norms, qkv)
+        if query_scale is not None:
+            self.rotaries[query_scale].append_to(self.program, qkv, query_scale, kv.heads, kv.head_dim)
         scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(self.number)
         self.program.attention(qkv, ProgramBuffer.MIXED, self.number, heads, kv.head_dim, scale, window, kv.softcap)
         return ProgramBuffer.MIXED

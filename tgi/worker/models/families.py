@@ -122,6 +122,7 @@ _FOUR_NORMS = TensorNames(
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily(_RMS | _BIASES),
     "mistral": ModelFamily({**_RMS, "sliding_window": 4096}),
+    "ministral3": ModelFamily({**_RMS5, "head_dim": 128, "rope_theta": 1000000.0, "sliding_window": None}),
     "qwen2": ModelFamily(_RMS | _QWEN_WINDOWS, {"qkv_bias": True}),
     "qwen3": ModelFamily(
         {**_RMS, **_QWEN_WINDOWS, "attention_bias": False, "head_dim": 128}, {"query_key_norm": "head"}
