@@ -56,6 +56,7 @@ def sim() -> Simulation:
             1,
             "`inputs` tokens + `max_new_tokens` must be <= 64. Given: 64 `inputs` tokens and 1 `max_new_tokens`",
         ),
+        *[([1, token, 1], 4, "token ids must be below 128, and not negative") for token in (128, -1, -(2**31))],
     ],
 )
 def test_requests_beyond_the_limits_are_rejected_at_once(

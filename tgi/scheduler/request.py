@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from tgi.microkernel.api_keys import MAX_WEIGHT, MIN_WEIGHT
-from tgi.microkernel.codec import INT32, unpack_int32
+from tgi.microkernel.codec import INT32, UINT32, unpack_int32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import (
     MAX_PROMPT_TOP_TOKENS,
@@ -19,7 +19,7 @@ from tgi.microkernel.protocol import (
 )
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
-from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens, all_below
+from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
 MAX_RID = 2**32 - 1  # the columns of rids are uint32
@@ -238,7 +238,7 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
         )
     if tokens > limits.max_input_tokens and not (request.prompt_only and tokens == limits.max_input_tokens + 1):
         return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {tokens}"
-    if not all_below(request.token_ids, limits.vocab_size):
+    if max(array(UINT32, request.token_ids.tobytes())) >= limits.vocab_size:  # a negative id is large as uint32
         return f"token ids must be below {limits.vocab_size}, and not negative"
     return ""
 
