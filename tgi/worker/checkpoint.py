@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tgi.microkernel.errors import UserError
-from tgi.worker.deferred_imports import load_deferred
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -118,7 +117,6 @@ class RandomCheckpoint(Checkpoint):
     its name and shape alone, so a worker that replaces another has the same weights."""
 
     def __init__(self, device: torch.device, directory: Path = Path()) -> None:
-        load_deferred()  # generators of random numbers need it
         self.directory = directory
         self._device = device
 
