@@ -23,7 +23,7 @@ SOURCES = {
 def test_internals_are_the_known_ones(cls: type) -> None:
     digest = hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()[:16]
     assert digest == SOURCES[cls], (
-        f"uvicorn {uvicorn.__version__} has another {cls.__name__} than tgi/api/http_server.py was written for. Compare "
+        f"uvicorn {uvicorn.__version__} has another {cls.__name__} than tgi/api/http_server.py was made for. Compare "
         f"its source with that of the version before, adapt HttpConnection, HttpServer and ConnectionTable where they "
         f"override or use what has changed, then write {digest!r} here."
     )
