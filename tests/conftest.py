@@ -61,7 +61,6 @@ MARKERS = {
         "worker/test_attention",
         "worker/test_amx_permission",
         "worker/test_batch_independence",
-        "worker/test_deferred_imports",
         "worker/test_draft_runner",
         "worker/test_dtype",
         "worker/test_fallback",

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from tests.property.test_codec import messages, values
 from tests.scheduler.simulation import Simulation, expected_ids
 from tests.tokenizer.harness import API, OTHER, READY, PoolHarness, ids_of
-from tgi.microkernel.codec import UINT32, pack_column, pack_int32
+from tgi.microkernel.codec import INT32, UINT32, pack_column
 from tgi.microkernel.flight_recorder import RingRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import (
@@ -48,9 +48,11 @@ WORKER = FakeWorkerConfig(pages=20, page_size=4, slots=4, vocab_size=VOCABULARY,
 
 EDGES = [-(2**63), -(2**31) - 1, -(2**31), -2, -1, 0, 1, 2, 3, 255, 256, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**64 - 1]
 numbers = st.sampled_from(EDGES) | st.integers(0, 12)
-ids = st.lists(st.sampled_from([-(2**31), -1, 0, 1, 2, 127, 128, 2**31 - 1]), max_size=30).map(pack_int32)
+ids = st.lists(st.sampled_from([-(2**31), -1, 0, 1, 2, 127, 128, 2**31 - 1]), max_size=30).map(
+    lambda ids: pack_column(INT32, ids)
+)
 columns = ids | st.binary(max_size=9)
-VALID = Add(1, pack_int32([1, 2, 3]), 4, encode(SamplingParams(1)))
+VALID = Add(1, pack_column(INT32, [1, 2, 3]), 4, encode(SamplingParams(1)))
 hostile_fields: dict[str, st.SearchStrategy[Any]] = {
     name: values(typing.get_type_hints(Add)[name])
     | (numbers if typing.get_type_hints(Add)[name] is int else st.nothing())

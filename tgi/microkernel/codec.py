@@ -3,12 +3,11 @@
 Decoding checks all types, so the rest of the program may trust a message's fields.
 """
 
-import struct
 import sys
 import types
 import typing
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgpack
@@ -64,64 +63,23 @@ class Codec:
 
 
 def _constructor(cls: type) -> Check:
-    """The checked constructor of one NamedTuple class, from the list of its fields.
-
-    A function is generated for the usual case, a list with exactly the declared fields and types. It checks the types
-    of all fields in one comparison and those of nested values in a loop without calls. For any other list it calls
-    `_walking_constructor`, which also reports errors.
-    """
-    hints = typing.get_type_hints(cls)
-    names: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
-    walk = _walking_constructor(cls)
-    # tuple.__new__ skips the namedtuple's own __new__, a Python function.
-    namespace: dict[str, Any] = {"new": tuple.__new__, "cls": cls, "walk": walk}
-    namespace["types"] = [hints[name] if hints[name] in SCALARS else list for name in names]
-    conditions, conversions = ["type(value) is list", "[*map(type, value)] == types"], []
-    for index, name in enumerate(names):
-        if hints[name] in SCALARS:
-            continue
-        (item,) = typing.get_args(hints[name]) if typing.get_origin(hints[name]) is list else (None,)
-        if item in SCALARS:
-            namespace[f"only{index}"] = frozenset([item]).issuperset
-            conditions.append(f"only{index}(map(type, value[{index}]))")
-            continue
-        namespace[f"path{index}"] = f"{cls.__name__}.{name}"
-        if scalars := item is not None and _scalar_fields(item):
-            namespace[f"item{index}"], namespace[f"walk{index}"] = item, _walking_constructor(item)
-            fits = " and ".join(f"type(entry[{k}]) is {kind.__name__}" for k, kind in enumerate(scalars))
-            conversions.append(
-                f"value[{index}] = [new(item{index}, entry) if type(entry) is list and len(entry) == {len(scalars)} "
-                f"and {fits} else walk{index}(entry, path{index}) for entry in value[{index}]]"
-            )
-        else:
-            namespace[f"check{index}"] = _check(hints[name])
-            conversions.append(f"value[{index}] = check{index}(value[{index}], path{index})")
-    # All conditions hold before the first conversion changes `value`: walk() sees it as it was received.
-    lines = ["def construct(value, path):", f"    if {' and '.join(conditions)}:"]
-    lines += [f"        {conversion}" for conversion in conversions]
-    lines += ["        return new(cls, value)", "    return walk(value, path)"]
-    exec(compile("\n".join(lines), f"<constructor of {cls.__name__}>", "exec"), namespace)
-    construct: Check = namespace["construct"]
-    return construct
-
-
-def _scalar_fields(cls: Any) -> list[type]:
-    """The types of a NamedTuple's fields if all of them are scalars, else []."""
-    hints = [typing.get_type_hints(cls)[name] for name in getattr(cls, "_fields", ())]
-    return hints if all(hint in SCALARS for hint in hints) else []
-
-
-def _walking_constructor(cls: type) -> Check:
-    """The same by a check per field: for lists of other lengths, integers in float fields, None, and for errors."""
+    """The checked constructor of one NamedTuple class, from the list of its fields."""
     hints = typing.get_type_hints(cls)
     names: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
     required = len(names) - len(cls._field_defaults)  # type: ignore[attr-defined]
     checks = [_check(hints[name]) for name in names]
     paths = [f"{cls.__name__}.{name}" for name in names]
+    # Usually all fields are there with exactly these types. One comparison shows it; then lists and records are left.
+    types = [hints[name] if hints[name] in SCALARS else list for name in names]
+    nested = [(index, checks[index], paths[index]) for index, kind in enumerate(types) if kind is list]
 
     def construct(value: Any, path: str) -> Any:
         if type(value) is not list:
             raise ProtocolError(f"{path or cls.__name__}: expected an array, got {type(value).__name__}")
+        if [*map(type, value)] == types:
+            for index, check, where in nested:
+                value[index] = check(value[index], where)
+            return tuple.__new__(cls, value)  # skips the namedtuple's own __new__, a Python function
         if len(value) < required:
             raise ProtocolError(f"{cls.__name__}: expected at least {required} fields, got {len(value)}")
         return cls(*[check(item, where) for check, item, where in zip(checks, value, paths, strict=False)])
@@ -198,11 +156,6 @@ def pack_column(code: str, values: Iterable[int] | Iterable[float]) -> bytes:
     Raises OverflowError for a value out of range.
     """
     return array(code, values).tobytes()
-
-
-def pack_int32(values: Sequence[int]) -> bytes:
-    """pack_column(INT32, values) in half the time for many values; for a few, pack_column is faster."""
-    return struct.pack(f"{len(values)}{INT32}", *values)
 
 
 def column_slice(column: bytes, begin: int, end: int) -> bytes:

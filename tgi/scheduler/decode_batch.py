@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from tgi.microkernel.codec import INT32, UINT32
 from tgi.microkernel.work_register import WorkRegister
-from tgi.scheduler.columns import increment_each
 from tgi.scheduler.request import NO_SLOT, NO_STEP, ClientShare, Request, TokenizerClient
 
 
@@ -226,7 +225,7 @@ class DecodeLane:
             stop_ids=self.stop_ids.copy(),
             stop_id_union=self.stop_id_union,
         )
-        self.starts = increment_each(self.starts)
+        self.starts = array(INT32, [start + 1 for start in self.starts])
         self.starts_sum += count
         self._due.pop(self._steps, None)
         self._steps += 1

@@ -4,7 +4,6 @@ distribution of what a result brings to the requests and their tokenizers."""
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import compress, repeat
-from operator import contains
 from typing import NamedTuple
 
 from tgi.microkernel.codec import ITEM_BYTES, column_slice, unpack_float32, unpack_int32
@@ -12,7 +11,6 @@ from tgi.microkernel.protocol import PIPELINE_DEPTH, FinishReason, PromptLogprob
 from tgi.scheduler.columns import (
     DrawnTokens,
     TopTokens,
-    append_each,
     compress_columns,
     split_top_tokens,
     top_tokens_fit,
@@ -260,14 +258,15 @@ def _distribute_lane(
         tokens = [*compress(tokens, valid)]
         token_ids, stop_ids = [*compress(token_ids, valid)], [*compress(stop_ids, valid)]
         columns = compress_columns(columns, valid)
-    append_each(token_ids, tokens)
+    for ids, token in zip(token_ids, tokens, strict=True):
+        ids.append(token)
     rows.client.token_columns = columns
     if rows.stop_id_union.isdisjoint(tokens):
         return ()
     requests: Iterable[Request] = step.drawing[begin:end]
     if some_left:
         requests = compress(requests, valid)
-    return compress(requests, map(contains, stop_ids, tokens))
+    return [one for one, ids, token in zip(requests, stop_ids, tokens, strict=True) if token in ids]
 
 
 def distribute_token_runs(

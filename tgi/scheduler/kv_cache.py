@@ -9,6 +9,7 @@ up to the end of its page, compared exactly and not by hash, and a prefix is fou
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import compress
 from operator import eq
@@ -169,18 +170,14 @@ class PagePool:
     When a page is evicted, the pages after it in its prefix cannot be found any more; they stay idle until they are
     evicted, too. That is rare, since the end of a prefix becomes idle before its beginning.
 
-    All operations take O(1) per page. Idle pages are a ring of doubly linked indices: an OrderedDict is slower where
-    many pages come and go, and is copied now and then.
+    All operations take O(1) per page.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self._page_bytes = page_size * ID_BYTES
         self._references = [1] * pages  # a free page has the reference of its next holder
         self.free = list(range(pages - 1, -1, -1))
-        # For each idle page the one that became idle before and after it. Index `pages` is the head of the ring.
-        self._before = [pages] * (pages + 1)
-        self._after = [pages] * (pages + 1)
-        self._idle = 0
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._by_key: dict[bytes, int] = {}
         self._key_of = [b""] * pages
         self._name_of = [NO_NAME] * pages
@@ -189,7 +186,7 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that can be allocated now."""
-        return len(self.free) + self._idle
+        return len(self.free) + len(self._idle)
 
     @property
     def used(self) -> int:
@@ -205,38 +202,24 @@ class PagePool:
             pages = free[left:]
             del free[left:]
             return pages
-        if -left > self._idle:
+        if -left > len(self._idle):
             raise IndexError(f"{count} pages wanted, {self.available} available")
         self.free = []
         return free + self._evict(-left)
 
     def evict_ahead(self, count: int) -> None:
         """Evicts idle pages until this many pages are free or none is idle."""
-        if (missing := min(count - len(self.free), self._idle)) > 0:
+        if (missing := min(count - len(self.free), len(self._idle))) > 0:
             self.free += reversed(self._evict(missing))
 
     def _evict(self, count: int) -> list[int]:
         """Removes the least recently used idle pages from the prefix cache."""
-        after, by_key, key_of, name_of, references = (
-            self._after,
-            self._by_key,
-            self._key_of,
-            self._name_of,
-            self._references,
-        )
-        head = len(name_of)
-        evicted = []
-        page = after[head]
-        for _ in range(count):
-            evicted.append(page)
-            del by_key[key_of[page]]
-            key_of[page] = b""
-            name_of[page] = NO_NAME
-            references[page] = 1
-            page = after[page]
-        after[head] = page
-        self._before[page] = head
-        self._idle -= count
+        evicted = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        for page in evicted:
+            del self._by_key[self._key_of[page]]
+            self._key_of[page] = b""
+            self._name_of[page] = NO_NAME
+            self._references[page] = 1
         return evicted
 
     def find_prefix(self, salt: bytes, column: bytes, max_pages: int) -> tuple[list[int], bytes]:
@@ -257,26 +240,12 @@ class PagePool:
         return found, prefix
 
     def _retain(self, pages: list[int]) -> None:
-        """Adds a reference to each page. Pages that became idle together are adjacent in the ring, and such a run is
-        unlinked at once."""
-        references, before, after, idle = self._references, self._before, self._after, self._idle
-        head = len(self._name_of)
-        # Invariant: all pages between `older` and `newer` are unlinked, and the ring does not show it yet.
-        older, newer = head, after[head]
+        """Adds a reference to each page."""
+        references, idle = self._references, self._idle
         for page in pages:
-            if page == older:
-                references[page] = 1
-                idle -= 1
-                older = before[page]
-            elif count := references[page]:
-                references[page] = count + 1
-            else:
-                references[page] = 1
-                idle -= 1
-                after[older], before[newer] = newer, older
-                older, newer = before[page], after[page]
-        after[older], before[newer] = newer, older
-        self._idle = idle
+            references[page] += 1
+            if references[page] == 1:
+                del idle[page]
 
     def publish(self, prefix: bytes, pages: list[int], column: bytes) -> bytes:
         """Adds held pages without names, full of the ids in `column` that follow `prefix`, to the prefix cache. Where
@@ -318,42 +287,20 @@ class PagePool:
     def release(self, pages: list[int]) -> None:
         """Removes a reference from each page. The end of a prefix becomes idle before its beginning, since it cannot be
         found without that."""
-        references, name_of, before, after, free = (
-            self._references,
-            self._name_of,
-            self._before,
-            self._after,
-            self.free,
-        )
-        head = len(name_of)
-        newest = before[head]
-        idle = self._idle
+        references, name_of, idle, free = self._references, self._name_of, self._idle, self.free
         for page in reversed(pages):
             if (left := references[page] - 1) > 0:
                 references[page] = left
             elif name_of[page]:
                 references[page] = 0
-                after[newest] = page
-                before[page] = newest
-                newest = page
-                idle += 1
+                idle[page] = None
             else:
                 free.append(page)
-        after[newest] = head
-        before[head] = newest
-        self._idle = idle
-
-    def _idle_pages(self) -> list[int]:
-        """The idle pages, the least recently used first."""
-        pages = [self._after[-1]]
-        while pages[-1] != len(self._name_of):
-            pages.append(self._after[pages[-1]])
-        return pages[:-1]
 
     def check(self, tables: Iterable[list[int]] = ()) -> None:
         """Raises AssertionError unless the page tables `tables` hold all references, and every page is in one state."""
         references = [0] * len(self._references)
-        free, idle = set(self.free), set(self._idle_pages())
+        free, idle = set(self.free), set(self._idle)
         for table in tables:
             assert len(set(table)) == len(table), f"a page is twice in the table {table}"
             for page in table:
@@ -362,7 +309,6 @@ class PagePool:
         assert references == counted, "the reference counts do not match the page tables"
         assert all(self._references[page] == 1 for page in free), "a free page has not one reference"
         assert len(free) == len(self.free), "a page is free twice"
-        assert len(idle) == self._idle, "idle pages are miscounted"
         assert not free & idle, "a page is free and idle"
         assert free | idle == {page for page, count in enumerate(references) if count == 0}, "a page is lost"
         keys = {page: key for page, key in enumerate(self._key_of) if key}

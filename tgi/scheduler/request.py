@@ -6,8 +6,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from tgi.microkernel.api_keys import MAX_WEIGHT, MIN_WEIGHT
-from tgi.microkernel.codec import INT32, unpack_int32
-from tgi.microkernel.errors import ProtocolError
+from tgi.microkernel.codec import INT32, UINT32, unpack_int32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import (
     MAX_PROMPT_TOP_TOKENS,
@@ -17,11 +16,10 @@ from tgi.microkernel.protocol import (
     End,
     FinishReason,
     decode,
-    encode,
 )
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
-from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens, all_below
+from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
 MAX_RID = 2**32 - 1  # the columns of rids are uint32
@@ -131,7 +129,8 @@ class Request:
         ) = add  # fmt: skip
         if not 0 <= self.rid <= MAX_RID:
             raise ValueError(f"rid is {self.rid}")
-        check_sampling(self.sampling)
+        if not isinstance(decode(self.sampling), SamplingParams):
+            raise ValueError("sampling is another message")
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT or deadline_ms < 0 or waited_ms < 0:
             raise ValueError(f"weight is {self.weight}, deadline_ms {deadline_ms} and waited_ms {waited_ms}")
         if not 0 <= self.request_key <= MAX_REQUEST_KEY or self.request_index < 0:
@@ -212,39 +211,6 @@ class Request:
         )
 
 
-# An encoded SamplingParams begins with these bytes: the number of its fields, and its tag. Then comes the seed, whose
-# first byte tells its length: a number below 128, or the mark of a msgpack integer of 8, 16, 32 or 64 bits.
-_SAMPLING_HEAD = encode(SamplingParams(0))[:4]
-_SEED_BYTES = {bytes([seed]): 1 for seed in range(128)} | {b"\xcc": 2, b"\xcd": 3, b"\xce": 5, b"\xcf": 9}
-# Longer ones have a grammar or lists of tokens, which requests seldom share.
-MAX_CACHED_SAMPLING_BYTES = 512
-
-
-def check_sampling(frame: bytes) -> None:
-    """Raises ValueError or ProtocolError unless this is an encoded SamplingParams.
-
-    Requests have seeds of their own, and most of them are equal in all other parameters: what follows the seed is
-    decoded only if it was not among the latest."""
-    seed_bytes = _SEED_BYTES.get(frame[4:5])
-    if (
-        seed_bytes is None
-        or len(frame) > MAX_CACHED_SAMPLING_BYTES
-        or not frame.startswith(_SAMPLING_HEAD)
-        or not _are_parameters(frame[4 + seed_bytes :])
-    ) and not isinstance(decode(frame), SamplingParams):
-        raise ValueError("sampling is another message")
-
-
-@lru_cache(maxsize=256)
-def _are_parameters(encoded: bytes) -> bool:
-    """Whether these are the fields of a SamplingParams after the seed."""
-    try:
-        decode(_SAMPLING_HEAD + b"\0" + encoded)
-    except ProtocolError:
-        return False
-    return True
-
-
 @lru_cache(maxsize=64)
 def _stop_id_set(column: bytes) -> frozenset[int]:
     """The ids of an int32 column. Cached, because nearly all requests have the same stop ids."""
@@ -272,7 +238,7 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
         )
     if tokens > limits.max_input_tokens and not (request.prompt_only and tokens == limits.max_input_tokens + 1):
         return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {tokens}"
-    if not all_below(request.token_ids, limits.vocab_size):
+    if max(array(UINT32, request.token_ids.tobytes())) >= limits.vocab_size:  # a negative id is large as uint32
         return f"token ids must be below {limits.vocab_size}, and not negative"
     return ""
 

@@ -6,7 +6,7 @@ modules are constructed, and none of their functions is called: a journal from e
 """
 
 from array import array
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from enum import Enum
 from importlib import import_module
@@ -98,8 +98,8 @@ class _Writer:
         kind = type(value)
         if kind.__name__ in _LISTS and _LISTS[kind.__name__] is kind:
             return [kind.__name__, None, self._values(value)]
-        if kind is dict:
-            return ["dict", None, self._pairs(value)]
+        if kind in (dict, OrderedDict):
+            return [kind.__name__, None, self._pairs(value)]
         if kind is defaultdict:
             return ["defaultdict", value.default_factory.__name__, self._pairs(value)]
         if kind is deque:
@@ -142,7 +142,7 @@ class _Reader:
                 made.extend(map(self._value, items))
             elif kind == "set":
                 made.update(map(self._value, items))
-            elif kind in ("dict", "defaultdict"):
+            elif kind in ("dict", "OrderedDict", "defaultdict"):
                 made.update(self._pairs(items))
             elif kind == "object":
                 for name, value in self._pairs(items):
@@ -172,6 +172,8 @@ def _new(kind: str, details: Any, items: Any) -> Any:
             return _LISTS[kind]()
         case "dict":
             return {}
+        case "OrderedDict":
+            return OrderedDict()
         case "defaultdict":
             return defaultdict(_DEFAULTS[details])
         case "deque":

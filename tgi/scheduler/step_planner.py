@@ -2,7 +2,7 @@
 
 from array import array
 
-from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, pack_int32
+from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column
 from tgi.microkernel.crash_isolation import CrashIsolation
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.protocol import (
@@ -102,7 +102,7 @@ class StepPlanner:
         kv_cache.mark_filled(builder.drawing[decode_rows:] + builder.prefilling)
         if kv_cache.appended:
             slots, pages = kv_cache.take_appended()
-            builder.page_slots.insert(0, pack_int32(slots))  # before any other page of the same request
+            builder.page_slots.insert(0, pack_column(INT32, slots))  # before any other page of the same request
             builder.page_ids[:0] = pages
         return builder.build(
             number,
@@ -510,9 +510,9 @@ class StepBuilder:
         rows, starts, counts, draws = self.rows.tobytes(), self.starts.tobytes(), ONE * decode_rows, b"\1" * decode_rows
         if self.chunks:
             chunk_slots, chunk_starts, chunk_tokens, chunk_draws = zip(*self.chunks, strict=True)
-            rows += pack_int32(chunk_slots)
-            starts += pack_int32(chunk_starts)
-            counts += pack_int32(chunk_tokens)
+            rows += pack_column(INT32, chunk_slots)
+            starts += pack_column(INT32, chunk_starts)
+            counts += pack_column(INT32, chunk_tokens)
             draws += bytes(chunk_draws)
             prefill_tokens = sum(chunk_tokens)
             attended += sum(tokens * (start + tokens) for _, start, tokens, _ in self.chunks)
@@ -526,7 +526,7 @@ class StepBuilder:
             epoch=epoch,
             slots=self.slots,
             page_slots=b"".join(self.page_slots),
-            page_ids=pack_int32(self.page_ids),
+            page_ids=pack_column(INT32, self.page_ids),
             rows=rows,
             starts=starts,
             counts=counts,
@@ -534,7 +534,7 @@ class StepBuilder:
             limit_ms=0 if late_after is None else int(1000 * (late_after + HANG_SECONDS)),
         )
         if self.drafts:
-            drafts = pack_int32(self.drafts) + bytes(ITEM_BYTES * len(self.chunks))
+            drafts = pack_column(INT32, self.drafts) + bytes(ITEM_BYTES * len(self.chunks))
             step = step._replace(drafts=drafts, draft_ids=b"".join(self.draft_ids))
         return InFlightStep(
             message=step,

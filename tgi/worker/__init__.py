@@ -17,6 +17,5 @@ Read main.py first, then engine/loop.py and engine/engine.py.
 - activations, checkpoint, decoder_config: activation functions, reading checkpoints, the shape of a decoder
 - kv_cache_sizes: bytes of a token of KV cache
 - host_cpu, instruction_sets: the host's processor, and the instruction sets that kernels are compiled for
-- deferred_imports: parts of torch that are loaded only when something uses them
 - device_copies: copies between host and device that do not wait
 """

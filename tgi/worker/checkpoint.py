@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tgi.hub.weight_files import text_name
 from tgi.microkernel.errors import UserError
-from tgi.worker.deferred_imports import load_deferred
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -121,7 +120,6 @@ class RandomCheckpoint(Checkpoint):
     its name and shape alone, so a worker that replaces another has the same weights."""
 
     def __init__(self, device: torch.device, directory: Path = Path()) -> None:
-        load_deferred()  # generators of random numbers need it
         self.directory = directory
         self._device = device
 

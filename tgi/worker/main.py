@@ -17,7 +17,6 @@ from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.rundir import scheduler_socket
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.settings_loading import VISIBLE, replica_devices
-from tgi.worker.deferred_imports import defer_imports
 from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.host_group import HostGroup, join_group
 from tgi.worker.engine.interface import Engine, Poisoned
@@ -141,7 +140,6 @@ def _start_torch_engine(
     replicas = max(settings.replicas, settings.replica_index + 1)
     if ranks * replicas > 1:
         take_cores(settings.replica_index * ranks + rank, replicas * ranks)
-    defer_imports()
     progress("importing torch", 0)
     from tgi.worker.engine.startup import start_engine  # imports torch, which the fake worker does not need
 

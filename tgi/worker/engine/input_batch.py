@@ -90,12 +90,11 @@ class Slots:
         self.num_known = np.zeros(count, np.int64)  # ids, sampled ones included
         self.num_computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache; or EMPTY, or NEW
         self.num_pages = np.zeros(count, np.int64)
-        # Each assignment of a slot has a serial. An entry of a page table still holds what it held when the slot got it
-        # if its page was not written by a later assignment.
-        self._last_serial = 0
-        self._serials = np.zeros(count, np.int64)  # of the assignment of each slot
-        self._page_writers = np.zeros(pages, np.int64)  # serials
-        self._entry_writers = np.zeros(self.page_table.shape, np.int64)  # `_page_writers` as the slot knows them
+        # A request keeps its pages at least until its latest row is computed. So a page of an ended request still holds
+        # what it held then unless another request got it, to write it, in a later step.
+        self._steps = 0  # applied so far
+        self._written_from = np.zeros(pages, np.int64)  # the step in which each page was given to be written
+        self._latest_row = np.zeros(count, np.int64)  # the step of each slot's latest row
         self._cache_salts = [b""] * count
         self.touched_pages = 0  # 1 + the highest page id that any request has had
         self.params = SamplingColumns.allocate(count)
@@ -123,6 +122,7 @@ class Slots:
 
     def apply_step(self, step: Step) -> None:
         """Assigns the step's new requests to their slots and appends its pages. Raises BadStep."""
+        self._steps += 1
         for new in step.slots:
             self._assign(new)
         owners, pages = _int64_column(step.page_slots), _int64_column(step.page_ids)
@@ -145,11 +145,8 @@ class Slots:
             device_indices, device_pages = copy_columns_to_device((indices, pages[order]), self.ids.device)
             self._device_page_table.view(-1)[device_indices] = device_pages.int()
         np.maximum.at(self.num_pages, sorted_owners, entries + 1)
-        serials = self._serials[sorted_owners]
-        self._entry_writers[sorted_owners, entries] = serials
         # The first pages of a new request may be a cached prefix, which it does not write: see validate_rows.
-        written = self.num_computed[sorted_owners] != NEW
-        self._page_writers[pages[order][written]] = serials[written]
+        self._written_from[pages[self.num_computed[owners] != NEW]] = self._steps
 
     def validate_rows(self, step: Step) -> StepRows:
         """The step's rows. Raises BadStep if they do not continue the state of their slots."""
@@ -185,7 +182,9 @@ class Slots:
                 f"{self.num_pages[slots[row]]} pages"
             )
         for row in new.nonzero()[0]:
-            self._record_first_row(slots[row], starts[row])
+            slot, cached = slots[row], starts[row] // self.page_size
+            self._written_from[self.page_table[slot, cached : self.num_pages[slot]]] = self._steps
+        self._latest_row[slots] = self._steps
         (sampling,) = draws.nonzero()
         if drafts is None:
             return StepRows(slots, starts, ends, sampling, ends[sampling])
@@ -222,18 +221,12 @@ class Slots:
         for slot in (self.num_computed > 0).nonzero()[0]:
             full = self.num_computed[slot] // self.page_size
             pages = self.page_table[slot, :full]
-            overwritten = (self._page_writers[pages] != self._entry_writers[slot, :full]).nonzero()[0]
+            overwritten = (self._written_from[pages] > self._latest_row[slot]).nonzero()[0]
             full = overwritten[0] if len(overwritten) else full
             if full and slot not in self.faults:
                 ids = self.ids[slot, : full * self.page_size].cpu().numpy()
                 held.append(HeldPages(ids.tobytes(), pages[:full].tobytes(), self._cache_salts[slot]))
         return held
-
-    def _record_first_row(self, slot: int, start: int) -> None:
-        """Records which pages of a new request are a cached prefix, and which it writes."""
-        pages, cached = self.page_table[slot, : self.num_pages[slot]], start // self.page_size
-        self._page_writers[pages[cached:]] = self._serials[slot]
-        self._entry_writers[slot, : len(pages)] = self._page_writers[pages]
 
     def _assign(self, new: SlotAssignment) -> None:
         slot = new.slot
@@ -268,8 +261,6 @@ class Slots:
         self.num_known[slot] = len(ids)
         self.num_computed[slot] = NEW
         self.num_pages[slot] = 0
-        self._last_serial += 1
-        self._serials[slot] = self._last_serial
         self._cache_salts[slot] = params.adapter_digest
         self._grammars.assign_slot(slot, params.grammar, ids[new.prompt_tokens :].tolist())
         self._assign_adapter(slot, params)

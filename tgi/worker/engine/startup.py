@@ -27,7 +27,6 @@ from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
-from tgi.worker.deferred_imports import load_deferred
 from tgi.worker.distributed.communicator import Communicator, TorchCommunicator
 from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
@@ -81,7 +80,6 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     if device != "cpu":
         progress("initializing CUDA", 0)
         torch.cuda.init()
-        load_deferred()  # before the kernels' self-tests, which draw random numbers
     else:
         limited = "" if settings.cpu is None else ", limited by --cpu"
         torchs, ours = torch.backends.cpu.get_cpu_capability(), kernel_set()
@@ -168,8 +166,6 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
                 f"--batch-invariant needs our own GPU kernels for the whole model, and torch's compute here: {reason}. "
                 "Start without it."
             )
-    if kernels is None:
-        load_deferred()  # torch computes, or transformers
     kv_cache_dtype = _kv_cache_dtype(settings.kv_cache_dtype, device, kernels is not None)
     words = f"torch's ({reason})" if reason else "our own"
     if device == "cpu":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tgi.microkernel.codec import pack_int32, unpack_float32, unpack_int32
+from tgi.microkernel.codec import INT32, pack_column, unpack_float32, unpack_int32
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.protocol import (
     MAX_DRAFT_TOKENS,
@@ -165,8 +165,8 @@ class FakeWorker:
                     break
                 full += 1
             if full and not request.fault:
-                ids, pages = pack_int32(request.ids[: full * size]), pack_int32(request.page_table[:full])
-                held.append(HeldPages(ids, pages, adapter))
+                ids, pages = request.ids[: full * size], request.page_table[:full]
+                held.append(HeldPages(pack_column(INT32, ids), pack_column(INT32, pages), adapter))
         return held
 
     def run_step(self, step: Step) -> StepResult:

@@ -79,7 +79,7 @@ def choose_lora_rows(pairs: Iterable[LoraPair]) -> RowCounts:
     torch.get_num_threads()  # sets this thread's number of threads, which a new thread does only at its first use
     agreed = set(ROW_SIZES)
     for matrix in matrices.values():
-        generator = torch.default_generator.manual_seed(matrix.shape[0])  # a new one needs deferred parts of torch
+        generator = torch.Generator().manual_seed(matrix.shape[0])
         x = torch.randn(ROW_SIZES[-1], matrix.shape[0], generator=generator)
         expected = torch.cat([torch.mm(tile, matrix) for tile in x.split(ROW_TILE)])
         for size in ROW_SIZES:

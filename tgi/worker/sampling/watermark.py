@@ -50,8 +50,7 @@ class Watermark:
         self.delta = min(max(delta, -MAX_LOGIT), MAX_LOGIT)
         self._vocab_size = vocab_size
         self._device = device
-        # On CPU that of the process, which nothing else draws from: a new one needs deferred parts of torch.
-        self._generator = torch.default_generator if device.type == "cpu" else torch.Generator(device)
+        self._generator = torch.Generator(device)
         self._max_cached = max_cached
         self._red_bitmasks: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
 
