@@ -2,7 +2,7 @@
 
 A column is `bytes` or an `array` of little-endian numbers of 4 bytes, one per row. A step of many decode rows has no
 time for a Python statement per row: with these operations a decode row costs 19 bytecode instructions per step, its
-share of a page every 16 steps included. tests/scheduler/test_cost.py holds that figure.
+share of a page every 16 steps included. `scripts/bench costs` watches it.
 """
 
 from array import array
