@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.api.test_cost import ROUTES, Streams
+from tests.api.streams import ROUTES, Streams
 from tgi.api.sse import MAX_EVENTS_PER_WRITE
 
 

@@ -1,22 +1,15 @@
-"""The cost of a step in function calls and bytecode instructions: per decode row, and per request that arrives or ends.
-No request here uses drafts, top-n tokens or adapters."""
+"""What a step must not cost: garbage, and work for requests that wait."""
 
 import gc
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import pytest
-
-from tests.counting import cost, per_item
-from tgi.microkernel import metrics
+from tests.counting import cost
 from tgi.microkernel.codec import FLOAT32, INT32, pack_column
 from tgi.microkernel.link import PeerId
-from tgi.microkernel.metric_store import MetricStore
 from tgi.microkernel.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.scheduler.metrics import SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
 WORKER = PeerId("worker", 0, b"worker")
@@ -107,34 +100,6 @@ def decoding(rows: int) -> Callable[[], None]:
     return work
 
 
-def iterating(rows: int) -> Callable[[], None]:
-    """Whole iterations of the loop for these steps, without links and processes."""
-    harness, scheduler_metrics = Harness(rows, 4 * STEPS), SchedulerMetrics()
-    harness.arrive()
-    harness.plan()
-    results = harness.results(3 + STEPS)
-
-    def iterate(result: StepResult, now: float) -> None:
-        harness.steps.popleft()
-        harness.scheduler.deadline(now)
-        scheduler_metrics.handle_result(harness.scheduler, result, WORKER, now)
-        while (step := scheduler_metrics.plan(harness.scheduler, now)) is not None:
-            encode(step)
-            harness.steps.append(step)
-        harness.scheduler.report_status(now)
-        harness.finish()
-        scheduler_metrics.publish(harness.scheduler, now)
-
-    for result in results[:3]:
-        iterate(result, 0.0)
-
-    def work() -> None:
-        for number, result in enumerate(results[3:]):
-            iterate(result, number / 250)  # short steps: the next one is planned with each result
-
-    return work
-
-
 def waiting(rows: int) -> Callable[[], object]:
     """An iteration of the loop while all slots are held and the other requests wait."""
     harness = Harness(rows, 4, slots=16)
@@ -149,26 +114,6 @@ def waiting(rows: int) -> Callable[[], object]:
         harness.finish()
 
     return work
-
-
-def arriving(rows: int) -> Callable[[], object]:
-    """All requests arrive."""
-    return Harness(rows, 4).arrive
-
-
-def admitting(rows: int) -> Callable[[], object]:
-    """The plan that computes all prompts, none of which is cached."""
-    harness = Harness(rows, 4)
-    harness.arrive()
-    return partial(harness.scheduler.plan, 0.0)
-
-
-def entering(rows: int) -> Callable[[], object]:
-    """The commit after that plan: all requests enter the lanes, and their pages are published."""
-    harness = Harness(rows, 4)
-    harness.arrive()
-    harness.scheduler.plan(0.0)
-    return harness.scheduler.commit
 
 
 def ending(rows: int) -> Callable[[], object]:
@@ -187,39 +132,6 @@ def leaving(rows: int) -> Callable[[], object]:
     harness.plan()
     harness.handle_result(*harness.results(1))
     return harness.finish
-
-
-def test_cost_of_a_decode_row() -> None:
-    """From its token to the next step, messages included, with a sixteenth of the cost of a page. Per row, a token is
-    appended and a position incremented; all other work is done by column. More would slow down every step."""
-    each = per_item(decoding, 64, 256) / STEPS
-    assert each.within(2, 37), each
-
-
-@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 334, 5_134), (256, 706, 12_238)])
-def test_cost_of_a_step(rows: int, calls: int, instructions: int) -> None:
-    """Decode rows alone: their own cost, and about 210 calls for the step itself and two tokenizers."""
-    each = cost(decoding(rows)) / STEPS
-    assert each.within(calls, instructions), each
-
-
-def test_cost_of_a_loop_iteration_for_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Including metrics, which are published when requests arrive or end, and otherwise once a second."""
-    monkeypatch.setattr(metrics._process, "store", MetricStore(tmp_path))
-    monkeypatch.setattr(metrics._process, "metrics", {})
-    each = cost(iterating(1)) / STEPS
-    assert each.within(236, 2_952), each
-
-
-@pytest.mark.parametrize(
-    ("work", "calls", "instructions"),
-    [(arriving, 24, 563), (admitting, 27, 536), (entering, 32, 565), (ending, 5, 141), (leaving, 12, 356)],
-)
-def test_cost_of_a_request(work: Callable[[int], Callable[[], object]], calls: int, instructions: int) -> None:
-    """As measured. The worker may wait for arrival, admission and end; it does not wait for `entering`, which appends a
-    page to each request, and `leaving`."""
-    each = per_item(work, 64, 256)
-    assert each.within(calls, instructions), each
 
 
 def test_a_step_leaves_no_reference_cycles() -> None:

@@ -15,8 +15,8 @@ from tests.simulation.planted_bugs import NO_FAULTS, PLANTED_BUGS
 from tests.simulation.simulation import Simulation, SimulationConfig, SimulationFailed, draw_config
 from tgi.microkernel.crash_isolation import CONVICTING_STRIKES
 
-# 20,000 requests in this many runs, each of another configuration.
-SEEDS, REQUESTS = 40, 500
+# Runs of another configuration each. `python -m tests.simulation.main --requests N` explores further seeds.
+SEEDS, REQUESTS = 20, 400
 
 TRACE_SCRIPT = """
 import hashlib, sys

@@ -29,7 +29,9 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field (?P<name>`.*`)")
 _SYNTAX_ERROR = re.compile(r"^(?:JSON is malformed: )?(?P<reason>.*) \(byte (?P<byte>\d+)\)$")
 _GOT_FLOAT = "got `float`"
-_TEXT_OR_WHOLE = re.compile(rb'"(?:[^"\\]|\\.)*"|(-?[0-9]+)\.0+(?![0-9.eE])', re.DOTALL)  # a string, or a number
+# A string, which may lack its end, a whole number, or any other one: each is matched where it begins and nowhere else,
+# so the time grows with the length of the body.
+_TEXT_OR_WHOLE = re.compile(rb'"(?:[^"\\]|\\.)*+"?|(-?[0-9]++)\.0++(?![0-9.eE])|-?[0-9][-+0-9.eE]*+', re.DOTALL)
 _WHITE_SPACE = re.compile(r"[ \t\n\r]*")
 # Python rejects integers of thousands of digits. No field takes one, so an approximate value is enough here.
 _JSON = json.JSONDecoder(parse_int=lambda text: int(text) if len(text) < 40 else float(text))

@@ -1,17 +1,10 @@
-"""The cost of a streamed token in a front end for a request without options, in calls and instructions.
-
-The ceilings are the cost of today. What falcon and uvicorn do with a chunk comes on top: 98 instructions and a system
-call.
-"""
+"""Streams of a front end without processes: tokens are delivered, and events are formatted."""
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
-import pytest
 
-from tests.counting import Cost, per_item
 from tgi.api.asgi import DisconnectWatcher
 from tgi.api.openai_output import ResponseIdentity
 from tgi.api.requests import Generation, WakeEvent
@@ -66,44 +59,3 @@ class Streams:
         for stream in self.streams:
             for _ in anext(stream).__await__():
                 raise AssertionError("the stream waits for a token")
-
-    def steps(self, count: int) -> None:
-        """Delivers this many tokens one after the other."""
-        for _ in range(count):
-            self.step()
-
-
-def counted(prepare: Callable[[int], Callable[[], object]]) -> Cost:
-    async def inside() -> Cost:  # a stream sets a timer of the running loop
-        return per_item(prepare)
-
-    return asyncio.run(inside())
-
-
-@pytest.mark.parametrize(
-    ("route", "calls", "instructions"), [("native", 32, 514), ("chat", 31, 522), ("completions", 29, 500)]
-)
-def test_cost_of_another_stream_in_a_step(route: str, calls: int, instructions: int) -> None:
-    cost = counted(lambda count: Streams(route, count).step)
-    assert cost.within(calls, instructions), cost
-
-
-@pytest.mark.parametrize(
-    ("route", "calls", "instructions"), [("native", 44, 653), ("chat", 43, 661), ("completions", 41, 639)]
-)
-def test_cost_of_a_single_token(route: str, calls: int, instructions: int) -> None:
-    cost = counted(lambda count: partial(Streams(route, 1).steps, count))
-    assert cost.within(calls, instructions), cost
-
-
-def test_the_measured_streams_write_their_tokens() -> None:
-    async def inside() -> None:
-        for route in ROUTES:
-            streams = Streams(route, 3)
-            streams.steps(2)
-            assert all(
-                generation.generated_count == 3 and not generation.unread_tokens.texts
-                for generation in streams.generations.values()
-            )
-
-    asyncio.run(inside())
