@@ -316,9 +316,9 @@ def ps(as_json: bool, port: int | None) -> None:
 def top(once: bool, as_json: bool, seconds: float, port: int | None) -> None:
     """Show the running servers of this user, refreshed.
 
-    Per deployment: model, address, requests, tokens per second, KV cache, prefix cache, time to first token. Per
-    process, of all hosts that are connected: state, CPU, memory, the seconds since its latest beat and since it has
-    finished a part of its work, and what it works on. A narrow terminal lacks some columns. Ends with q or Ctrl-C.
+    Per server: model, address, requests, tokens per second, KV cache, prefix cache, time to first token. Per process:
+    state, CPU, memory, the seconds since its latest beat and since it has finished a part of its work, and what it
+    works on. A narrow terminal lacks some columns. Ends with q or Ctrl-C.
     """
     from tgi.process_views import print_frame, show_frames
 
