@@ -316,9 +316,9 @@ def ps(as_json: bool, port: int | None) -> None:
 def top(once: bool, as_json: bool, seconds: float, port: int | None) -> None:
     """Show the running servers of this user, refreshed.
 
-    Per deployment: model, address, requests, tokens per second, KV cache, prefix cache, time to first token. Per
-    process, of all hosts that are connected: state, CPU, memory, the seconds since its latest beat and since it has
-    finished a part of its work, and what it works on. A narrow terminal lacks some columns. Ends with q or Ctrl-C.
+    Per server: model, address, requests, tokens per second, KV cache, prefix cache, time to first token. Per process:
+    state, CPU, memory, the seconds since its latest beat and since it has finished a part of its work, and what it
+    works on. A narrow terminal lacks some columns. Ends with q or Ctrl-C.
     """
     from tgi.process_views import print_frame, show_frames
 
@@ -620,31 +620,19 @@ def download_weights(
 
 @main.command()
 @click.argument("journal", type=click.Path(path_type=Path))
-@click.option("--load", type=click.FloatRange(0, min_open=True), help="Times the recorded rate of arrivals.")
-@click.option("--max-batch-size", type=click.IntRange(1), help="Requests that run at once.")
-@click.option("--max-batch-prefill-tokens", type=click.IntRange(1), help="Prompt tokens of one step.")
-@click.option("--max-batch-total-tokens", type=click.IntRange(1), help="Tokens of KV cache.")
-@click.option("--step-target", type=click.FloatRange(0, min_open=True), help="Seconds of a mixed step.")
-@click.option("--prefix-caching/--no-prefix-caching", default=None, help="Whether prompts share their prefixes.")
-def replay(journal: Path, **changes: Any) -> None:
+def replay(journal: Path) -> None:
     """Repeat the scheduler's decisions from a JOURNAL (--journal).
 
-    Compares them with the recorded ones, bit for bit. With options it also prints what the same requests would have met
-    under other limits or another load, on a simulated worker with the recorded step times.
+    Compares them with the recorded ones, bit for bit. Exits with 1 at the first difference.
     """
     from tgi.scheduler.journal import read_journal
-    from tgi.scheduler.replay import RecordedRun, ReplayChanges, estimate
+    from tgi.scheduler.replay import replay as repeat
+    from tgi.scheduler.replay import verdict
 
-    recorded = RecordedRun(read_journal(journal))
-    click.echo(recorded.verdict())
-    given = {name: value for name, value in changes.items() if value is not None}
-    reports = {"recorded": recorded.report().figures()}
-    if given:
-        reports["estimated"] = estimate(recorded, ReplayChanges(**given)).figures()
-    click.echo(f"{'':28}" + "".join(f"{name:>16}" for name in reports))
-    for name in reports["recorded"]:
-        click.echo(f"{name:28}" + "".join(f"{figures[name]:>16}" for figures in reports.values()))
-    raise SystemExit(recorded.divergence is not None)
+    recorded = read_journal(journal)
+    divergence = repeat(recorded)
+    click.echo(verdict(recorded, divergence))
+    raise SystemExit(divergence is not None)
 
 
 @main.command("print-schema")

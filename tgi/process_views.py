@@ -1,4 +1,4 @@
-"""What `tgi ps` and `tgi top` show: the processes of all hosts of a deployment, and its load."""
+"""What `tgi ps` and `tgi top` show: the processes of each run directory of this user, and their load."""
 
 import contextlib
 import json
@@ -16,9 +16,7 @@ from typing import Any
 
 from tgi.microkernel import rundir
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.host_reports import read_other_hosts
-from tgi.microkernel.process_table import HostSampler
-from tgi.microkernel.protocol import HostReport
+from tgi.microkernel.process_table import Load, ProcessRow, Sampler
 from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.terminal import writable
 
@@ -28,8 +26,7 @@ SAMPLE_SECONDS = 1.0
 # The columns of `tgi ps` and `tgi top` in their order. A terminal that is too narrow for all lacks those with the
 # highest numbers.
 COLUMNS = {
-    "host": 2, "name": 0, "pid": 3, "state": 1, "stage": 7, "cpu": 5, "memory_mb": 4, "beat_age": 8, "progress_age": 6,
-    "work": 2,
+    "name": 0, "pid": 3, "state": 1, "stage": 7, "cpu": 5, "memory_mb": 4, "beat_age": 8, "progress_age": 6, "work": 2,
 }  # fmt: skip
 # The last column may be cut to this width before others are left out.
 MIN_LAST_WIDTH = 24
@@ -42,62 +39,50 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 class Deployment:
-    """The deployment to which a run directory of this host belongs."""
+    """The processes of a run directory."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self.reports: list[HostReport] = []  # that of this host, then the others
-        self.served: dict[str, str] = {"model": "", "url": "", "version": ""}  # by the processes of this host
-        self._sampler = HostSampler(run)
+        self.processes: list[ProcessRow] = []
+        self.served: dict[str, str] = {"model": "", "url": "", "version": ""}
+        self._load = Load()
+        self._sampler = Sampler(run)
 
     def refresh(self) -> bool:
-        """Reads the present reports. Returns False if nothing runs here."""
-        own = self._sampler.sample()
-        self.reports = [own, *read_other_hosts(self.run, own.site)] if own.processes else []
+        """Looks at the processes again. Returns False if none runs."""
+        self.processes, self._load = self._sampler.sample()
         self.served = _served(rundir.read_states(self.run))
-        return bool(self.reports)
+        return bool(self.processes)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per process, as in `tgi ps --json`."""
-        names = [report.host for report in self.reports]
-        rows = []
-        for report in self.reports:
-            # Two run directories of a machine, as in tests, or two machines of one name.
-            host = report.host if names.count(report.host) == 1 else f"{report.host}/{report.site[:4]}"
-            for row in report.processes:
-                progress = _seconds(row.progress_age_ms, report)
-                rows.append({
-                    "run": str(self.run), "host": host, "name": row.name, "pid": row.pid, "state": row.state,
-                    "stage": row.stage, "percent": row.percent, "boot": row.boot,
-                    "memory_mb": round(row.memory_bytes / 2**20, 1),
-                    "cpu": None if row.cpu_percent < 0 else round(row.cpu_percent, 1),
-                    "beat_age": _seconds(row.beat_age_ms, report), "progress_age": progress, "work": row.work,
-                    **self.served,
-                })  # fmt: skip
-        return rows
+        return [
+            {
+                "run": str(self.run), "name": row.name, "pid": row.pid, "state": row.state, "stage": row.stage,
+                "percent": row.percent, "boot": row.boot, "memory_mb": round(row.memory_bytes / 2**20, 1),
+                "cpu": _rounded(row.cpu_percent), "beat_age": _rounded(row.beat_age),
+                "progress_age": _rounded(row.progress_age), "work": row.work, **self.served,
+            }
+            for row in self.processes
+        ]  # fmt: skip
 
     def load(self) -> dict[str, Any]:
-        """The load of all hosts together; None for what cannot be told."""
-        loads = [report.load for report in self.reports]
-
-        def total(name: str) -> Any:
-            return sum(getattr(load, name) for load in loads)
-
-        pages, prompt_tokens = total("kv_pages_used") + total("kv_pages_free"), total("prompt_tokens")
-        first = [load.first_token_ms for load in loads if load.first_token_ms >= 0]
+        """The load of all processes together; None for what cannot be told."""
+        load = self._load
+        pages = load.kv_pages_used + load.kv_pages_free
+        hit_rate = min(1.0, load.cached_tokens / load.prompt_tokens) if load.prompt_tokens else None
         return {
-            "running": total("running"),
-            "queued": total("queued"),
-            "tokens_per_second": round(total("tokens_per_second"), 1),
-            "first_token_ms": round(sum(first) / len(first), 1) if first else None,
-            "kv_cache_used": round(total("kv_pages_used") / pages, 3) if pages else None,
-            "prefix_hit_rate": round(min(1.0, total("cached_tokens") / prompt_tokens), 3) if prompt_tokens else None,
+            "running": load.running,
+            "queued": load.queued,
+            "tokens_per_second": round(load.tokens_per_second, 1),
+            "first_token_ms": _rounded(load.first_token_ms),
+            "kv_cache_used": _rounded(load.kv_pages_used / pages if pages else None, 3),
+            "prefix_hit_rate": _rounded(hit_rate, 3),
         }
 
 
-def _seconds(milliseconds: int, report: HostReport) -> float | None:
-    """An age in a report, at present; None if there is none."""
-    return None if milliseconds < 0 else round((milliseconds + report.age_ms) / 1000, 1)
+def _rounded(value: float | None, digits: int = 1) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _served(states: list[rundir.ProcessState]) -> dict[str, str]:
@@ -116,11 +101,9 @@ def _served(states: list[rundir.ProcessState]) -> dict[str, str]:
 
 
 def table(rows: list[dict[str, Any]], width: int | None) -> list[str]:
-    """The rows as lines with aligned columns, and a heading. `width`: of the terminal. On one host its name is left
-    out, and before there are two samples `cpu`."""
+    """The rows as lines with aligned columns, and a heading. `width`: of the terminal. Before there are two samples
+    `cpu` is left out."""
     columns = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
-    if len({row["host"] for row in rows}) == 1:
-        columns.remove("host")
     shown = [{name: _cell(row, name) for name in columns} for row in rows]
     widths = {name: max(len(name), *(len(row[name]) for row in shown)) for name in columns}
 
@@ -135,9 +118,11 @@ def table(rows: list[dict[str, Any]], width: int | None) -> list[str]:
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
-    """What a table shows; a stage only where it says more than the state."""
+    """What a table shows; a stage only where it says more than the state. Texts of other hosts, such as the work of a
+    remote worker, cannot control the terminal."""
     value = row[name]
-    return "" if value is None or (name == "stage" and value == row["state"]) else str(value)
+    text = "" if value is None or (name == "stage" and value == row["state"]) else str(value)
+    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
 
 
 def cut(line: str, width: int | None) -> str:
@@ -155,11 +140,11 @@ def terminal_width() -> int | None:
 
 def headline(deployment: Deployment, width: int | None) -> str:
     """Which model is served, where and by which version."""
-    served, hosts = deployment.served, len(deployment.reports)
+    served = deployment.served
     model = served["model"] or "no model yet"
     address = f" on {served['url']}" if served["url"] else ""
     version = f", tgi {served['version']}" if served["version"] else ""
-    return cut(f"{model}{address}{version}, in {deployment.run}" + (f", {hosts} hosts" if hosts > 1 else ""), width)
+    return cut(f"{model}{address}{version}, in {deployment.run}", width)
 
 
 def list_processes(port: int | None, as_json: bool) -> None:

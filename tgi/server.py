@@ -24,7 +24,6 @@ from tgi.microkernel.child import ProcessSpec
 from tgi.microkernel.discovery import resolve_name
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.lora_adapters import named_adapters
-from tgi.microkernel.process_table import ReportPublisher
 from tgi.microkernel.progress import Progress, abbreviated_path
 from tgi.microkernel.protocol import ROLES
 from tgi.microkernel.settings import GENERATION_CONFIGS, Settings
@@ -82,10 +81,11 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         listener = _listen(settings)
         settings = replace(settings, port=listener.getsockname()[1])  # port 0: the port that the kernel chose
         port = listener.detach()  # closed by the supervisor
-        if settings.prometheus_port is not None:
-            metrics_server = metrics.MetricsServer(
-                settings.hostname, settings.prometheus_port, settings.run_dir / "metrics"
-            )
+    has_other_hosts = settings.listen or settings.tokenizer_listen or settings.connect or settings.group
+    if settings.prometheus_port is not None and ("api" in roles or has_other_hosts):
+        metrics_server = metrics.MetricsServer(
+            settings.hostname, settings.prometheus_port, settings.run_dir / "metrics"
+        )
     if settings.ray is not None and settings.listen is None:
         settings = _with_link_for_ray(settings)
     _announce(settings)  # after checks that may reject the start, whose error is then the only output
@@ -104,13 +104,9 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         for role, replica, lock in reversed(claims)
         for index in range(settings.replicas if role in rundir.SINGLE_ROLES else 1)
     ]
-    has_other_hosts = settings.listen or settings.tokenizer_listen or settings.connect or settings.group
-    publisher = ReportPublisher(settings.run_dir) if has_other_hosts else None
 
     def on_tick() -> None:
         progress.show_process_states(spec.name for spec in specs)
-        if publisher is not None:
-            publisher.publish_if_due()
 
     supervisor = Supervisor(settings, specs, terminal, on_tick)
     try:

@@ -5,7 +5,6 @@ import gc
 import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from scripts.replica_simulation.fleet import (
@@ -15,14 +14,12 @@ from scripts.replica_simulation.fleet import (
     Policy,
     Product,
     ShortestQueue,
+    StepTimes,
     simulate,
 )
-from scripts.replica_simulation.workload import Mix, percentile
-from tgi.microkernel.errors import UserError
+from scripts.replica_simulation.workload import Mix
 from tgi.microkernel.options import count, integer, number
-from tgi.scheduler.journal import read_journal
 from tgi.scheduler.main import GC_THRESHOLD
-from tgi.scheduler.replay import RecordedRun, StepTimes, fit_step_times
 from tgi.tokenizer.replica_choice import BLOCK_TOKENS
 
 Value = TypeVar("Value")
@@ -91,18 +88,12 @@ def _read(parse: Callable[[str], Value]) -> Callable[[str], Value]:
     return read
 
 
-def _of_journal(path: Path) -> tuple[StepTimes, str]:
-    """The step times of a journal, and what the report says of them. Raises UserError if it has no steps."""
-    observed = RecordedRun(read_journal(path)).step_times
-    if not observed:
-        raise UserError(f"{path} has no steps to fit the step times to. Record one while the server has requests.")
-    times = fit_step_times(observed)
-    errors = sorted(
-        abs(times.fixed + times.row * rows + times.token * tokens - seconds) / seconds
-        for rows, tokens, seconds in observed
-    )
-    median = percentile(errors, 0.5)
-    return times, f"{path}, {len(observed):,} steps, which they miss by {median:.0%} in the median"
+def _step_times(text: str) -> StepTimes:
+    """Raises ValueError if the text is not up to four numbers."""
+    values = [number(part) for part in text.split(",")]
+    if not 3 <= len(values) <= 4 or min(values) < 0 or values[0] == 0:
+        raise ValueError("give FIXED,ROW,TOKEN or FIXED,ROW,TOKEN,POSITION in seconds, such as 0.008,0.002,0.001")
+    return StepTimes(*values)
 
 
 def main() -> None:
@@ -127,9 +118,12 @@ def main() -> None:
     parser.add_argument("--policies", default="product,turns,shortest", help="comma separated")
     parser.add_argument("--seed", type=_read(integer), default=0)
     parser.add_argument(
-        "--journal",
-        type=Path,
-        help="step times of this journal of a server (`--journal`); default: an assumed H100 with an 8B model",
+        "--step-times",
+        type=_read(_step_times),
+        default=ASSUMED_H100_8B,
+        metavar="FIXED,ROW,TOKEN[,POSITION]",
+        help="seconds of a step, and of each of its decode rows, prompt tokens and positions; default: an assumed H100 "
+        "with an 8B model",
     )
     arguments = parser.parse_args()
     if unknown := set(arguments.policies.split(",")) - POLICIES.keys():
@@ -140,12 +134,8 @@ def main() -> None:
         parser.error(f"--pages is {arguments.pages}; the longest request needs {LEAST_PAGES}")
     if not 0 < arguments.load <= MOST_LOAD:
         parser.error(f"--load is {arguments.load:g}; give a number above 0 and at most {MOST_LOAD}")
-    times, source = ASSUMED_H100_8B, "assumed for an 8B model on an H100, not measured"
-    if arguments.journal is not None:
-        try:
-            times, source = _of_journal(arguments.journal)
-        except UserError as error:
-            parser.error(str(error))
+    times: StepTimes = arguments.step_times
+    source = "assumed for an 8B model on an H100, not measured" if times is ASSUMED_H100_8B else "given"
     config = FleetConfig(
         arguments.replicas, arguments.tokenizers, arguments.slots, arguments.pages, times, arguments.prefill_tokens
     )

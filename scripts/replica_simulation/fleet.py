@@ -15,7 +15,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from scripts.replica_simulation.workload import VOCAB_SIZE, Mix, Prompt, Workload, percentile
-from tgi.microkernel.codec import FLOAT32, INT32
+from tgi.microkernel.codec import FLOAT32, INT32, unpack_int32
 from tgi.microkernel.link import PeerId, Place
 from tgi.microkernel.protocol import (
     PROTOCOL,
@@ -32,7 +32,6 @@ from tgi.microkernel.protocol import (
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.scheduler.in_flight import InFlightStep
 from tgi.scheduler.peers import LOAD_REPORT_SECONDS
-from tgi.scheduler.replay import StepTimes
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.tokenizer.encoder import EncodedPrompt
 from tgi.tokenizer.replica_choice import BLOCK_TOKENS
@@ -47,6 +46,20 @@ ID_BYTES = array(INT32).itemsize
 WARM_UP = 0.2
 # Requests from which the mean costs of a request are estimated.
 SAMPLED = 5000
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step: `fixed + row * decode rows + token * prompt tokens + position * positions before the rows`."""
+
+    fixed: float
+    row: float
+    token: float
+    position: float = 0.0  # reading the keys and values of one
+
+    def seconds(self, step: InFlightStep) -> float:
+        """The duration of a step."""
+        seconds = self.fixed + self.row * step.decode_rows + self.token * step.prefill_tokens
+        return seconds + self.position * sum(unpack_int32(step.message.starts)) if self.position else seconds
 
 
 class FleetConfig(NamedTuple):

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,10 @@ def streamed(server: Server, prompt: str, tokens: int) -> list[int]:
 
 
 def test_worker_on_another_host(hosts: Hosts) -> None:
-    with hosts.start_first() as first, hosts.other("second").start("worker", *SCRIPTED) as second:
+    metrics = ("--prometheus-port", str(free_port()))
+    with hosts.start_first() as first, hosts.other("second").start("worker", *SCRIPTED, *metrics) as second:
         first.wait_until_ready()
+        assert 'process="worker-0"' in httpx.get(f"http://127.0.0.1:{metrics[1]}/metrics").text
         expected = streamed(first, "A prompt", 60)
         events = first.stream_all([("A prompt", {"max_new_tokens": 60})] * 3, lambda: second.kill("worker-0"), 5)
         assert [[event["token"]["id"] for event in stream] for stream in events] == [expected] * 3
@@ -213,46 +214,6 @@ def test_a_worker_serves_one_scheduler(hosts: Hosts) -> None:
     server.start("worker", *SCRIPTED)
     server.commands["worker"].wait(TIMEOUT_SECONDS)
     assert "a worker serves one scheduler" in server.output_text()
-
-
-def test_ps_and_top_show_all_hosts(hosts: Hosts) -> None:
-    """On each host the same processes, also of those that it is connected to over others; those of a host that is lost
-    disappear."""
-    everything = Counter({"api-0": 2, "tokenizer-0": 2, "scheduler-0": 1, "worker-0": 1, "supervisor": 4})
-
-    def shown(server: Server) -> dict[str, int]:
-        return Counter(row["name"] for row in json.loads(succeed(server, "ps", "--json")))
-
-    tokenizers = f"tcp://127.0.0.1:{free_port()}"
-    first, worker, middle = hosts.start_first("--validation-workers", "1"), hosts.other("second"), hosts.other("third")
-    fronts = hosts.front_end("fourth", tokenizers)
-    with first, worker.start("worker", *SCRIPTED), middle, fronts.start("api"):
-        middle.start("tokenizer", "--tokenizer-listen", tokenizers, "--validation-workers", "1")
-        for server in (first, worker, middle, fronts):
-            server.wait_until(lambda server=server: shown(server) == everything, "all hosts are shown")
-        fronts.wait_until_ready()
-        stream = fronts.stream("A prompt", max_new_tokens=10_000)  # runs until it is closed
-        next(stream)
-        worker.wait_until(lambda: load(worker)["running"] == 1, "the host of the worker knows the load of the others")
-        first.wait_until(lambda: load(first)["tokens_per_second"] > 0, "tokens are counted")
-        lines = succeed(worker, "top", "--once").splitlines()
-        assert lines[0].endswith(f"in {worker.run_directory}, 4 hosts")
-        assert lines[1].startswith("1 running, 0 queued | ")
-        assert lines[2].split() == [
-            "host", "name", "pid", "state", "stage", "cpu", "memory_mb", "beat_age", "progress_age", "work",
-        ]  # fmt: skip
-        assert len(lines) == 3 + sum(everything.values())
-        stream.close()  # type: ignore[attr-defined]
-        worker.stop(signal.SIGKILL)
-        worker.commands.clear()
-        expected = everything - Counter({"worker-0": 1, "supervisor": 1})
-        first.wait_until(lambda: shown(first) == expected, "the lost host disappears")
-        fronts.wait_until(lambda: shown(fronts) == expected, "everywhere")
-
-
-def load(server: Server) -> dict[str, float]:
-    (deployment,) = json.loads(succeed(server, "top", "--json"))
-    return deployment["load"]  # type: ignore[no-any-return]
 
 
 def test_host_without_the_right_keys_is_told(hosts: Hosts) -> None:

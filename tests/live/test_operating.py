@@ -320,6 +320,21 @@ def test_a_front_end_joins_on_another_port(server: Server) -> None:
     assert sorted(row["stage"] for row in listed if row["name"] == "supervisor") == [
         "api", "api+scheduler+tokenizer+worker",
     ]  # fmt: skip
+    stream = server.stream("A prompt", max_new_tokens=10_000)  # runs until it is closed
+    next(stream)
+
+    def load() -> dict[str, float]:
+        (shown,) = json.loads(succeed(server, "top", "--json"))
+        return shown["load"]  # type: ignore[no-any-return]
+
+    server.wait_until(lambda: load()["running"] == 1 and load()["tokens_per_second"] > 0, "the load is shown")
+    _, load_line, heading, *lines = succeed(server, "top", "--once").splitlines()
+    assert load_line.startswith("1 running, 0 queued | ")
+    assert heading.split() == [
+        "name", "pid", "state", "stage", "cpu", "memory_mb", "beat_age", "progress_age", "work",
+    ]  # fmt: skip
+    assert len(lines) == len(listed)
+    stream.close()  # type: ignore[attr-defined]
     server.stop()
 
 

@@ -136,6 +136,16 @@ class Simulation:
                         self.handle(Cancel(rid), tokenizer.peer)
             self.adapters.request_again(index)
 
+    def begin_again_when_idle(self) -> None:
+        """The scheduler begins again if it is idle, as it does for a new file of a journal."""
+        if self.scheduler.idle:
+            messages = self.scheduler.begin_again()
+            self.journal.clear()
+            self.sent.clear()
+            self.received.clear()
+            for message, peer in messages:
+                self.handle(message, peer)
+
     # --- tokenizers ---------------------------------------------------------------------------------------------------
 
     def add(

@@ -6,9 +6,17 @@ import sys
 import pytest
 
 from scripts.replica_simulation.__main__ import ASSUMED_H100_8B, main
-from scripts.replica_simulation.fleet import Figures, FleetConfig, InTurn, Policy, Product, ShortestQueue, simulate
+from scripts.replica_simulation.fleet import (
+    Figures,
+    FleetConfig,
+    InTurn,
+    Policy,
+    Product,
+    ShortestQueue,
+    StepTimes,
+    simulate,
+)
 from scripts.replica_simulation.workload import Mix
-from tgi.scheduler.replay import StepTimes
 
 CONFIG = FleetConfig(8, 4, slots=128, pages=1024, step_times=ASSUMED_H100_8B, prefill_tokens=2048)
 # Many prefixes for the caches.
@@ -76,7 +84,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
         (("--requests", "1"), "--requests is 1; give at least 100"),
         (("--pages", "10"), "--pages is 10; the longest request needs 244"),
         (("--load", "0"), "--load is 0; give a number above 0 and at most 10"),
-        (("--journal", __file__), "is not a journal of this version of tgi"),
+        (("--step-times", "0.1"), "give FIXED,ROW,TOKEN"),
     ],
 )
 def test_nonsense_is_refused_in_a_sentence(

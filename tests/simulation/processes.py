@@ -1,7 +1,7 @@
 """The processes of a server, each with the product's own classes and loop, and the supervisor that restarts them."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -263,9 +263,6 @@ class SimulatedProcess:
         self._next_beat_at = self.clock.now + BEAT_SECONDS
         for link in self.links:
             link.exchange_beats(beat)
-
-    def exchange_reports(self, links: Iterable[Link]) -> None:
-        """As Process.exchange_reports on one host."""
 
     def wake_while_readable(self) -> None:
         """What Process.wait does when it is called: it returns at once if there is something to read, and when a beat

@@ -72,9 +72,6 @@ class FakeProcess:
     def wait(self, timeout: float) -> None:
         self.link.socket.poll(0 if self.link.has_pending_work else min(timeout, 0.05) * 1000, zmq.POLLIN)
 
-    def exchange_reports(self, links: list[Link]) -> None:
-        pass
-
     def wake_loop(self) -> None:
         pass
 

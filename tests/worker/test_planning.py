@@ -412,7 +412,7 @@ def test_draft_models_and_adapters_of_a_large_model(large: Path, tmp_path: Path)
     for arguments, said in (
         (
             ["--draft-model-id", str(small), "--max-total-tokens", "9000"],
-            "the draft model's sequences have at most 8192",
+            "sequences have at most 8192",
         ),
         (["--lora-adapters", f"one={small}"], "has no adapter_config.json"),
         (["--lora-adapters", "one=@"], "Invalid LoRA adapter format"),
@@ -510,7 +510,7 @@ def test_memory_of_devices() -> None:
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "does not follow from the config"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, [], "group_size is missing"),
         ({}, ["--quantize", "gptq"], "is for weights that are quantized already"),
-        ({}, ["--kv-cache-dtype", "int8"], "is not for H100"),
+        ({}, ["--kv-cache-dtype", "int8"], "a type of the KV cache for CPU"),
         ({}, ["--quantize", "fp8", "--devices", "A100-80GB"], "which A100-80GB does not multiply"),
         ({}, ["--quantize", "fp8", "--devices", "cpu:64GB"], "which cpu:64GB does not multiply"),
         ({}, ["--max-total-tokens", "200000"], "have at most 131072 tokens"),

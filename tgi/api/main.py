@@ -73,7 +73,6 @@ async def serve(process: Process) -> None:
         process.heartbeat(TICK_SECONDS)
         if process.beat_due:
             process.exchange_beats(router.health.beat)
-            process.exchange_reports(tokenizer.link for tokenizer in router.tokenizers)
 
     server = HttpServer(application, settings, certificate, tick)
 

@@ -9,7 +9,6 @@ Messages
     link             message channels between processes, with connect and disconnect events
     liveness         finds silent peers, and measures how long work makes no progress
     curve            links between hosts: key files, and who may connect
-    host_reports     what hosts tell each other about their processes
 
 Processes
     process          the child side: entry point, poll loop, heartbeat, state file
@@ -42,7 +41,7 @@ Observability
     request_timeline what `tgi why` tells from these stamps
     tracing, otlp    OpenTelemetry; otlp is imported only with --otlp-endpoint
     progress         the progress bar and the summary at start
-    process_table    processes and load of a host, for `tgi ps`, `tgi top` and other hosts
+    process_table    processes and load of a run directory, for `tgi ps` and `tgi top`
 
 errors               UserError and ProtocolError
 """

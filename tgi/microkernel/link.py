@@ -29,12 +29,13 @@ from tgi.microkernel.errors import ProtocolError, UserError
 from tgi.microkernel.liveness import SilenceDetector
 from tgi.microkernel.log import ComplaintLimit
 from tgi.microkernel.protocol import (
+    PEER_ROLES,
     PROTOCOL,
     ROLES,
+    ROLES_WITHOUT_BEATS,
     Beat,
     Goodbye,
     Hello,
-    HostReports,
     LinkRejected,
     Ping,
     decode,
@@ -66,19 +67,7 @@ _PING, _GOODBYE = encode(Ping()), encode(Goodbye())
 # this time, but there the end of the connection is as late as the Goodbye: the peer has the same time to read that.
 GOODBYE_SECONDS = 1.0
 # Messages that a link handles itself, once a peer has a session; all others are for the role.
-_OF_LINKS = frozenset((Beat, HostReports, Ping))
-
-
-# The roles of the peers of a link, by the own role and whether the link binds. So keys of front ends do not admit a
-# process that claims to be a scheduler.
-_PEER_ROLES = {
-    ("api", False): ("tokenizer",),
-    ("tokenizer", True): ("api",),
-    ("tokenizer", False): ("scheduler",),
-    ("scheduler", True): ("tokenizer", "worker"),
-    ("worker", False): ("scheduler", "worker"),  # further ranks connect to the first one
-    ("worker", True): ("worker",),
-}
+_OF_LINKS = frozenset((Beat, Ping))
 
 
 class PeerId(NamedTuple):
@@ -154,8 +143,6 @@ class Link:
         self._heard: set[bytes] = set()  # routes that have sent something since the last exchange_beats
         self.address = address
         self.own_hello = own_hello
-        self.is_between_hosts = address.startswith("tcp:")
-        self._host_reports: dict[PeerId, HostReports] = {}  # the latest of each peer, until they are taken
         self.peers: dict[PeerId, Hello] = {}  # those with a session
         # zmq identity of each peer, also of a silent one without a session; b"" towards a ROUTER
         self._routes: dict[PeerId, bytes] = {}
@@ -286,7 +273,7 @@ class Link:
     def exchange_beats(self, beat: Beat) -> None:
         """Sends the beat, and looks for silent peers. To be called every BEAT_SECONDS, after receive()."""
         for peer in self.peers:
-            if peer.role != "worker":
+            if peer.role not in ROLES_WITHOUT_BEATS:
                 self.send(peer, beat)
         self.flush()
         heard = {self._peer_of_route[route] for route in self._heard if route in self._peer_of_route}
@@ -299,18 +286,6 @@ class Link:
             else:
                 self._events.append((peer, PeerSilent()))
         self._events.extend((peer, PeerResponds()) for peer in responding)
-
-    def send_host_reports(self, message: HostReports) -> None:
-        """Queues a message for every peer that understands it."""
-        frame = encode(message)
-        for peer, hello in self.peers.items():
-            if hello.host_reports:
-                self._outbox.setdefault(peer, []).append(frame)
-
-    def take_host_reports(self) -> list[HostReports]:
-        """What has been received since the last call: the latest of each peer."""
-        received, self._host_reports = [*self._host_reports.values()], {}
-        return received
 
     def local_address(self, peers: Iterable[PeerId]) -> str:
         """Of a TCP listener: the address of this host to which one of these peers has connected, one that other hosts
@@ -381,8 +356,6 @@ class Link:
                 self._silence.watch(peer)
                 if peer.role not in self._upstream_roles:  # else it tells only that the peer runs
                     yield peer, message
-            elif kind is HostReports and self.is_between_hosts:
-                self._host_reports[peer] = message
         elif not isinstance(message, Ping | Goodbye):
             log.debug("dropped %s from an unknown peer on %s", type(message).__name__, self.address)
 
@@ -410,7 +383,7 @@ class Link:
         if (other := self._peer_of_route.get(route)) is not None:
             self._disconnect(other)
         self.peers[peer] = hello
-        if peer.role in self._upstream_roles and self.own_hello.role != "worker":
+        if peer.role in self._upstream_roles and self.own_hello.role not in ROLES_WITHOUT_BEATS:
             self._silence.watch(peer)
         self._routes[peer] = route
         self._peer_of_route[route] = peer
@@ -427,7 +400,7 @@ class Link:
 
     def _incompatibility(self, hello: Hello) -> str:
         """Why this peer is rejected, or "" if it is compatible."""
-        wanted = _PEER_ROLES.get((self.own_hello.role, self._binds))
+        wanted = PEER_ROLES.get((self.own_hello.role, self._binds))
         if wanted is not None and hello.role not in wanted:
             return f"a {self.own_hello.role} has no link of this kind to a {hello.role}"
         if hello.protocol != PROTOCOL:

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from tgi import __version__
 from tgi.microkernel import curve, interpreter, log, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.exit_causes import TOO_LITTLE_TO_START, is_lack_of_memory
-from tgi.microkernel.host_reports import ReportExchange
 from tgi.microkernel.link import Link, PeerId
 from tgi.microkernel.liveness import BEAT_SECONDS
 from tgi.microkernel.mapped_file import map_file
@@ -89,7 +87,6 @@ class Process:
         self._loop_limit = min(LOOP_TURN_SECONDS, settings.hang_timeout)
         self._parent_fd = parent_fd
         self._links: list[Link] = []
-        self._reports = ReportExchange(self.run_dir, rundir.site_id(self.run_dir))
         self._link_of_event_source: dict[Any, Link] = {}
         self._poller = zmq.Poller()
         self._wake, write = socket.socketpair()
@@ -127,7 +124,6 @@ class Process:
             model=model,
             site=rundir.site_id(self.run_dir),
             last_exit=self.last_exit,
-            host_reports=True,
         )
 
     def link_address(self, name: str) -> str:
@@ -214,13 +210,8 @@ class Process:
         self._heartbeat.record_progress(beat)
         age = (beat.progress_age_ms or 0) / 1000
         metrics.tgi_last_progress_timestamp_seconds.labels(process=self.name).set(time.time() - age)
-        self.exchange_reports(self._links)
         for link in self._links:
             link.exchange_beats(beat)
-
-    def exchange_reports(self, links: Iterable[Link]) -> None:
-        """Queues what the other hosts of these links do not know yet about the processes of this one and of others."""
-        self._reports.exchange(links)
 
     def heartbeat(self, seconds: float) -> None:
         """For loops that do not use `wait`: announces the next heartbeat within `seconds`."""

@@ -1,7 +1,5 @@
-"""The processes of a host and their load, as `tgi ps` and `tgi top` show them and as other hosts are told."""
+"""The processes of a run directory and their load, as `tgi ps` and `tgi top` show them."""
 
-import logging
-import socket
 import time
 from collections import deque
 from pathlib import Path
@@ -9,15 +7,42 @@ from typing import NamedTuple
 
 import psutil
 
-from tgi.microkernel import host_reports, metric_store, rundir
+from tgi.microkernel import metric_store, rundir
 from tgi.microkernel.metric_store import Parts
 from tgi.microkernel.process import read_progress
-from tgi.microkernel.protocol import HostLoad, HostReport, ProcessRow
-
-log = logging.getLogger(__name__)
 
 # Rates and CPU time are those of the latest seconds.
 WINDOW_SECONDS = 5.0
+
+
+class ProcessRow(NamedTuple):
+    """A process. Ages are in seconds; None where there is nothing whose age it would be."""
+
+    name: str
+    pid: int
+    state: str
+    stage: str
+    percent: int
+    boot: str
+    memory_bytes: int
+    beat_age: float | None
+    progress_age: float | None  # since it has finished a part of its work
+    work: str
+    cpu_percent: float | None = None  # of one core; None: not measured yet
+
+
+class Load(NamedTuple):
+    """What the processes have measured together; 0 what none of them measures. Rates are those of the latest seconds,
+    tokens are counted since the start."""
+
+    running: int = 0
+    queued: int = 0
+    kv_pages_used: int = 0
+    kv_pages_free: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    tokens_per_second: float = 0.0
+    first_token_ms: float | None = None  # mean time to the first token; None: there was none
 
 
 class _Sample(NamedTuple):
@@ -30,16 +55,15 @@ class _Sample(NamedTuple):
     first_token_seconds: float
 
 
-class HostSampler:
-    """Makes the reports of one run directory. Rates and CPU time need two samples."""
+class Sampler:
+    """Samples one run directory. Rates and CPU time need two samples."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._site = rundir.site_id(run)
         self._samples: deque[_Sample] = deque()
 
-    def sample(self) -> HostReport:
-        """The present report. It has no processes if no supervisor runs."""
+    def sample(self) -> tuple[list[ProcessRow], Load]:
+        """The processes now, and their load. There are none if no supervisor runs."""
         cpu_seconds: dict[int, float] = {}
         rows = [row for row in self._rows(cpu_seconds) if row is not None]
         series = metric_store.sum_over_processes(self._run / "metrics")
@@ -58,7 +82,7 @@ class HostSampler:
             self._samples.popleft()
         before = self._samples[0]
         seconds, answered = sample.time - before.time, sample.first_tokens - before.first_tokens
-        load = HostLoad(
+        load = Load(
             running=gauge("tgi_batch_current_size"),
             queued=gauge("tgi_queue_size"),
             kv_pages_used=gauge("tgi_kv_cache_pages_used"),
@@ -68,7 +92,7 @@ class HostSampler:
             tokens_per_second=max(0.0, sample.tokens - before.tokens) / seconds if seconds else 0.0,
             first_token_ms=1000 * (sample.first_token_seconds - before.first_token_seconds) / answered
             if answered > 0
-            else -1.0,
+            else None,
         )
         shares = [
             row._replace(cpu_percent=100 * max(0.0, cpu_seconds[row.pid] - before.cpu_seconds[row.pid]) / seconds)
@@ -76,8 +100,7 @@ class HostSampler:
             else row
             for row in rows
         ]
-        report = HostReport(self._site, socket.gethostname(), 0, shares, load, made_ms=int(1000 * sample.time))
-        return host_reports.cleaned(report) or report
+        return shares, load
 
     def _rows(self, cpu_seconds: dict[int, float]) -> list[ProcessRow | None]:
         """One row per running process, supervisors first. Adds their CPU seconds."""
@@ -107,36 +130,12 @@ class HostSampler:
         except (psutil.Error, OverflowError, ValueError):
             return None
         progress = read_progress(self._run, name)
-        beat_age, progress_age, work = -1, -1, ""
+        beat_age, progress_age, work = None, None, ""
         if progress is not None:
-            beat_age, work = int(1000 * progress.silent_seconds), progress.work
-            progress_age = -1 if progress.progress_age is None else int(1000 * progress.progress_age)
-        return ProcessRow(name, pid, state, stage, percent, boot, memory, beat_age, progress_age, work, -1.0)
+            beat_age, progress_age, work = progress.silent_seconds, progress.progress_age, progress.work
+        return ProcessRow(name, pid, state, stage, percent, boot, memory, beat_age, progress_age, work)
 
 
 def _count_and_sum(parts: Parts) -> tuple[float, float]:
     """Of a histogram."""
     return sum(value for part, value in parts.items() if part != "sum"), parts.get("sum", 0.0)
-
-
-class ReportPublisher:
-    """Writes the report of this host for the processes with links to other hosts, which send it. For a supervisor."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._sampler = HostSampler(run)
-        self._due_at = 0.0
-
-    def publish_if_due(self) -> None:
-        """To be called at least every second."""
-        now = time.monotonic()
-        if now < self._due_at:
-            return
-        self._due_at = now + host_reports.PUBLISH_SECONDS
-        try:
-            report = self._sampler.sample()
-        except OSError as error:  # the run directory was removed, or no file can be opened
-            log.debug("no report for other hosts: %s", error)
-            return
-        host_reports.write_report(self._run, host_reports.KnownReport(report, time.monotonic()))
-        host_reports.remove_expired_files(self._run)

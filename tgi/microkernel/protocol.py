@@ -9,7 +9,7 @@ Requests travel down, tokens travel up:
     (UpdateAdapter travels down to the worker, its answer AdapterUpdated up)
     (OfferMemory, JoinGroup and GroupFormed are exchanged by the ranks of one worker)
     (Hello in both directions of every link, Goodbye at an orderly end, Beat every half second, but not to a worker;
-    Status travels up whenever something changed; HostReports in both directions between hosts)
+    Status travels up whenever something changed)
 
 `rid` numbers a request on one link. The process that sends the request down chooses it, unique within its own lifetime.
 Every link has its own numbering, so a rid means nothing on another link.
@@ -26,9 +26,21 @@ from typing import NamedTuple
 from tgi.microkernel.codec import Codec
 from tgi.microkernel.sampling_params import SamplingDefaults, SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 # In the direction of requests.
 ROLES = ("api", "tokenizer", "scheduler", "worker")
+# The roles of the peers of a link, by the own role and whether the link binds. So keys of front ends do not admit a
+# process that claims to be a scheduler.
+PEER_ROLES = {
+    ("api", False): ("tokenizer",),
+    ("tokenizer", True): ("api",),
+    ("tokenizer", False): ("scheduler",),
+    ("scheduler", True): ("tokenizer", "worker"),
+    ("worker", False): ("scheduler", "worker"),  # further ranks connect to the first one
+    ("worker", True): ("worker",),
+}
+# Roles that get no Beats and watch no peer: a worker that computes does not look at its links.
+ROLES_WITHOUT_BEATS = ("worker",)
 # Steps that the scheduler may send before the first one is answered. A step with drafts is alone.
 PIPELINE_DEPTH = 2
 # Maximum of SamplingParams.top_n: bounds the size of a StepResult.
@@ -106,7 +118,6 @@ class Hello(NamedTuple):
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # tokenizers only: defaults for requests on /v1
     site: str = ""  # the id of its run directory: each has its own replica 0 of a role
     last_exit: LastExit | None = None  # None: the first process of its supervisor
-    host_reports: bool = False  # it understands HostReports
     source: ModelSource | None = None  # tokenizers only, for front ends that have no model directory
 
 
@@ -137,54 +148,6 @@ class Goodbye(NamedTuple):
     """The last message of a process that ends because it was told to: its neighbours go on without it at once, and know
     that no request is the cause. The connecting side answers with a Goodbye of its own; the other waits for that before
     it closes the connection."""
-
-
-class ProcessRow(NamedTuple):
-    """A process of a host. Ages are those when the report was made."""
-
-    name: str
-    pid: int
-    state: str
-    stage: str
-    percent: int
-    boot: str
-    memory_bytes: int
-    beat_age_ms: int  # -1 before the first beat
-    progress_age_ms: int  # since it has finished a part of its work; -1: it has none
-    work: str
-    cpu_percent: float  # of one core; -1: not measured yet
-
-
-class HostLoad(NamedTuple):
-    """What the processes of a host have measured together; 0 what none of them measures. Rates are those of the latest
-    seconds, tokens are counted since the start."""
-
-    running: int
-    queued: int
-    kv_pages_used: int
-    kv_pages_free: int
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens found in the prefix cache
-    tokens_per_second: float
-    first_token_ms: float  # mean time to the first token; -1: there was none
-
-
-class HostReport(NamedTuple):
-    """The processes of a host: those of one run directory."""
-
-    site: str  # as in Hello
-    host: str  # its name, for people
-    age_ms: int  # since it was made, by the clocks of the hosts that had it, without the time on the way
-    processes: list[ProcessRow]
-    load: HostLoad
-    made_ms: int = 0  # when it was made, by the clock of the host itself: its reports are ordered by it
-
-
-class HostReports(NamedTuple):
-    """Sent between hosts, to peers with `Hello.host_reports`, when the sender has made or received a new report: its
-    own, and those of other hosts that it knows. For `tgi ps` and `tgi top` only."""
-
-    reports: list[HostReport]
 
 
 class DeploymentLimits(NamedTuple):
@@ -805,7 +768,6 @@ MESSAGES: list[type] = [
     ResetSlots,
     JoinGroup,
     GroupFormed,
-    HostReports,
     ReadAdapter,
     OfferMemory,
 ]

@@ -119,7 +119,7 @@ def site_id(path: Path) -> str:
 def _directories(path: Path) -> list[Path]:
     """The directories that must be private: the run directory, its subdirectories, and user_base_dir() if it is the
     parent."""
-    own = [path / name for name in ("", "state", "metrics", "flight", "hosts")]
+    own = [path / name for name in ("", "state", "metrics", "flight")]
     return [*([user_base_dir()] if path.parent == user_base_dir() else []), *own]
 
 

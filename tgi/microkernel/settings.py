@@ -669,6 +669,11 @@ class Settings:
     adapters: tuple[tuple[str, str], ...] = ()  # (name, directory) of each of lora_adapters
 
     @property
+    def draft_quantize(self) -> str | None:
+        """--quantize for the draft model: what is made at load; formats of checkpoints are for the served model."""
+        return self.quantize if self.quantize in QUANTIZED_AT_LOAD else None
+
+    @property
     def needs_weights(self) -> bool:
         """Whether a worker reads the weights of the model's files."""
         return self.load_format != "dummy"

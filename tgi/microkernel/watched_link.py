@@ -5,15 +5,12 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import zmq
 
-from tgi.microkernel import rundir
-from tgi.microkernel.host_reports import ReportExchange
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId, end_sessions
 from tgi.microkernel.liveness import BEAT_SECONDS
 from tgi.microkernel.process import Process
@@ -37,8 +34,6 @@ class WatchedLink:
         self._received: deque[tuple[PeerId, Any]] = deque()
         self._outgoing: deque[tuple[PeerId | None, tuple[Any, ...]]] = deque()
         self._members: frozenset[PeerId] = frozenset()
-        # Of the link's thread: that of the main thread waits for steps, and does not turn while it loads.
-        self._reports = ReportExchange(process.run_dir, rundir.site_id(process.run_dir))
         self._closing = False
         self._wake, self._wake_write = socket.socketpair()
         for end in (self._wake, self._wake_write):
@@ -92,7 +87,6 @@ class WatchedLink:
         for source in (link.socket, *link.event_sources):
             poller.register(source, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
-        next_beat_at = 0.0
         while not self._closing:
             ready = dict(poller.poll(0 if link.has_pending_work else int(1000 * BEAT_SECONDS)))
             if self._wake.fileno() in ready:
@@ -108,9 +102,6 @@ class WatchedLink:
                 receiver, message = self._outgoing.popleft()
                 for one in self._members if receiver is None else (receiver,):
                     link.send(one, message)
-            if (now := time.monotonic()) >= next_beat_at:
-                next_beat_at = now + BEAT_SECONDS
-                self._reports.exchange([link])
             link.flush()
         end_sessions([link])
         link.close()

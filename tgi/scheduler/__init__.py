@@ -18,7 +18,6 @@ kv_cache.py. Modules, from the entry point to the leaves:
 - columns: packed columns of tokens and the operations on whole columns
 - estimators: prefill budget, linear fit, wait estimator
 - journal: `RecordedScheduler` writes every call to a file
-- snapshot: the state of a scheduler, with which a journal goes on in a new file
-- replay: repeats a journal, and estimates what would have happened under other limits
+- replay: repeats the calls of a journal
 - counters: sums that the metrics are made of
 """

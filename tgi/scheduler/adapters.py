@@ -79,6 +79,12 @@ class WorkerAdapters:
         return bool(self._changing)
 
     @property
+    def settled(self) -> bool:
+        """Whether `loaded` says all: nothing is requested, or to be tried again, and no unloading is remembered."""
+        owed = self._requested or self._restoring or self._postponed or self._changing
+        return not owed and all(change.path for change in self.changes.values())
+
+    @property
     def has_unsent_updates(self) -> bool:
         """Whether updates must be sent before another step."""
         return bool(self._unsent)

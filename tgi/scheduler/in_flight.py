@@ -104,10 +104,10 @@ class StepPipeline:
     """The steps in flight. A worker runs steps and answers them in order. Steps are numbered within epochs: an epoch
     ends when the worker is lost or a step fails. Times are seconds."""
 
-    def __init__(self, stall_limit: float) -> None:
+    def __init__(self, stall_limit: float, first_epoch: int) -> None:
         """`stall_limit`: time without an answer, with steps in flight, after which the worker counts as stalled, unless
         the step is late before."""
-        self.epoch = 1
+        self.epoch = first_epoch
         self.next_number = 1  # of the next step, in this epoch
         self._stall_limit = stall_limit
         self._answer_limit = stall_limit  # seconds that the next answer may take

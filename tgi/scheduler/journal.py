@@ -1,13 +1,12 @@
 """The journal of a scheduler's life: every call with its arguments, and a digest of every result.
 
-A journal begins with the scheduler's configuration and state and holds the calls in order, so `replay.py` can make them
-again. A record is written with one write(2), so that the journal of a scheduler that was killed is complete up to its
-last call. When a file is large enough the journal goes on in a new one, which begins with a snapshot of the scheduler:
-each file can be replayed on its own.
+A journal begins with the scheduler's configuration and holds the calls in order, so `replay.py` can make them again. A
+record is written with one write(2), so that the journal of a scheduler that was killed is complete up to its last call.
+When a file is large enough and the scheduler is idle, the scheduler begins again, as a new one with the same
+neighbours, and so does its journal, in a new file: each file can be replayed on its own.
 
-Layout, little-endian: MAGIC, the length of the configuration (uint32) and the configuration as JSON, the length of the
-snapshot (uint32) and the snapshot (snapshot.py), which is empty at the beginning of a life; then records: a byte that
-names the call, its time (float64), and for
+Layout, little-endian: MAGIC, the length of the configuration (uint32) and the configuration as JSON; then records: a
+byte that names the call, its time (float64), and for
     h  handle: the number of the sender (uint16), the length of the message (uint32), the encoded message, or the code
        of an event of its link
     p  plan: the digest (uint64) of the step, 0 for None
@@ -33,14 +32,12 @@ from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSil
 from tgi.microkernel.protocol import Step, decode, encode
 from tgi.microkernel.work_register import WorkRegister
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
-from tgi.scheduler.snapshot import take_snapshot
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"tgi journal 2\n"
+MAGIC = b"tgi journal 3\n"
 SUFFIX = ".journal"
-# A journal goes on in a new file when it has reached this share of the size of all of them, and has records that take
-# more than its head.
+# A journal goes on in a new file at the first idle moment after it has reached this share of the size of all of them.
 FILE_SHARE = 1 / 4
 # Files that are kept at most: a scheduler that is restarted again and again writes small ones.
 MAX_FILES = 64
@@ -83,34 +80,25 @@ class JournalWriter:
                     found.append((path.stat().st_mtime_ns, path, path.stat().st_size))
             for _, path, size in sorted(found):
                 self._add_old(path, size)
-            self._begin_file(b"")
+            self._begin_file()
         except OSError as error:
             raise UserError(f"Cannot write a journal to {directory}: {error.strerror}. Change --journal.") from error
 
     @property
     def is_full(self) -> bool:
         """Whether the journal should go on in a new file."""
-        return self._file is not None and (
-            self._cut or self._bytes >= max(FILE_SHARE * self._limit, 2 * self._head_bytes)
-        )
+        return self._file is not None and (self._cut or self._bytes >= FILE_SHARE * self._limit)
 
-    def continue_with(self, scheduler: Scheduler) -> None:
-        """Goes on in a new file, from this state of the scheduler."""
+    def continue_with(self, config: SchedulerConfig) -> None:
+        """Goes on in a new file, with a scheduler that begins again with this configuration."""
         assert self._file is not None
-        try:
-            snapshot = take_snapshot(scheduler, without="_journal")
-        except Exception as error:  # a defect, which must not end a scheduler that serves
-            self._end(f"the state of the scheduler cannot be written ({error!r})")
-            return
         self._file.close()
         self._add_old(self._path, self._bytes)
+        self._config = json.dumps(config._asdict()).encode()
         try:
-            self._begin_file(snapshot)
+            self._begin_file()
         except OSError as error:
             self._end(f"{self._directory} cannot be written ({error.strerror})")
-        else:
-            if self._cut:
-                self._end(f"the state of the scheduler alone is larger than --journal-size ({len(snapshot)} bytes)")
 
     def write(self, kind: bytes, now: float, details: bytes = b"") -> None:
         """Appends the record of a call."""
@@ -131,15 +119,13 @@ class JournalWriter:
         if self._file is not None:
             self._file.close()
 
-    def _begin_file(self, snapshot: bytes) -> None:
+    def _begin_file(self) -> None:
         self._path = self._directory / f"scheduler-{self._boot}-{self._number:04}{SUFFIX}"
         self._number += 1
         self._file = self._path.open("wb", buffering=0)
         self._bytes, self._cut = 0, False  # cut: a record is missing, so no other may follow
         self._senders: dict[PeerId, int] = {}
-        parts = (self._config, snapshot)
-        self._append(MAGIC + b"".join(_LENGTH.pack(len(part)) + part for part in parts))
-        self._head_bytes = self._bytes
+        self._append(MAGIC + _LENGTH.pack(len(self._config)) + self._config)
 
     def _append(self, record: bytes) -> None:
         if self._file is None or self._cut:
@@ -147,6 +133,7 @@ class JournalWriter:
         needed = self._bytes + len(record)
         if needed > self._limit:
             self._cut = True
+            log.warning("The journal has reached --journal-size. It goes on when the scheduler has no requests.")
             return
         while self._old and (self._old_bytes + needed > self._limit or len(self._old) >= MAX_FILES):
             path, size = self._old.popleft()
@@ -212,8 +199,15 @@ class RecordedScheduler(Scheduler):
         """As Scheduler.commit."""
         self._journal.write(b"c", 0.0)
         super().commit()
-        if self._journal.is_full:
-            self._journal.continue_with(self)
+
+    def begin_file_when_idle(self, now: float) -> None:
+        """To be called when everything is sent. If the journal's file is full and there are no requests, begins again
+        with a new file; the prefix cache is empty then, and what was learned from steps is forgotten."""
+        if self._journal.is_full and self.idle:
+            messages = self.begin_again()
+            self._journal.continue_with(self.config)
+            for message, source in messages:
+                self.handle(message, source, now)
 
 
 def step_digest(step: Step | None) -> int:
@@ -245,7 +239,6 @@ class Journal(NamedTuple):
     """A journal that was read."""
 
     config: SchedulerConfig
-    snapshot: bytes  # of the scheduler before the first call; empty: a new one
     calls: list[Call]
     cut_off: bool  # the file ends within a record
 
@@ -264,7 +257,7 @@ def read_journal(path: Path) -> Journal:
 def _read(file: IO[bytes]) -> Journal:
     if file.read(len(MAGIC)) != MAGIC:
         raise ValueError(f"it does not begin with {MAGIC.decode().strip()!r}")
-    config, snapshot = SchedulerConfig(**json.loads(_sized(file))), _sized(file)
+    config = SchedulerConfig(**json.loads(_sized(file)))
     methods = {b"p": "plan", b"r": "report_status", b"o": "outgoing", b"c": "commit"}
     senders: list[PeerId] = []
     calls: list[Call] = []
@@ -285,8 +278,8 @@ def _read(file: IO[bytes]) -> Journal:
                     (digest,) = _DIGEST.unpack(_whole(file.read(_DIGEST.size), _DIGEST.size))
                 calls.append(Call(methods[kind], now, digest=digest))
     except EOFError:
-        return Journal(config, snapshot, calls, cut_off=True)
-    return Journal(config, snapshot, calls, cut_off=False)
+        return Journal(config, calls, cut_off=True)
+    return Journal(config, calls, cut_off=False)
 
 
 def _sized(file: IO[bytes]) -> bytes:

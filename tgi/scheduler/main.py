@@ -72,6 +72,8 @@ def main(process: Process) -> None:
             suspects.write_changes(scheduler)
             process.wait(scheduler.deadline(now) - now)
             run_once(scheduler, links, metrics, spans)
+            if isinstance(scheduler, RecordedScheduler):
+                scheduler.begin_file_when_idle(time.monotonic())
             if process.beat_due:
                 process.exchange_beats(scheduler.beat(time.monotonic()))
         end_sessions(links)

@@ -226,6 +226,11 @@ class WorkerPeer:
         """The worker's status as tokenizers see it: it is not ready while it restores its predecessor's adapters."""
         return LOADING_ADAPTERS if self.adapters.restoring else self._reported
 
+    @property
+    def settled(self) -> bool:
+        """Whether all that is known of it is its peer, its status and the adapters that it has loaded."""
+        return self.peer is not None and not self.silent and not self._waiting and self.adapters.settled
+
     def connect(self, peer: PeerId) -> bool:
         """Takes a worker that has sent its Hello. Returns False for a second one, which has to wait."""
         if self.peer is not None:

@@ -13,6 +13,7 @@ from tgi.microkernel.protocol import (
     DECODE,
     END,
     PREFILL,
+    PROTOCOL,
     QUEUED,
     AdapterUpdated,
     Add,
@@ -68,6 +69,7 @@ class SchedulerConfig(NamedTuple):
     stall_limit: float = 60.0  # upper bound of the seconds after which an unanswered step makes the status unhealthy
     max_drafts: int = 0  # draft tokens per row and step; 0: no speculation
     draft_model: bool = False  # the worker has a draft model
+    first_epoch: int = 1  # of its steps
 
 
 class LostWorker(NamedTuple):
@@ -97,7 +99,7 @@ class Scheduler:
         self._recorder = recorder
         self.counters = Counters()
         self.worker = WorkerPeer()
-        self.pipeline = StepPipeline(config.stall_limit)
+        self.pipeline = StepPipeline(config.stall_limit, config.first_epoch)
         self._planner: StepPlanner | None = None  # None until the first worker is ready
         self._queue = WaitingQueue()
         self._prefill_budget = PrefillBudget(config.step_target * 1e6)
@@ -305,6 +307,26 @@ class Scheduler:
     def ready(self) -> bool:
         """Whether a request would be computed now."""
         return self.worker.status.ready
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no requests, and knows nothing that `begin_again` would lose."""
+        nothing_in_flight = not self.pipeline and self.pipeline.has_room
+        nothing_to_do = not self._tokenizers.requests and nothing_in_flight and not self.suspect_records
+        return nothing_to_do and self.ready and self.worker.settled and not self.draining
+
+    def begin_again(self) -> list[tuple[Any, PeerId]]:
+        """Becomes a new, idle scheduler, with an empty prefix cache. Returns the messages to handle next, with their
+        senders: they tell it its neighbours. The counters go on."""
+        worker, counters = self.worker, self.counters
+        assert worker.peer is not None
+        status = worker.status._replace(limits=worker.limits, adapters=worker.adapters.loaded)
+        tokenizers = list(self._tokenizers.clients)
+        config = self.config._replace(first_epoch=self.pipeline.epoch + 1)
+        Scheduler.__init__(self, config, self._recorder, self.work_register)
+        self.counters = counters
+        messages = [(Hello(PROTOCOL, *worker.peer), worker.peer), (status, worker.peer)]
+        return messages + [(Hello(PROTOCOL, *peer), peer) for peer in tokenizers]
 
     def suspects(self, now: float) -> bytes:
         """The fingerprints of the requests that no other replica may compute: those on trial or convicted, and those

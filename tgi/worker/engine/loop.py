@@ -57,7 +57,6 @@ class WorkerLoop:
             elif not isinstance(message, PeerDisconnected):
                 log.warning("dropped %s from %s: the model is loading", type(message).__name__, peer)
         self._link.broadcast(status)
-        self._process.exchange_reports([self._link])
         self._link.flush()
 
     def serve(self, engine: Engine) -> None:

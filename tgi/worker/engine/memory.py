@@ -6,7 +6,7 @@ from typing import NamedTuple
 from tgi.microkernel.control_groups import available_memory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.protocol import DeploymentLimits
-from tgi.microkernel.settings import DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
+from tgi.microkernel.settings import CPU_KV_CACHE_DTYPES, DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,25 @@ def max_prefill_tokens(settings: Settings, device: str) -> int:
     return settings.max_batch_prefill_tokens or max(DEFAULT_PREFILL_TOKENS[device], max_batch_size(settings, device))
 
 
+def require_kv_cache_dtype(name: str | None, device: str) -> None:
+    """Raises UserError if the value of --kv-cache-dtype is not for this device, "cpu" or "cuda"."""
+    if name is not None and (on_cpu := name in CPU_KV_CACHE_DTYPES) != (device == "cpu"):
+        places = ("CPU", "GPUs") if on_cpu else ("GPUs", "CPU")
+        raise UserError(
+            f"`kv_cache_dtype` is {name}, a type of the KV cache for {places[0]}, but this worker computes on "
+            f"{'a GPU' if on_cpu else 'CPU'}. Leave out --kv-cache-dtype, or choose one for {places[1]}."
+        )
+
+
+def require_context(settings: Settings, context: int) -> None:
+    """Raises UserError if requests are to be longer than the models can compute."""
+    if (settings.max_total_tokens or 0) > context:
+        raise UserError(
+            f"`max_total_tokens` is {settings.max_total_tokens}, but the model's sequences have at most {context} "
+            "tokens. Lower --max-total-tokens or leave it out."
+        )
+
+
 def cache_memory_on_cuda(free: int, total: int, settings: Settings, activations: int) -> CacheMemory:
     """Memory on a GPU with `free` bytes of `total`, without what the settings reserve and without the activations of a
     step."""
@@ -70,12 +89,8 @@ def choose_limits(
     """
     rows = max_batch_size(settings, required.device)
     tokens = max_prefill_tokens(settings, required.device)
+    require_context(settings, required.context)
     longest = settings.max_total_tokens or required.context
-    if longest > required.context:
-        raise UserError(
-            f"`max_total_tokens` is {longest}, but the model's sequences have at most {required.context} tokens. "
-            "Lower --max-total-tokens or leave it out."
-        )
     pages = _pages(settings, required, memory, previous_pages, rows * -(-longest // required.page_size))
     capacity = pages * required.page_size
     if capacity < (settings.max_total_tokens or 2):

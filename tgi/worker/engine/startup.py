@@ -22,7 +22,7 @@ from tgi.microkernel.heap import release_freed_memory
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.sampling_params import PARAMETERS, SamplingParams
-from tgi.microkernel.settings import CPU_KV_CACHE_DTYPES, QUANTIZED_AT_LOAD, Settings
+from tgi.microkernel.settings import Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
 from tgi.worker.cpu_kernels.kernels import CpuKernels
@@ -259,13 +259,10 @@ def _agree_on_cache(
 
 
 def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
-    """The value of --quantize for the models in these directories. Formats that are made at load apply to the draft
-    model too; pre-quantized formats apply to the served model only."""
+    """The value of --quantize for the models in these directories."""
     found = {settings.model_dir: settings.quantize}
     if settings.draft_model_dir is not None:
-        found.setdefault(
-            settings.draft_model_dir, settings.quantize if settings.quantize in QUANTIZED_AT_LOAD else None
-        )
+        found.setdefault(settings.draft_model_dir, settings.draft_quantize)
     return found
 
 
@@ -328,16 +325,10 @@ def _device(name: str) -> str:
 def _kv_cache_dtype(name: str | None, device: str, cpu_kernels: bool) -> torch.dtype | None:
     """The dtype that --kv-cache-dtype names; None: the model's. Raises UserError if the kernels that compute do not
     support it."""
+    memory.require_kv_cache_dtype(name, device)
     if name is None:
         return None
-    on_cpu = name in CPU_KV_CACHE_DTYPES
-    if on_cpu != (device == "cpu"):
-        places = ("CPU", "GPUs") if on_cpu else ("GPUs", "CPU")
-        raise UserError(
-            f"`kv_cache_dtype` is {name}, a type of the KV cache for {places[0]}, but this worker computes on "
-            f"{'a GPU' if on_cpu else 'CPU'}. Leave out --kv-cache-dtype, or choose one for {places[1]}."
-        )
-    if on_cpu and not cpu_kernels:
+    if device == "cpu" and not cpu_kernels:
         raise UserError(
             f"`kv_cache_dtype` is {name}, which only our own CPU kernels support, but torch's kernels compute this "
             "model, where keys and values have the model's type. Leave out --kv-cache-dtype."

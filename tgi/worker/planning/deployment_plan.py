@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tgi.hub.weight_files import StoredTensor, stored_tensors
 from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.interpreter import require_packages
-from tgi.microkernel.settings import CPU_KV_CACHE_DTYPES, QUANTIZED_AT_LOAD, Settings
+from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.sharding import Shard, shard_decoder, whole_model
 from tgi.worker.engine import memory
@@ -46,7 +46,7 @@ GGUF_PACKAGES = ("gguf", "numpy")
 # The reserve on a GPU: estimates, larger than what is expected.
 CONTEXT_BYTES = 1 << 30  # CUDA's context, libraries and compiled kernels
 COLLECTIVE_BYTES = 1 << 30  # NCCL's buffers, where there are several ranks
-GRAPH_BYTES = 1 << 28  # CUDA graphs and their pool
+GRAPH_POOL_BYTES = 1 << 28  # which the CUDA graphs share
 LOGIT_COPIES = 6  # float32 [rows, vocabulary]: logits, and what sampling makes of them
 # On CPU: libraries, activations, and the pages of embeddings in use.
 HOST_BYTES = 1 << 30
@@ -186,16 +186,10 @@ def read_planned_deployment(request: PlanRequest) -> PlannedDeployment:
     served = read_planned_model(request.model, settings)
     draft = None
     if request.draft is not None:
-        # As for the worker: the served model's dtype, and formats of checkpoints for the served model only.
-        quantize = settings.quantize if settings.quantize in QUANTIZED_AT_LOAD else None
-        draft = read_planned_model(request.draft, replace(settings, dtype=served.dtype, quantize=quantize))
+        of_draft = replace(settings, dtype=served.dtype, quantize=settings.draft_quantize)
+        draft = read_planned_model(request.draft, of_draft)
     found = PlannedDeployment(served, draft, tuple(LoraConfig(directory) for directory in request.adapters))
-    if (settings.max_total_tokens or 0) > found.context:
-        whose = "model's" if found.context == served.config.context_length else "draft model's"
-        raise UserError(
-            f"`max_total_tokens` is {settings.max_total_tokens}, but the {whose} sequences have at most "
-            f"{found.context} tokens. Lower --max-total-tokens or leave it out."
-        )
+    memory.require_context(settings, found.context)
     return found
 
 
@@ -265,8 +259,7 @@ def rank_memory(deployment: PlannedDeployment, shard: Shard, device: Devices, se
 def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: Settings) -> tuple[int, int]:
     """Bytes of the weights, and of each token of KV cache."""
     config = model.config
-    if settings.kv_cache_dtype is not None and (settings.kv_cache_dtype in CPU_KV_CACHE_DTYPES) != device.is_cpu:
-        raise UserError(f"--kv-cache-dtype {settings.kv_cache_dtype} is not for {device.name}. Leave it out.")
+    memory.require_kv_cache_dtype(settings.kv_cache_dtype, device.type)
     if model.made == "fp8" and not device.float8:
         raise UserError(f"--quantize fp8 makes weights 8-bit floats, which {device.name} does not multiply.")
     matrix_bytes = sum(matrix_sizes(model, shard, device).values())
@@ -383,7 +376,7 @@ def _model_activations(model: PlannedModel, shard: Shard, settings: Settings) ->
     inner = max(len(shard.inner), chosen * len(shard.expert_inner))
     attention = (2 * len(shard.heads) + 2 * len(shard.kv_heads)) * config.head_dim
     token = ITEM_SIZES[model.dtype] * ((6 + chosen) * config.hidden + 2 * attention + 3 * inner)
-    return tokens * token + LOGIT_COPIES * rows * config.vocab_size * 4 + GRAPH_BYTES
+    return tokens * token + LOGIT_COPIES * rows * config.vocab_size * 4 + GRAPH_POOL_BYTES
 
 
 def _splits(deployment: PlannedDeployment, devices: Devices, request: PlanRequest) -> list[Split]:
@@ -441,7 +434,7 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         page_bytes=page_bytes,
         vocab_size=deployment.served.config.vocab_size,
         dtype=deployment.served.dtype,
-        device="cpu" if devices.is_cpu else "cuda",
+        device=devices.type,
     )
     try:
         limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * page_bytes for n in pages)))

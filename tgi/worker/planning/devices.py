@@ -45,6 +45,11 @@ class Devices(NamedTuple):
     float8: bool
     is_cpu: bool = False
 
+    @property
+    def type(self) -> str:
+        """The worker's name of it."""
+        return "cpu" if self.is_cpu else "cuda"
+
 
 def parse_devices(text: str) -> list[Devices]:
     """The devices of "8xH100", "2xA100-40GB,1xL4", "4x80GB" or "cpu:64GB". Raises UserError for anything else."""
