@@ -1,6 +1,7 @@
 """Import of GGUF files: a file written from a model is converted back to that model."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.models import model
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.convert import convert
-from tgi.hub.gguf.tokenizer import complete_tokenizer
+from tgi.hub.gguf.tokenizer import REFUSED, complete_tokenizer
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
@@ -193,6 +194,32 @@ def test_digits_are_split_as_the_file_specifies(tmp_path: Path) -> None:
         ("exaone-moe", "two words 1", ["twoĠwords", "Ġ", "1"]),
         ("ufakzeka", "Ali'nin 1", ["Ali", "'nin", "Ġ", "1"]),
         ("a.x-4.0", "it's 12", ["it", "'s", "Ġ12"]),
+        (
+            "kimi-k2",
+            "HelloWorld中文abc I'LL 12345",
+            [
+                *("Hello", "World", "ä¸Ńæĸĩ", "abc", "ĠI'LL", "Ġ", "123", "45"),
+            ],
+        ),
+        (
+            "superbpe",
+            "By the way 12345678, 2½ 345½1234",
+            [
+                *("ByĠtheĠwayĠ", "12", "345", "678", ",Ġ", "2Â½", "Ġ", "345Â½1", "234"),
+            ],
+        ),
+        ("youtu", "aB中，ㄅ 12", ["a", "B", "ä¸Ń", "ï¼Į", "ãĦħ", "Ġ", "1", "2"]),
+        ("afmoe", "x12345 中ไ: #tag", ["x", "12", "345", "Ġ", "ä¸Ń", "à¹Ħ", ":", "Ġ#", "tag"]),
+        ("chameleon", "a  12!?", ["a", "ĠĠ", "1", "2", "!", "?"]),
+        ("tiny_aya", "aB 1234567 12345b", ["a", "B", "Ġ", "1", "234", "567", "Ġ", "123", "45", "b"]),
+        ("cohere2moe", "I'LL 1234", ["I'LL", "Ġ", "1", "234"]),
+        ("laguna", "I'LL;\n\n12", ["I", "'LL", ";", "ĊĊ", "1", "2"]),
+        ("minicpm5", "I'LL 12345", ["I", "'LL", "Ġ", "123", "45"]),
+        ("jais-2", "a       b 1234", ["a", "ĠĠĠĠ", "ĠĠ", "Ġb", "Ġ", "123", "4"]),
+        ("spark2_5", "a; \n123 中", ["a", ";", "ĠĊ", "1", "2", "3", "Ġ", "ä¸Ń"]),
+        ("hy_v4", "In 12345", ["In", "Ġ", "123", "45"]),
+        *((name, "7" * 1532 + " a", ["77", *["777"] * 510, "Ġa"]) for name in ("tiny_aya", "afmoe")),
+        ("superbpe", "7" * 1532 + " a", ["77", *["777"] * 510, "Ġa"]),
     ],
 )
 def test_texts_are_split_as_the_name_of_the_pre_tokenizer_says(name: str, text: str, pieces: list[str]) -> None:
@@ -201,6 +228,14 @@ def test_texts_are_split_as_the_name_of_the_pre_tokenizer_says(name: str, text: 
     complete_tokenizer(reader.GGUFFile(Path("m"), metadata, {}), tokenizer, GGUF_PRE_TOKENIZER_SPLITS)
     assert tokenizer.pre_tokenizer is not None
     assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize("name", ["gemma4", "sarvam-moe", "jina-v1-en", "granite-embed-multi-311m", "nonesuch"])
+def test_a_pre_tokenizer_that_is_not_computed_is_refused_with_the_reason(name: str) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.tokens": []}
+    reason = REFUSED.get(name, "splits text in the unknown way 'nonesuch'")
+    with pytest.raises(UserError, match=re.escape(reason)):
+        complete_tokenizer(reader.GGUFFile(Path("m"), metadata, {}), Tokenizer(BPE()), GGUF_PRE_TOKENIZER_SPLITS)
 
 
 def test_bos_is_added_as_the_file_specifies(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ GPT2 = {
     *("gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "modern-bert", "exaone4"),
 }
 LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"}
-WHOLE_WORDS_FIRST = LLAMA3 | {"tekken", "gpt-4o", "llama4"}  # a word in the vocabulary skips the merges
-BOS_BY_DEFAULT = LLAMA3 | {"tekken"}
+# A word in the vocabulary skips the merges.
+WHOLE_WORDS_FIRST = LLAMA3 | {"tekken", "gpt-4o", "llama4", "minicpm5", "youtu"}
+BOS_BY_DEFAULT = LLAMA3 | {"tekken", "chameleon"}
 
 # The same as a name that the converter knows.
 SAME_SPLIT = {
@@ -34,6 +35,34 @@ _PUNCTUATED = (
 )
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _PUNCTUATED)
+_CONTRACTED_WORDS = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SIGNS_AND_LINES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+_SPACES = r"\s+(?!\S)|\s+"
+
+
+def _cased(numbers: str, line_ends: str, without: str = "") -> str:
+    """GPT-4o's pattern, which splits a word where a capital follows a small letter. `without` narrows the letters."""
+    capital, small = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]" for case in (r"Lu}\p{Lt", "Ll"))
+    ending = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    words = "".join(
+        rf"[^\r\n\p{{L}}\p{{N}}]?{letters}{ending}|" for letters in (f"{capital}*{small}+", f"{capital}+{small}*")
+    )
+    return words + rf"{numbers}| ?[^\s\p{{L}}\p{{N}}]+[{line_ends}]*|\s*[\r\n]+|" + _SPACES
+
+
+# Digits in groups of three from the right. The published patterns look ahead to the end of the digits from each place,
+# which takes seconds for 10,000 digits. So cut before: 510 digits at a time from the right, as afmoe's tokenizer does.
+_TINY_AYA = (
+    r"(?<=\d)\G\d{510}|(?<!\d)(?:\d{1,510}(?=(?>\d{510})*\b)|\d{510})",
+    r"\d{1,3}(?=(?:\d{3})*\b)",
+    _cased(r"\p{N}{1,3}", r"\r\n/"),
+)
+_SUPERBPE = (
+    r"\p{N}+",
+    # the last of a run with what follows up to the next group, as in 345½1|234
+    r"(?:(?<=\d)\G\d{510}|(?:\d{3}){1,170}(?=(?>\d{510})*(?!\d)))(?:(?!\d)\p{N}|\d{1,2}(?=(?:\d{3})*(?!\d)))*",
+    r"(?=(\d{3})+(?!\d))",
+)
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 SPLITS: dict[str, tuple[str, ...]] = {
     "deepseek-llm": (
@@ -45,7 +74,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
         r"\p{N}+",
     ),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
     "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2_WORDS, "[0-9][0-9][0-9]"),
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), (_WORDS_UP_TO_STOPS,)),
     "viking": (_WORDS_UP_TO_STOPS, r"\p{N}"),
@@ -55,7 +84,48 @@ SPLITS: dict[str, tuple[str, ...]] = {
         _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
         r"|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
-    "ufakzeka": (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    "ufakzeka": (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _SIGNS_AND_LINES + _SPACES,),
+    "laguna": (r"[^\n]+|\n+", _CONTRACTED_WORDS + r"\p{N}|" + _SIGNS_AND_LINES + _SPACES),
+    "minicpm5": (r"\p{N}{1,3}", _CONTRACTED_WORDS + r"\p{N}+|" + _SIGNS_AND_LINES + _SPACES),
+    "jais-2": (
+        _CONTRACTED_WORDS
+        + r"\p{N}{1,3}|"
+        + _SIGNS_AND_LINES
+        + "".join(rf"\s{{{count}}}(?!\S)|" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+        + r"\s",
+    ),
+    "spark2_5": (*_DEEPSEEK3[:2], _PUNCTUATED.replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]"), r"\p{N}"),
+    "chameleon": (
+        *(r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  "),
+        *(r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2_WORDS),
+    ),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA),
+    "superbpe": _SUPERBPE,
+    # the model's own pattern; llama.cpp does not split words at capitals
+    "kimi-k2": (r"\p{Han}+|" + _cased(r"\p{N}{1,3}", r"\r\n", r"&&[^\p{Han}]"),),
+    "youtu": (
+        "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+        "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u30ff]+",
+        _cased(r"\p{N}", r"\r\n/"),
+    ),
+    # the tokenizer's own patterns; llama.cpp takes adjacent scripts for one
+    "afmoe": (
+        r"(?<=\d)\G\d{510}|\d{1,510}(?=(?>\d{510})*(?!\d))",
+        r"\A\d{1,2}(?=(?:\d{3})+\z)",
+        r"\G\d{3}",
+        "[\u4e00-\u9fff\u3040-\u30ff\u3400-\u4dbf\uf900-\ufaff\uff65-\uff9f\u2f00-\u2fdf]+|[\u0e00-\u0e7f]+|[\u0e80-\u0eff]+"
+        "|[\u1780-\u17ff]+|[\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff]+|[\uac00-\ud7af\u1100-\u11ff]+",
+        _PUNCTUATED,
+    ),
+}
+_CHARACTERS = (
+    "it merges characters of the text, with spaces written as '\u2581', where this import merges bytes as GPT-2's does"
+)
+_ENCODER = "it is that of a model that embeds texts and writes none"
+REFUSED = {  # names of llama.cpp that are known, and what is missing
+    **dict.fromkeys(("gemma4", "sarvam-moe"), _CHARACTERS),
+    **dict.fromkeys(("jina-v1-en", "jina-v2-code", "roberta-bpe", "whitespace"), _ENCODER),
+    **dict.fromkeys(("granite-embed-multi-97m", "granite-embed-multi-311m"), _ENCODER),
 }
 
 CONTROL = 3  # token_type of special tokens
@@ -80,7 +150,8 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
         raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
     kind = found.get("model")
     if kind not in ("gpt2", "llama"):
-        raise UserError(f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; 'gpt2' or 'llama' was expected.")
+        why = f" Unsupported is {kind}: {REFUSED[kind]}." if kind == "gemma4" else ""
+        raise UserError(f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; 'gpt2' or 'llama' was expected.{why}")
     if "merges" in found and not (_strings(found["merges"]) and all(m.count(" ") == 1 for m in found["merges"])):
         raise UserError(f"{file.path} has merges that are not pairs. Fetch or convert it again.")
     if "merges" not in found and kind == "gpt2":
@@ -112,6 +183,10 @@ def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: M
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre", "default")
         known = DIGITS_APART | GPT2 | LLAMA3 | converter_splits.keys() | SPLITS.keys() | SAME_SPLIT.keys()
+        if isinstance(pre, str) and pre in REFUSED:
+            raise UserError(
+                f"{file.path} has the pre-tokenizer {pre} ('tokenizer.ggml.pre'), unsupported: {REFUSED[pre]}."
+            )
         if not isinstance(pre, str) or pre not in known:
             raise UserError(f"{file.path} splits text in the unknown way {str(pre)[:40]!r} ('tokenizer.ggml.pre').")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
