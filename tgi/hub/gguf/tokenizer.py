@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError
@@ -14,16 +14,23 @@ DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exao
 GPT2 = {
     *("gpt-2", "gpt2", "default", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion", "granite-docling"),
     *("gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "modern-bert", "exaone4"),
+    *("jina-v1-en", "jina-v2-code", "roberta-bpe"),
 }
 LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"}
 # A word in the vocabulary skips the merges.
-WHOLE_WORDS_FIRST = LLAMA3 | {"tekken", "gpt-4o", "llama4", "minicpm5", "youtu"}
+WHOLE_WORDS_FIRST = LLAMA3 | {
+    *("tekken", "gpt-4o", "llama4", "minicpm5", "youtu", "glm4", "glm5", "granite-embed-multi-97m"),
+}
+# Merges of characters over the whole text, with spaces written as U+2581, instead of merges of bytes.
+CHARACTERS = {"gemma4", "sarvam-moe", "granite-embed-multi-311m"}
+BOS_ALWAYS = {"gemma4", "granite-embed-multi-311m"}  # early files say that they add none
 BOS_BY_DEFAULT = LLAMA3 | {"tekken", "chameleon"}
 
 # The same as a name that the converter knows.
 SAME_SPLIT = {
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), "llama3"),
+    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), "llama3"),
+    "granite-embed-multi-97m": "gpt-4o",
 }
 # Patterns that isolate their matches, one after the other.
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
@@ -51,17 +58,13 @@ def _cased(numbers: str, line_ends: str, without: str = "") -> str:
 
 
 # Digits in groups of three from the right. The published patterns look ahead to the end of the digits from each place,
-# which takes seconds for 10,000 digits. So cut before: 510 digits at a time from the right, as afmoe's tokenizer does.
-_TINY_AYA = (
-    r"(?<=\d)\G\d{510}|(?<!\d)(?:\d{1,510}(?=(?>\d{510})*\b)|\d{510})",
-    r"\d{1,3}(?=(?:\d{3})*\b)",
-    _cased(r"\p{N}{1,3}", r"\r\n/"),
-)
+# which takes seconds for 10,000 digits. These look ahead once for each run of digits, and cut at the same places.
+_FROM_THE_RIGHT = r"\d{1,3}(?=(?>\d{3})*(?!\d))|(?<=\d)\G\d{3}"
+_TINY_AYA = (r"(?<!\d)(?=\d++\b)" + _FROM_THE_RIGHT, _cased(r"\p{N}{1,3}", r"\r\n/"))
 _SUPERBPE = (
     r"\p{N}+",
     # the last of a run with what follows up to the next group, as in 345½1|234
-    r"(?:(?<=\d)\G\d{510}|(?:\d{3}){1,170}(?=(?>\d{510})*(?!\d)))(?:(?!\d)\p{N}|\d{1,2}(?=(?:\d{3})*(?!\d)))*",
-    r"(?=(\d{3})+(?!\d))",
+    r"(?:(?<=\d)\G\d{3}|(?<!\d{3})\d{3}(?=(?>\d{3})*(?!\d)))(?:(?!\d)\p{N}|(?<!\d)\d{1,2}(?=(?>\d{3})*(?!\d)))*",
 )
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 SPLITS: dict[str, tuple[str, ...]] = {
@@ -110,25 +113,16 @@ SPLITS: dict[str, tuple[str, ...]] = {
     ),
     # the tokenizer's own patterns; llama.cpp takes adjacent scripts for one
     "afmoe": (
-        r"(?<=\d)\G\d{510}|\d{1,510}(?=(?>\d{510})*(?!\d))",
-        r"\A\d{1,2}(?=(?:\d{3})+\z)",
-        r"\G\d{3}",
+        r"(?<!\d)" + _FROM_THE_RIGHT,
         "[\u4e00-\u9fff\u3040-\u30ff\u3400-\u4dbf\uf900-\ufaff\uff65-\uff9f\u2f00-\u2fdf]+|[\u0e00-\u0e7f]+|[\u0e80-\u0eff]+"
         "|[\u1780-\u17ff]+|[\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff]+|[\uac00-\ud7af\u1100-\u11ff]+",
         _PUNCTUATED,
     ),
 }
-_CHARACTERS = (
-    "it merges characters of the text, with spaces written as '\u2581', where this import merges bytes as GPT-2's does"
-)
-_ENCODER = "it is that of a model that embeds texts and writes none"
-REFUSED = {  # names of llama.cpp that are known, and what is missing
-    **dict.fromkeys(("gemma4", "sarvam-moe"), _CHARACTERS),
-    **dict.fromkeys(("jina-v1-en", "jina-v2-code", "roberta-bpe", "whitespace"), _ENCODER),
-    **dict.fromkeys(("granite-embed-multi-97m", "granite-embed-multi-311m"), _ENCODER),
-}
+REFUSED = {"whitespace": "it drops the spaces of a text"}  # names of llama.cpp that are known, and what is missing
 
 CONTROL = 3  # token_type of special tokens
+UNKNOWN, USER_DEFINED = 2, 4
 # Recommended sampling: names of generation_config.json -> keys behind "general.sampling." (gguf-py, constants.py).
 SAMPLING = {
     "temperature": "temp",
@@ -137,6 +131,7 @@ SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+SPACE = "\u2581"
 ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
@@ -149,12 +144,13 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
     if len(set(tokens)) != len(tokens):
         raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
     kind = found.get("model")
-    if kind not in ("gpt2", "llama"):
-        why = f" Unsupported is {kind}: {REFUSED[kind]}." if kind == "gemma4" else ""
-        raise UserError(f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; 'gpt2' or 'llama' was expected.{why}")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise UserError(
+            f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; 'gpt2', 'llama' or 'gemma4' was expected."
+        )
     if "merges" in found and not (_strings(found["merges"]) and all(m.count(" ") == 1 for m in found["merges"])):
         raise UserError(f"{file.path} has merges that are not pairs. Fetch or convert it again.")
-    if "merges" not in found and kind == "gpt2":
+    if "merges" not in found and kind != "llama":
         raise UserError(f"{file.path} has no merges ('tokenizer.ggml.merges'). Fetch or convert it again.")
     for name in ("scores", "token_type"):
         items = found.get(name)
@@ -173,6 +169,43 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in described.items() if value is not None}
 
 
+def merges_characters(file: GGUFFile) -> bool:
+    """Whether the tokenizer is one that `character_tokenizer` makes."""
+    return _pre_tokenizer(file) in CHARACTERS
+
+
+def character_tokenizer(file: GGUFFile, described: Mapping[str, Any]) -> Tokenizer:
+    """A BPE of characters with bytes for those that it lacks, as gemma4's; `described` is a tokenizer_description.
+    Raises what `tokenizers` raises for merges of tokens that the vocabulary lacks."""
+    types = described.get("token_type", [0] * len(described["tokens"]))
+    # the converter writes spaces of user-defined tokens plain
+    tokens = [
+        token.replace(" ", SPACE) if token_type == USER_DEFINED else token
+        for token, token_type in zip(described["tokens"], types, strict=True)
+    ]
+    if len(set(tokens)) != len(tokens):
+        raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
+    unknown = _token(file, "unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in described["merges"]],
+            unk_token=unknown[1] if unknown else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    for add, normalized, wanted in (
+        (tokenizer.add_special_tokens, False, (CONTROL, UNKNOWN)),
+        (tokenizer.add_tokens, True, (USER_DEFINED,)),
+    ):
+        found = [token for token, token_type in zip(tokens, types, strict=True) if token_type in wanted]
+        add([AddedToken(token, normalized=normalized) for token in found])
+    return tokenizer
+
+
 def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: Mapping[str, str]) -> None:
     """Corrects the converter's result: pre-tokenizer, merges, and the tokens added around a text.
 
@@ -180,8 +213,8 @@ def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: M
     nothing knows is refused, since a wrong split gives a model that talks nonsense.
     """
     metadata = file.metadata
-    if metadata.get("tokenizer.ggml.model") == "gpt2":
-        pre = metadata.get("tokenizer.ggml.pre", "default")
+    if metadata.get("tokenizer.ggml.model") == "gpt2" and not merges_characters(file):
+        pre = _pre_tokenizer(file)
         known = DIGITS_APART | GPT2 | LLAMA3 | converter_splits.keys() | SPLITS.keys() | SAME_SPLIT.keys()
         if isinstance(pre, str) and pre in REFUSED:
             raise UserError(
@@ -202,12 +235,10 @@ def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: M
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
         if pre in WHOLE_WORDS_FIRST and isinstance(tokenizer.model, models.BPE):
             tokenizer.model.ignore_merges = True
-    elif metadata.get("tokenizer.ggml.add_space_prefix") is False:
+    elif metadata.get("tokenizer.ggml.model") == "llama" and metadata.get("tokenizer.ggml.add_space_prefix") is False:
         tokenizer.normalizer = None
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
+        tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.post_processor = _frame(file)
     for token, token_type in zip(
         metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ()), strict=False
@@ -257,6 +288,12 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
+def _pre_tokenizer(file: GGUFFile) -> Any:
+    """The name of the pre-tokenizer; a kind of tokenizer of its own has the one of its name."""
+    kind = file.metadata.get("tokenizer.ggml.model")
+    return kind if kind == "gemma4" else file.metadata.get("tokenizer.ggml.pre", "default") if kind == "gpt2" else None
+
+
 def _strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -275,7 +312,9 @@ def _token(file: GGUFFile, role: str) -> tuple[int, str] | None:
 def _adds(file: GGUFFile, role: str) -> bool:
     """Whether a bos or eos token is added to every text; the defaults are llama.cpp's."""
     sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
-    default = role == "bos" and (sentencepiece or file.metadata.get("tokenizer.ggml.pre") in BOS_BY_DEFAULT)
+    if role == "bos" and _pre_tokenizer(file) in BOS_ALWAYS:
+        return True
+    default = role == "bos" and (sentencepiece or _pre_tokenizer(file) in BOS_BY_DEFAULT)
     return bool(file.metadata.get(f"tokenizer.ggml.add_{role}_token", default))
 
 
