@@ -143,6 +143,13 @@ class KVCacheManager:
         self._clear_appended()
         self.pool = PagePool(self._limits.pages, self._page_size)
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """The steps that were to fill these pages have failed: no prefix is found there. To be called when no request
+        holds a page."""
+        self.commit()
+        self._clear_appended()
+        self.pool.forget(pages)
+
     def adopt(self, held: Iterable[HeldPages]) -> int:
         """Publishes pages that the worker has computed for an earlier scheduler. To be called before any page is
         allocated. Returns the number of pages that can be found now."""
@@ -342,6 +349,18 @@ class PagePool:
         after[newest] = head
         before[head] = newest
         self._idle = idle
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Removes idle pages from the prefix cache. Those that follow one in its prefix cannot be found any more."""
+        for page in pages:
+            if not self._name_of[page]:
+                continue
+            before, after = self._before[page], self._after[page]
+            self._after[before], self._before[after] = after, before
+            del self._by_key[self._key_of[page]]
+            self._key_of[page], self._name_of[page], self._references[page] = b"", NO_NAME, 1
+            self._idle -= 1
+            self.free.append(page)
 
     def _idle_pages(self) -> list[int]:
         """The idle pages, the least recently used first."""
