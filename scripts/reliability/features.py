@@ -23,7 +23,7 @@ SCHEMA = {
 }
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("register", "look_up")]
 # Members of an answer that differ from one run to the next.
-VOLATILE = {"id", "created", "system_fingerprint"}
+VOLATILE = {"id", "created", "system_fingerprint", "prompt_tokens_details"}  # the last: what the cache has
 
 
 class Asked(NamedTuple):
@@ -147,7 +147,7 @@ def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
         if "error" in event:
             joined["error"] = event["error"]
         if event.get("usage"):
-            joined["usage"] = event["usage"]
+            joined["usage"] = _without_volatile(event["usage"])
         for choice in event.get("choices", []):
             _join(joined, f"choices.{choice['index']}", _without_volatile(choice))
     return dict(joined)

@@ -150,7 +150,8 @@ def test_a_slow_choice_does_not_delay_the_others(serve: Any) -> None:
     front.tokenizers[0].send(*done(first, "x"))
     events = [json.loads(part.removeprefix(b"data: ")) for part in stream.read_rest().body.split(b"\n\n")[:-2]]
     assert [[choice["index"] for choice in event["choices"]] for event in events] == [[1], [0], []]
-    assert events[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    counts = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert events[-1]["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def test_a_backlog_is_written_in_bounded_chunks(serve: Any) -> None:

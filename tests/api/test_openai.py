@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tgi.api import request_parameters
 from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
 from tgi.api.json_body import JsonBody
-from tgi.api.openai_output import TokenUsage, VisibleText
+from tgi.api.openai_output import AssistantMessage, TokenUsage, VisibleText
 from tgi.api.shapes.chat import ChatRequest
-from tgi.api.token_columns import TokenColumns
-from tgi.microkernel.protocol import End, FinishReason
+from tgi.api.token_columns import NO_TOKENS, TokenColumns
+from tgi.microkernel.protocol import AnswerPart, End, FinishReason, PartKind
 
 decode = JsonBody(ChatRequest).decode
 
@@ -89,7 +89,24 @@ def test_chat_prompt_keeps_all_sent_fields() -> None:
 
 
 def test_usage_counts_a_prompt_once_for_all_choices() -> None:
-    usage = TokenUsage(choices=2)
-    for index, prompt_tokens in enumerate((5, 5, 7, 7)):
-        usage.add_generation(index, End(0, FinishReason.EOS, prompt_tokens=prompt_tokens), 3)
-    assert json.loads(usage.to_json()) == {"prompt_tokens": 12, "completion_tokens": 12, "total_tokens": 24}
+    usages = [TokenUsage(2), TokenUsage(2, details=True), TokenUsage(2, details=True, reasoning=True)]
+    for index, (prompt_tokens, cached_tokens) in enumerate(((5, 0), (5, 4), (7, 6), (7, 7))):
+        for usage in usages:
+            end = End(0, FinishReason.EOS, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+            usage.add_generation(index, end, 3, 2)
+    counts = {"prompt_tokens": 12, "completion_tokens": 12, "total_tokens": 24}
+    cached, reasoning = {"cached_tokens": 6}, {"reasoning_tokens": 8}
+    assert [json.loads(usage.to_json()) for usage in usages] == [
+        counts,
+        {**counts, "prompt_tokens_details": cached},
+        {**counts, "prompt_tokens_details": cached, "completion_tokens_details": reasoning},
+    ]
+
+
+def test_tokens_of_reasoning_are_those_of_its_text() -> None:
+    think, say = AnswerPart(0, PartKind.REASONING, "x"), AnswerPart(0, PartKind.TEXT, "y")
+    # opening delimiter, two tokens of thoughts around one without a part, closing delimiter, the answer
+    parts = [[], [think], [], [think], [], [say], []]
+    message = AssistantMessage(str)
+    message.deltas(NO_TOKENS._replace(parts=parts), None, ())
+    assert message.reasoning_tokens == 3

@@ -1,6 +1,8 @@
 """Import of GGUF files: a file written from a model is converted back to that model."""
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import _type_traits, dequantize
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Sequence, Split
 from transformers import AutoModelForCausalLM
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -21,7 +24,7 @@ from tests.models import model
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.convert import convert
-from tgi.hub.gguf.tokenizer import complete_tokenizer
+from tgi.hub.gguf.tokenizer import REFUSED, SPLITS, complete_tokenizer
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
@@ -193,6 +196,35 @@ def test_digits_are_split_as_the_file_specifies(tmp_path: Path) -> None:
         ("exaone-moe", "two words 1", ["twoĠwords", "Ġ", "1"]),
         ("ufakzeka", "Ali'nin 1", ["Ali", "'nin", "Ġ", "1"]),
         ("a.x-4.0", "it's 12", ["it", "'s", "Ġ12"]),
+        (
+            "kimi-k2",
+            "HelloWorld中文abc I'LL 12345",
+            [
+                *("Hello", "World", "ä¸Ńæĸĩ", "abc", "ĠI'LL", "Ġ", "123", "45"),
+            ],
+        ),
+        (
+            "superbpe",
+            "By the way 12345678, 2½ 345½1234",
+            [
+                *("ByĠtheĠwayĠ", "12", "345", "678", ",Ġ", "2Â½", "Ġ", "345Â½1", "234"),
+            ],
+        ),
+        ("youtu", "aB中，ㄅ 12", ["a", "B", "ä¸Ń", "ï¼Į", "ãĦħ", "Ġ", "1", "2"]),
+        ("afmoe", "x12345 中ไ: #tag", ["x", "12", "345", "Ġ", "ä¸Ń", "à¹Ħ", ":", "Ġ#", "tag"]),
+        ("chameleon", "a  12!?", ["a", "ĠĠ", "1", "2", "!", "?"]),
+        ("tiny_aya", "aB 1234567 12345b", ["a", "B", "Ġ", "1", "234", "567", "Ġ", "123", "45", "b"]),
+        ("cohere2moe", "I'LL 1234", ["I'LL", "Ġ", "1", "234"]),
+        ("laguna", "I'LL;\n\n12", ["I", "'LL", ";", "ĊĊ", "1", "2"]),
+        ("minicpm5", "I'LL 12345", ["I", "'LL", "Ġ", "123", "45"]),
+        ("jais-2", "a       b 1234", ["a", "ĠĠĠĠ", "ĠĠ", "Ġb", "Ġ", "123", "4"]),
+        ("spark2_5", "a; \n123 中", ["a", ";", "ĠĊ", "1", "2", "3", "Ġ", "ä¸Ń"]),
+        ("hy_v4", "In 12345", ["In", "Ġ", "123", "45"]),
+        *((name, "7" * 20_000 + " a", ["77", *["777"] * 6666, "Ġa"]) for name in ("tiny_aya", "afmoe", "superbpe")),
+        ("tiny_aya", "½½" + "7" * 20_000 + "a", ["Â½Â½7", *["777"] * 6666, "7", "a"]),
+        ("glm5", "I'LL 12345", ["I", "'LL", "Ġ", "123", "45"]),
+        ("roberta-bpe", "it's 12", ["it", "'s", "Ġ12"]),
+        ("granite-embed-multi-97m", "HelloWorld 1234", ["Hello", "World", "Ġ", "123", "4"]),
     ],
 )
 def test_texts_are_split_as_the_name_of_the_pre_tokenizer_says(name: str, text: str, pieces: list[str]) -> None:
@@ -201,6 +233,56 @@ def test_texts_are_split_as_the_name_of_the_pre_tokenizer_says(name: str, text: 
     complete_tokenizer(reader.GGUFFile(Path("m"), metadata, {}), tokenizer, GGUF_PRE_TOKENIZER_SPLITS)
     assert tokenizer.pre_tokenizer is not None
     assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize(
+    ("name", "original"),
+    [
+        ("tiny_aya", (r"\d{1,3}(?=(?:\d{3})*\b)", *SPLITS["tiny_aya"][1:])),
+        ("superbpe", (r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    ],
+)
+def test_digits_are_cut_where_the_published_patterns_cut_them(name: str, original: tuple[str, ...]) -> None:
+    published, ours = (
+        Sequence([Split(Regex(pattern), "isolated") for pattern in patterns]) for patterns in (original, SPLITS[name])
+    )
+    choice = random.Random(0)
+    for _ in range(3000):
+        text = "".join(
+            choice.choice("1727٣９½Ⅻ²a_中\u0301 ,\nB") * choice.randint(1, 9) for _ in range(choice.randint(1, 8))
+        )
+        assert ours.pre_tokenize_str(text) == published.pre_tokenize_str(text), text
+
+
+@pytest.mark.parametrize(("kind", "pre"), [("gemma4", None), ("gpt2", "gemma4"), ("gpt2", "sarvam-moe")])
+def test_characters_are_merged_over_the_whole_text(kind: str, pre: str | None, tmp_path: Path) -> None:
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = [*"ab▁\n", "ab", "▁ab", "ab▁", "\n\n", "  "]
+    merges = ["a b", "▁ ab", "ab ▁", "\n \n"]
+    metadata = {
+        **{"tokenizer.ggml.model": kind, "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens + letters},
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, 3, *[6] * 256, *[1] * 8, 4],
+        **{"tokenizer.ggml.merges": merges, "tokenizer.ggml.unknown_token_id": 3, "tokenizer.ggml.bos_token_id": 2},
+        **{"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False},
+    }
+    source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata=metadata)
+    tokenizer = Tokenizer.from_file(str(imported(source, tmp_path / "out") / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == len(tokens) + len(letters)
+    text = "ab ab\n\na<|turn>b   é"
+    # as llama.cpp 0.5.0
+    assert tokenizer.encode(text, add_special_tokens=False).tokens == [
+        *("ab", "▁ab", "\n\n", "a", "<|turn>", "b", "▁▁", "▁", "<0xC3>", "<0xA9>"),
+    ]
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False).removeprefix("<bos>") == text
+    assert tokenizer.encode("a").tokens == ([] if pre == "sarvam-moe" else ["<bos>"]) + ["a"]
+
+
+@pytest.mark.parametrize("name", ["whitespace", "nonesuch"])
+def test_a_pre_tokenizer_that_is_not_computed_is_refused_with_the_reason(name: str) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.tokens": []}
+    reason = REFUSED.get(name, "splits text in the unknown way 'nonesuch'")
+    with pytest.raises(UserError, match=re.escape(reason)):
+        complete_tokenizer(reader.GGUFFile(Path("m"), metadata, {}), Tokenizer(BPE()), GGUF_PRE_TOKENIZER_SPLITS)
 
 
 def test_bos_is_added_as_the_file_specifies(tmp_path: Path) -> None:

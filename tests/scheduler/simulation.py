@@ -62,6 +62,8 @@ class Simulation:
         self.received: list[tuple[PeerId, Any]] = []  # all other messages of this scheduler, with their receivers
         self.poison: set[int] = set()  # the worker crashes when it computes a prompt with such a first id
         self.broken: set[int] = set()  # a step fails when it computes a prompt with such a first id
+        self.exhausting: set[int] = set()  # a step lacks memory when it computes a prompt with such a first id
+        self.memory = 1 << 30  # a step of more tokens lacks memory
         self.first_ids: dict[int, int] = {}  # the first id of the prompt in each slot
         self.position_us = 10  # what each position adds to the 1000 µs of a step
         self.commits_after_plan = True  # as the scheduler's loop does
@@ -248,11 +250,18 @@ class Simulation:
         if computed & self.poison:
             self.worker_down()
             return None
+        lacks_memory = sum(unpack_int32(step.counts) + unpack_int32(step.drafts)) > self.memory
         if step.epoch == self.failed_epoch:
+            self.engine.lose_step(step)
             result = self._nonsense(step)
         elif computed & self.broken:
             self.failed_epoch = step.epoch
+            self.engine.lose_step(step)
             result = StepResult(step.number, step.epoch, b"", b"", b"", error="ValueError: broken")
+        elif computed & self.exhausting or lacks_memory:
+            self.failed_epoch = step.epoch
+            self.engine.lose_step(step)
+            result = StepResult(step.number, step.epoch, b"", b"", b"", error="no memory", out_of_memory=True)
         else:
             result = self.engine.run_step(step)
             assert result.error == "", result.error

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -12,6 +13,7 @@ from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSil
 from tgi.microkernel.protocol import PROTOCOL, End, FinishReason, Hello, LastExit, Status, StepResult
 from tgi.microkernel.rundir import suspects_path
 from tgi.microkernel.work_register import split_fingerprints
+from tgi.scheduler.estimators import GROWTH_STEPS
 from tgi.scheduler.main import SuspectsFile
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
@@ -254,6 +256,72 @@ def test_a_request_that_is_cancelled_while_it_is_computed_is_blamed_and_others_a
     assert again.end.reason == FinishReason.QUARANTINED
     assert sim.scheduler.counters.worker_losses <= 3
     assert_as_if_alone(innocent, worker_config)
+
+
+def test_a_lack_of_memory_makes_steps_smaller_and_blames_no_request() -> None:
+    """Whatever is cancelled, preempted or cached meanwhile."""
+    draw = Random(3)
+    worker_config = WORKER_CONFIG._replace(pages=40)  # too few for all
+    sim = running_simulation(requests=3, new=30, worker_config=worker_config)
+    for round_ in range(60):
+        sim.memory = draw.choice([5, 9, 20, 1 << 30])
+        shared = draw.choice([[1] * 9, [2] * 13, [3] * 5])
+        added = sim.add([*shared, *draw.choices(range(4), k=draw.randint(0, 9))], draw.randint(1, 12))
+        for _ in range(draw.randint(0, 6)):
+            sim.plan()
+            sim.compute()
+            if draw.random() < 0.8:
+                sim.deliver()
+            sim.check()
+        if round_ % 9 == 0:
+            sim.cancel(added)
+    sim.run()
+    for request in sim.requests:
+        if not request.cancelled_by_client:
+            assert_as_if_alone(request, worker_config)
+    assert (sim.scheduler.counters.worker_losses, sim.scheduler.suspects(sim.now)) == (0, b"")
+    sim.memory = 1 << 30
+    for _ in range(4 * GROWTH_STEPS):
+        sim.add([4, 5], 2)
+        sim.run()
+    before = len(sim.sent)
+    sim.add(list(range(40)), 1)
+    sim.run()
+    assert len(unpack_int32(sim.sent[before].counts)) == 1
+    assert unpack_int32(sim.sent[before].counts) == [min(40, worker_config.max_batch_prefill_tokens)]
+
+
+def test_pages_of_earlier_steps_stay_after_a_lack_of_memory() -> None:
+    sim = running_simulation(requests=0)
+    prompt = list(range(12))
+    sim.add(prompt, 1)
+    sim.run()
+    sim.memory = 3
+    larger = sim.add([9, 8, 7, 6, 5, 4], 1)
+    sim.run()
+    sim.memory = 1 << 30
+    again, hits = sim.add(prompt, 1), sim.scheduler.counters.cache_hit_tokens
+    sim.run()
+    assert sim.scheduler.counters.cache_hit_tokens - hits == 8
+    for request in (larger, again):
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_a_request_that_lacks_memory_alone_and_in_the_smallest_step_fails() -> None:
+    sim = running_simulation(requests=5)
+    sim.exhausting.add(99)
+    for _ in range(4):
+        sim.step()
+    culprits = [sim.add([99, *range(20)], 5) for _ in range(2)]
+    sim.run()
+    for request in sim.requests:
+        if request in culprits:
+            assert request.end is not None
+            assert request.end.reason == FinishReason.FAILED
+            assert request.end.message.startswith("too little memory to compute this request")
+        else:
+            assert_as_if_alone(request, WORKER_CONFIG)
+    assert sum(step.epoch for step in sim.sent[-1:]) < 30  # failed steps
 
 
 def first_ids_at_worker(sim: Simulation) -> set[int]:

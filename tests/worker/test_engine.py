@@ -14,7 +14,7 @@ from tgi.microkernel.protocol import DeploymentLimits, StepResult, encode
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
 from tgi.worker.engine.engine import TorchEngine
-from tgi.worker.engine.interface import BadStep, Poisoned
+from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.models.interface import WeightFootprint
@@ -295,6 +295,17 @@ def test_a_failed_forward_does_not_advance_its_rows() -> None:
         engine.launch(step(3, [(0, 10, 1, 1)]))
     drawn += go(engine, step(4, [(0, 9, 1, 1)]))
     assert drawn == expected(PROMPT, 2, SamplingParams(1))[0]
+
+
+def test_a_lack_of_device_memory_has_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    engine = make_engine()
+    for name in ("forward", "forward_greedy", "forward_head"):
+        monkeypatch.setattr(engine._model, name, forward, raising=False)
+    with pytest.raises(OutOfMemory, match=r"2\.00 GiB"):
+        engine.launch(FIRST)
 
 
 def test_any_error_of_a_lost_device_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:

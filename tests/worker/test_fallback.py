@@ -139,6 +139,10 @@ def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path, config: 
         ("doge", "refused: doge adds numbers of its own to attention scores"),
         ("llama4_text", "refused: llama4_text chooses the tokens that it attends to neither causally nor by a sliding"),
         ("bert", "refused: bert chooses the tokens that it attends to neither causally nor by a sliding window"),
+        (
+            "longcat_flash",
+            "refused: longcat_flash cannot run over a paged cache: its code reads the weight of a linear",
+        ),
         ("falcon", "refused: falcon computes attention in classes of its own"),
     ],
 )

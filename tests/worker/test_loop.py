@@ -17,7 +17,7 @@ from tgi.microkernel.child import ChildProcess, ProcessSpec
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.protocol import PIPELINE_DEPTH, PROTOCOL, Hello, Status, Step, StepResult
 from tgi.microkernel.settings import Settings
-from tgi.worker.engine.interface import Poisoned
+from tgi.worker.engine.interface import OutOfMemory, Poisoned
 from tgi.worker.engine.loop import WorkerLoop
 from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorker
 
@@ -262,9 +262,34 @@ def test_a_step_that_raises_is_answered_and_the_worker_continues(start: Callable
     assert [good(running.scheduler.result())] == expected(again)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), Poisoned("CUDA error: an illegal memory access")])
-def test_a_poisoned_worker_exits_without_an_answer(start: Callable[[Any], Running], error: Exception) -> None:
+@pytest.mark.parametrize("error", [MemoryError(), OutOfMemory("2 GiB"), RuntimeError("can't allocate memory: 9 bytes")])
+def test_a_lack_of_memory_fails_the_step_and_the_worker_continues(
+    start: Callable[[Any], Running], error: Exception
+) -> None:
     running = start(Failing(error))
+    running.scheduler.ready()
+    again = PROMPT._replace(epoch=2)
+    running.scheduler.send(PROMPT, NEXT, again)
+    assert not running.scheduler.result().out_of_memory
+    failed = running.scheduler.result()
+    assert (failed.number, failed.out_of_memory) == (2, True)
+    assert failed.error.startswith(type(error).__name__)
+    assert [good(running.scheduler.result())] == expected(again)
+
+
+def test_a_rank_group_that_lacks_memory_says_so_before_it_ends(start: Callable[[Any], Running]) -> None:
+    error = Poisoned("OutOfMemory in step 2")
+    error.__cause__ = OutOfMemory("2 GiB")
+    running = start(Failing(error))
+    running.scheduler.ready()
+    running.scheduler.send(PROMPT, NEXT)
+    assert [running.scheduler.result().out_of_memory for _ in range(2)] == [False, True]
+    running._thread.join(TIMEOUT)
+    assert isinstance(running.error, Poisoned)
+
+
+def test_a_poisoned_worker_exits_without_an_answer(start: Callable[[Any], Running]) -> None:
+    running = start(Failing(Poisoned("CUDA error: an illegal memory access")))
     running.scheduler.ready()
     running.scheduler.send(PROMPT, NEXT)
     assert running.scheduler.result().number == 1

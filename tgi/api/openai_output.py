@@ -55,11 +55,18 @@ def finish_reason_json(end: End | None) -> str:
     return '"length"' if end.reason == FinishReason.LENGTH else '"stop"'
 
 
-def usage_json(prompt_tokens: int, completion_tokens: int) -> str:
-    """Token counts."""
+def usage_json(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None, reasoning_tokens: int | None = None
+) -> str:
+    """Token counts. Of the prompt's tokens `cached_tokens` were in the prefix cache; None leaves details out."""
+    details = ""
+    if cached_tokens is not None:
+        details += f',"prompt_tokens_details":{{"cached_tokens":{cached_tokens}}}'
+    if reasoning_tokens is not None:
+        details += f',"completion_tokens_details":{{"reasoning_tokens":{reasoning_tokens}}}'
     return (
         f'{{"prompt_tokens":{prompt_tokens},"completion_tokens":{completion_tokens},'
-        f'"total_tokens":{prompt_tokens + completion_tokens}}}'
+        f'"total_tokens":{prompt_tokens + completion_tokens}{details}}}'
     )
 
 
@@ -77,19 +84,32 @@ def with_running_usage(events: list[str], generation: Generation, new_tokens: in
 class TokenUsage:
     """Counts the tokens of a whole response: a prompt counts once for all of its choices."""
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self, choices: int, *, details: bool = False, reasoning: bool = False) -> None:
+        """With `details` as OpenAI, with `reasoning` for an answer that may have some; without as TGI."""
         self._choices = choices
+        self._details = details
         self._prompt_tokens: dict[int, int] = {}  # by index of the prompt
+        self._cached_tokens: dict[int, int] = {}  # before the first of a prompt's choices, whose pages the others find
         self._completion_tokens = 0
+        self._reasoning_tokens = 0 if details and reasoning else None
 
-    def add_generation(self, index: int, end: End, generated_count: int) -> None:
+    def add_generation(self, index: int, end: End, generated_count: int, reasoning_tokens: int = 0) -> None:
         """Adds a finished generation."""
-        self._prompt_tokens[index // self._choices] = end.prompt_tokens
+        prompt = index // self._choices
+        self._prompt_tokens[prompt] = end.prompt_tokens
+        self._cached_tokens[prompt] = min(end.cached_tokens, self._cached_tokens.get(prompt, end.cached_tokens))
         self._completion_tokens += generated_count
+        if self._reasoning_tokens is not None:
+            self._reasoning_tokens += reasoning_tokens
 
     def to_json(self) -> str:
         """The sum."""
-        return usage_json(sum(self._prompt_tokens.values()), self._completion_tokens)
+        return usage_json(
+            sum(self._prompt_tokens.values()),
+            self._completion_tokens,
+            sum(self._cached_tokens.values()) if self._details else None,
+            self._reasoning_tokens,
+        )
 
 
 def failure_events(error: ApiError, openai_errors: bool) -> str:
@@ -162,6 +182,8 @@ class AssistantMessage:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._tool_calls: list[_ToolCall] = []
+        self.reasoning_tokens = 0  # the delimiters of the reasoning do not count
+        self._undecided_tokens = 0  # within it or behind it, without a part: count if more reasoning follows
 
     @classmethod
     def from_generation(
@@ -169,8 +191,9 @@ class AssistantMessage:
     ) -> "AssistantMessage":
         """The whole message of a generation none of whose tokens were taken."""
         message = cls(call_id)
-        for part in _all_parts(generation, end):
-            message._add_part(part)
+        for parts in generation.unread_tokens.parts:
+            message._add_token(parts)
+        message._add_last(end.parts)
         return message
 
     def deltas(self, columns: TokenColumns, end: End | None, logprobs: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -183,11 +206,11 @@ class AssistantMessage:
         deltas: list[str] = []
         delta_logprobs: list[str] = []
         for parts, logprob in zip(columns.parts, logprobs or repeat("null"), strict=False):
-            added = [self._add_part(part) for part in parts] or [""]
+            added = self._add_token(parts) or [""]
             deltas += added
             delta_logprobs += [logprob, *["null"] * (len(added) - 1)]
         if end is not None and end.parts:
-            added = [self._add_part(part) for part in end.parts]
+            added = self._add_last(end.parts)
             if not deltas[-1]:
                 deltas[-1] = added.pop(0)
             deltas += added
@@ -227,6 +250,24 @@ class AssistantMessage:
             return describe_syntax_error(arguments, error)
         return None
 
+    def _add_token(self, parts: Iterable[AnswerPart]) -> list[str]:
+        """Adds the parts of a token. Returns the members of their deltas."""
+        self._undecided_tokens += 1
+        deltas = self._add_last(parts)
+        if not self.reasoning_tokens:
+            self._undecided_tokens = 0
+        return deltas
+
+    def _add_last(self, parts: Iterable[AnswerPart]) -> list[str]:
+        """Adds the parts that complete the last token."""
+        deltas = []
+        for part in parts:
+            if part.kind == PartKind.REASONING:
+                self.reasoning_tokens += self._undecided_tokens
+            self._undecided_tokens = 0
+            deltas.append(self._add_part(part))
+        return deltas
+
     def _add_part(self, part: AnswerPart) -> str:
         """Adds the next part. Returns the members of its delta."""
         match part.kind:
@@ -251,9 +292,3 @@ def incomplete_tool_call(generation: Generation, end: End) -> ApiError | None:
         return None
     reason = AssistantMessage.from_generation(generation, end).argument_error()
     return None if reason is None else errors.tool_error(f"Failed to parse generated text: {reason} {quote(end.text)}")
-
-
-def _all_parts(generation: Generation, end: End) -> Iterable[AnswerPart]:
-    for parts in generation.unread_tokens.parts:
-        yield from parts
-    yield from end.parts

@@ -21,7 +21,7 @@ from tgi.hub.gguf_import import ProgressCallback, cached_directory
 from tgi.microkernel import interpreter
 from tgi.microkernel.errors import UserError
 
-IMPORTER = 7  # incremented when the importer's output changes, so that cached directories are rebuilt
+IMPORTER = 8  # incremented when the importer's output changes, so that cached directories are rebuilt
 CHUNK = 1 << 20
 
 

@@ -550,7 +550,8 @@ class Step(NamedTuple):
 class StepResult(NamedTuple):
     """The tokens of a step: one entry per row with draws = 1, in the order of `Step.rows`.
 
-    A non-empty `error`: the step failed as a whole, no token was sampled, and the worker continues.
+    A non-empty `error`: the step failed as a whole, no token was sampled, and the worker continues. With
+    `out_of_memory` the step was too large for the memory that is free; what earlier steps have computed stays.
     """
 
     number: int
@@ -567,6 +568,7 @@ class StepResult(NamedTuple):
     prompt_top_ids: bytes = b""  # int32: with each of them min(SlotAssignment.prompt_top_n, vocabulary) alternatives
     prompt_top_logprobs: bytes = b""  # float32, same length
     row_errors: list[str] = []  # empty, or per row why it cannot continue (then its tokens are invalid), or ""
+    out_of_memory: bool = False
 
 
 class HeldPages(NamedTuple):

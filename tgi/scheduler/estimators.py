@@ -1,8 +1,11 @@
-"""Running estimates: the prefill budget of a step, how long a step may take, a linear fit of step times, the waiting
-time of a new request."""
+"""Running estimates: the prefill budget of a step, its largest size, how long it may take, a linear fit of step times,
+the waiting time of a new request."""
 
 from math import exp
 from typing import NamedTuple
+
+from tgi.microkernel.protocol import ENDED
+from tgi.scheduler.request import Request
 
 # --- prefill budget ---------------------------------------------------------------------------------------------------
 
@@ -55,6 +58,47 @@ class PrefillBudget:
         if not self._token_us or not self._decode_us:
             return at_most
         return int(min(at_most, WORTHWHILE_RATIO * self._decode_us / self._token_us)) or 1
+
+
+# Steps without a lack of memory after which the largest step grows again.
+GROWTH_STEPS = 64
+
+
+class StepSizeLimit:
+    """The most tokens of a step: halved when a step lacks memory. A step with one request and at most `least` tokens is
+    as small as any.
+
+    It doubles after GROWTH_STEPS steps, once all requests with a row in a failed step have ended: so each of these
+    fails a bounded number of times, and the limit comes back when the cause is gone.
+    """
+
+    def __init__(self, tokens: int, least: int) -> None:
+        self.tokens = tokens
+        self._most = tokens
+        self._least = least
+        self._steps = 0  # since it has changed
+        self._lacked_memory: list[Request] = []
+
+    def reduce(self, step_tokens: int, requests: list[Request]) -> bool:
+        """A step of this size, with these requests, lacked memory. False: its only request did so before, and no step
+        is smaller."""
+        self._steps = 0
+        smallest = len(requests) == 1 and step_tokens <= self._least
+        if smallest and requests[0] in self._lacked_memory:
+            return False
+        found = dict.fromkeys((*self._lacked_memory, *requests))
+        self._lacked_memory = [request for request in found if request.state is not ENDED]
+        if not smallest:
+            self.tokens = max(1, min(self.tokens, step_tokens) // 2)
+        return True
+
+    def record_step(self) -> None:
+        """A step was computed."""
+        if self.tokens == self._most:
+            return
+        self._steps += 1
+        if self._steps >= GROWTH_STEPS and all(request.state is ENDED for request in self._lacked_memory):
+            self.tokens, self._steps, self._lacked_memory = min(2 * self.tokens, self._most), 0, []
 
 
 def _average(old: float, new: float) -> float:

@@ -144,6 +144,13 @@ class KVCacheManager:
         self._clear_appended()
         self.pool = PagePool(self._limits.pages, self._page_size)
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """The steps that were to fill these pages have failed: no prefix is found there. To be called when no request
+        holds a page."""
+        self.commit()
+        self._clear_appended()
+        self.pool.forget(pages)
+
     def adopt(self, held: Iterable[HeldPages]) -> int:
         """Publishes pages that the worker has computed for an earlier scheduler. To be called before any page is
         allocated. Returns the number of pages that can be found now."""
@@ -296,6 +303,16 @@ class PagePool:
                 idle[page] = None
             else:
                 free.append(page)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Removes idle pages from the prefix cache. Those that follow one in its prefix cannot be found any more."""
+        for page in pages:
+            if not self._name_of[page]:
+                continue
+            del self._idle[page]
+            del self._by_key[self._key_of[page]]
+            self._key_of[page], self._name_of[page], self._references[page] = b"", NO_NAME, 1
+            self.free.append(page)
 
     def check(self, tables: Iterable[list[int]] = ()) -> None:
         """Raises AssertionError unless the page tables `tables` hold all references, and every page is in one state."""

@@ -12,6 +12,7 @@ from tgi.microkernel.liveness import ProgressClock
 from tgi.microkernel.protocol import (
     DECODE,
     END,
+    ENDED,
     PREFILL,
     PROTOCOL,
     QUEUED,
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 
 # A failed step was caused by one of its requests, so it weighs more than a crash, which may have other causes.
 FAILED_STEP_STRIKES = 2
+# Why a request is ended, for people.
+LACKS_MEMORY = "too little memory to compute this request, even alone and in the smallest steps; make it shorter"
 # A scheduler that lived no longer than this, its start included, may have been ended by the first request it handled.
 QUICK_DEATH_MS = 3000
 # End reasons that clear the strikes of a request.
@@ -467,6 +470,9 @@ class Scheduler:
         self.counters.finished_steps.append(
             FinishedStep(step.method, failed=fault != "", seconds=seconds, forward_seconds=result.forward_us / 1e6)
         )
+        if result.out_of_memory:
+            self._handle_lack_of_memory(step, planner, result.error, now)
+            return
         if fault:
             in_hand = requests_in_hand([step])
             cause = f"a step failed ({fault})"
@@ -480,6 +486,7 @@ class Scheduler:
         if was_alone and 0 < result.forward_us < 1e6 * seconds:
             self._step_limits.record_way(seconds - result.forward_us / 1e6)
         self._progress.record()
+        planner.size_limit.record_step()
         if self._speculation is not None:
             self._speculation.record_step(step, result, now)
         if result.row_errors:
@@ -508,6 +515,21 @@ class Scheduler:
                             self._stamp_trial(Event.RELEASED, one)
         if finished:
             self._end_requests(finished, now)
+
+    def _handle_lack_of_memory(self, step: InFlightStep, planner: StepPlanner, fault: str, now: float) -> None:
+        """Computes the requests again in smaller steps. Ends one that lacks memory in the smallest step, alone."""
+        steps = [step, *self.pipeline.steps]
+        self.pipeline.step_failed()
+        self._send_adapter_updates()
+        planner.steps_lacked_memory(steps)
+        tokens = step.decode_rows + step.prefill_tokens + sum(step.drafts)
+        if planner.size_limit.reduce(tokens, step.requests):
+            most = planner.size_limit.tokens
+            log.warning("A step of %d tokens lacked memory (%s). Steps have at most %d now.", tokens, fault, most)
+            return
+        (request,) = step.requests
+        if request.state is not ENDED:
+            self._end_request(request, FinishReason.FAILED, now, f"{LACKS_MEMORY} ({fault})")
 
     def _end_faulty_rows(self, step: InFlightStep, result: StepResult, now: float) -> None:
         for request, fault in zip(step.requests_in_row_order, result.row_errors, strict=True):

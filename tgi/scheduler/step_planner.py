@@ -2,7 +2,7 @@
 
 from array import array
 
-from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column
+from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
 from tgi.microkernel.crash_isolation import CrashIsolation
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.protocol import (
@@ -21,7 +21,7 @@ from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import ONE
 from tgi.scheduler.counters import Counters
 from tgi.scheduler.decode_batch import DecodeLane, LaneRows, RunningBatch, preemption_order
-from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits
+from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits, StepSizeLimit
 from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
 from tgi.scheduler.kv_cache import KVCacheManager
 from tgi.scheduler.request import NO_SLOT, ClientShare, Request, TokenizerClient
@@ -65,6 +65,7 @@ class StepPlanner:
         self._page_size = limits.page_size
         self._prefix_caching = prefix_caching
         self._prefill_budget = prefill_budget
+        self.size_limit = StepSizeLimit(limits.max_batch_prefill_tokens, limits.page_size)
         self._step_limits = step_limits
         # A GPU computes a step while the host prepares the next one, which may take as long: it must not come late.
         self._plans_late = limits.device != "cuda"
@@ -155,7 +156,7 @@ class StepPlanner:
         """Adds drafts to the decode rows, within the pages that are available beyond the spare ones. While prompts
         wait, drafts get at most half of the tokens that a step may compute."""
         rows = builder.drawing
-        most = self.limits.max_batch_prefill_tokens - len(rows)
+        most = self.size_limit.tokens - len(rows)
         counts = speculation.draft_counts(rows, most // 2 if self.batch.prefilling or self.queue else most)
         for request, start, wanted in zip(rows, builder.starts, counts, strict=False):  # no counts: nothing is drafted
             missing = -(-(start + 1 + wanted - request.capacity) // self._page_size)
@@ -237,7 +238,9 @@ class StepPlanner:
         on_trial = self._isolation.on_trial
         if not self.batch.prefilling and not self.queue and not on_trial:
             return
-        budget = self.limits.max_batch_prefill_tokens - len(builder.drawing) - sum(builder.drafts)
+        budget = self.size_limit.tokens - len(builder.drawing) - sum(builder.drafts)
+        if budget <= 0:
+            return
         if builder.drawing:
             budget = self._prefill_budget.target_tokens(min(self.limits.page_size, budget), budget)
         elif len(self.queue.clients) > 1:  # a request of another client may arrive at any time, and waits for this step
@@ -441,6 +444,23 @@ class StepPlanner:
         for request in list(self.batch):
             self._requeue(request, WORKER_LOST)
         self.kv_cache.worker_state_lost()
+
+    def steps_lacked_memory(self, steps: list[InFlightStep]) -> None:
+        """These steps have computed nothing: returns all running requests to the queue. The pages stay that earlier
+        steps have filled; all are lost if a request has left since and the pages that these steps had for it are not
+        known."""
+        pages, known = [], True
+        for step in steps:
+            starts = unpack_int32(step.message.starts)
+            for request, start in zip(step.requests_in_row_order, starts, strict=True):
+                known &= step.message.number >= request.valid_from_step
+                pages += request.pages[start // self._page_size :]
+        for request in list(self.batch):
+            self._requeue(request, PREEMPT)
+        if known:
+            self.kv_cache.forget(pages)
+        else:
+            self.kv_cache.worker_state_lost()
 
     def check(self) -> None:
         """Raises AssertionError if pages, lanes and requests contradict each other. For tests."""

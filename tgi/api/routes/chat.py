@@ -67,7 +67,7 @@ class ChatEvents:
         self._choice_starts = [f'{self._chunk_start}{{"index":{index},"delta":{{' for index in range(len(generations))]
         self._logprobs = logprobs
         self._top_n = generations[0].message.sampling.top_n
-        self._usage = TokenUsage(len(generations)) if usage else None
+        self._usage = TokenUsage(len(generations), details=openai_errors, reasoning=True) if usage else None
         self._running_usage = running_usage
         self._no_usage = ',"usage":null' if usage or not openai_errors else ""
         self._unsent_roles = dict.fromkeys(range(len(generations)), '"role":"assistant"')  # by index of the choice
@@ -100,7 +100,8 @@ class ChatEvents:
         if self._running_usage:
             events = with_running_usage(events, self._generations[index], len(columns.texts), self._no_usage)
         if end is not None and self._usage is not None:
-            self._usage.add_generation(index, end, self._generations[index].generated_count)
+            count, reasoning = self._generations[index].generated_count, self._messages[index].reasoning_tokens
+            self._usage.add_generation(index, end, count, reasoning)
         return events
 
     def failure_events(self, error: ApiError) -> str:
@@ -121,16 +122,19 @@ class ChatEvents:
         )
 
 
-def response_json(finished: list[FinishedGeneration], identity: ResponseIdentity, logprobs: bool) -> str:
+def response_json(
+    finished: list[FinishedGeneration], identity: ResponseIdentity, logprobs: bool, usage_details: bool
+) -> str:
     """The response that is sent as a whole."""
-    usage = TokenUsage(len(finished))
+    usage = TokenUsage(len(finished), details=usage_details, reasoning=True)
     choices = []
     for index, (generation, end) in enumerate(finished):
-        usage.add_generation(index, end, generation.generated_count)
-        content, reason = f'"content":{quote(end.text)}', finish_reason_json(end)
+        content, reason, reasoning_tokens = f'"content":{quote(end.text)}', finish_reason_json(end), 0
         if generation.has_parts:
             message = AssistantMessage.from_generation(generation, end, partial(identity.call_id, index))
             content, reason = message.members_json(), message.finish_reason_json(end)
+            reasoning_tokens = message.reasoning_tokens
+        usage.add_generation(index, end, generation.generated_count, reasoning_tokens)
         items = "null"
         if logprobs:
             token_items = _logprob_items(generation, generation.take_tokens(), generation.message.sampling.top_n)
@@ -189,7 +193,7 @@ class ChatResource(Resource):
             return
         finished = await run_generations(service, req, generations, incomplete_tool_call)
         set_result_headers(service, resp, finished, choices)
-        resp.text = response_json(finished, identity, logprobs)
+        resp.text = response_json(finished, identity, logprobs, service.has_openai_errors(req))
 
 
 def create_chat_generations(service: Service, req: Request, request: ChatRequest) -> list[Generation]:

@@ -64,7 +64,7 @@ class CompletionEvents:
         self._prompts = [generation.prompt_columns for generation in generations]  # emptied once sent
         self._top_n = request.logprobs or 0
         self._running_usage = request.running_usage_wanted
-        self._usage = TokenUsage(self._choices)
+        self._usage = TokenUsage(self._choices, details=openai_errors)
 
     def opening_events(self) -> list[str]:
         """Nothing."""
@@ -92,7 +92,8 @@ class CompletionEvents:
         if end is not None:
             generated_count = self._generations[index].generated_count
             self._usage.add_generation(index, end, generated_count)
-            usage = usage_json(end.prompt_tokens, generated_count)
+            cached_tokens = end.cached_tokens if self._openai_errors else None
+            usage = usage_json(end.prompt_tokens, generated_count, cached_tokens)
             open_end = f"null}}],{self._model}}}\n\n"
             # In TGI's last event the choices come after the model.
             choice = events[-1].removeprefix(self._event_start).removesuffix(open_end)
@@ -129,10 +130,10 @@ class CompletionEvents:
 
 
 async def response_json(
-    finished: list[FinishedGeneration], request: CompletionRequest, identity: ResponseIdentity
+    finished: list[FinishedGeneration], request: CompletionRequest, identity: ResponseIdentity, usage_details: bool
 ) -> str:
     """The response that is sent as a whole. Other tasks have turns while the logprobs of a prompt are written."""
-    usage = TokenUsage(len(finished) // len(request.prompts))
+    usage = TokenUsage(len(finished) // len(request.prompts), details=usage_details)
     choices = []
     for index, (generation, end) in enumerate(finished):
         usage.add_generation(index, end, generation.generated_count)
@@ -246,7 +247,7 @@ class CompletionsResource(Resource):
         finished = await run_generations(service, req, generations)
         set_result_headers(service, resp, finished, choices)
         resp.delete_header("x-compute-time")  # TGI has it on its other routes only
-        resp.text = await response_json(finished, request, identity)
+        resp.text = await response_json(finished, request, identity, service.has_openai_errors(req))
 
     def _create_generations(self, req: Request, request: CompletionRequest) -> list[Generation]:
         """`n` generations for each prompt, in order. Raises ApiError as create_generations."""

@@ -11,12 +11,26 @@ _ChatReason = Literal["stop", "length", "tool_calls"]
 _CompletionReason = Literal["stop", "length"]
 
 
+class PromptTokensDetails(ResponseBody):
+    """Tokens of the prompt by kind."""
+
+    cached_tokens: Annotated[UInt32, doc("Found in the prefix cache")]
+
+
+class CompletionTokensDetails(ResponseBody):
+    """Tokens of the answer by kind."""
+
+    reasoning_tokens: Annotated[UInt32, doc("Of the text in reasoning_content")]
+
+
 class Usage(ResponseBody):
-    """What was counted."""
+    """What was counted. The details are of the routes below /v1, those of the answer of chats."""
 
     prompt_tokens: UInt32
     completion_tokens: UInt32
     total_tokens: UInt32
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class StreamFailure(ResponseBody):

@@ -65,7 +65,11 @@ def _write_tokenizer(source: reader.GGUFFile, described: dict[str, Any], path: P
     from transformers.integrations.gguf import gguf_tokenizer_mapping
 
     try:
-        backend, _ = gguf_tokenizer_mapping.convert_gguf_tokenizer(source.metadata["general.architecture"], described)
+        if tokenizer.merges_characters(source):
+            backend = tokenizer.character_tokenizer(source, described)
+        else:
+            kind = source.metadata["general.architecture"]
+            backend, _ = gguf_tokenizer_mapping.convert_gguf_tokenizer(kind, described)
     except Exception as error:  # the library documents no exceptions; its input has been checked
         raise UserError(f"{source.path} has a tokenizer that cannot be converted: {error}.") from error
     tokenizer.complete_tokenizer(source, backend, gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError
@@ -14,15 +14,23 @@ DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exao
 GPT2 = {
     *("gpt-2", "gpt2", "default", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion", "granite-docling"),
     *("gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "modern-bert", "exaone4"),
+    *("jina-v1-en", "jina-v2-code", "roberta-bpe"),
 }
 LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"}
-WHOLE_WORDS_FIRST = LLAMA3 | {"tekken", "gpt-4o", "llama4"}  # a word in the vocabulary skips the merges
-BOS_BY_DEFAULT = LLAMA3 | {"tekken"}
+# A word in the vocabulary skips the merges.
+WHOLE_WORDS_FIRST = LLAMA3 | {
+    *("tekken", "gpt-4o", "llama4", "minicpm5", "youtu", "glm4", "glm5", "granite-embed-multi-97m"),
+}
+# Merges of characters over the whole text, with spaces written as U+2581, instead of merges of bytes.
+CHARACTERS = {"gemma4", "sarvam-moe", "granite-embed-multi-311m"}
+BOS_ALWAYS = {"gemma4", "granite-embed-multi-311m"}  # early files say that they add none
+BOS_BY_DEFAULT = LLAMA3 | {"tekken", "chameleon"}
 
 # The same as a name that the converter knows.
 SAME_SPLIT = {
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), "llama3"),
+    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe"), "llama3"),
+    "granite-embed-multi-97m": "gpt-4o",
 }
 # Patterns that isolate their matches, one after the other.
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
@@ -34,6 +42,30 @@ _PUNCTUATED = (
 )
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _PUNCTUATED)
+_CONTRACTED_WORDS = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SIGNS_AND_LINES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+_SPACES = r"\s+(?!\S)|\s+"
+
+
+def _cased(numbers: str, line_ends: str, without: str = "") -> str:
+    """GPT-4o's pattern, which splits a word where a capital follows a small letter. `without` narrows the letters."""
+    capital, small = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]" for case in (r"Lu}\p{Lt", "Ll"))
+    ending = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    words = "".join(
+        rf"[^\r\n\p{{L}}\p{{N}}]?{letters}{ending}|" for letters in (f"{capital}*{small}+", f"{capital}+{small}*")
+    )
+    return words + rf"{numbers}| ?[^\s\p{{L}}\p{{N}}]+[{line_ends}]*|\s*[\r\n]+|" + _SPACES
+
+
+# Digits in groups of three from the right. The published patterns look ahead to the end of the digits from each place,
+# which takes seconds for 10,000 digits. These look ahead once for each run of digits, and cut at the same places.
+_FROM_THE_RIGHT = r"\d{1,3}(?=(?>\d{3})*(?!\d))|(?<=\d)\G\d{3}"
+_TINY_AYA = (r"(?<!\d)(?=\d++\b)" + _FROM_THE_RIGHT, _cased(r"\p{N}{1,3}", r"\r\n/"))
+_SUPERBPE = (
+    r"\p{N}+",
+    # the last of a run with what follows up to the next group, as in 345½1|234
+    r"(?:(?<=\d)\G\d{3}|(?<!\d{3})\d{3}(?=(?>\d{3})*(?!\d)))(?:(?!\d)\p{N}|(?<!\d)\d{1,2}(?=(?>\d{3})*(?!\d)))*",
+)
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 SPLITS: dict[str, tuple[str, ...]] = {
     "deepseek-llm": (
@@ -45,7 +77,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
         r"\p{N}+",
     ),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
     "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2_WORDS, "[0-9][0-9][0-9]"),
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), (_WORDS_UP_TO_STOPS,)),
     "viking": (_WORDS_UP_TO_STOPS, r"\p{N}"),
@@ -55,10 +87,42 @@ SPLITS: dict[str, tuple[str, ...]] = {
         _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
         r"|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
-    "ufakzeka": (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    "ufakzeka": (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _SIGNS_AND_LINES + _SPACES,),
+    "laguna": (r"[^\n]+|\n+", _CONTRACTED_WORDS + r"\p{N}|" + _SIGNS_AND_LINES + _SPACES),
+    "minicpm5": (r"\p{N}{1,3}", _CONTRACTED_WORDS + r"\p{N}+|" + _SIGNS_AND_LINES + _SPACES),
+    "jais-2": (
+        _CONTRACTED_WORDS
+        + r"\p{N}{1,3}|"
+        + _SIGNS_AND_LINES
+        + "".join(rf"\s{{{count}}}(?!\S)|" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+        + r"\s",
+    ),
+    "spark2_5": (*_DEEPSEEK3[:2], _PUNCTUATED.replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]"), r"\p{N}"),
+    "chameleon": (
+        *(r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  "),
+        *(r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2_WORDS),
+    ),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA),
+    "superbpe": _SUPERBPE,
+    # the model's own pattern; llama.cpp does not split words at capitals
+    "kimi-k2": (r"\p{Han}+|" + _cased(r"\p{N}{1,3}", r"\r\n", r"&&[^\p{Han}]"),),
+    "youtu": (
+        "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+        "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u30ff]+",
+        _cased(r"\p{N}", r"\r\n/"),
+    ),
+    # the tokenizer's own patterns; llama.cpp takes adjacent scripts for one
+    "afmoe": (
+        r"(?<!\d)" + _FROM_THE_RIGHT,
+        "[\u4e00-\u9fff\u3040-\u30ff\u3400-\u4dbf\uf900-\ufaff\uff65-\uff9f\u2f00-\u2fdf]+|[\u0e00-\u0e7f]+|[\u0e80-\u0eff]+"
+        "|[\u1780-\u17ff]+|[\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff]+|[\uac00-\ud7af\u1100-\u11ff]+",
+        _PUNCTUATED,
+    ),
 }
+REFUSED = {"whitespace": "it drops the spaces of a text"}  # names of llama.cpp that are known, and what is missing
 
 CONTROL = 3  # token_type of special tokens
+UNKNOWN, USER_DEFINED = 2, 4
 # Recommended sampling: names of generation_config.json -> keys behind "general.sampling." (gguf-py, constants.py).
 SAMPLING = {
     "temperature": "temp",
@@ -67,6 +131,7 @@ SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+SPACE = "\u2581"
 ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
@@ -79,11 +144,13 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
     if len(set(tokens)) != len(tokens):
         raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
     kind = found.get("model")
-    if kind not in ("gpt2", "llama"):
-        raise UserError(f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; 'gpt2' or 'llama' was expected.")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise UserError(
+            f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; 'gpt2', 'llama' or 'gemma4' was expected."
+        )
     if "merges" in found and not (_strings(found["merges"]) and all(m.count(" ") == 1 for m in found["merges"])):
         raise UserError(f"{file.path} has merges that are not pairs. Fetch or convert it again.")
-    if "merges" not in found and kind == "gpt2":
+    if "merges" not in found and kind != "llama":
         raise UserError(f"{file.path} has no merges ('tokenizer.ggml.merges'). Fetch or convert it again.")
     for name in ("scores", "token_type"):
         items = found.get(name)
@@ -102,6 +169,43 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in described.items() if value is not None}
 
 
+def merges_characters(file: GGUFFile) -> bool:
+    """Whether the tokenizer is one that `character_tokenizer` makes."""
+    return _pre_tokenizer(file) in CHARACTERS
+
+
+def character_tokenizer(file: GGUFFile, described: Mapping[str, Any]) -> Tokenizer:
+    """A BPE of characters with bytes for those that it lacks, as gemma4's; `described` is a tokenizer_description.
+    Raises what `tokenizers` raises for merges of tokens that the vocabulary lacks."""
+    types = described.get("token_type", [0] * len(described["tokens"]))
+    # the converter writes spaces of user-defined tokens plain
+    tokens = [
+        token.replace(" ", SPACE) if token_type == USER_DEFINED else token
+        for token, token_type in zip(described["tokens"], types, strict=True)
+    ]
+    if len(set(tokens)) != len(tokens):
+        raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
+    unknown = _token(file, "unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in described["merges"]],
+            unk_token=unknown[1] if unknown else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    for add, normalized, wanted in (
+        (tokenizer.add_special_tokens, False, (CONTROL, UNKNOWN)),
+        (tokenizer.add_tokens, True, (USER_DEFINED,)),
+    ):
+        found = [token for token, token_type in zip(tokens, types, strict=True) if token_type in wanted]
+        add([AddedToken(token, normalized=normalized) for token in found])
+    return tokenizer
+
+
 def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: Mapping[str, str]) -> None:
     """Corrects the converter's result: pre-tokenizer, merges, and the tokens added around a text.
 
@@ -109,9 +213,13 @@ def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: M
     nothing knows is refused, since a wrong split gives a model that talks nonsense.
     """
     metadata = file.metadata
-    if metadata.get("tokenizer.ggml.model") == "gpt2":
-        pre = metadata.get("tokenizer.ggml.pre", "default")
+    if metadata.get("tokenizer.ggml.model") == "gpt2" and not merges_characters(file):
+        pre = _pre_tokenizer(file)
         known = DIGITS_APART | GPT2 | LLAMA3 | converter_splits.keys() | SPLITS.keys() | SAME_SPLIT.keys()
+        if isinstance(pre, str) and pre in REFUSED:
+            raise UserError(
+                f"{file.path} has the pre-tokenizer {pre} ('tokenizer.ggml.pre'), unsupported: {REFUSED[pre]}."
+            )
         if not isinstance(pre, str) or pre not in known:
             raise UserError(f"{file.path} splits text in the unknown way {str(pre)[:40]!r} ('tokenizer.ggml.pre').")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -127,12 +235,10 @@ def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: M
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
         if pre in WHOLE_WORDS_FIRST and isinstance(tokenizer.model, models.BPE):
             tokenizer.model.ignore_merges = True
-    elif metadata.get("tokenizer.ggml.add_space_prefix") is False:
+    elif metadata.get("tokenizer.ggml.model") == "llama" and metadata.get("tokenizer.ggml.add_space_prefix") is False:
         tokenizer.normalizer = None
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
+        tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.post_processor = _frame(file)
     for token, token_type in zip(
         metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ()), strict=False
@@ -182,6 +288,12 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
+def _pre_tokenizer(file: GGUFFile) -> Any:
+    """The name of the pre-tokenizer; a kind of tokenizer of its own has the one of its name."""
+    kind = file.metadata.get("tokenizer.ggml.model")
+    return kind if kind == "gemma4" else file.metadata.get("tokenizer.ggml.pre", "default") if kind == "gpt2" else None
+
+
 def _strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -200,7 +312,9 @@ def _token(file: GGUFFile, role: str) -> tuple[int, str] | None:
 def _adds(file: GGUFFile, role: str) -> bool:
     """Whether a bos or eos token is added to every text; the defaults are llama.cpp's."""
     sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
-    default = role == "bos" and (sentencepiece or file.metadata.get("tokenizer.ggml.pre") in BOS_BY_DEFAULT)
+    if role == "bos" and _pre_tokenizer(file) in BOS_ALWAYS:
+        return True
+    default = role == "bos" and (sentencepiece or _pre_tokenizer(file) in BOS_BY_DEFAULT)
     return bool(file.metadata.get(f"tokenizer.ggml.add_{role}_token", default))
 
 

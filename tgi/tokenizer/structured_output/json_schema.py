@@ -21,6 +21,7 @@ from tgi.tokenizer.structured_output.patterns import (
     FORMAT_PATTERNS,
     LIBRARY_FORMATS,
     json_safe_pattern,
+    literal_names,
     pattern_error,
     regex_error,
 )
@@ -267,6 +268,7 @@ class _SchemaReader:
         if "pattern" in read:
             read["pattern"] = json_safe_pattern(read["pattern"])
         if "patternProperties" in read:
+            _assign_patterns(read)
             read["patternProperties"] = {
                 json_safe_pattern(name): value for name, value in read["patternProperties"].items()
             }
@@ -419,6 +421,19 @@ def _limit_digits(schema: dict[str, Any], decimals: bool) -> None:
 def _pointer_token(name: str) -> str:
     """Escapes a name as one reference token of a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")
+
+
+def _assign_patterns(read: dict[str, Any]) -> None:
+    """Adds patterns that admit names of `properties` alone, such as `^name$`, to the schemas of these: the library
+    finds no text for what is left of them."""
+    properties = read.get("properties", {})
+    for regex in [*read["patternProperties"]]:
+        names = literal_names(regex)
+        if names is not None and properties.keys() >= set(names):
+            schema = read["patternProperties"].pop(regex)
+            read["properties"] = properties = properties | {
+                name: {"allOf": [properties[name], schema]} for name in names
+            }
 
 
 def _has_exact_numbers(value: Any) -> bool:

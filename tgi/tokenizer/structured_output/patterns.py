@@ -62,6 +62,19 @@ def pattern_error(regex: str) -> str:
     return messages[0].rpartition("error: ")[2].partition(" in regex /")[0].strip()
 
 
+_LITERALS = re.compile(r"\^(?:\((?:\?:)?(?P<several>.*)\)|(?P<one>[^|]*))\$", re.DOTALL)
+_LITERAL = re.compile(r"(?:[^\\^$.|?*+()\[\]{}]|\\[^\w\s])*", re.DOTALL)
+
+
+def literal_names(regex: str) -> list[str] | None:
+    """The texts that a pattern such as `^name$` or `^(a|b)$` admits; None of a pattern of another form."""
+    match = _LITERALS.fullmatch(regex)
+    names = [] if match is None else [match["one"]] if match["one"] is not None else match["several"].split("|")
+    if not names or not all(map(_LITERAL.fullmatch, names)):
+        return None
+    return [re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names]
+
+
 # The library admits the JSON escapes `\"` and `\\` wherever a set of characters has all control characters without a
 # short escape, whether the set has the quote and the backslash or not. So U+0001 is taken out of all sets.
 _EXCLUDED = r"&&[^\x01]]"

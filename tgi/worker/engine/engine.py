@@ -17,7 +17,7 @@ from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
 from tgi.worker.engine.decode_fast_path import DecodeFastPath
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
-from tgi.worker.engine.interface import BadStep, Poisoned
+from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
 from tgi.worker.engine.prompt_logprobs import (
     PromptLogprobReader,
     PromptLogprobTensors,
@@ -154,7 +154,8 @@ class TorchEngine:
             release_freed_memory()
 
     def launch(self, step: Step) -> PendingStep | StepResult:
-        """Starts a step. Raises BadStep where it does not match the slots, and Poisoned where the device is lost.
+        """Starts a step. Raises BadStep where it does not match the slots, OutOfMemory, and Poisoned where the
+        device is lost.
 
         After any other error the rows of this step count as not computed, and other slots are not affected.
         """
@@ -164,9 +165,9 @@ class TorchEngine:
         try:
             with torch.inference_mode():
                 return self._launch(step, began)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
-            raise
+            raise OutOfMemory(str(error)) from error
         except torch.AcceleratorError as error:
             raise Poisoned(str(error)) from error
         except RuntimeError as error:

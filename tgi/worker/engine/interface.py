@@ -40,5 +40,9 @@ class Poisoned(Exception):
     """The device or the process cannot recover: the worker must exit, and its supervisor starts another."""
 
 
+class OutOfMemory(Exception):
+    """A step did not find the memory that it needs. The content of the KV pages that it did not write stays."""
+
+
 class BadStep(Exception):
     """A step that does not match the state of its slots; the text names the fault."""

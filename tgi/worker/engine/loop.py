@@ -6,10 +6,11 @@ import time
 from collections import deque
 from typing import Any
 
+from tgi.microkernel.exit_causes import is_lack_of_memory
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.process import Process
 from tgi.microkernel.protocol import PIPELINE_DEPTH, Beat, Hello, Status, Step, StepResult, UpdateAdapter
-from tgi.worker.engine.interface import Engine, Poisoned
+from tgi.worker.engine.interface import Engine, OutOfMemory, Poisoned
 from tgi.worker.lora.registry import AdapterUpdates
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class WorkerLoop:
             self._in_flight.append((step, engine.launch(step)))
         except Exception as error:
             self._drain(engine)
-            self._send_result(_failed_result(error, step))
+            self._send_failure(error, step)
             self._set_step_deadline()
 
     def _collect_done(self, engine: Engine) -> None:
@@ -201,10 +202,9 @@ class WorkerLoop:
     def _collect_oldest(self, engine: Engine) -> None:
         step, pending = self._in_flight.popleft()
         try:
-            result = engine.collect(pending)
+            self._send_result(engine.collect(pending))
         except Exception as error:
-            result = _failed_result(error, step)
-        self._send_result(result)
+            self._send_failure(error, step)
         self._set_step_deadline()
 
     def _set_step_deadline(self, *launching: Step) -> None:
@@ -220,6 +220,14 @@ class WorkerLoop:
         limits = (min(step.limit_ms / 1000 or hang_timeout, hang_timeout) for step in steps)
         self._process.begin_work(sum(limits), _describe(steps[0]), self._step_began_at)
 
+    def _send_failure(self, error: Exception, step: Step) -> None:
+        """Answers a step that raised `error`. Raises Poisoned if the worker cannot continue after it."""
+        if isinstance(error, Poisoned) and _lacks_memory(cause := error.__cause__):
+            # Ranks differ after it. The requests are not the cause, so they must not be in hand when this worker ends.
+            text = f"{type(cause).__name__}: {cause}"
+            self._send_result(StepResult(step.number, step.epoch, b"", b"", b"", error=text, out_of_memory=True))
+        self._send_result(_failed_result(error, step))
+
     def _send_result(self, result: StepResult) -> None:
         if result.error:
             log.error("step %d of epoch %d failed: %s", result.number, result.epoch, result.error)
@@ -234,9 +242,12 @@ def _describe(step: Step) -> str:
 
 def _failed_result(error: Exception, step: Step) -> StepResult:
     """The result of a step that raised `error`. Raises Poisoned if the worker cannot continue after it."""
-    if isinstance(error, MemoryError):
-        raise Poisoned(f"out of memory in step {step.number}") from error
     if isinstance(error, Poisoned):
         raise error
     log.error("step %d of epoch %d raised", step.number, step.epoch, exc_info=error)
-    return StepResult(step.number, step.epoch, b"", b"", b"", error=f"{type(error).__name__}: {error}")
+    text = f"{type(error).__name__}: {error}"
+    return StepResult(step.number, step.epoch, b"", b"", b"", error=text, out_of_memory=_lacks_memory(error))
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    return isinstance(error, OutOfMemory) or (isinstance(error, Exception) and is_lack_of_memory(error))

@@ -176,10 +176,21 @@ class FakeWorker:
         except (Violation, ProtocolError) as fault:
             return StepResult(step.number, step.epoch, b"", b"", b"", error=f"step {step.number}: {fault}")
 
+    def lose_step(self, step: Step) -> None:
+        """A step fails, or builds on one that did: the pages that its rows write hold nothing of use afterwards."""
+        if step.epoch > self.epoch:
+            self.reset()
+            self.epoch = step.epoch
+        self.number = step.number
+        self._assign_slots(step)
+        self._append_pages(step)
+        size = self.config.page_size
+        for slot, start in zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=True):
+            for number, page in enumerate(self._slots[slot].page_table[start // size :], start // size):
+                del self._pages[page][max(0, start - number * size) :]
+
     def _run(self, step: Step) -> StepResult:
         if step.epoch > self.epoch:
-            if self.epoch:  # a step has failed: the content of the pages is undefined
-                self._pages = [[] for _ in range(self.config.pages)]
             self.reset()
             self.epoch = step.epoch
         require(step.epoch == self.epoch, f"epoch {step.epoch} is over, {self.epoch} is in force")
