@@ -224,7 +224,7 @@ def distribute_tokens(step: InFlightStep, result: StepResult, early_exits: int) 
     if result.top_counts:
         for request, top in zip(step.drawing, split_top_tokens(result), strict=True):
             if number >= request.valid_from_step:
-                request.client.top_tokens.append(top)
+                request.tokenizer.top_tokens.append(top)
     else:
         some_left = early_exits != step.early_exits
         for rows in step.lane_rows:
@@ -236,7 +236,7 @@ def distribute_tokens(step: InFlightStep, result: StepResult, early_exits: int) 
             if number < request.valid_from_step:
                 continue  # it has left its slot since this step was planned
             request.token_ids.append(token)
-            request.client.token_rows.append((request.rid, token, logprob))
+            request.tokenizer.token_rows.append((request.rid, token, logprob))
             if token in request.stop_ids:
                 stopped.append(request)
     # LENGTH takes precedence over EOS, as in TGI.
@@ -261,7 +261,7 @@ def _distribute_lane(
         token_ids, stop_ids = [*compress(token_ids, valid)], [*compress(stop_ids, valid)]
         columns = compress_columns(columns, valid)
     append_each(token_ids, tokens)
-    rows.client.token_columns = columns
+    rows.tokenizer.token_columns = columns
     if rows.stop_id_union.isdisjoint(tokens):
         return ()
     requests: Iterable[Request] = step.drawing[begin:end]
@@ -291,9 +291,9 @@ def distribute_token_runs(
             request.drafter.record_verification(drafted, count - 1)
         for token, logprob, top in run:
             request.token_ids.append(token)
-            request.client.token_rows.append((request.rid, token, logprob))
+            request.tokenizer.token_rows.append((request.rid, token, logprob))
             if top is not None:
-                request.client.top_tokens.append(top)
+                request.tokenizer.top_tokens.append(top)
             if reason := request.finish_reason():
                 finished.append((request, reason))
                 break

@@ -82,7 +82,6 @@ class Request:
         "last_start",
         "max_total_tokens",
         "missing_pages",
-        "owner",
         "pages",
         "planned",
         "prefix",
@@ -102,6 +101,7 @@ class Request:
         "state",
         "stop_ids",
         "token_ids",
+        "tokenizer",
         "valid_from_step",
         "weight",
     )
@@ -119,14 +119,13 @@ class Request:
     decodes_since: int  # the step after which it entered the lane
     due_step: int  # the lane's step count at which it needs a page or draws its last token
 
-    def __init__(self, client: "TokenizerClient", add: Add, arrival: int, received_at: float) -> None:
+    def __init__(self, tokenizer: "TokenizerPeer", add: Add, arrival: int, received_at: float) -> None:
         """`arrival`: its place in the order of arrival, which no other request has. Raises ValueError or ProtocolError
         if a column of `add` is malformed or a field is out of range."""
-        # All fields at once, since reading them by name takes several times as long. `owner` is the client of the
-        # server, whose share the request uses.
+        # All fields at once, since reading them by name takes several times as long.
         (
             self.rid, prompt_ids, max_new_tokens, self.sampling, stop_ids, resume_ids, self.cache_salt, _, _,
-            prompt_logprobs_from, prompt_top_n, fingerprint, self.request_key, self.request_index, self.owner,
+            prompt_logprobs_from, prompt_top_n, fingerprint, self.request_key, self.request_index, self.client,
             self.weight, self.priority, deadline_ms, self.generation_id, self.attempt, waited_ms,
         ) = add  # fmt: skip
         if not 0 <= self.rid <= MAX_RID:
@@ -136,7 +135,7 @@ class Request:
             raise ValueError(f"weight is {self.weight}, deadline_ms {deadline_ms} and waited_ms {waited_ms}")
         if not 0 <= self.request_key <= MAX_REQUEST_KEY or self.request_index < 0:
             raise ValueError(f"request_key is {self.request_key} and request_index {self.request_index}")
-        self.client = client
+        self.tokenizer = tokenizer
         self.charged_tokens = 0  # positions that its client's counter includes
         self.arrival = arrival
         # Its name in crash isolation. Without one from the client's request, one that no other request has.
@@ -277,7 +276,7 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
     return ""
 
 
-class TokenizerClient:
+class TokenizerPeer:
     """One life of a tokenizer process: its requests by rid, and the tokens that the current result brings them."""
 
     def __init__(self, peer: PeerId) -> None:

@@ -45,7 +45,7 @@ from tgi.scheduler.in_flight import (
     split_prompt_logprobs,
 )
 from tgi.scheduler.peers import LoadReport, Outbox, TokenizerPeers, WorkerPeer
-from tgi.scheduler.request import Request, TokenizerClient, validation_error
+from tgi.scheduler.request import Request, TokenizerPeer, validation_error
 from tgi.scheduler.speculation import Speculation
 from tgi.scheduler.step_planner import StepPlanner
 from tgi.scheduler.waiting_queue import WaitingQueue
@@ -119,24 +119,24 @@ class Scheduler:
         """Handles one message or event of a link. `now` is in seconds and never decreases."""
         if source.role == "worker":
             self._handle_worker_message(message, source, now)
-        elif isinstance(message, Add) and (client := self._tokenizers.clients.get(source)) is not None:
-            self._add_request(message, client, now)  # the most frequent message
+        elif isinstance(message, Add) and (tokenizer := self._tokenizers.connected.get(source)) is not None:
+            self._add_request(message, tokenizer, now)  # the most frequent message
         elif isinstance(message, Inheritance) and source.role == "scheduler":
             self._inherit(message, now)
         else:
             self._handle_tokenizer_message(message, source, now)
 
     def _handle_tokenizer_message(self, message: Any, source: PeerId, now: float) -> None:
-        clients = self._tokenizers.clients
-        client = clients.get(source)
+        connected = self._tokenizers.connected
+        tokenizer = connected.get(source)
         if isinstance(message, Hello):
-            clients[source] = TokenizerClient(source)
+            connected[source] = TokenizerPeer(source)
             self._outbox.append(source, self._load().add_to(self._status(now)))
-        elif client is None:
+        elif tokenizer is None:
             return  # sent before its PeerDisconnected
         elif isinstance(message, Cancel | Stop):
             # The rid is unknown if the message crosses the request's End.
-            if (request := client.requests.get(message.rid)) is not None:
+            if (request := tokenizer.requests.get(message.rid)) is not None:
                 reason = FinishReason.STOP if isinstance(message, Stop) else FinishReason.CANCELLED
                 self.work_register.units[0] = request.fingerprint_number
                 self._end_request(request, reason, now)
@@ -145,10 +145,10 @@ class Scheduler:
             self.worker.adapters.request_update(source, message)
             self._send_adapter_updates()
         elif isinstance(message, PeerDisconnected):
-            for request in list(client.requests.values()):
+            for request in list(tokenizer.requests.values()):
                 self._end_request(request, FinishReason.CANCELLED, now)
             self.worker.adapters.tokenizer_lost(source)
-            del clients[source]
+            del connected[source]
             if not message.planned:
                 self._isolation.record_other_death()
             self._outbox.discard(source)
@@ -294,7 +294,7 @@ class Scheduler:
     @property
     def tokenizers(self) -> int:
         """Number of tokenizers that are connected."""
-        return len(self._tokenizers.clients)
+        return len(self._tokenizers.connected)
 
     @property
     def loaded_adapters(self) -> int:
@@ -331,8 +331,8 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _add_request(self, add: Add, client: TokenizerClient, now: float) -> None:
-        if (request := self._tokenizers.add_request(add, client, now)) is None:
+    def _add_request(self, add: Add, tokenizer: TokenizerPeer, now: float) -> None:
+        if (request := self._tokenizers.add_request(add, tokenizer, now)) is None:
             return
         if self._speculation is not None:
             self._speculation.add_request(request)
@@ -408,7 +408,7 @@ class Scheduler:
             if request.request_key:
                 tokens = request.generated_tokens
                 self._recorder.stamp(Event.ENDED, request.request_key, request.request_index, b=tokens)
-            del request.client.requests[request.rid]
+            del request.tokenizer.requests[request.rid]
             if request.generation_id and self._generations.get(request.generation_id) is request:
                 del self._generations[request.generation_id]
         if running and self._planner is not None:
@@ -419,7 +419,7 @@ class Scheduler:
                 self._queue.record_ended(request)
         self.counters.ended_requests += len(ended)
         self._outbox.extend(
-            (one.client.peer, one.end_message(reason, message, now, retry_after_ms)) for one, reason in ended
+            (one.tokenizer.peer, one.end_message(reason, message, now, retry_after_ms)) for one, reason in ended
         )
 
     def _discard_suspects(self, ended: FinishedRequests) -> list[Request]:
@@ -496,7 +496,7 @@ class Scheduler:
         for request, message in split_prompt_logprobs(step.prompt_logprob_rows, result, vocab_size):
             if step.message.number >= request.valid_from_step:
                 request.prompt_logprobs_from += len(message.logprobs) // ITEM_BYTES
-                self._outbox.append(request.client.peer, message)
+                self._outbox.append(request.tokenizer.peer, message)
                 if request.prompt_only and not request.lacks_prompt_logprobs:
                     self._end_request(request, FinishReason.LENGTH, now)
 

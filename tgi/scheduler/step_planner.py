@@ -24,7 +24,7 @@ from tgi.scheduler.decode_batch import DecodeLane, LaneRows, RunningBatch, preem
 from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits
 from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
 from tgi.scheduler.kv_cache import KVCacheManager
-from tgi.scheduler.request import NO_SLOT, ClientShare, Request, TokenizerClient
+from tgi.scheduler.request import NO_SLOT, ClientShare, Request, TokenizerPeer
 from tgi.scheduler.speculation import NgramProposer, Speculation
 from tgi.scheduler.waiting_queue import WaitingQueue
 
@@ -128,8 +128,8 @@ class StepPlanner:
             without_page = self._append_scarce_pages(need_page)
             finishing = [one for one in finishing if one.lane is not None and one not in without_page]
         if not on_trial and not without_page:
-            for client, lane in self.batch.lanes.items():
-                builder.add_lane(client, lane)
+            for tokenizer, lane in self.batch.lanes.items():
+                builder.add_lane(tokenizer, lane)
         else:
             for request in self.batch.decoding:
                 if request not in without_page and (not on_trial or self._may_run(request)):
@@ -484,14 +484,14 @@ class StepBuilder:
         self.starts_sum += start
         lane.set_start(request, start + 1)
 
-    def add_lane(self, client: TokenizerClient, lane: DecodeLane) -> None:
+    def add_lane(self, tokenizer: TokenizerPeer, lane: DecodeLane) -> None:
         """A row for each request in a lane."""
         begin = len(self.drawing)
         self.drawing += lane.requests
         self.rows += lane.slots
         self.starts += lane.starts
         self.starts_sum += lane.starts_sum
-        self.lane_rows.append(lane.plan_rows(client, begin))
+        self.lane_rows.append(lane.plan_rows(tokenizer, begin))
 
     def build(
         self,
