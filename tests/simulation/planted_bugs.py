@@ -167,7 +167,7 @@ def resubmitted_without(**fields: Any) -> Callable[[Any], Any]:
     def wrong(original: Any) -> Any:
         def to_message(self: Generation, rid: int) -> Any:
             message = original(self, rid)
-            return message._replace(**fields) if message.attempt > 1 else message
+            return message._replace(**fields) if message.context.attempt > 1 else message
 
         return to_message
 

@@ -361,10 +361,10 @@ class Router:
         self._assignments[request] = (best, rid)
         if isinstance(message, Generate):
             event = resubmitted if request.submitted else Event.SUBMITTED
-            key, index = message.request_key, message.request_index
-            self.recorder.stamp(event, key, index, best.peer.replica, len(message.resume_ids) // ITEM_BYTES)
+            self.recorder.stamp(event, message.context, best.peer.replica, len(message.resume_ids) // ITEM_BYTES)
             if request.on_trial:
-                self.recorder.stamp(Event.ON_TRIAL, key, index, self._isolation.suspects[request.fingerprint].strikes)
+                strikes = self._isolation.suspects[request.fingerprint].strikes
+                self.recorder.stamp(Event.ON_TRIAL, message.context, strikes)
         request.submitted = True
 
     def _remove_assignment(self, tokenizer: TokenizerConnection, rid: int) -> LiveRequest | None:
@@ -379,8 +379,7 @@ class Router:
 
     def _stamp(self, event: Event, request: LiveRequest, number: int = 0) -> None:
         if isinstance(request, Generation):
-            asked = request.message
-            self.recorder.stamp(event, asked.request_key, asked.request_index, number, request.generated_count)
+            self.recorder.stamp(event, request.context, number, request.generated_count)
 
     def _deactivate(self, request: LiveRequest) -> None:
         request.active = False

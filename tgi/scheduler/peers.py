@@ -144,7 +144,7 @@ class TokenizerPeers:
             log.error("%s used rid %d twice; the second request is ignored", tokenizer.peer, add.rid)
             return None
         try:
-            request = Request(tokenizer, add, _place(now, add.waited_ms, self._arrivals), now)
+            request = Request(tokenizer, add, _place(now, add.context.waited_ms, self._arrivals), now)
         except (ValueError, ProtocolError) as error:
             self._outbox.append(tokenizer.peer, End(add.rid, FinishReason.INVALID, f"malformed request: {error}"))
             return None

@@ -327,7 +327,10 @@ class _Estimate:
         begin = originals[0].arrived_at if originals else 0.0
         for rid, original in enumerate(originals, 1):
             self._originals[rid] = original
-            self._schedule(1.0 + (original.arrived_at - begin) / load, original.add._replace(rid=rid, traceparent=""))
+            self._schedule(
+                1.0 + (original.arrived_at - begin) / load,
+                original.add._replace(rid=rid, context=original.add.context._replace(traceparent="")),
+            )
         for peer in (self.TOKENIZER, self.WORKER):
             self._scheduler.handle(Hello(PROTOCOL, *peer), peer, 0.0)
         adapters = recorded.adapters()

@@ -24,6 +24,7 @@ from tgi.microkernel.protocol import (
     HeldPages,
     Hello,
     Inheritance,
+    RequestContext,
     Status,
     Step,
     StepResult,
@@ -336,11 +337,9 @@ class Scheduler:
             return
         if self._speculation is not None:
             self._speculation.add_request(request)
-        if request.request_key:
-            queued, running = len(self._queue), self.running
-            self._recorder.stamp(Event.QUEUED, request.request_key, request.request_index, queued, running)
+        self._recorder.stamp(Event.QUEUED, request.context, len(self._queue), self.running)
         self._queue.append(request)
-        if request.generation_id and not self._replace_earlier(request, now):
+        if request.context.generation_id and not self._replace_earlier(request, now):
             return
         if self._isolation.suspects and not self._admit_suspect(request, now):
             return
@@ -352,29 +351,31 @@ class Scheduler:
             self._end_request(request, FinishReason.INVALID, now, fault)
         elif finish_reason:
             self._end_request(request, finish_reason, now)  # it was complete; only its End was lost
-        elif add.deadline_ms and not add.resume_ids:
-            self._refuse_if_late(request, add.deadline_ms, now)
+        elif request.context.deadline_ms and not add.resume_ids:
+            self._refuse_if_late(request, now)
 
     def _replace_earlier(self, request: Request, now: float) -> bool:
         """Ends an earlier submission of the same generation, which its front end has moved to another tokenizer. False:
         this is the earlier one, and has been ended."""
-        other = self._generations.get(request.generation_id)
-        if other is not None and other.attempt > request.attempt:
+        generation_id = request.context.generation_id
+        other = self._generations.get(generation_id)
+        if other is not None and other.context.attempt > request.context.attempt:
             self._end_request(request, FinishReason.CANCELLED, now)
             return False
-        self._generations[request.generation_id] = request
+        self._generations[generation_id] = request
         if other is not None:
             self._end_request(other, FinishReason.CANCELLED, now)
         return True
 
-    def _refuse_if_late(self, request: Request, deadline_ms: int, now: float) -> None:
+    def _refuse_if_late(self, request: Request, now: float) -> None:
         """Ends a new request at once if it is expected to wait beyond its deadline. One that may preempt others does
         not wait for the ends that the estimate counts."""
         planner = self._planner
         if planner is not None and planner.may_preempt(request.share):
             return
         full = planner is not None and planner.batch.full
-        late_ms = int(1000 * self._wait_estimator.wait_seconds(self._queue.ahead(request), full)) - deadline_ms
+        wait_ms = int(1000 * self._wait_estimator.wait_seconds(self._queue.ahead(request), full))
+        late_ms = wait_ms - request.context.deadline_ms
         if late_ms > 0 and not self._isolation.is_on_trial(request.fingerprint):
             message = f"the request is expected to wait {late_ms / 1000:.1f} s beyond its timeout"
             self._end_requests([(request, FinishReason.OVERLOADED)], now, message, late_ms)
@@ -405,12 +406,10 @@ class Scheduler:
             state = request.state
             (waited if state is QUEUED else running).append(request)
             request.state = END[state]
-            if request.request_key:
-                tokens = request.generated_tokens
-                self._recorder.stamp(Event.ENDED, request.request_key, request.request_index, b=tokens)
+            self._recorder.stamp(Event.ENDED, request.context, b=request.generated_tokens)
             del request.tokenizer.requests[request.rid]
-            if request.generation_id and self._generations.get(request.generation_id) is request:
-                del self._generations[request.generation_id]
+            if self._generations.get(request.context.generation_id) is request:
+                del self._generations[request.context.generation_id]
         if running and self._planner is not None:
             self._planner.release(running)
         on_trial = self._discard_suspects(ended) if self._isolation.suspects else ()
@@ -464,8 +463,7 @@ class Scheduler:
             self._end_faulty_rows(step, result, now)
         if step.prefill_tokens:
             for request in step.drawing[step.decode_rows :]:
-                if request.request_key:
-                    self._recorder.stamp(Event.PREFILLED, request.request_key, request.request_index)
+                self._recorder.stamp(Event.PREFILLED, request.context)
         if step.prompt_logprob_rows:
             self._send_prompt_logprobs(step, result, vocab_size, now)
         if step.drafts:
@@ -571,9 +569,9 @@ class Scheduler:
 
     def refusal(self, add: Add, now: float) -> End | None:
         """The answer to a request that must not be handled, since handling it would crash this process; else None."""
-        if not self._isolation.suspects or not self._isolation.is_convicted(add.fingerprint, now):
+        if not self._isolation.suspects or not self._isolation.is_convicted(add.context.fingerprint, now):
             return None
-        return End(add.rid, FinishReason.QUARANTINED, self._verdict(add.fingerprint))
+        return End(add.rid, FinishReason.QUARANTINED, self._verdict(add.context.fingerprint))
 
     def _verdict(self, fingerprint: bytes) -> str:
         suspect = self._isolation.suspects[fingerprint]
@@ -600,7 +598,7 @@ class Scheduler:
 
     def _stamp_trial(self, event: Event, request: Request) -> None:
         strikes = self._isolation.suspects[request.fingerprint].strikes
-        self._recorder.stamp(event, request.request_key, request.request_index, strikes)
+        self._recorder.stamp(event, request.context, strikes)
 
     # --- worker -------------------------------------------------------------------------------------------------------
 
@@ -608,7 +606,7 @@ class Scheduler:
         was_ready = self.ready
         self.worker.update_status(status)
         if self.ready and not was_ready:
-            self._recorder.stamp(Event.WORKER_UP, EVERY_REQUEST, 0)
+            self._recorder.stamp(Event.WORKER_UP, RequestContext(request_key=EVERY_REQUEST))
         if self._planner is None and (limits := self.worker.limits) is not None:
             self._set_limits(limits, now)
         if self.ready and self._planner is not None and (held := self.worker.take_held_pages()):
@@ -655,7 +653,7 @@ class Scheduler:
 
     def _handle_worker_lost(self, now: float) -> None:
         assert self.worker.peer is not None
-        self._recorder.stamp(Event.WORKER_DOWN, EVERY_REQUEST, 0)
+        self._recorder.stamp(Event.WORKER_DOWN, RequestContext(request_key=EVERY_REQUEST))
         self._outbox.discard(self.worker.peer)
         self._lost_worker = LostWorker(self.worker.peer.boot, requests_in_hand(self.pipeline.steps))
         self.worker.disconnect()

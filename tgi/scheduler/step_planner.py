@@ -357,9 +357,7 @@ class StepPlanner:
             request.first_planned_at = now
         if self._speculation is not None:
             self._speculation.slot_assigned(request)
-        if request.request_key:
-            others = len(self.batch) - 1
-            self._recorder.stamp(Event.ADMITTED, request.request_key, request.request_index, request.planned, others)
+        self._recorder.stamp(Event.ADMITTED, request.context, request.planned, len(self.batch) - 1)
         assignment = SlotAssignment(slot, column, request.prompt_tokens, request.sampling)
         if prompt_logprobs:
             assignment = assignment._replace(
@@ -429,8 +427,7 @@ class StepPlanner:
         request.missing_pages = 0
         self._counters.recomputed_tokens += request.generated_tokens
         stamped = Event.PREEMPTED if event is PREEMPT else Event.WORKER_LOST
-        key, index = request.request_key, request.request_index
-        self._recorder.stamp(stamped, key, index, len(self.queue), len(self.batch))
+        self._recorder.stamp(stamped, request.context, len(self.queue), len(self.batch))
         if self._isolation.is_on_trial(request.fingerprint):
             self.trial_queue[request] = None
         else:

@@ -274,7 +274,7 @@ class TokenizerPool:
         """Encodes a short request at once, and makes a job of a long one or of one on trial."""
         size = encoding_size(message)
         run = partial(_run_or_fail, run, key)
-        executor, fingerprint = executor_for(size), fingerprint_number(message.fingerprint)
+        executor, fingerprint = executor_for(size), fingerprint_number(message.context.fingerprint)
         if executor is None and not message.alone:
             self._units[0] = fingerprint
             self.complete_job(key, run())
@@ -542,14 +542,14 @@ class TokenizerPool:
             self._unsent[request.rid] = request
 
     def _stamp(self, event: Event, request: TokenizerRequestState, number: int = 0) -> None:
-        self._recorder.stamp(event, request.generate.request_key, request.generate.request_index, number)
+        self._recorder.stamp(event, request.generate.context, number)
 
     def _trace_validation(self, request: TokenizerRequestState, rejection: PromptRejection | None = None) -> None:
         """Records the span "validate" of a request that was admitted or rejected."""
-        if self._tracer is not None and request.generate.traceparent:
+        if self._tracer is not None and request.generate.context.traceparent:
             now = time.time()
             began = now - (self._clock() - request.received)
-            self._tracer.record_span("validate", request.generate.traceparent, began, now, failure=rejection)
+            self._tracer.record_span("validate", request.generate.context.traceparent, began, now, failure=rejection)
 
     def _cancel_at_scheduler(self, request: TokenizerRequestState) -> bool:
         """Sends Cancel to the scheduler that has the request. Returns False if none has it."""
@@ -607,7 +607,7 @@ class TokenizerPool:
 
 def _client_of(message: Generate | Tokenize, api: PeerId) -> str:
     """Whose turn a job takes: that of the client, or of the api if the client is unknown."""
-    return message.client or str(api)
+    return message.context.client or str(api)
 
 
 def _run_or_fail(run: Callable[[], Any], key: Any) -> Any:

@@ -64,7 +64,7 @@ class TokenizerRequestState:
         self.rid = rid
         self.api = api
         self.generate = generate
-        self.fingerprint = fingerprint_number(generate.fingerprint)  # as in the work register
+        self.fingerprint = fingerprint_number(generate.context.fingerprint)  # as in the work register
         self.received = received  # seconds on the pool's clock
         self.submitted = received
         self.stage = RequestStage.ENCODING
@@ -220,8 +220,6 @@ class TokenizerRequestState:
     def add_message(self, now: float) -> Add:
         """This request for the scheduler, with the ids generated so far."""
         stream = self.prompt_tokens_stream
-        deadline_ms = self.generate.deadline_ms
-        elapsed_ms = int((now - self.received) * 1000)
         return Add(
             rid=self.rid,
             prompt_ids=self.prompt.ids,
@@ -230,19 +228,9 @@ class TokenizerRequestState:
             stop_ids=pack_column(INT32, sorted(self.stop_ids)),
             resume_ids=self.generated_ids.tobytes(),
             cache_salt=self.generate.sampling.adapter_digest,
-            traceparent=self.generate.traceparent,
             prompt_logprobs_from=0 if stream is None else stream.next_position,
             prompt_top_n=self.generate.prompt_top_n,
-            fingerprint=self.generate.fingerprint,
-            request_key=self.generate.request_key,
-            request_index=self.generate.request_index,
-            client=self.generate.client,
-            weight=self.generate.weight,
-            priority=self.generate.priority,
-            generation_id=self.generate.generation_id,
-            attempt=self.generate.attempt,
-            deadline_ms=deadline_ms and max(1, deadline_ms - elapsed_ms),
-            waited_ms=self.generate.waited_ms + elapsed_ms,
+            context=self.generate.context.after(int((now - self.received) * 1000)),
         )
 
     def end_message(self, reason: str, message: str = "", scheduler_end: End | None = None) -> End:
