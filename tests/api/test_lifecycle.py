@@ -314,7 +314,7 @@ def test_requests_in_hand_wait_until_it_is_known_how_the_tokenizer_ended(serve: 
     front = serve(silent, validation_workers=2)
     one, two = front.tokenizers
     suspects: set[bytes] = set()
-    front.router._work_in_hand = lambda peer: b"".join(suspects)
+    front.router.assignments.work_in_hand = lambda peer: b"".join(suspects)
     streams = [Stream(front, "/generate", f'{{"inputs":"{name}"}}') for name in ("a", "b", "c", "d")]
     held, innocent = one.next(Generate), one.next(Generate)
     assert {two.next(Generate).inputs, two.next(Generate).inputs, held.inputs, innocent.inputs} == set("abcd")
@@ -334,7 +334,7 @@ def test_requests_in_hand_wait_until_it_is_known_how_the_tokenizer_ended(serve: 
 def test_a_request_that_ends_tokenizers_of_other_hosts_ends_at_most_two(serve: Any) -> None:
     """What they had in hand is not known before a successor reports it."""
     front = serve(silent, validation_workers=3)
-    front.router._work_in_hand = lambda peer: None
+    front.router.assignments.work_in_hand = lambda peer: None
     stream = Stream(front, "/generate")
     tokenizers = front.tokenizers
 

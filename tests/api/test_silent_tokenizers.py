@@ -33,7 +33,7 @@ def test_a_request_moves_from_a_silent_tokenizer_to_another(serve: Any) -> None:
     assert front.get("/health").status == 200
     stopped.send(Beat(None), word(first.rid, 99), End(first.rid, FinishReason.CANCELLED))  # it continues
     until(lambda: not connections[hung].silent)
-    assert not connections[hung].moved
+    assert not connections[hung].requests
     living.send(
         word(again.rid, 2), texts(again.rid, (3, " 3", -0.5, False)), End(again.rid, FinishReason.LENGTH, "", " 1 2 3")
     )
@@ -90,7 +90,7 @@ def test_what_a_silent_tokenizer_has_in_hand_waits_for_its_end(serve: Any) -> No
     suspect, moved = hung.next(Generate), hung.next(Generate)
     living.next(Generate), living.next(Generate)
     boot = hung.boot
-    front.router._work_in_hand = lambda peer: suspect.context.fingerprint if peer.boot == boot else b""
+    front.router.assignments.work_in_hand = lambda peer: suspect.context.fingerprint if peer.boot == boot else b""
     hung.send(Beat(None))
     assert living.next(Generate, timeout=30).inputs == moved.inputs
     until(lambda: connections[0].silent)

@@ -191,4 +191,4 @@ def test_unexpected_messages_are_ignored(caplog: pytest.LogCaptureFixture) -> No
     harness.send_end(99)
     harness.send_tokens((99, [1]))
     assert harness.received_by(API) == harness.received_by(harness.scheduler) == []
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 2  # an End may cross a Cancel

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.harness import API, LIMITS, PoolHarness, end_messages, hello, ids_of, streamed_output
+from tgi.microkernel.assignments import EXIT_REPORT_SECONDS
 from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
 from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
 from tgi.microkernel.protocol import (
@@ -25,7 +26,7 @@ from tgi.microkernel.protocol import (
     UpdateAdapter,
 )
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.tokenizer.schedulers import MOVED_PROGRESS, SUCCESSOR_SECONDS, SUSPECT_SECONDS
+from tgi.tokenizer.schedulers import MOVED_PROGRESS, SUSPECT_SECONDS
 
 READY = Status(True, True, "", 100, LIMITS)
 LOADING = Status(False, True, "loading weights", 40, LIMITS)
@@ -38,7 +39,7 @@ class ReplicaHarness(PoolHarness):
 
     def __init__(self, in_hand: bytes | None = b"") -> None:
         super().__init__(scheduler=False)
-        self.pool._schedulers._work_in_hand = lambda peer: in_hand
+        self.pool._schedulers.assignments.work_in_hand = lambda peer: in_hand
         for peer in (A, B):
             self.connect(peer)
 
@@ -129,7 +130,7 @@ def test_what_a_scheduler_had_in_hand_waits_for_its_successor() -> None:
         harness.pool.handle(successor, End(one.rid, FinishReason.LENGTH))
     for number in range(10, 14):  # it has ended well: no suspicion is left
         harness.pool.handle(API, Generate(number, "Hello", SamplingParams(5), 20, context=RequestContext(name)))
-    assert {one.scheduler for one in harness.pool._requests.values()} == {Place("", 0), Place("", 1)}
+    assert all(replica.requests for replica in harness.pool._schedulers)
 
 
 def test_another_replica_takes_the_suspects_of_one_that_does_not_return() -> None:
@@ -137,7 +138,7 @@ def test_another_replica_takes_the_suspects_of_one_that_does_not_return() -> Non
     peer, add = harness.send(1, name=b"poisoned")
     harness.pool.handle(peer, PeerDisconnected())
     assert harness.received_by(other(peer)) == []
-    harness.now += SUCCESSOR_SECONDS
+    harness.now += EXIT_REPORT_SECONDS
     assert [one.rid for one in harness.received_by(other(peer))] == [add.rid]
 
 
@@ -497,5 +498,4 @@ def test_innocent_requests_wait_for_the_report_only() -> None:
     assert harness.received_by(third) == []
     report = LastExit(second.boot, "was killed by SIGKILL", True, b"", 1000)
     harness.connect(second._replace(boot=b"next"), last_exit=report)
-    assert len(harness.pool._unsent) == 0
-    assert not harness.pool._schedulers._suspicions
+    assert not harness.pool._schedulers.assignments.waiting

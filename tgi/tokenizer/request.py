@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 
 from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
-from tgi.microkernel.link import PeerId, Place
+from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import (
     Add,
     AnswerPart,
@@ -54,21 +54,20 @@ class TokenizerRequestState:
 
     __slots__ = (
         "_detokenizer", "_hidden_ids", "_min_new_tokens", "_reasoning", "_stop_filter", "_stop_matcher",
-        "_stop_token_ids", "answer_parser", "api", "fingerprint", "finish_reason", "generate", "generated_ids",
-        "held_characters",
-        "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "scheduler",
-        "stage", "stays", "stop_ids", "submitted", "suspected_at", "token_hidden", "validation_us", "visible_texts",
+        "_stop_token_ids", "answer_parser", "api", "finish_reason", "generate", "generated_ids", "held_characters",
+        "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "stage",
+        "stays", "stop_ids", "submitted", "suspected_at", "token_hidden", "validation_us", "visible_texts",
+        "work_number",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: PeerId, generate: Generate, received: float) -> None:
         self.rid = rid
         self.api = api
         self.generate = generate
-        self.fingerprint = fingerprint_number(generate.context.fingerprint)  # as in the work register
+        self.work_number = fingerprint_number(generate.context.fingerprint)  # in the work register
         self.received = received  # seconds on the pool's clock
         self.submitted = received
         self.stage = RequestStage.ENCODING
-        self.scheduler: Place | None = None  # that has it
         self.suspected_at: int | None = None  # the ids that it had when it was last among a replica's suspects
         self.stays = False  # it was among those of two replicas with hardly an id in between
         self.is_chat = bool(generate.chat)
@@ -158,6 +157,11 @@ class TokenizerRequestState:
         if self.prompt_tokens_stream is not None:
             yield from self.prompt_tokens_stream.first_token_message()
         self._finish_if_prompt_only()
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Its name in crash isolation; b"": it has none."""
+        return self.generate.context.fingerprint
 
     @property
     def in_progress(self) -> bool:
