@@ -20,7 +20,8 @@ HEAD = """# Wire protocol
 Processes exchange frames over ZeroMQ. A frame is one message: a msgpack array `[tag, *fields]`. One ZeroMQ multipart
 message carries all frames that a process has queued for one neighbour, so a step costs one send per neighbour.
 
-- Fields are appended only, with defaults: a missing trailing field takes its default, a surplus one is ignored.
+- Within a protocol version fields are appended only, with defaults: a missing trailing field takes its default, a
+  surplus one is ignored. Links reject peers of another version.
 - Types are checked on decode; an invalid frame is dropped and logged, and the link stays open.
 - The socket rejects frames larger than {frame} MiB.
 - Columns are `bytes` fields that hold packed little-endian numbers (int32, uint32, float32 or uint8).
@@ -51,6 +52,7 @@ def page() -> str:
         parts.append(_section(f"### {tag} `{cls.__name__}`", cls))
     inner = (
         protocol.DeploymentLimits,
+        protocol.RequestContext,
         protocol.LastExit,
         protocol.SuspectRecord,
         protocol.LoadedAdapter,

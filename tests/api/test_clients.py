@@ -20,13 +20,13 @@ BODY = '{"inputs":"x"}'
 
 def client_name(front: Any, **headers: str) -> str:
     assert front.post("/generate", BODY, **headers).status == 200
-    return str(front.tokenizers[0].next(Generate).client)
+    return str(front.tokenizers[0].next(Generate).context.client)
 
 
 def test_clients_are_told_apart_by_key(serve: Any) -> None:
     front = serve(api_key=("one weight=3 priority=2", "two"))
     assert front.post("/generate", BODY, authorization="Bearer one").status == 200
-    one = front.tokenizers[0].next(Generate)
+    one = front.tokenizers[0].next(Generate).context
     assert (one.weight, one.priority) == (3.0, 2)
     assert "one" not in one.client
     assert client_name(front, authorization="Bearer two") != one.client

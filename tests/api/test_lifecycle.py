@@ -92,8 +92,12 @@ def test_a_stream_resumes_after_a_tokenizer_loss(serve: Any) -> None:
     tokenizer.start()
     again = tokenizer.next(Generate)
     assert unpack_int32(again.resume_ids) == [1, 2, 3]
-    assert again.waited_ms > 0
-    repeated = first._replace(rid=again.rid, resume_ids=again.resume_ids, attempt=2, waited_ms=again.waited_ms)
+    assert again.context.waited_ms > 0
+    repeated = first._replace(
+        rid=again.rid,
+        resume_ids=again.resume_ids,
+        context=first.context._replace(attempt=2, waited_ms=again.context.waited_ms),
+    )
     assert again == repeated  # with the same seed
     tokenizer.send(word(first.rid, 99))  # the rid of before the loss: dropped
     tokenizer.send(word(again.rid, 4))
@@ -276,7 +280,7 @@ def test_a_request_that_crashes_three_tokenizers_is_quarantined_and_no_other(ser
         received = {message.inputs: message for message in (tokenizer.next(Generate), tokenizer.next(Generate))}
         assert not received["innocent"].alone
         assert received["poison"].alone == (strikes > 0)
-        crash(tokenizer, received["poison"].fingerprint)
+        crash(tokenizer, received["poison"].context.fingerprint)
     reply = streams[1].read_rest()
     assert reply.status == 424
     assert b"the tokenizer was killed by SIGSEGV while it worked on this request" in reply.body
@@ -310,16 +314,16 @@ def test_requests_in_hand_wait_until_it_is_known_how_the_tokenizer_ended(serve: 
     front = serve(silent, validation_workers=2)
     one, two = front.tokenizers
     suspects: set[bytes] = set()
-    front.router._work_in_hand = lambda peer: b"".join(suspects)
+    front.router.assignments.work_in_hand = lambda peer: b"".join(suspects)
     streams = [Stream(front, "/generate", f'{{"inputs":"{name}"}}') for name in ("a", "b", "c", "d")]
     held, innocent = one.next(Generate), one.next(Generate)
     assert {two.next(Generate).inputs, two.next(Generate).inputs, held.inputs, innocent.inputs} == set("abcd")
-    suspects.add(held.fingerprint)
+    suspects.add(held.context.fingerprint)
     boot = one.boot
     one.stop()
     assert two.next(Generate).inputs == innocent.inputs
     assert two.received.empty()
-    one.last_exit = LastExit(boot, "was killed by SIGSEGV", False, held.fingerprint)
+    one.last_exit = LastExit(boot, "was killed by SIGSEGV", False, held.context.fingerprint)
     one.start()
     message = two.next(Generate)  # the one that is ready
     assert (message.inputs, message.alone) == (held.inputs, True)
@@ -330,7 +334,7 @@ def test_requests_in_hand_wait_until_it_is_known_how_the_tokenizer_ended(serve: 
 def test_a_request_that_ends_tokenizers_of_other_hosts_ends_at_most_two(serve: Any) -> None:
     """What they had in hand is not known before a successor reports it."""
     front = serve(silent, validation_workers=3)
-    front.router._work_in_hand = lambda peer: None
+    front.router.assignments.work_in_hand = lambda peer: None
     stream = Stream(front, "/generate")
     tokenizers = front.tokenizers
 
@@ -346,7 +350,7 @@ def test_a_request_that_ends_tokenizers_of_other_hosts_ends_at_most_two(serve: A
     first = holder()
     first.stop()
     second = holder(first)
-    name, boot = second.next(Generate).fingerprint, second.boot
+    name, boot = second.next(Generate).context.fingerprint, second.boot
     second.stop()
     until(lambda: connections[second.replica].peer is None)
     assert not any(connection.requests for connection in connections)

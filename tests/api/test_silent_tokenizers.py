@@ -33,7 +33,7 @@ def test_a_request_moves_from_a_silent_tokenizer_to_another(serve: Any) -> None:
     assert front.get("/health").status == 200
     stopped.send(Beat(None), word(first.rid, 99), End(first.rid, FinishReason.CANCELLED))  # it continues
     until(lambda: not connections[hung].silent)
-    assert not connections[hung].moved
+    assert not connections[hung].requests
     living.send(
         word(again.rid, 2), texts(again.rid, (3, " 3", -0.5, False)), End(again.rid, FinishReason.LENGTH, "", " 1 2 3")
     )
@@ -47,7 +47,7 @@ def test_a_superseded_request_is_submitted_again(serve: Any) -> None:
     first = front.tokenizers[0].next(Generate)
     front.tokenizers[0].send(word(first.rid, 1), End(first.rid, FinishReason.CANCELLED))
     again = front.tokenizers[0].next(Generate)
-    assert (again.attempt, unpack_int32(again.resume_ids)) == (2, [1])
+    assert (again.context.attempt, unpack_int32(again.resume_ids)) == (2, [1])
     front.tokenizers[0].send(word(again.rid, 2), End(again.rid, FinishReason.LENGTH, "", " 1 2"))
     assert re.findall(rb'"token":{"id":(\d+)', stream.read_rest().body) == [b"1", b"2"]
 
@@ -90,13 +90,13 @@ def test_what_a_silent_tokenizer_has_in_hand_waits_for_its_end(serve: Any) -> No
     suspect, moved = hung.next(Generate), hung.next(Generate)
     living.next(Generate), living.next(Generate)
     boot = hung.boot
-    front.router._work_in_hand = lambda peer: suspect.fingerprint if peer.boot == boot else b""
+    front.router.assignments.work_in_hand = lambda peer: suspect.context.fingerprint if peer.boot == boot else b""
     hung.send(Beat(None))
     assert living.next(Generate, timeout=30).inputs == moved.inputs
     until(lambda: connections[0].silent)
-    assert [one.fingerprint for one in connections[0].requests.values()] == [suspect.fingerprint]
+    assert [one.fingerprint for one in connections[0].requests.values()] == [suspect.context.fingerprint]
     hung.stop()
-    hung.last_exit = LastExit(boot, "made no progress and was killed", False, suspect.fingerprint)
+    hung.last_exit = LastExit(boot, "made no progress and was killed", False, suspect.context.fingerprint)
     hung.start()
     again = living.next(Generate)
     assert (again.inputs, again.alone) == (suspect.inputs, True)

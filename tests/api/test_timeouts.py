@@ -18,7 +18,7 @@ def test_a_request_that_waits_too_long_ends_with_504(serve: Any) -> None:
     reply = front.post("/generate", BODY, x_request_timeout="0.2")
     assert (reply.status, json.loads(reply.body)) == (504, ERROR)
     generate = front.tokenizers[0].next(Generate)
-    assert 0 < generate.deadline_ms <= 200
+    assert 0 < generate.context.deadline_ms <= 200
     assert front.tokenizers[0].next(Cancel).rid == generate.rid
     assert front.router.admission.permits.held == 0
 
@@ -63,7 +63,7 @@ def test_a_defect_in_submitting_leaves_no_permit_and_no_request(serve: Any, monk
 
     def fail(generation: Generation, rid: int) -> Generate:
         message = to_message(generation, rid)
-        return message._replace(max_new_tokens=2**70) if message.request_index == 2 else message
+        return message._replace(max_new_tokens=2**70) if message.context.request_index == 2 else message
 
     monkeypatch.setattr(Generation, "to_message", fail)
     assert front.post("/v1/completions", json.dumps({"model": "m", "prompt": "x", "n": 3})).status == 500

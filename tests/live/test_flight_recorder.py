@@ -21,6 +21,7 @@ from tgi.microkernel.flight_recorder import (
     read_stamps,
     ring_path,
 )
+from tgi.microkernel.protocol import RequestContext
 from tgi.microkernel.request_timeline import explain
 
 STEP_MS = 10
@@ -197,7 +198,7 @@ def test_without_a_file_nothing_is_recorded_and_the_process_continues(
 ) -> None:
     (tmp_path / "flight").write_text("in the way of the directory")
     recorder = RingRecorder(ring_path(tmp_path, "api-0"))
-    recorder.stamp(Event.RECEIVED, key=7, index=0)
+    recorder.stamp(Event.RECEIVED, RequestContext(request_key=7))
     assert "`tgi why` will not know" in caplog.text
 
 
@@ -205,10 +206,10 @@ def test_a_ring_keeps_the_latest_stamps_and_continues_after_a_restart(tmp_path: 
     path = ring_path(tmp_path, "api-0")
     first = RingRecorder(path)
     for number in range(RING_STAMPS + 10):
-        first.stamp(Event.RECEIVED, key=1 + number, index=0)
+        first.stamp(Event.RECEIVED, RequestContext(request_key=1 + number))
     first.close()
     second = RingRecorder(path)
-    second.stamp(Event.ANSWERED, key=RING_STAMPS + 10, index=0, b=7)
+    second.stamp(Event.ANSWERED, RequestContext(request_key=RING_STAMPS + 10), b=7)
     stamps = read_stamps(tmp_path)
     assert len(stamps) == RING_STAMPS
     assert [stamp.event for stamp in stamps if stamp.key == RING_STAMPS + 10] == [Event.RECEIVED, Event.ANSWERED]

@@ -30,6 +30,7 @@ from tgi.microkernel.protocol import (
     Generate,
     Hello,
     PromptLogprobs,
+    RequestContext,
     SamplingParams,
     Status,
     StepResult,
@@ -199,7 +200,7 @@ hostile_generate_fields: dict[str, st.SearchStrategy[Any]] = {
     "truncate": st.none() | numbers,
     "stop_strings": st.lists(st.text(max_size=3), max_size=3),
     "resume_ids": columns,
-    "traceparent": st.text(max_size=4),
+    "context": messages(RequestContext),
     "chat": st.binary(max_size=9) | st.sampled_from([b"{}", b"[]", b'{"messages": 1}', b'{"messages": []}', b"1"]),
     "hide_stop": st.booleans(),
     "prompt_logprobs_from": numbers,
@@ -264,7 +265,8 @@ def test_tokenizer_survives_any_message_of_any_peer(hostile: list[tuple[bool, An
 def test_a_front_end_cannot_end_a_tokenizer_by_a_number(name: str, value: int, tmp_path: Path) -> None:
     harness = PoolHarness()
     harness.pool._recorder = RingRecorder(tmp_path / "ring")
-    harness.pool.handle(API, Generate(1, "Hello", SamplingParams(1), request_key=1)._replace(**{name: value}))
+    context = RequestContext(request_key=1)._replace(**{name: value})
+    harness.pool.handle(API, Generate(1, "Hello", SamplingParams(1), context=context))
     sent = harness.pool.drain_outgoing()
     assert [(peer, type(message)) for peer, message in sent] == [(API, End)]
     assert f"`{name}` is {value}" in sent[0][1].message

@@ -5,7 +5,7 @@ from typing import Any
 from tests.tops import Tops, split_tops
 from tgi.microkernel.codec import unpack_float32, unpack_int32, unpack_uint32
 from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import End, FinishReason, PromptLogprobs, Status, Tokens, encode
+from tgi.microkernel.protocol import End, FinishReason, PromptLogprobs, RequestContext, Status, Tokens, encode
 from tgi.microkernel.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(1)
@@ -22,10 +22,7 @@ class SubmittedRequest:
         sampling: SamplingParams,
         resume: list[int],
         prompt_top_n: int | None = None,
-        client: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
-        deadline_ms: int = 0,
+        context: RequestContext = RequestContext(),  # noqa: B008
     ) -> None:
         self.prompt = prompt
         self.new = new  # max_new_tokens
@@ -38,10 +35,7 @@ class SubmittedRequest:
         self.prompt_top_n = prompt_top_n  # None: no prompt logprobs
         self.prompt_logprobs: list[float] = []  # received, from the prompt's second token on
         self.prompt_tops: Tops = []  # of all prompt tokens, concatenated
-        self.client = client  # of the server
-        self.weight = weight
-        self.priority = priority
-        self.deadline_ms = deadline_ms
+        self.context = context
         self.end: End | None = None
         self.cancelled_by_client = False
         self.resumed = len(resume)  # number of ids when it was last submitted

@@ -23,6 +23,7 @@ from tgi.microkernel.protocol import (
     Inheritance,
     LastExit,
     LoadedAdapter,
+    RequestContext,
     SlotAssignment,
     Step,
     StepResult,
@@ -163,18 +164,15 @@ class Simulation:
         choice: int = 0,
         prompt_top_n: int | None = None,
         adapter: LoadedAdapter | None = None,
-        client: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
-        deadline_ms: int = 0,
+        **context: Any,
     ) -> SubmittedRequest:
-        """Submits a request. `seed`: None means greedy."""
+        """Submits a request. `seed`: None means greedy. `context`: fields of its RequestContext."""
         sampling = GREEDY if seed is None else SamplingParams(seed, do_sample=True)
         sampling = sampling._replace(top_n=top_n, choice=choice)
         if adapter is not None:
             sampling = sampling._replace(adapter=adapter.name, adapter_digest=adapter.digest)
         request = SubmittedRequest(
-            prompt, new, stop_ids or [], sampling, resume or [], prompt_top_n, client, weight, priority, deadline_ms
+            prompt, new, stop_ids or [], sampling, resume or [], prompt_top_n, RequestContext(**context)
         )
         self.rids += 1
         self.tokenizers[tokenizer].requests[self.rids] = request
@@ -185,14 +183,12 @@ class Simulation:
         columns = [pack_column(INT32, values) for values in (request.prompt, request.stop_ids, request.ids)]
         request.resumed = len(request.ids)
         add = Add(rid, columns[0], request.new, request.sampling, columns[1], columns[2], request.cache_salt)
-        add = add._replace(
-            client=request.client, weight=request.weight, priority=request.priority, deadline_ms=request.deadline_ms,
-            waited_ms=self.waited_ms,
-        )  # fmt: skip
+        context = request.context._replace(
+            waited_ms=self.waited_ms, fingerprint=fingerprint_of(request) if self.names_requests else b""
+        )
+        add = add._replace(context=context)
         if request.prompt_top_n is not None:
             add = add._replace(prompt_logprobs_from=1 + len(request.prompt_logprobs), prompt_top_n=request.prompt_top_n)
-        if self.names_requests:
-            add = add._replace(fingerprint=fingerprint_of(request))
         if (refusal := self.scheduler.refusal(add, self.now)) is not None:
             self.tokenizers[tokenizer].receive(refusal._replace(prompt_tokens=len(request.prompt)))
             return

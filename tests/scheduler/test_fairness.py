@@ -12,7 +12,7 @@ from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tests.scheduler.timed_worker import TimedWorker, tokens_of
 from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.protocol import Add, FinishReason, Step
+from tgi.microkernel.protocol import Add, FinishReason, RequestContext, Step
 from tgi.scheduler.request import INPUT_WEIGHT, OUTPUT_WEIGHT
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.scheduler.waiting_queue import MAX_IDLE_CLIENTS
@@ -132,7 +132,7 @@ def test_service_is_divided_by_weight() -> None:
     ]
     for _ in range(400):
         sim.step()
-    served = {name: sum(len(one.ids) for one in requests if one.client == name) for name in ("one", "two")}
+    served = {name: sum(len(one.ids) for one in requests if one.context.client == name) for name in ("one", "two")}
     assert served["two"] / served["one"] == pytest.approx(2, rel=0.1)
 
 
@@ -158,7 +158,7 @@ def test_a_higher_priority_is_admitted_first() -> None:
     urgent = [sim.add([n, 2], 5, client="urgent", priority=1) for n in range(8)]
     while any(one.end is None for one in urgent):
         sim.step()
-    assert sum(bool(one.end) for one in sim.requests if one.client == "batch") <= 1
+    assert sum(bool(one.end) for one in sim.requests if one.context.client == "batch") <= 1
     sim.run()
 
 
@@ -183,7 +183,7 @@ def test_counters_are_those_of_the_computed_tokens() -> None:
     for one in requests:
         # The last token is drawn, and not computed.
         served = INPUT_WEIGHT * len(one.prompt) + OUTPUT_WEIGHT * (one.new - 1)
-        expected[one.client] += served / one.weight
+        expected[one.context.client] += served / one.context.weight
     assert counters(sim) == pytest.approx(expected)
 
 
@@ -404,6 +404,6 @@ def test_how_many_requests_come_before_a_client_that_has_two_waiting(priority: i
 def test_impossible_shares_are_rejected(fields: dict[str, float]) -> None:
     sim = simulation()
     peer = sim.tokenizers[0].peer
-    sim.scheduler.handle(Add(1, pack_column(INT32, [1, 2]), 3, b"")._replace(**fields), peer, sim.now)
+    sim.scheduler.handle(Add(1, pack_column(INT32, [1, 2]), 3, b"", context=RequestContext(**fields)), peer, sim.now)
     ((receiver, end),) = sim.scheduler.outgoing()
     assert (receiver, end.reason) == (peer, FinishReason.INVALID)

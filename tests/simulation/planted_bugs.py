@@ -104,7 +104,7 @@ def ends_of_cancelled_requests_are_dropped(original: Any) -> Any:
 
 def cancel_is_not_forwarded(original: Any) -> Any:
     def cancel(self: TokenizerPool, request: TokenizerRequestState) -> bool:
-        if request.stage is not RequestStage.LIVE or request.scheduler is None:
+        if request.stage is not RequestStage.LIVE or self._assignments.neighbour_of(request) is None:
             return False
         request.stage = RequestStage.CANCELLING
         return True
@@ -153,9 +153,9 @@ def pages_are_not_released(original: Any) -> Any:
 
 def tokenizations_are_forgotten(original: Any) -> Any:
     def on_tokenizer_lost(self: Router, tokenizer: Any, *arguments: Any) -> None:
-        for rid, request in list(tokenizer.requests.items()):
+        for request in list(tokenizer.requests.values()):
             if isinstance(request, TokenizationRequest):
-                del tokenizer.requests[rid], self._assignments[request]
+                self.assignments.remove(request)
         original(self, tokenizer, *arguments)
 
     return on_tokenizer_lost
@@ -167,7 +167,7 @@ def resubmitted_without(**fields: Any) -> Callable[[Any], Any]:
     def wrong(original: Any) -> Any:
         def to_message(self: Generation, rid: int) -> Any:
             message = original(self, rid)
-            return message._replace(**fields) if message.attempt > 1 else message
+            return message._replace(**fields) if message.context.attempt > 1 else message
 
         return to_message
 
@@ -200,10 +200,11 @@ RARELY_STOPPED_WORKERS = STOPPED_WORKERS._replace(mean_seconds=20.0)
 POISONED_WORKERS: dict[str, Any] = {"poison_share": 0.02, "poison_roles": ("worker",), "clients": 10}
 NO_FAULTS = FaultConfig(1e9)
 WORKER_KILLS = FaultConfig(0.3, weights=(1, 0, 0, 0, 0), role_weights=(0, 0, 0, 1))
+TOKENIZER_KILLS = WORKER_KILLS._replace(role_weights=(0, 1, 0, 0))
 SCHEDULER_KILLS = WORKER_KILLS._replace(role_weights=(0, 0, 1, 0))
 PLANTED_BUGS = {
     "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
-        Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=15
+        Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=1, clients=160, faults=TOKENIZER_KILLS
     ),
     "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=1),
     "front end resubmits without the grammar": PlantedBug(

@@ -23,7 +23,7 @@ from tgi.api.errors import ApiError
 from tgi.api.requests import AdapterUpdateRequest, Generation, TokenizationRequest
 from tgi.api.router import Router
 from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import DETACHED, End, FinishReason, Generate, Tokenize, UpdateAdapter
+from tgi.microkernel.protocol import DETACHED, End, FinishReason, Generate, RequestContext, Tokenize, UpdateAdapter
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
 from tgi.worker.fake_worker.fake_tokens import (
@@ -118,7 +118,9 @@ def draw_plan(random: Random, number: int, client: Client, config: "SimulationCo
         loads = name == ADDED_ADAPTER or random.random() < 0.6
         return Plan(number, client, update=UpdateAdapter(0, name, str(ADAPTERS / name) if loads else ""))
     if random.random() < TOKENIZE_SHARE:
-        return Plan(number, client, tokenize=Tokenize(0, draw_prompt(random), client=client.name))
+        return Plan(
+            number, client, tokenize=Tokenize(0, draw_prompt(random), context=RequestContext(client=client.name))
+        )
     kind = random.random()
     prompt = draw_prompt(random)
     ids: tuple[int, ...] = ()
@@ -143,8 +145,10 @@ def draw_plan(random: Random, number: int, client: Client, config: "SimulationCo
         grammar = INVALID_GRAMMAR if random.random() < 0.1 else b"grammar %d" % random.randrange(100)
     generate = Generate(
         0, "" if ids or chat else prompt, sampling, max_new_tokens=new, truncate=truncate, chat=chat, grammar=grammar,
-        input_ids=pack_column(INT32, ids), hide_stop=random.random() < 0.3, request_key=number,
-        client=client.name, weight=client.weight, priority=client.priority,
+        input_ids=pack_column(INT32, ids), hide_stop=random.random() < 0.3,
+    )  # fmt: skip
+    context = RequestContext(
+        request_key=number, client=client.name, weight=client.weight, priority=client.priority
     )  # fmt: skip
     extra = random.random()
     if extra < 0.08:
@@ -168,8 +172,9 @@ def draw_plan(random: Random, number: int, client: Client, config: "SimulationCo
     generates = [
         generate._replace(
             sampling=sampling._replace(choice=choice),
-            fingerprint=(name := (8 * number + choice).to_bytes(FINGERPRINT_BYTES, "big")),
-            request_index=choice,
+            context=context._replace(
+                fingerprint=(name := (8 * number + choice).to_bytes(FINGERPRINT_BYTES, "big")), request_index=choice
+            ),
             resume_key=name if resumes else b"",
             resume_window_ms=window_ms,
         )
@@ -328,7 +333,7 @@ class TokenizationClient(ClientRequest):
         asked = self.plan.tokenize
         assert asked is not None
         event = CallbackEvent(self.front_end.loop, self._continue)
-        self._request = TokenizationRequest(event, asked.inputs, asked.add_special_tokens, client=asked.client)
+        self._request = TokenizationRequest(event, asked.inputs, asked.add_special_tokens, context=asked.context)
         self._router.submit(self._request)
 
     def leave(self) -> str:

@@ -40,7 +40,7 @@ def test_resumed_request_keeps_its_adapter_digest(harness: PoolHarness) -> None:
     harness.disconnect_scheduler()
     harness.connect_scheduler()
     (again,) = harness.received_by(harness.scheduler)
-    assert again == add._replace(waited_ms=again.waited_ms)
+    assert again == add._replace(context=again.context)
 
 
 def test_unknown_adapter_is_rejected_after_token_limits(harness: PoolHarness) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.tokenizer.harness import API, LIMITS, OTHER, PoolHarness, end_messages
 from tgi.microkernel import metrics
 from tgi.microkernel.link import PeerDisconnected
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Tokenize, Tokenized
+from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, RequestContext, Tokenize, Tokenized
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.work_register import WorkRegister, fingerprint_number
 from tgi.tokenizer import encoding_jobs
@@ -165,7 +165,7 @@ def test_a_job_on_trial_is_alone_in_hand() -> None:
 
 def test_the_pool_makes_a_trial_of_a_suspect() -> None:
     harness = PoolHarness()
-    generate = Generate(1, "Hello", SamplingParams(1), fingerprint=b"12345678", alone=True)
+    generate = Generate(1, "Hello", SamplingParams(1), alone=True, context=RequestContext(b"12345678"))
     harness.pool.handle(API, generate)
     assert harness.received_by(harness.scheduler) == []
     (trial,) = harness.pool.jobs.trials.values()
@@ -175,7 +175,7 @@ def test_the_pool_makes_a_trial_of_a_suspect() -> None:
     assert executors.idle  # it runs in the loop
     harness.pool.run_trials()
     (add,) = harness.received_by(harness.scheduler)
-    assert add.fingerprint == b"12345678"
+    assert add.context.fingerprint == b"12345678"
     harness.pool.handle(API, generate._replace(rid=2))
     harness.pool.handle(API, Cancel(2))
     assert not harness.pool.jobs.trials

@@ -164,7 +164,7 @@ def test_stream_survives_scheduler_restart_then_process_drains(harness: ProcessH
     assert not harness.api.wait_for_type(Status).ready
     assert harness.api.wait_for_type(Status) == READY
     again = harness.scheduler.wait_for_type(Add)
-    assert again == add._replace(resume_ids=pack_column(INT32, ids[:4]), waited_ms=again.waited_ms)
+    assert again == add._replace(resume_ids=pack_column(INT32, ids[:4]), context=again.context)
 
     harness.api.send(Generate(2, "Hello", SamplingParams(7), 50))
     other = harness.scheduler.wait_for_type(

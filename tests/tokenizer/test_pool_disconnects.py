@@ -6,11 +6,11 @@ import pytest
 
 from tests.tokenizer.harness import API, EOS, OTHER, PoolHarness, end_messages, hello, ids_of, streamed_output
 from tests.tokenizer.vocabularies import byte_level, sentencepiece
+from tgi.microkernel.assignments import RESUBMISSION_BURST
 from tgi.microkernel.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.link import PeerDisconnected, PeerResponds, PeerSilent
-from tgi.microkernel.protocol import Add, Beat, Cancel, End, FinishReason, Generate, Status
+from tgi.microkernel.protocol import Add, Beat, Cancel, End, FinishReason, Generate, RequestContext, Status
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.tokenizer.pool import RESUBMISSION_BURST
 from tgi.tokenizer.schedulers import SCHEDULER_SILENT
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -86,11 +86,11 @@ def test_new_scheduler_gets_live_requests_with_their_ids() -> None:
     harness.send_tokens()  # an empty step from the old scheduler
     harness.connect_scheduler()
     again = harness.received_by(harness.scheduler)
-    assert again[0].waited_ms > add.waited_ms
-    assert again[1].waited_ms > waiting.waited_ms
-    again = [one._replace(waited_ms=0) for one in again]
+    assert again[0].context.waited_ms > add.context.waited_ms
+    assert again[1].context.waited_ms > waiting.context.waited_ms
+    again = [one._replace(context=RequestContext()) for one in again]
     resumed = add._replace(resume_ids=pack_column(INT32, emoji[:-1]))
-    assert again == [one._replace(waited_ms=0) for one in (resumed, waiting)]
+    assert again == [one._replace(context=RequestContext()) for one in (resumed, waiting)]
     harness.send_tokens((add.rid, emoji[-1:]))
     harness.send_end(add.rid)
     after = harness.received_by(API)

@@ -227,7 +227,7 @@ def test_a_replica_that_was_retired_gets_no_request() -> None:
         chosen = schedulers.choose(request, 0.0)
         assert chosen is not None
         left.remove(chosen.number)
-        schedulers.disconnect(chosen)
+        schedulers.disconnect(chosen, 0.0, planned=True)
         schedulers.remove(chosen.place)
     assert schedulers.choose(request, 0.0) is None
 

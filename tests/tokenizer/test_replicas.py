@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.harness import API, LIMITS, PoolHarness, end_messages, hello, ids_of, streamed_output
+from tgi.microkernel.assignments import EXIT_REPORT_SECONDS
 from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
 from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
 from tgi.microkernel.protocol import (
@@ -18,13 +19,14 @@ from tgi.microkernel.protocol import (
     Generate,
     LastExit,
     LoadedAdapter,
+    RequestContext,
     Status,
     Stop,
     Tokens,
     UpdateAdapter,
 )
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.tokenizer.schedulers import MOVED_PROGRESS, SUCCESSOR_SECONDS, SUSPECT_SECONDS
+from tgi.tokenizer.schedulers import MOVED_PROGRESS, SUSPECT_SECONDS
 
 READY = Status(True, True, "", 100, LIMITS)
 LOADING = Status(False, True, "loading weights", 40, LIMITS)
@@ -37,7 +39,7 @@ class ReplicaHarness(PoolHarness):
 
     def __init__(self, in_hand: bytes | None = b"") -> None:
         super().__init__(scheduler=False)
-        self.pool._schedulers._work_in_hand = lambda peer: in_hand
+        self.pool._schedulers.assignments.work_in_hand = lambda peer: in_hand
         for peer in (A, B):
             self.connect(peer)
 
@@ -49,7 +51,9 @@ class ReplicaHarness(PoolHarness):
 
     def send(self, rid: int, inputs: str = "Hello", name: bytes = b"") -> tuple[PeerId, Add]:
         """Sends a Generate. Returns the scheduler that receives it, and the Add."""
-        self.pool.handle(API, Generate(rid, inputs, SamplingParams(5, temperature=0.5), 20, fingerprint=name))
+        self.pool.handle(
+            API, Generate(rid, inputs, SamplingParams(5, temperature=0.5), 20, context=RequestContext(name))
+        )
         ((peer, add),) = ((peer, one) for peer in (A, B) for one in self.received_by(peer))
         assert isinstance(add, Add)
         return peer, add
@@ -114,7 +118,9 @@ def test_what_a_scheduler_had_in_hand_waits_for_its_successor() -> None:
     _, innocent = harness.send(2)
     harness.pool.handle(peer, PeerDisconnected())
     assert [one.rid for one in harness.received_by(other(peer))] in ([], [innocent.rid])
-    harness.pool.handle(API, Generate(3, "Hello", SamplingParams(5), 20, fingerprint=name))  # the same request again
+    harness.pool.handle(
+        API, Generate(3, "Hello", SamplingParams(5), 20, context=RequestContext(name))
+    )  # the same request again
     assert harness.received_by(other(peer)) == []
     assert harness.pool.deadline() is None
     successor = peer._replace(boot=b"next")
@@ -123,8 +129,8 @@ def test_what_a_scheduler_had_in_hand_waits_for_its_successor() -> None:
     for one in again:
         harness.pool.handle(successor, End(one.rid, FinishReason.LENGTH))
     for number in range(10, 14):  # it has ended well: no suspicion is left
-        harness.pool.handle(API, Generate(number, "Hello", SamplingParams(5), 20, fingerprint=name))
-    assert {one.scheduler for one in harness.pool._requests.values()} == {Place("", 0), Place("", 1)}
+        harness.pool.handle(API, Generate(number, "Hello", SamplingParams(5), 20, context=RequestContext(name)))
+    assert all(replica.requests for replica in harness.pool._schedulers)
 
 
 def test_another_replica_takes_the_suspects_of_one_that_does_not_return() -> None:
@@ -132,7 +138,7 @@ def test_another_replica_takes_the_suspects_of_one_that_does_not_return() -> Non
     peer, add = harness.send(1, name=b"poisoned")
     harness.pool.handle(peer, PeerDisconnected())
     assert harness.received_by(other(peer)) == []
-    harness.now += SUCCESSOR_SECONDS
+    harness.now += EXIT_REPORT_SECONDS
     assert [one.rid for one in harness.received_by(other(peer))] == [add.rid]
 
 
@@ -351,8 +357,10 @@ def test_suspects_wait_for_the_worker_that_they_may_have_ended(status: Status) -
     harness.pool.handle(peer, status._replace(suspects=name))
     assert harness.status().suspects == b""
     assert harness.received_by(peer) == harness.received_by(other(peer)) == []
-    harness.pool.handle(API, Generate(2, "Hello", SamplingParams(5), 20, fingerprint=name))  # the same request again
-    assert [one.fingerprint for one in harness.received_by(peer)] == [name]
+    harness.pool.handle(
+        API, Generate(2, "Hello", SamplingParams(5), 20, context=RequestContext(name))
+    )  # the same request again
+    assert [one.context.fingerprint for one in harness.received_by(peer)] == [name]
     harness.now += SUSPECT_SECONDS
     harness.pool.beat()
     assert len(harness.received_by(other(peer))) == 2
@@ -365,7 +373,7 @@ def test_a_request_is_free_to_go_when_its_scheduler_does_not_suspect_it_any_more
     harness.pool.handle(peer, LOADING._replace(suspects=name))
     assert harness.received_by(other(peer)) == []
     harness.pool.handle(peer, LOADING)
-    assert [one.fingerprint for one in harness.received_by(other(peer))] == [name]
+    assert [one.context.fingerprint for one in harness.received_by(other(peer))] == [name]
 
 
 @pytest.mark.parametrize("tokens", [MOVED_PROGRESS - 1, MOVED_PROGRESS])
@@ -464,7 +472,7 @@ def test_a_request_that_ends_remote_schedulers_ends_at_most_two() -> None:
     name, third = b"poisoned", PeerId("scheduler", 2, b"c")
     harness = ReplicaHarness(in_hand=None)
     harness.connect(third)
-    harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5), 20, fingerprint=name))
+    harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5), 20, context=RequestContext(name)))
     ((first, _),) = ((peer, one) for peer in (A, B, third) for one in harness.received_by(peer))
     harness.pool.handle(first, PeerDisconnected())
     left = [peer for peer in (A, B, third) if peer != first]
@@ -490,5 +498,4 @@ def test_innocent_requests_wait_for_the_report_only() -> None:
     assert harness.received_by(third) == []
     report = LastExit(second.boot, "was killed by SIGKILL", True, b"", 1000)
     harness.connect(second._replace(boot=b"next"), last_exit=report)
-    assert len(harness.pool._unsent) == 0
-    assert not harness.pool._schedulers._suspicions
+    assert not harness.pool._schedulers.assignments.waiting

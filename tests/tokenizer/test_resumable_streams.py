@@ -16,6 +16,7 @@ from tgi.microkernel.protocol import (
     Generate,
     PromptLogprobs,
     PromptTokens,
+    RequestContext,
     Status,
     Texts,
 )
@@ -99,7 +100,7 @@ def test_an_api_that_was_silent_does_not_take_a_stream_back(harness: StreamsHarn
     harness.streams.receive(API, PeerDisconnected())
     harness.generate(OTHER, 3)
     harness.streams.receive(API, hello(API))
-    harness.generate(API, 8, attempt=2, resume_ids=pack_column(INT32, WORDS[:1]))
+    harness.generate(API, 8, context=RequestContext(attempt=2), resume_ids=pack_column(INT32, WORDS[:1]))
     assert cancelled(8) in harness.received_by(API)
     harness.send_tokens((add.rid, WORDS[1:]))
     harness.send_end(add.rid)
@@ -226,7 +227,7 @@ def test_a_client_with_many_abandoned_streams_evicts_its_own(
     monkeypatch.setattr(resumable_streams, limit, value)
     rids, cancels = [], []
     for number, client in enumerate(("light", *["heavy"] * 5), 1):
-        harness.generate(API, number, b"%016d" % number, client=client)
+        harness.generate(API, number, b"%016d" % number, context=RequestContext(client=client))
         (*earlier, add) = harness.received_by(harness.scheduler)
         cancels += earlier
         rids.append(add.rid)
@@ -239,7 +240,9 @@ def test_a_client_with_many_abandoned_streams_evicts_its_own(
 def test_a_client_has_no_more_streams_that_run_without_it_than_its_limit(harness: StreamsHarness) -> None:
     rids = []
     for number, client in enumerate(("a", "b", "a", "a", "a"), 1):
-        rids.append(harness.start(API, number, b"%016d" % number, client=client, resume_limit=2).rid)
+        rids.append(
+            harness.start(API, number, b"%016d" % number, context=RequestContext(client=client), resume_limit=2).rid
+        )
     harness.streams.receive(API, Cancel(1, client_lost=True))
     harness.send_end(rids[0])  # what has ended does not count
     for number in (2, 3, 4):

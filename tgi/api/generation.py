@@ -20,7 +20,7 @@ from tgi.api.sse import EventFormatter, EventStream
 from tgi.api.validation import RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, RuleContext, check_rules
 from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column
 from tgi.microkernel.flight_recorder import Event, client_number, name_digest, request_key
-from tgi.microkernel.protocol import End, Generate
+from tgi.microkernel.protocol import End, Generate, RequestContext
 from tgi.microkernel.sampling_params import SamplingParams
 
 # Of the messages to the tokenizer that one HTTP request makes, in bodies of the longest allowed: each choice has the
@@ -76,7 +76,7 @@ def create_generations(
     `names` maps TGI's parameter names to those of the request, for error messages.
 
     Raises ApiError: 422 for a broken rule, too many or too long generations or an invalid X-Request-Timeout, 424 as
-    Service.next_fingerprints, 429 and 503 as Admission.acquire_permits.
+    Service.next_contexts, 429 and 503 as Admission.acquire_permits.
     """
     limits = service.router.limits
     sampling = RequestedSampling.from_native(parameters) if sampling is None else sampling
@@ -100,8 +100,7 @@ def create_generations(
     probe = is_probe(req)
     count = len(prompts) * best_of * choices
     check_count(service, count)
-    # The readiness probe has no name, so it is never in quarantine.
-    fingerprints = iter([b""] * count if probe else service.next_fingerprints(req, count))
+    requested = iter(service.next_contexts(req, count))
     client: Client = req.context.client
     timeout = None if probe else service.request_timeout(req)
     if not probe:
@@ -115,7 +114,7 @@ def create_generations(
     random_source = response_key(req, resumable=window_ms > 0)
     recorder = service.router.recorder
     key = 0 if probe else request_key(random_source.response_id)
-    recorder.stamp(Event.NAMED, key, 0, b=name_digest(req.context.request_id))
+    recorder.stamp(Event.NAMED, RequestContext(request_key=key), b=name_digest(req.context.request_id))
     grammar_json = encode_grammar(parameters.grammar)
     parameter_size = len(grammar_json) + sum(map(len, parameters.stops))
     size = best_of * choices * sum(prompt.size + parameter_size for prompt in prompts)
@@ -136,12 +135,10 @@ def create_generations(
                 params = params._replace(adapter=adapter.name, adapter_digest=adapter.digest)
             if not probe:
                 request_metrics.count_generation()
-            message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, client)
-            message = message._replace(
-                request_key=key, request_index=first + len(generations), fingerprint=next(fingerprints),
-                tells_prompt=tells_prompt,
-            )  # fmt: skip
-            recorder.stamp(Event.RECEIVED, key, message.request_index, *client_number(client.name))
+            asked = next(requested)._replace(request_key=key, request_index=first + len(generations))
+            message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, asked)
+            message = message._replace(tells_prompt=tells_prompt)
+            recorder.stamp(Event.RECEIVED, asked, *client_number(client.name))
             if window_ms:
                 resume_key = random_source.digest(f"generation {len(generations)}", KEY_BYTES)
                 message = message._replace(resume_key=resume_key, resume_window_ms=window_ms, resume_limit=resume_limit)
@@ -167,7 +164,7 @@ def _generate_message(
     params: SamplingParams,
     hide_stop: bool,
     grammar_json: bytes,
-    client: Client,
+    context: RequestContext,
 ) -> Generate:
     """The message to the tokenizer; Generation.to_message completes it."""
     return Generate(
@@ -186,9 +183,7 @@ def _generate_message(
         bad_words=list(sampling.bad_words),
         skip_special_tokens=sampling.skip_special_tokens,
         input_ids=pack_column(INT32, prompt.ids or ()),
-        client=client.name,
-        weight=client.weight,
-        priority=client.priority,
+        context=context,
     )
 
 

@@ -14,7 +14,16 @@ from tgi.api.clients import ANONYMOUS, Client
 from tgi.api.errors import ApiError
 from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenColumns
 from tgi.microkernel.codec import ITEM_BYTES
-from tgi.microkernel.protocol import AdapterUpdated, End, FinishReason, Generate, Tokenize, Tokenized, UpdateAdapter
+from tgi.microkernel.protocol import (
+    AdapterUpdated,
+    End,
+    FinishReason,
+    Generate,
+    RequestContext,
+    Tokenize,
+    Tokenized,
+    UpdateAdapter,
+)
 
 if TYPE_CHECKING:
     from tgi.microkernel.otlp import Span
@@ -69,16 +78,24 @@ class RequestRecord:
         return record
 
 
+NO_CONTEXT = RequestContext()
+
+
 class LiveRequest:
     """One live request to the tokenizers. The router ends it exactly once, which wakes the route that waits for it."""
 
-    def __init__(self, wake_event: WakeEvent) -> None:
+    def __init__(self, wake_event: WakeEvent, context: RequestContext = NO_CONTEXT) -> None:
         self.wake_event = wake_event
+        self.context = context
         self.submitted = False  # to any tokenizer
         self.active = True  # neither ended nor cancelled
-        self.fingerprint = b""  # its name in crash isolation; b"": it has none
         self.on_trial = False  # a tokenizer works on it only while it has nothing else in hand
         self.record: RequestRecord | None = None  # of the HTTP request
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Its name in crash isolation; b"": it has none."""
+        return self.context.fingerprint
 
     @property
     def adapter(self) -> str:
@@ -140,15 +157,12 @@ class Generation(LiveRequest):
         client: Client = ANONYMOUS,
         timeout: float | None = None,
     ) -> None:
-        super().__init__(wake_event)
+        super().__init__(wake_event, message.context._replace(generation_id=secrets.randbits(63) + 1))
         self.client = client
         self.timeout = timeout  # seconds from `arrival_time` on
         self.parking: Parking | None = None  # of a stream whose client may read slowly
         self.parked = False
-        self.attempts = 0  # submissions to tokenizers
-        # Without rid, resume_ids, traceparent, alone and attempt.
-        self.message = message._replace(generation_id=secrets.randbits(63) + 1)
-        self.fingerprint = message.fingerprint
+        self.message = message  # without rid, resume_ids, alone and the context
         self.stream = stream
         self.probe = probe
         self._has_held = message.hide_stop
@@ -182,20 +196,22 @@ class Generation(LiveRequest):
         """The message that submits this request, under `rid`."""
         span = None if self.record is None else self.record.span
         prompt_from = None if self.message.prompt_logprobs_from is None else len(self.prompt_columns.ids)
-        deadline_ms = 0
+        now, deadline_ms = time.perf_counter(), 0
         if self.timeout is not None:
-            deadline_ms = max(1, int(1000 * (self.arrival_time + self.timeout - time.perf_counter())))
-        self.attempts += 1
-        waited = time.perf_counter() - self.arrival_time if self.attempts > 1 else 0.0
+            deadline_ms = max(1, int(1000 * (self.arrival_time + self.timeout - now)))
+        attempt = self.context.attempt + 1
+        self.context = self.context._replace(
+            attempt=attempt,
+            deadline_ms=deadline_ms,
+            waited_ms=int(1000 * (now - self.arrival_time)) if attempt > 1 else 0,
+            traceparent="" if span is None else span.traceparent,
+        )
         return self.message._replace(
             rid=rid,
-            attempt=self.attempts,
-            waited_ms=int(1000 * waited),
             resume_ids=self.generated_ids.tobytes(),
-            traceparent="" if span is None else span.traceparent,
             prompt_logprobs_from=prompt_from,
             alone=self.on_trial,
-            deadline_ms=deadline_ms,
+            context=self.context,
         )
 
     def expire(self) -> None:
@@ -284,8 +300,8 @@ ResultMessage = TypeVar("ResultMessage", Tokenized, AdapterUpdated)
 class SingleReplyRequest(LiveRequest, Generic[ResultMessage]):
     """A request that one message answers."""
 
-    def __init__(self, wake_event: WakeEvent) -> None:
-        super().__init__(wake_event)
+    def __init__(self, wake_event: WakeEvent, context: RequestContext = NO_CONTEXT) -> None:
+        super().__init__(wake_event, context)
         self.result: ResultMessage | None = None
 
     @property
@@ -313,12 +329,9 @@ class TokenizationRequest(SingleReplyRequest[Tokenized]):
         inputs: str,
         add_special_tokens: bool,
         chat: bytes = b"",
-        fingerprint: bytes = b"",
-        client: str = "",
+        context: RequestContext = NO_CONTEXT,
     ) -> None:
-        super().__init__(wake_event)
-        self.fingerprint = fingerprint
-        self.client = client
+        super().__init__(wake_event, context)
         self.quarantined = False  # it has failed because it crashes tokenizers
         self.inputs = inputs
         self.add_special_tokens = add_special_tokens
@@ -326,9 +339,7 @@ class TokenizationRequest(SingleReplyRequest[Tokenized]):
 
     def to_message(self, rid: int) -> Tokenize:
         """The message that submits this request, under `rid`."""
-        return Tokenize(
-            rid, self.inputs, self.add_special_tokens, self.chat, self.fingerprint, self.on_trial, self.client
-        )
+        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat, self.on_trial, self.context)
 
     def fail(self, error: str) -> None:
         """Ends the request with this error and wakes its waiter."""

@@ -5,7 +5,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tgi.api import request_metrics
 from tgi.api.admission import Admission
@@ -14,8 +14,9 @@ from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, Toke
 from tgi.api.token_delivery import TokenDelivery
 from tgi.api.tokenizers import TokenizerConnection, choose_tokenizer
 from tgi.microkernel import metrics
+from tgi.microkernel.assignments import Assignments
 from tgi.microkernel.codec import ITEM_BYTES
-from tgi.microkernel.crash_isolation import CrashIsolation, UnreportedDeaths
+from tgi.microkernel.crash_isolation import CrashIsolation
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
 from tgi.microkernel.liveness import BEAT_SECONDS
@@ -40,17 +41,10 @@ from tgi.microkernel.protocol import (
 )
 from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.sampling_params import SamplingDefaults
-from tgi.microkernel.token_bucket import TokenBucket
 from tgi.microkernel.token_rates import TokenRates
 from tgi.microkernel.work_register import split_fingerprints
 
 log = logging.getLogger(__name__)
-
-# Requests of a lost tokenizer that are sent to another: at once, and then per second. So it can serve its own.
-RESUBMISSION_BURST, RESUBMISSIONS_PER_SECOND = 100, 250.0
-# How long the requests that a dead tokenizer had in hand are kept back: until its successor has told how it ended. This
-# is longer than a tokenizer takes to start on a busy machine: what is sent on before may end others without a strike.
-EXIT_REPORT_SECONDS = 30.0
 
 
 class Router:
@@ -75,9 +69,8 @@ class Router:
         before its successor reports them. `stall_limit`: upper bound of the seconds without progress of any request."""
         self.recorder = recorder
         self.quarantine = quarantine
-        self._work_in_hand = work_in_hand
         self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
-        self._unreported: UnreportedDeaths[bytes] = UnreportedDeaths()  # of tokenizers on other hosts
+        self.assignments: Assignments[TokenizerConnection, LiveRequest] = Assignments(self._choose, work_in_hand)
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
         self.source = ModelSource()  # the same
@@ -89,9 +82,6 @@ class Router:
         self.admission = Admission(permits, token_rates, self.health)
         self._rids = itertools.count(1)
         self._delivery = TokenDelivery(recorder)
-        self._assignments: dict[LiveRequest, tuple[TokenizerConnection, int]] = {}  # with the rid
-        self._unassigned: dict[LiveRequest, None] = {}  # an ordered set: until a tokenizer responds
-        self._resubmissions = TokenBucket(RESUBMISSIONS_PER_SECOND, RESUBMISSION_BURST)
         self._resubmission_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,7 +91,7 @@ class Router:
     @property
     def in_flight(self) -> int:
         """Active requests."""
-        return sum(request.active for request in self._requests())
+        return sum(request.active for request in self.assignments)
 
     def submit(self, request: LiveRequest) -> None:
         """Sends a request to the tokenizer that has the fewest, or keeps it until one connects.
@@ -111,7 +101,7 @@ class Router:
         if isinstance(request, Generation) and not request.probe:
             self.admission.take_permit(request.client)
         try:
-            self._assign(request)
+            self._submit(request)
         except Exception:  # a defect: its message cannot be encoded
             self._deactivate(request)
             raise
@@ -127,39 +117,28 @@ class Router:
         request.wake_event.wake()
         if isinstance(request, Generation) and request.parked:  # no End follows
             self.admission.charge(request.client, request.generated_count)
-        if request in self._unassigned:
-            del self._unassigned[request]
-        elif assignment := self._assignments.get(request):
-            tokenizer, rid = assignment
-            if tokenizer.peer is not None:
-                tokenizer.link.send(tokenizer.peer, Cancel(rid, client_lost))
-                self._exchange_messages(tokenizer)
+        if (assigned := self.assignments.neighbour_of(request)) is not None:  # until its End
+            tokenizer, rid = assigned
+            self._send(tokenizer, Cancel(rid, client_lost))
+            self._exchange_messages(tokenizer)
+        else:
+            self.assignments.remove(request)
 
     # --- slow readers ---
 
     def park(self, generation: Generation) -> None:
-        """Cancels a generation below, because its client does not read, and drops what still comes of it. It keeps its
-        permit."""
+        """Takes a generation from its tokenizer, because its client does not read. It keeps its permit."""
         generation.parked = True
         self._stamp(Event.PARKED, generation)
         metrics.tgi_parked_requests.inc()
-        if generation in self._unassigned:
-            del self._unassigned[generation]
-        elif (assignment := self._assignments.pop(generation, None)) is not None:
-            tokenizer, rid = assignment
-            abandoned = LiveRequest(generation.wake_event)
-            abandoned.active = False
-            tokenizer.requests[rid] = abandoned  # until its End
-            self._assignments[abandoned] = assignment
-            if tokenizer.peer is not None:
-                tokenizer.link.send(tokenizer.peer, Cancel(rid))
-            self._exchange_with_all_soon()
+        self._withdraw(generation)
+        self._exchange_with_all_soon()
 
     def unpark(self, generation: Generation) -> None:
         """Continues a parked generation from the tokens that it has, as after the loss of a tokenizer."""
         generation.parked = False
         if generation.active:
-            self._assign(generation, resubmitted=Event.UNPARKED)
+            self._submit(generation, resubmitted=Event.UNPARKED)
             self._exchange_with_all_soon()
 
     # --- links ---
@@ -187,8 +166,8 @@ class Router:
         assert tokenizer.peer is None
         self.tokenizers.remove(tokenizer)
         self._close_link(tokenizer)
-        for boot in tokenizer.kept_back:
-            self._submit_kept_back(tokenizer, boot)
+        self.assignments.release(tokenizer)
+        self._submit_waiting()
 
     def close(self) -> None:
         """Removes the links from the loop and closes them."""
@@ -222,11 +201,13 @@ class Router:
                 self._loop.call_soon(self._exchange_messages, tokenizer)
 
     def _tick(self) -> None:
-        """Every BEAT_SECONDS: looks for silent tokenizers, and whether requests make progress."""
+        """Every BEAT_SECONDS: looks for silent tokenizers, whether requests make progress, and for requests that have
+        waited for a report in vain."""
         for tokenizer in self.tokenizers:
             self._exchange_messages(tokenizer)
             tokenizer.link.exchange_beats(self.health.beat)
             self._exchange_messages(tokenizer)
+        self._submit_waiting()
         self.health.tick(time.monotonic(), self.in_flight)
         if self._loop is not None:
             self._tick_timer = self._loop.call_later(BEAT_SECONDS, self._tick)
@@ -254,10 +235,10 @@ class Router:
             case End():
                 self.health.progress.record()
                 self._delivery.flush_metrics()
-                request = self._remove_assignment(tokenizer, message.rid)
+                request = self.assignments.pop(tokenizer, message.rid)
                 if request is not None and is_superseded(request, message):
-                    self._unassigned[request] = None
-                    self._assign_waiting()
+                    self.assignments.wait(request)
+                    self._submit_waiting()
                     return
                 if request is not None:
                     self._record_end(request, message)
@@ -276,14 +257,14 @@ class Router:
                         request.fail(message.message)
             case Tokenized():
                 self.health.progress.record()
-                request = self._remove_assignment(tokenizer, message.rid)
+                request = self.assignments.pop(tokenizer, message.rid)
                 if request is not None and self._isolation.suspects:
                     self._isolation.discard(request.fingerprint, well=True)
                 if isinstance(request, TokenizationRequest) and request.active:
                     self._deactivate(request)
                     request.complete(message)
             case AdapterUpdated():
-                request = self._remove_assignment(tokenizer, message.rid)
+                request = self.assignments.pop(tokenizer, message.rid)
                 if isinstance(request, AdapterUpdateRequest) and request.active:
                     self._deactivate(request)
                     request.complete(message)
@@ -303,12 +284,12 @@ class Router:
                 self._apply_status(message, tokenizer.place.site)
             case Hello():
                 log.debug("%s is connected", peer)
-                tokenizer.peer, tokenizer.place = peer, Place(message.site, peer.replica)
+                tokenizer.place = Place(message.site, peer.replica)
                 self._require_model(self._model or message.model)
                 self.defaults = message.sampling_defaults
                 self.source = message.source or self.source
-                self._read_exit_report(tokenizer, message)
-                self._on_tokenizer_available()
+                self._read_exit_report(tokenizer, peer, message)
+                self._move_requests()
             case PeerDisconnected():
                 self._on_tokenizer_lost(tokenizer, peer, message.planned)
             case PeerSilent():
@@ -318,7 +299,7 @@ class Router:
             case PeerResponds():
                 log.warning("%s responds again", peer)
                 tokenizer.silent = False
-                self._on_tokenizer_available()
+                self._move_requests()
             case Beat():
                 tokenizer.beat = message
             case _:
@@ -341,46 +322,60 @@ class Router:
 
     # --- assignments ---
 
-    def _requests(self) -> list[LiveRequest]:
-        """All requests, cancelled ones included whose End is still to come."""
-        kept_back = [one for tokenizer in self.tokenizers for some in tokenizer.kept_back.values() for one in some]
-        return [*self._assignments, *self._unassigned, *kept_back]
+    def _choose(self, request: LiveRequest, now: float) -> TokenizerConnection | None:
+        return choose_tokenizer(self.tokenizers, request)
 
-    def _assign(self, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED) -> None:
+    def _submit(self, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED) -> None:
         """Sends a request to a tokenizer, or keeps it until one responds."""
+        if (tokenizer := self.assignments.choose(request, time.monotonic())) is None:
+            self.assignments.wait(request)
+        else:
+            self._submit_to(tokenizer, request, resubmitted)
+
+    def _submit_to(
+        self, tokenizer: TokenizerConnection, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED
+    ) -> None:
+        assert tokenizer.peer is not None
         request.on_trial = self._isolation.is_suspect(request.fingerprint)
-        best = choose_tokenizer(self.tokenizers, request)
-        if best is None:
-            self._unassigned[request] = None
-            return
         rid = next(self._rids)
-        assert best.peer is not None
         message = request.to_message(rid)
-        best.link.send(best.peer, message)
-        best.requests[rid] = request
-        self._assignments[request] = (best, rid)
+        tokenizer.link.send(tokenizer.peer, message)
+        self.assignments.assign(request, tokenizer, rid)
         if isinstance(message, Generate):
             event = resubmitted if request.submitted else Event.SUBMITTED
-            key, index = message.request_key, message.request_index
-            self.recorder.stamp(event, key, index, best.peer.replica, len(message.resume_ids) // ITEM_BYTES)
+            self.recorder.stamp(event, message.context, tokenizer.peer.replica, len(message.resume_ids) // ITEM_BYTES)
             if request.on_trial:
-                self.recorder.stamp(Event.ON_TRIAL, key, index, self._isolation.suspects[request.fingerprint].strikes)
+                strikes = self._isolation.suspects[request.fingerprint].strikes
+                self.recorder.stamp(Event.ON_TRIAL, message.context, strikes)
         request.submitted = True
 
-    def _remove_assignment(self, tokenizer: TokenizerConnection, rid: int) -> LiveRequest | None:
-        request = tokenizer.requests.pop(rid, None)
-        if request is None and tokenizer.moved.pop(rid, None) is not None:
-            return None  # another tokenizer has it
-        if request is None:
-            log.warning("a tokenizer has ended request %d, which is unknown", rid)
-        else:
-            del self._assignments[request]
-        return request
+    def _submit_waiting(self) -> None:
+        """Submits waiting requests at the limited rate, while a tokenizer responds."""
+        if self._resubmission_timer is not None:
+            self._resubmission_timer.cancel()
+            self._resubmission_timer = None
+        if not self.assignments.waiting or not any(tokenizer.responds for tokenizer in self.tokenizers):
+            return
+        now = time.monotonic()
+        for request, tokenizer in self.assignments.next_due(now):
+            self._submit_to(tokenizer, request)
+        if (due_at := self.assignments.due_at) is not None and self._loop is not None:
+            self._resubmission_timer = self._loop.call_later(due_at - now, self._submit_waiting)
+        self._exchange_with_all_soon()
+
+    def _withdraw(self, request: LiveRequest) -> None:
+        """Takes a request from its tokenizer: what that still sends for it is dropped."""
+        if (assigned := self.assignments.remove(request)) is not None:
+            tokenizer, rid = assigned
+            self._send(tokenizer, Cancel(rid))
+
+    def _send(self, tokenizer: TokenizerConnection, message: Cancel) -> None:
+        if tokenizer.peer is not None:
+            tokenizer.link.send(tokenizer.peer, message)
 
     def _stamp(self, event: Event, request: LiveRequest, number: int = 0) -> None:
         if isinstance(request, Generation):
-            asked = request.message
-            self.recorder.stamp(event, asked.request_key, asked.request_index, number, request.generated_count)
+            self.recorder.stamp(event, request.context, number, request.generated_count)
 
     def _deactivate(self, request: LiveRequest) -> None:
         request.active = False
@@ -388,112 +383,54 @@ class Router:
             self.admission.release_permit(request.client)
 
     def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId, planned: bool) -> None:
-        """Submits the requests of a tokenizer that has ended again, to another one or to its replacement. Those that it
-        had in hand wait until it is known how it ended."""
+        """Submits the requests of a tokenizer that has ended again, to another one or to its replacement."""
         if tokenizer.peer != peer:
             return
-        tokenizer.peer = tokenizer.status = None
-        tokenizer.beat, tokenizer.silent = Beat(None), False
-        requests, tokenizer.requests = tokenizer.requests, {}
-        tokenizer.moved = {}
-        active = [request for request in requests.values() if request.active]
-        in_hand = set() if planned else self._suspects(peer, active)
-        suspects = tokenizer.kept_back[peer.boot] = [one for one in active if one.fingerprint in in_hand]
+        tokenizer.status = None
+        active = [one for one in self.assignments.lost(tokenizer, time.monotonic(), planned=planned) if one.active]
         level = logging.DEBUG if planned else logging.WARNING
-        sent = len(active) - len(suspects)
-        log.log(level, "%s has disconnected; %d requests are sent to another tokenizer", peer, sent)
-        for request in requests.values():
-            del self._assignments[request]
+        log.log(level, "%s has disconnected; its %d requests are sent to another tokenizer", peer, len(active))
         for request in active:
             self._stamp(Event.TOKENIZER_LOST, request, peer.replica)
-            if request.fingerprint not in in_hand:
-                self._unassigned[request] = None
-        if suspects and self._loop is not None:
-            self._loop.call_later(EXIT_REPORT_SECONDS, self._submit_kept_back, tokenizer, peer.boot)
-        self._assign_waiting()
+            self.assignments.wait(request)
+        self._submit_waiting()
         self._exchange_with_all_soon()
 
-    def _on_tokenizer_available(self) -> None:
-        self._move_requests()
-        self._assign_waiting()
-
     def _move_requests(self) -> None:
-        """Assigns the requests of silent tokenizers to another one, if there is one, and cancels them where they were:
-        if such a tokenizer responds again, what it sends for them is dropped. What it has in hand stays there, since
-        that may be what it hangs in."""
+        """Takes the requests from silent tokenizers, if there is another one. What they have in hand stays there, since
+        that may be what they hang in."""
         if not any(tokenizer.responds for tokenizer in self.tokenizers):
             return
         for tokenizer in self.tokenizers:
             if not tokenizer.silent or tokenizer.peer is None or not tokenizer.requests:
                 continue
-            in_hand = self._suspects(tokenizer.peer, tokenizer.requests.values())
-            requests = {rid: one for rid, one in tokenizer.requests.items() if one.fingerprint not in in_hand}
-            if not requests:
-                continue
-            log.warning("%d requests of %s are sent to another tokenizer", len(requests), tokenizer.peer)
-            for rid, request in requests.items():
-                del tokenizer.requests[rid]
-                tokenizer.link.send(tokenizer.peer, Cancel(rid))
-                tokenizer.moved[rid] = request
-                del self._assignments[request]
+            in_hand = self.assignments.suspects(tokenizer)
+            moved = [request for request in tokenizer.requests.values() if request.fingerprint not in in_hand]
+            if moved:
+                log.warning("%d requests of %s are sent to another tokenizer", len(moved), tokenizer.peer)
+            for request in moved:
+                self._withdraw(request)
                 if request.active:
                     self._stamp(Event.TOKENIZER_LOST, request, tokenizer.peer.replica)
-                    self._unassigned[request] = None
-        self._assign_waiting()
-
-    def _assign_waiting(self) -> None:
-        """Assigns waiting requests at the limited rate, while a tokenizer responds."""
-        if self._resubmission_timer is not None:
-            self._resubmission_timer.cancel()
-            self._resubmission_timer = None
-        now = time.monotonic()
-        for request in list(self._unassigned):
-            if not any(tokenizer.responds for tokenizer in self.tokenizers):
-                return
-            if not self._resubmissions.take(now):
-                if self._loop is not None:
-                    seconds = self._resubmissions.seconds_until_next(now)
-                    self._resubmission_timer = self._loop.call_later(seconds, self._assign_waiting)
-                break
-            del self._unassigned[request]
-            self._assign(request)
-        self._exchange_with_all_soon()
+                    self.assignments.wait(request)
+        self._submit_waiting()
 
     # --- crashes ---
 
-    def _suspects(self, peer: PeerId, requests: Iterable[LiveRequest]) -> set[bytes]:
-        """The fingerprints of those requests of a tokenizer that may have stopped or ended it: what it has, or had, in
-        hand, as far as that is known."""
-        if (in_hand := self._work_in_hand(peer)) is not None:
-            return set(split_fingerprints(in_hand))
-        return self._unreported.suspects(one.fingerprint for one in requests if one.fingerprint)
-
-    def _read_exit_report(self, tokenizer: TokenizerConnection, hello: Hello) -> None:
+    def _read_exit_report(self, tokenizer: TokenizerConnection, peer: PeerId, hello: Hello) -> None:
         """A tokenizer has connected. If it tells how its predecessor died, the requests that this had in hand are
-        suspects; tokenizers work on them alone from now on."""
-        report = hello.last_exit
-        if report is not None and report.boot in tokenizer.kept_back:
-            requests = self._requests()
-            tokens = {request.fingerprint: request.generated_count for request in requests}
+        suspects; any tokenizer works on them alone from now on."""
+        if (report := self.assignments.connected(tokenizer, peer, hello, now := time.monotonic())) is not None:
+            tokens = {request.fingerprint: request.generated_count for request in self.assignments}
             in_hand = {name: tokens.get(name, 0) for name in split_fingerprints(report.in_hand)}
-            for name in self._isolation.record_death(in_hand, time.monotonic(), outside=report.outside):
-                self._quarantine(name, requests, f"the tokenizer {report.cause} while it worked on this request")
-        for boot in list(tokenizer.kept_back):
-            self._submit_kept_back(tokenizer, boot)
-            del tokenizer.kept_back[boot]
+            for name in self._isolation.record_death(in_hand, now, outside=report.outside):
+                self._quarantine(name, f"the tokenizer {report.cause} while it worked on this request")
+        self.assignments.release(tokenizer)
 
-    def _submit_kept_back(self, tokenizer: TokenizerConnection, boot: bytes) -> None:
-        requests = tokenizer.kept_back.get(boot, [])
-        while requests:
-            request = requests.pop(0)
-            if request.active:
-                self._assign(request)
-        self._exchange_with_all_soon()
-
-    def _quarantine(self, fingerprint: bytes, requests: list[LiveRequest], cause: str) -> None:
+    def _quarantine(self, fingerprint: bytes, cause: str) -> None:
         """Fails the requests of this name, and refuses it from now on."""
         self._refuse(fingerprint, cause)
-        for request in requests:
+        for request in self.assignments:
             if request.fingerprint == fingerprint and request.active:
                 self.cancel(request)
                 request.fail(cause)
@@ -508,7 +445,7 @@ class Router:
         if end.reason == FinishReason.QUARANTINED:
             self._refuse(request.fingerprint, end.message)
         elif end.reason not in (FinishReason.CANCELLED, FinishReason.FAILED):
-            self._unreported.clear(request.fingerprint)
+            self.assignments.ended_well(request)
             if self._isolation.suspects:
                 self._isolation.discard(request.fingerprint, well=True)
 

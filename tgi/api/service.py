@@ -16,12 +16,13 @@ from falcon.asgi import Request
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import ABORT_KEY, FINGERPRINTS_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe
 from tgi.api.body_reader import BodyReader, decompress
-from tgi.api.clients import Clients
+from tgi.api.clients import Client, Clients
 from tgi.api.errors import ClientDisconnected, Rejection
 from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest, RequestRecord
 from tgi.api.router import Router
 from tgi.microkernel.options import MAX_SECONDS, seconds
+from tgi.microkernel.protocol import RequestContext
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
 
@@ -101,17 +102,22 @@ class Service:
         vertex = (self.settings.aip_predict_route, self.settings.aip_health_route)
         return f"{path}/".startswith("/v1/") and path not in vertex
 
-    def next_fingerprints(self, req: Request, count: int) -> list[bytes]:
-        """The names of the next `count` requests to the tokenizers that this HTTP request makes: the same for the same
-        body, whatever seeds are drawn.
+    def next_contexts(self, req: Request, count: int) -> list[RequestContext]:
+        """The contexts of the next `count` requests to the tokenizers that this HTTP request makes. Their fingerprints
+        are the same for the same body, whatever seeds are drawn; the readiness probe has none, so that it is never in
+        quarantine.
 
         Raises ApiError: 424 if one of them is in quarantine.
         """
-        names = [next(req.scope[FINGERPRINTS_KEY]) for _ in range(count)]
-        for name in names:
-            if (entry := self.router.quarantine.find(name)) is not None:
+        client: Client = req.context.client
+        context = RequestContext(client=client.name, weight=client.weight, priority=client.priority)
+        if is_probe(req):
+            return [context] * count
+        contexts = [context._replace(fingerprint=next(req.scope[FINGERPRINTS_KEY])) for _ in range(count)]
+        for one in contexts:
+            if (entry := self.router.quarantine.find(one.fingerprint)) is not None:
                 raise errors.quarantined(entry.reason, self.router.quarantine.minutes_left(entry))
-        return names
+        return contexts
 
     def submit(self, requests: Sequence[LiveRequest], req: Request) -> DisconnectWatcher:
         """Submits the tokenizer requests of an HTTP request. The watcher cancels the active ones at a disconnect: those

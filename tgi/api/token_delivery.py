@@ -39,7 +39,7 @@ class TokenDelivery:
                 if request.probe:  # its only token
                     request.add_tokens(columns, start, stop)
                     continue
-                self._recorder.stamp(Event.FIRST_TOKEN, request.message.request_key, request.message.request_index)
+                self._recorder.stamp(Event.FIRST_TOKEN, request.context)
                 metrics.tgi_time_to_first_token_duration.observe(now - request.arrival_time)
             else:
                 inter_token_seconds.append(now - request.latest_token_time)

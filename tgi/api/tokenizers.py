@@ -1,32 +1,21 @@
 """The tokenizers of this front end: what is known of each, and which one gets a request."""
 
 from tgi.api.requests import LiveRequest
-from tgi.microkernel.link import Link, PeerId, Place
-from tgi.microkernel.protocol import Beat, Status
+from tgi.microkernel.assignments import Neighbour
+from tgi.microkernel.link import Link, Place
+from tgi.microkernel.protocol import Status
 
 # A tokenizer whose work has made no progress for this long gets no new request if there is another.
 STUCK_SECONDS = 2.0
 
 
-class TokenizerConnection:
+class TokenizerConnection(Neighbour[LiveRequest]):
     """One tokenizer, and the requests that are assigned to it."""
 
     def __init__(self, link: Link) -> None:
+        super().__init__(Place("", 0))  # until it has connected
         self.link = link
-        self.peer: PeerId | None = None  # None while no process is connected
-        self.place = Place("", 0)  # of its process
         self.status: Status | None = None
-        self.beat = Beat(None)
-        self.silent = False  # it is connected, and sends no beats any more
-        self.requests: dict[int, LiveRequest] = {}  # by rid
-        self.moved: dict[int, LiveRequest] = {}  # by rid: moved to another tokenizer when this one was silent
-        # By boot id: those that tokenizers had in hand when they disconnected.
-        self.kept_back: dict[bytes, list[LiveRequest]] = {}
-
-    @property
-    def responds(self) -> bool:
-        """Whether a request may be assigned to it."""
-        return self.peer is not None and not self.silent
 
     @property
     def can_compute(self) -> bool:

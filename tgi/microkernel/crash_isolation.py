@@ -15,7 +15,7 @@ it, or of another process, begins a new row.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -41,29 +41,6 @@ OTHER_STEPS = 10
 TRIAL_TOKENS, MAX_DOUBLINGS = 8, 6
 # Suspects that have not ended well are remembered: at most this many, the latest ones, and for this long.
 MAX_SUSPECTS, MEMORY_SECONDS = 4096, 3600.0
-
-
-class UnreportedDeaths(Generic[Key]):
-    """Requests of processes that died, or hang, while it is not known what they had in hand: such a process is on
-    another host, and tells it when its successor connects. Each request may go on elsewhere at once; one that loses a
-    second process so is a suspect until the report has come. So a request ends two processes at most before it is
-    known."""
-
-    def __init__(self) -> None:
-        self._lost_once: dict[Key, None] = {}  # the latest ones
-
-    def suspects(self, requests: Iterable[Key]) -> set[Key]:
-        """A process that has these requests died or hangs. Returns those that are suspects."""
-        present = dict.fromkeys(requests)
-        suspects = present.keys() & self._lost_once.keys()
-        self._lost_once |= present
-        while len(self._lost_once) > MAX_SUSPECTS:
-            del self._lost_once[next(iter(self._lost_once))]
-        return suspects
-
-    def clear(self, request: Key) -> None:
-        """A request has ended well."""
-        self._lost_once.pop(request, None)
 
 
 @dataclass(slots=True)
@@ -334,7 +311,7 @@ class CrashIsolation(Generic[Key]):
                 group.members.discard(key)
                 if not group.members:
                     del self._groups[index]
-                    if group is self._group:
+                    if group is self._group or not self._groups:
                         # What it has in hand is awaited before anything else is worked on.
                         self._group, self._steps_left = None, 0
                     if index < self._next_group:

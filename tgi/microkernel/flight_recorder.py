@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tgi.microkernel.mapped_file import map_file
+from tgi.microkernel.protocol import RequestContext
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +100,8 @@ def client_name(kind: int, number: int) -> str:
 class FlightRecorder:
     """Records nothing: for tests and replays. RingRecorder is the real one."""
 
-    def stamp(self, event: Event, key: int, index: int, a: int = 0, b: int = 0) -> None:
-        """Records an event of generation `index` of the request with this key; no event of key 0."""
+    def stamp(self, event: Event, context: RequestContext, a: int = 0, b: int = 0) -> None:
+        """Records an event of a request; none of one whose context has key 0."""
 
     def close(self) -> None:
         """Releases the ring."""
@@ -122,12 +123,12 @@ class RingRecorder(FlightRecorder):
             self._ring = mmap.mmap(-1, size)
         (self._count,) = _COUNT.unpack_from(self._ring)
 
-    def stamp(self, event: Event, key: int, index: int, a: int = 0, b: int = 0) -> None:
+    def stamp(self, event: Event, context: RequestContext, a: int = 0, b: int = 0) -> None:
         """As FlightRecorder.stamp."""
-        if not key:
+        if not (key := context.request_key):
             return
         place = _HEADER_BYTES + self._count % RING_STAMPS * _STAMP.size
-        _STAMP.pack_into(self._ring, place, time.monotonic(), key, min(index, 0xFFFF), event, a, b)
+        _STAMP.pack_into(self._ring, place, time.monotonic(), key, min(context.request_index, 0xFFFF), event, a, b)
         self._count += 1
         _COUNT.pack_into(self._ring, 0, self._count)
 

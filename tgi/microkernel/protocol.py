@@ -14,8 +14,9 @@ Requests travel down, tokens travel up:
 `rid` numbers a request on one link. The process that sends the request down chooses it, unique within its own lifetime.
 Every link has its own numbering, so a rid means nothing on another link.
 
-Columns (`bytes` fields named in the plural) are packed little-endian numbers, see microkernel/codec.py. Fields are
-appended only, with defaults, and tags are positions in MESSAGES, so peers of different versions understand each other.
+Columns (`bytes` fields named in the plural) are packed little-endian numbers, see microkernel/codec.py. Within a
+protocol version fields are appended only, with defaults, and tags are positions in MESSAGES, so peers of different
+versions of tgi understand each other. Any other change needs a new PROTOCOL: links reject peers with another one.
 SamplingParams is declared in sampling_params.py.
 """
 
@@ -23,9 +24,11 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from tgi.microkernel.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from tgi.microkernel.codec import Codec
 from tgi.microkernel.sampling_params import SamplingDefaults, SamplingParams
 
+# 2: RequestContext in Generate, Tokenize and Add.
 PROTOCOL = 2
 # In the direction of requests.
 ROLES = ("api", "tokenizer", "scheduler", "worker")
@@ -331,6 +334,52 @@ class FinishReason(StrEnum):
 DETACHED = "detached from its stream"
 
 
+class RequestContext(NamedTuple):
+    """What a request carries from the front end to the scheduler: the front end makes it at each submission, the
+    tokenizer hands it on.
+
+    `fingerprint` names the request in crash isolation, 8 bytes: equal for equal requests of clients, b"" for one that
+    is never suspected. `client` is whose share of the server it uses; its weight and priority come with each request,
+    so that the scheduler needs no table of clients.
+
+    `generation_id` is the same at each submission of a generation, and no other's; 0: unknown. `attempt` counts the
+    submissions: a later one replaces an earlier one, which a process that was stopped may still have.
+    """
+
+    fingerprint: bytes = b""
+    request_key: int = 0  # of the HTTP request, for the flight recorder; 0: not recorded
+    request_index: int = 0  # of this generation in the HTTP request
+    client: str = ""  # digest of the API key, else the client's address
+    weight: float = 1.0  # of the client's share, see api_keys.py
+    priority: int = 0  # requests of a higher priority are admitted first
+    generation_id: int = 0
+    attempt: int = 0
+    deadline_ms: int = 0  # milliseconds that the client still waits when this is sent; 0: no limit
+    waited_ms: int = 0  # since the front end received it, as far as it is known: its place in the queue
+    traceparent: str = ""  # W3C trace context
+
+    def after(self, elapsed_ms: int) -> "RequestContext":
+        """The context of the same request when it is passed on so much later. Clocks of processes are not compared."""
+        deadline_ms = self.deadline_ms and max(1, self.deadline_ms - elapsed_ms)
+        return self._replace(deadline_ms=deadline_ms, waited_ms=self.waited_ms + elapsed_ms)
+
+    def out_of_range(self) -> str:
+        """Which number no front end sends, in words; "" if there is none."""
+        for name, most in CONTEXT_MAXIMA.items():
+            if not 0 <= (value := getattr(self, name)) <= most:
+                return f"the context's `{name}` is {value}"
+        return "" if MIN_WEIGHT <= self.weight <= MAX_WEIGHT else f"the context's `weight` is {self.weight}"
+
+
+# `request_key` and `request_index` are stamped as uint64 and int32, the times counted in int64.
+CONTEXT_MAXIMA = {
+    "request_key": 2**64 - 1,
+    "request_index": 2**31 - 1,
+    "deadline_ms": 2**63 - 1,
+    "waited_ms": 2**63 - 1,
+}
+
+
 # --- api -> tokenizer -------------------------------------------------------------------------------------------------
 
 
@@ -353,11 +402,7 @@ class Generate(NamedTuple):
     after the loss of the client or the api; it continues the request meanwhile. A Generate with the same key and no
     `resume_ids`, from any api, takes it over: all is sent again under the new rid, then what follows.
 
-    `fingerprint` names the request in crash isolation, 8 bytes: equal for equal requests of clients. With `alone` the
-    tokenizer works on it only while it has nothing else in hand.
-
-    `client` is whose share of the server the request uses; its weight and priority come with each request, so that
-    the scheduler needs no table of clients.
+    With `alone` the tokenizer works on the request only while it has nothing else in hand.
     """
 
     rid: int
@@ -369,7 +414,6 @@ class Generate(NamedTuple):
     add_special_tokens: bool = True
     ignore_eos: bool = False
     resume_ids: bytes = b""  # int32
-    traceparent: str = ""  # W3C trace context
     chat: bytes = b""
     hide_stop: bool = False
     prompt_logprobs_from: int | None = None  # 0: from the first token on; None: the prompt's tokens are not returned
@@ -379,35 +423,23 @@ class Generate(NamedTuple):
     bad_words: list[str] = []
     skip_special_tokens: bool = True  # leave special tokens out of the text
     input_ids: bytes = b""  # int32
-    fingerprint: bytes = b""
     alone: bool = False
-    request_key: int = 0  # of the HTTP request, for the flight recorder; 0: not recorded
-    request_index: int = 0  # of this generation in the HTTP request
-    client: str = ""  # digest of the API key, else the client's address
-    weight: float = 1.0  # of the client's share, see api_keys.py
-    priority: int = 0  # requests of a higher priority are admitted first
-    deadline_ms: int = 0  # milliseconds that the client still waits when this is sent; 0: no limit
     resume_key: bytes = b""
     resume_window_ms: int = 0
     resume_limit: int = 0  # this many of the client's streams may run without an api; 0: any number
-    # The same at each submission of a generation, and no other's; 0: unknown. `attempt` counts the submissions: a later
-    # one replaces an earlier one, which a process that was stopped may still have.
-    generation_id: int = 0
-    attempt: int = 0
-    waited_ms: int = 0  # of a generation that is submitted again: milliseconds since the front end received it
     tells_prompt: bool = False  # Prompted is sent for a text, too: the client is told the prompt's length in a stream
+    context: RequestContext = RequestContext()
 
 
 class Tokenize(NamedTuple):
-    """A request of the tokenize routes. `chat` and the last three fields as in Generate. Answered by Tokenized."""
+    """A request of the tokenize routes. `chat` and `alone` as in Generate. Answered by Tokenized."""
 
     rid: int
     inputs: str
     add_special_tokens: bool = True
     chat: bytes = b""
-    fingerprint: bytes = b""
     alone: bool = False
-    client: str = ""
+    context: RequestContext = RequestContext()
 
 
 class Cancel(NamedTuple):
@@ -478,20 +510,9 @@ class Add(NamedTuple):
     stop_ids: bytes = b""  # int32
     resume_ids: bytes = b""  # int32
     cache_salt: bytes = b""
-    traceparent: str = ""
-    epoch: int = 0
     prompt_logprobs_from: int = 0
     prompt_top_n: int = 0
-    fingerprint: bytes = b""  # as in Generate
-    request_key: int = 0  # as in Generate
-    request_index: int = 0
-    client: str = ""  # this and all that follow as in Generate
-    weight: float = 1.0
-    priority: int = 0
-    deadline_ms: int = 0
-    generation_id: int = 0
-    attempt: int = 0
-    waited_ms: int = 0  # since the front end received it, as far as it is known: its place in the queue
+    context: RequestContext = RequestContext()
 
 
 class Stop(NamedTuple):

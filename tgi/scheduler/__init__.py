@@ -14,7 +14,7 @@ kv_cache.py. Modules, from the entry point to the leaves:
 - peers: tokenizers, the worker, the outbox and the status report
 - adapters: the worker's LoRA adapters and pending changes to them
 - waiting_queue: `WaitingQueue`, fair between clients by virtual token counters
-- request: `Request`, `TokenizerClient`, `ClientShare`
+- request: `Request`, `TokenizerPeer`, `ClientShare`
 - columns: packed columns of tokens and the operations on whole columns
 - estimators: prefill budget, linear fit, wait estimator
 - journal: `RecordedScheduler` writes every call to a file

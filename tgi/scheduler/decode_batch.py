@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tgi.microkernel.codec import INT32, UINT32
 from tgi.microkernel.work_register import WorkRegister
-from tgi.scheduler.request import NO_SLOT, NO_STEP, ClientShare, Request, TokenizerClient
+from tgi.scheduler.request import NO_SLOT, NO_STEP, ClientShare, Request, TokenizerPeer
 
 
 class RunningBatch:
@@ -23,7 +23,7 @@ class RunningBatch:
         self.step = 0  # the number of the last step plan
         self.early_exits = 0  # requests that have left before their last token, perhaps with rows in flight
         self.prefilling: dict[Request, None] = {}  # in the order of admission
-        self.lanes: dict[TokenizerClient, DecodeLane] = {}  # the decoding requests; no lane is empty
+        self.lanes: dict[TokenizerPeer, DecodeLane] = {}  # the decoding requests; no lane is empty
         self.prefilled: list[Request] = []  # their last prefill chunk is planned: they decode from the next step on
         self.finishing: list[Request] = []  # their last token is planned: they decode no longer
         self.shares: dict[ClientShare, None] = {}  # the clients that hold slots
@@ -79,9 +79,9 @@ class RunningBatch:
                 self._leave_lane(request)
         for request in self.prefilled:
             if request.slot != NO_SLOT:  # else it has ended
-                lane = self.lanes.get(request.client)
+                lane = self.lanes.get(request.tokenizer)
                 if lane is None:
-                    lane = self.lanes[request.client] = DecodeLane()
+                    lane = self.lanes[request.tokenizer] = DecodeLane()
                 lane.add(request)
                 request.share.enter_decode(request, self.step)
         self.finishing, self.prefilled = [], []
@@ -95,11 +95,11 @@ class RunningBatch:
         return need_page, finishing
 
     def _leave_lane(self, request: Request) -> None:
-        lane = self.lanes[request.client]
+        lane = self.lanes[request.tokenizer]
         lane.remove(request)
         request.share.leave_decode(request)
         if not lane.requests:
-            del self.lanes[request.client]
+            del self.lanes[request.tokenizer]
 
     def release_slots(self, requests: list[Request]) -> None:
         """Takes the slots from these requests."""
@@ -138,7 +138,7 @@ def preemption_order(request: Request) -> tuple[tuple[int, float], int]:
 class LaneRows(NamedTuple):
     """The rows of a step that are a whole lane, with its columns as they were when the step was planned."""
 
-    client: TokenizerClient
+    tokenizer: TokenizerPeer
     begin: int  # index of the first of them among the drawing rows
     end: int
     rids: bytes  # uint32
@@ -212,12 +212,12 @@ class DecodeLane:
             if start == request.last_start:
                 finishing.append(request)
 
-    def plan_rows(self, client: TokenizerClient, begin: int) -> LaneRows:
+    def plan_rows(self, tokenizer: TokenizerPeer, begin: int) -> LaneRows:
         """Plans one row for each request; the first is at index `begin` among the step's drawing rows. All positions
         advance by one."""
         count = len(self.requests)
         rows = LaneRows(
-            client=client,
+            tokenizer=tokenizer,
             begin=begin,
             end=begin + count,
             rids=self.rids.tobytes(),

@@ -222,7 +222,7 @@ def distribute_tokens(step: InFlightStep, result: StepResult, early_exits: int) 
     if result.top_counts:
         for request, top in zip(step.drawing, split_top_tokens(result), strict=True):
             if number >= request.valid_from_step:
-                request.client.top_tokens.append(top)
+                request.tokenizer.top_tokens.append(top)
     else:
         some_left = early_exits != step.early_exits
         for rows in step.lane_rows:
@@ -234,7 +234,7 @@ def distribute_tokens(step: InFlightStep, result: StepResult, early_exits: int) 
             if number < request.valid_from_step:
                 continue  # it has left its slot since this step was planned
             request.token_ids.append(token)
-            request.client.token_rows.append((request.rid, token, logprob))
+            request.tokenizer.token_rows.append((request.rid, token, logprob))
             if token in request.stop_ids:
                 stopped.append(request)
     # LENGTH takes precedence over EOS, as in TGI.
@@ -260,7 +260,7 @@ def _distribute_lane(
         columns = compress_columns(columns, valid)
     for ids, token in zip(token_ids, tokens, strict=True):
         ids.append(token)
-    rows.client.token_columns = columns
+    rows.tokenizer.token_columns = columns
     if rows.stop_id_union.isdisjoint(tokens):
         return ()
     requests: Iterable[Request] = step.drawing[begin:end]
@@ -290,9 +290,9 @@ def distribute_token_runs(
             request.drafter.record_verification(drafted, count - 1)
         for token, logprob, top in run:
             request.token_ids.append(token)
-            request.client.token_rows.append((request.rid, token, logprob))
+            request.tokenizer.token_rows.append((request.rid, token, logprob))
             if top is not None:
-                request.client.top_tokens.append(top)
+                request.tokenizer.top_tokens.append(top)
             if reason := request.finish_reason():
                 finished.append((request, reason))
                 break

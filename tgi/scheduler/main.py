@@ -111,7 +111,7 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
                 if (refusal := scheduler.refusal(message, now)) is not None:
                     link.send(peer, refusal)
                     continue
-                register.units[0] = fingerprint_number(message.fingerprint)
+                register.units[0] = fingerprint_number(message.context.fingerprint)
                 scheduler.handle(message, peer, now)
                 register.units[0] = 0
             else:

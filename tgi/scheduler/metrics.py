@@ -129,8 +129,8 @@ class RequestSpans:
 
     def message_received(self, peer: PeerId, message: object) -> None:
         """To be called with every message that comes."""
-        if isinstance(message, Add) and message.traceparent:
-            self._traces[peer, message.rid] = message.traceparent
+        if isinstance(message, Add) and message.context.traceparent:
+            self._traces[peer, message.rid] = message.context.traceparent
 
     def message_sent(self, peer: PeerId, message: object) -> None:
         """To be called with every message to a tokenizer, even if that is gone."""

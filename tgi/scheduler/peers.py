@@ -21,7 +21,7 @@ from tgi.microkernel.protocol import (
 )
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import DrawnToken, DrawnTokens, TopTokens
-from tgi.scheduler.request import Request, TokenizerClient
+from tgi.scheduler.request import Request, TokenizerPeer
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class TokenizerPeers:
     """The tokenizers that are connected, with their requests. Queues messages for them in the outbox."""
 
     def __init__(self, outbox: Outbox) -> None:
-        self.clients: dict[PeerId, TokenizerClient] = {}
+        self.connected: dict[PeerId, TokenizerPeer] = {}
         self.reporter = StatusReporter()
         self._outbox = outbox
         self._arrivals = 0
@@ -135,37 +135,37 @@ class TokenizerPeers:
     @property
     def requests(self) -> list[Request]:
         """All requests that have not ended."""
-        return [request for client in self.clients.values() for request in client.requests.values()]
+        return [request for tokenizer in self.connected.values() for request in tokenizer.requests.values()]
 
-    def add_request(self, add: Add, client: TokenizerClient, now: float) -> Request | None:
+    def add_request(self, add: Add, tokenizer: TokenizerPeer, now: float) -> Request | None:
         """Creates a request. None if its columns are malformed, which is answered with an End, or its rid is in use."""
-        if add.rid in client.requests:
+        if add.rid in tokenizer.requests:
             # A rid has one End, which belongs to the first request.
-            log.error("%s used rid %d twice; the second request is ignored", client.peer, add.rid)
+            log.error("%s used rid %d twice; the second request is ignored", tokenizer.peer, add.rid)
             return None
         try:
-            request = Request(client, add, _place(now, add.waited_ms, self._arrivals), now)
+            request = Request(tokenizer, add, _place(now, add.context.waited_ms, self._arrivals), now)
         except (ValueError, ProtocolError) as error:
-            self._outbox.append(client.peer, End(add.rid, FinishReason.INVALID, f"malformed request: {error}"))
+            self._outbox.append(tokenizer.peer, End(add.rid, FinishReason.INVALID, f"malformed request: {error}"))
             return None
         self._arrivals += 1
-        client.requests[add.rid] = request
+        tokenizer.requests[add.rid] = request
         return request
 
     def queue_tokens(
         self, make_message: Callable[[DrawnTokens, list[DrawnToken], list[TopTokens], int], Tokens], load: int
     ) -> None:
-        """Queues the tokens that each client's requests have drawn, with the number of requests that the scheduler has.
-        The messages are made when they are sent."""
+        """Queues the tokens that each tokenizer's requests have drawn, with the number of requests that the scheduler
+        has. The messages are made when they are sent."""
         tokens = [
-            (one.peer, one.take_tokens()) for one in self.clients.values() if one.token_rows or one.token_columns.rids
+            (one.peer, one.take_tokens()) for one in self.connected.values() if one.token_rows or one.token_columns.rids
         ]
         self._outbox.extend((peer, make_message(*one, load)) for peer, one in tokens)
 
     def report_status(self, status: Status, load: LoadReport, now: float) -> None:
         """Queues the status, given without load, for all tokenizers if it should be reported."""
         if self.reporter.should_report(status, load, now):
-            for peer in self.clients:
+            for peer in self.connected:
                 self._outbox.append(peer, load.add_to(status))
 
 

@@ -5,7 +5,6 @@ from collections import deque
 from functools import lru_cache
 from typing import Protocol
 
-from tgi.microkernel.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from tgi.microkernel.codec import INT32, UINT32, unpack_int32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import (
@@ -18,12 +17,11 @@ from tgi.microkernel.protocol import (
     decode,
 )
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.work_register import FINGERPRINT_BYTES
+from tgi.microkernel.work_register import fingerprint_number
 from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
 MAX_RID = 2**32 - 1  # the columns of rids are uint32
-MAX_REQUEST_KEY = 2**64 - 1  # stamps of the flight recorder hold it as uint64
 # A step number that is never reached: results do not concern a request without a slot.
 NO_STEP = 1 << 62
 
@@ -62,36 +60,30 @@ class Request:
 
     __slots__ = (
         "arrival",
-        "attempt",
         "cache_salt",
         "cached_tokens",
         "capacity",
         "charged_tokens",
-        "client",
+        "context",
         "decodes_since",
         "drafter",
         "due_step",
         "fingerprint",
         "fingerprint_number",
         "first_planned_at",
-        "generation_id",
         "lane",
         "lane_index",
         "last_start",
         "max_total_tokens",
         "missing_pages",
-        "owner",
         "pages",
         "planned",
         "prefix",
-        "priority",
         "prompt_logprobs_from",
         "prompt_tokens",
         "prompt_top_n",
         "published_pages",
         "received_at",
-        "request_index",
-        "request_key",
         "rid",
         "sampling",
         "share",
@@ -100,8 +92,8 @@ class Request:
         "state",
         "stop_ids",
         "token_ids",
+        "tokenizer",
         "valid_from_step",
-        "weight",
     )
 
     share: "ClientShare"  # set when the waiting queue gets it
@@ -117,42 +109,37 @@ class Request:
     decodes_since: int  # the step after which it entered the lane
     due_step: int  # the lane's step count at which it needs a page or draws its last token
 
-    def __init__(self, client: "TokenizerClient", add: Add, arrival: int, received_at: float) -> None:
+    def __init__(self, tokenizer: "TokenizerPeer", add: Add, arrival: int, received_at: float) -> None:
         """`arrival`: its place in the order of arrival, which no other request has. Raises ValueError or ProtocolError
         if a column of `add` is malformed or a field is out of range."""
-        # All fields at once, since reading them by name takes several times as long. `owner` is the client of the
-        # server, whose share the request uses.
-        (
-            self.rid, prompt_ids, max_new_tokens, self.sampling, stop_ids, resume_ids, self.cache_salt, _, _,
-            prompt_logprobs_from, prompt_top_n, fingerprint, self.request_key, self.request_index, self.owner,
-            self.weight, self.priority, deadline_ms, self.generation_id, self.attempt, waited_ms,
-        ) = add  # fmt: skip
-        if not 0 <= self.rid <= MAX_RID:
-            raise ValueError(f"rid is {self.rid}")
-        if not isinstance(decode(self.sampling), SamplingParams):
+        if not 0 <= add.rid <= MAX_RID:
+            raise ValueError(f"rid is {add.rid}")
+        if fault := add.context.out_of_range():
+            raise ValueError(fault)
+        if not isinstance(decode(add.sampling), SamplingParams):
             raise ValueError("sampling is another message")
-        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT or deadline_ms < 0 or waited_ms < 0:
-            raise ValueError(f"weight is {self.weight}, deadline_ms {deadline_ms} and waited_ms {waited_ms}")
-        if not 0 <= self.request_key <= MAX_REQUEST_KEY or self.request_index < 0:
-            raise ValueError(f"request_key is {self.request_key} and request_index {self.request_index}")
-        self.client = client
+        self.rid = add.rid
+        self.context = add.context
+        self.sampling = add.sampling
+        self.cache_salt = add.cache_salt
+        self.tokenizer = tokenizer
         self.charged_tokens = 0  # positions that its client's counter includes
         self.arrival = arrival
         # Its name in crash isolation. Without one from the client's request, one that no other request has.
-        self.fingerprint = fingerprint or b"-%d" % arrival
-        self.fingerprint_number = int.from_bytes(fingerprint[:FINGERPRINT_BYTES], "little")  # in the work register
+        self.fingerprint = add.context.fingerprint or b"-%d" % arrival
+        self.fingerprint_number = fingerprint_number(add.context.fingerprint)  # in the work register
         self.received_at = received_at
         self.first_planned_at: float | None = None
-        self.token_ids = token_ids = array(INT32, prompt_ids)
+        self.token_ids = token_ids = array(INT32, add.prompt_ids)
         self.prompt_tokens = self.prompt_logprobs_from = tokens = len(token_ids)
         self.prompt_top_n = 0
-        if prompt_logprobs_from or prompt_top_n:
-            self._set_prompt_logprobs(prompt_logprobs_from, prompt_top_n)
-        if resume_ids:
-            token_ids.frombytes(resume_ids)
-        self.max_total_tokens = max_total_tokens = tokens + max_new_tokens
+        if add.prompt_logprobs_from or add.prompt_top_n:
+            self._set_prompt_logprobs(add.prompt_logprobs_from, add.prompt_top_n)
+        if add.resume_ids:
+            token_ids.frombytes(add.resume_ids)
+        self.max_total_tokens = max_total_tokens = tokens + add.max_new_tokens
         self.last_start = max_total_tokens - 2  # the position that the last decode row computes
-        self.stop_ids = _stop_id_set(stop_ids)
+        self.stop_ids = _stop_id_set(add.stop_ids)
         self.state = QUEUED
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.drafter: Drafter | None = None  # None: no drafts
@@ -243,7 +230,7 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
     return ""
 
 
-class TokenizerClient:
+class TokenizerPeer:
     """One life of a tokenizer process: its requests by rid, and the tokens that the current result brings them."""
 
     def __init__(self, peer: PeerId) -> None:

@@ -26,6 +26,7 @@ from tgi.microkernel.protocol import (
     HeldPages,
     Hello,
     Inheritance,
+    RequestContext,
     Status,
     Step,
     StepResult,
@@ -47,7 +48,7 @@ from tgi.scheduler.in_flight import (
     split_prompt_logprobs,
 )
 from tgi.scheduler.peers import LoadReport, Outbox, TokenizerPeers, WorkerPeer
-from tgi.scheduler.request import Request, TokenizerClient, validation_error
+from tgi.scheduler.request import Request, TokenizerPeer, validation_error
 from tgi.scheduler.speculation import Speculation
 from tgi.scheduler.step_planner import StepPlanner
 from tgi.scheduler.waiting_queue import WaitingQueue
@@ -124,24 +125,24 @@ class Scheduler:
         """Handles one message or event of a link. `now` is in seconds and never decreases."""
         if source.role == "worker":
             self._handle_worker_message(message, source, now)
-        elif isinstance(message, Add) and (client := self._tokenizers.clients.get(source)) is not None:
-            self._add_request(message, client, now)  # the most frequent message
+        elif isinstance(message, Add) and (tokenizer := self._tokenizers.connected.get(source)) is not None:
+            self._add_request(message, tokenizer, now)  # the most frequent message
         elif isinstance(message, Inheritance) and source.role == "scheduler":
             self._inherit(message, now)
         else:
             self._handle_tokenizer_message(message, source, now)
 
     def _handle_tokenizer_message(self, message: Any, source: PeerId, now: float) -> None:
-        clients = self._tokenizers.clients
-        client = clients.get(source)
+        connected = self._tokenizers.connected
+        tokenizer = connected.get(source)
         if isinstance(message, Hello):
-            clients[source] = TokenizerClient(source)
+            connected[source] = TokenizerPeer(source)
             self._outbox.append(source, self._load().add_to(self._status(now)))
-        elif client is None:
+        elif tokenizer is None:
             return  # sent before its PeerDisconnected
         elif isinstance(message, Cancel | Stop):
             # The rid is unknown if the message crosses the request's End.
-            if (request := client.requests.get(message.rid)) is not None:
+            if (request := tokenizer.requests.get(message.rid)) is not None:
                 reason = FinishReason.STOP if isinstance(message, Stop) else FinishReason.CANCELLED
                 self.work_register.units[0] = request.fingerprint_number
                 self._end_request(request, reason, now)
@@ -150,10 +151,10 @@ class Scheduler:
             self.worker.adapters.request_update(source, message)
             self._send_adapter_updates()
         elif isinstance(message, PeerDisconnected):
-            for request in list(client.requests.values()):
+            for request in list(tokenizer.requests.values()):
                 self._end_request(request, FinishReason.CANCELLED, now)
             self.worker.adapters.tokenizer_lost(source)
-            del clients[source]
+            del connected[source]
             if not message.planned:
                 self._isolation.record_other_death()
             self._outbox.discard(source)
@@ -299,7 +300,7 @@ class Scheduler:
     @property
     def tokenizers(self) -> int:
         """Number of tokenizers that are connected."""
-        return len(self._tokenizers.clients)
+        return len(self._tokenizers.connected)
 
     @property
     def loaded_adapters(self) -> int:
@@ -324,7 +325,7 @@ class Scheduler:
         worker, counters = self.worker, self.counters
         assert worker.peer is not None
         status = worker.status._replace(limits=worker.limits, adapters=worker.adapters.loaded)
-        tokenizers = list(self._tokenizers.clients)
+        tokenizers = list(self._tokenizers.connected)
         config = self.config._replace(first_epoch=self.pipeline.epoch + 1)
         Scheduler.__init__(self, config, self._recorder, self.work_register)
         self.counters = counters
@@ -356,16 +357,14 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _add_request(self, add: Add, client: TokenizerClient, now: float) -> None:
-        if (request := self._tokenizers.add_request(add, client, now)) is None:
+    def _add_request(self, add: Add, tokenizer: TokenizerPeer, now: float) -> None:
+        if (request := self._tokenizers.add_request(add, tokenizer, now)) is None:
             return
         if self._speculation is not None:
             self._speculation.add_request(request)
-        if request.request_key:
-            queued, running = len(self._queue), self.running
-            self._recorder.stamp(Event.QUEUED, request.request_key, request.request_index, queued, running)
+        self._recorder.stamp(Event.QUEUED, request.context, len(self._queue), self.running)
         self._queue.append(request)
-        if request.generation_id and not self._replace_earlier(request, now):
+        if request.context.generation_id and not self._replace_earlier(request, now):
             return
         if self._isolation.suspects and not self._admit_suspect(request, now):
             return
@@ -377,29 +376,31 @@ class Scheduler:
             self._end_request(request, FinishReason.INVALID, now, fault)
         elif finish_reason:
             self._end_request(request, finish_reason, now)  # it was complete; only its End was lost
-        elif add.deadline_ms and not add.resume_ids:
-            self._refuse_if_late(request, add.deadline_ms, now)
+        elif request.context.deadline_ms and not add.resume_ids:
+            self._refuse_if_late(request, now)
 
     def _replace_earlier(self, request: Request, now: float) -> bool:
         """Ends an earlier submission of the same generation, which its front end has moved to another tokenizer. False:
         this is the earlier one, and has been ended."""
-        other = self._generations.get(request.generation_id)
-        if other is not None and other.attempt > request.attempt:
+        generation_id = request.context.generation_id
+        other = self._generations.get(generation_id)
+        if other is not None and other.context.attempt > request.context.attempt:
             self._end_request(request, FinishReason.CANCELLED, now)
             return False
-        self._generations[request.generation_id] = request
+        self._generations[generation_id] = request
         if other is not None:
             self._end_request(other, FinishReason.CANCELLED, now)
         return True
 
-    def _refuse_if_late(self, request: Request, deadline_ms: int, now: float) -> None:
+    def _refuse_if_late(self, request: Request, now: float) -> None:
         """Ends a new request at once if it is expected to wait beyond its deadline. One that may preempt others does
         not wait for the ends that the estimate counts."""
         planner = self._planner
         if planner is not None and planner.may_preempt(request.share):
             return
         full = planner is not None and planner.batch.full
-        late_ms = int(1000 * self._wait_estimator.wait_seconds(self._queue.ahead(request), full)) - deadline_ms
+        wait_ms = int(1000 * self._wait_estimator.wait_seconds(self._queue.ahead(request), full))
+        late_ms = wait_ms - request.context.deadline_ms
         if late_ms > 0 and not self._isolation.is_on_trial(request.fingerprint):
             message = f"the request is expected to wait {late_ms / 1000:.1f} s beyond its timeout"
             self._end_requests([(request, FinishReason.OVERLOADED)], now, message, late_ms)
@@ -430,12 +431,10 @@ class Scheduler:
             state = request.state
             (waited if state is QUEUED else running).append(request)
             request.state = END[state]
-            if request.request_key:
-                tokens = request.generated_tokens
-                self._recorder.stamp(Event.ENDED, request.request_key, request.request_index, b=tokens)
-            del request.client.requests[request.rid]
-            if request.generation_id and self._generations.get(request.generation_id) is request:
-                del self._generations[request.generation_id]
+            self._recorder.stamp(Event.ENDED, request.context, b=request.generated_tokens)
+            del request.tokenizer.requests[request.rid]
+            if self._generations.get(request.context.generation_id) is request:
+                del self._generations[request.context.generation_id]
         if running and self._planner is not None:
             self._planner.release(running)
         on_trial = self._discard_suspects(ended) if self._isolation.suspects else ()
@@ -444,7 +443,7 @@ class Scheduler:
                 self._queue.record_ended(request)
         self.counters.ended_requests += len(ended)
         self._outbox.extend(
-            (one.client.peer, one.end_message(reason, message, now, retry_after_ms)) for one, reason in ended
+            (one.tokenizer.peer, one.end_message(reason, message, now, retry_after_ms)) for one, reason in ended
         )
 
     def _discard_suspects(self, ended: FinishedRequests) -> list[Request]:
@@ -493,8 +492,7 @@ class Scheduler:
             self._end_faulty_rows(step, result, now)
         if step.prefill_tokens:
             for request in step.drawing[step.decode_rows :]:
-                if request.request_key:
-                    self._recorder.stamp(Event.PREFILLED, request.request_key, request.request_index)
+                self._recorder.stamp(Event.PREFILLED, request.context)
         if step.prompt_logprob_rows:
             self._send_prompt_logprobs(step, result, vocab_size, now)
         if step.drafts:
@@ -540,7 +538,7 @@ class Scheduler:
         for request, message in split_prompt_logprobs(step.prompt_logprob_rows, result, vocab_size):
             if step.message.number >= request.valid_from_step:
                 request.prompt_logprobs_from += len(message.logprobs) // ITEM_BYTES
-                self._outbox.append(request.client.peer, message)
+                self._outbox.append(request.tokenizer.peer, message)
                 if request.prompt_only and not request.lacks_prompt_logprobs:
                     self._end_request(request, FinishReason.LENGTH, now)
 
@@ -615,9 +613,9 @@ class Scheduler:
 
     def refusal(self, add: Add, now: float) -> End | None:
         """The answer to a request that must not be handled, since handling it would crash this process; else None."""
-        if not self._isolation.suspects or not self._isolation.is_convicted(add.fingerprint, now):
+        if not self._isolation.suspects or not self._isolation.is_convicted(add.context.fingerprint, now):
             return None
-        return End(add.rid, FinishReason.QUARANTINED, self._verdict(add.fingerprint))
+        return End(add.rid, FinishReason.QUARANTINED, self._verdict(add.context.fingerprint))
 
     def _verdict(self, fingerprint: bytes) -> str:
         suspect = self._isolation.suspects[fingerprint]
@@ -644,7 +642,7 @@ class Scheduler:
 
     def _stamp_trial(self, event: Event, request: Request) -> None:
         strikes = self._isolation.suspects[request.fingerprint].strikes
-        self._recorder.stamp(event, request.request_key, request.request_index, strikes)
+        self._recorder.stamp(event, request.context, strikes)
 
     # --- worker -------------------------------------------------------------------------------------------------------
 
@@ -652,7 +650,7 @@ class Scheduler:
         was_ready = self.ready
         self.worker.update_status(status)
         if self.ready and not was_ready:
-            self._recorder.stamp(Event.WORKER_UP, EVERY_REQUEST, 0)
+            self._recorder.stamp(Event.WORKER_UP, RequestContext(request_key=EVERY_REQUEST))
         if self._planner is None and (limits := self.worker.limits) is not None:
             self._set_limits(limits, now)
         if self.ready and self._planner is not None and (held := self.worker.take_held_pages()):
@@ -699,7 +697,7 @@ class Scheduler:
 
     def _handle_worker_lost(self, now: float) -> None:
         assert self.worker.peer is not None
-        self._recorder.stamp(Event.WORKER_DOWN, EVERY_REQUEST, 0)
+        self._recorder.stamp(Event.WORKER_DOWN, RequestContext(request_key=EVERY_REQUEST))
         self._outbox.discard(self.worker.peer)
         self._lost_worker = LostWorker(self.worker.peer.boot, requests_in_hand(self.pipeline.steps))
         self.worker.disconnect()

@@ -24,7 +24,7 @@ from tgi.scheduler.decode_batch import DecodeLane, LaneRows, RunningBatch, preem
 from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits, StepSizeLimit
 from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
 from tgi.scheduler.kv_cache import KVCacheManager
-from tgi.scheduler.request import NO_SLOT, ClientShare, Request, TokenizerClient
+from tgi.scheduler.request import NO_SLOT, ClientShare, Request, TokenizerPeer
 from tgi.scheduler.speculation import NgramProposer, Speculation
 from tgi.scheduler.waiting_queue import WaitingQueue
 
@@ -129,8 +129,8 @@ class StepPlanner:
             without_page = self._append_scarce_pages(need_page)
             finishing = [one for one in finishing if one.lane is not None and one not in without_page]
         if not on_trial and not without_page:
-            for client, lane in self.batch.lanes.items():
-                builder.add_lane(client, lane)
+            for tokenizer, lane in self.batch.lanes.items():
+                builder.add_lane(tokenizer, lane)
         else:
             for request in self.batch.decoding:
                 if request not in without_page and (not on_trial or self._may_run(request)):
@@ -360,9 +360,7 @@ class StepPlanner:
             request.first_planned_at = now
         if self._speculation is not None:
             self._speculation.slot_assigned(request)
-        if request.request_key:
-            others = len(self.batch) - 1
-            self._recorder.stamp(Event.ADMITTED, request.request_key, request.request_index, request.planned, others)
+        self._recorder.stamp(Event.ADMITTED, request.context, request.planned, len(self.batch) - 1)
         assignment = SlotAssignment(slot, column, request.prompt_tokens, request.sampling)
         if prompt_logprobs:
             assignment = assignment._replace(
@@ -432,8 +430,7 @@ class StepPlanner:
         request.missing_pages = 0
         self._counters.recomputed_tokens += request.generated_tokens
         stamped = Event.PREEMPTED if event is PREEMPT else Event.WORKER_LOST
-        key, index = request.request_key, request.request_index
-        self._recorder.stamp(stamped, key, index, len(self.queue), len(self.batch))
+        self._recorder.stamp(stamped, request.context, len(self.queue), len(self.batch))
         if self._isolation.is_on_trial(request.fingerprint):
             self.trial_queue[request] = None
         else:
@@ -504,14 +501,14 @@ class StepBuilder:
         self.starts_sum += start
         lane.set_start(request, start + 1)
 
-    def add_lane(self, client: TokenizerClient, lane: DecodeLane) -> None:
+    def add_lane(self, tokenizer: TokenizerPeer, lane: DecodeLane) -> None:
         """A row for each request in a lane."""
         begin = len(self.drawing)
         self.drawing += lane.requests
         self.rows += lane.slots
         self.starts += lane.starts
         self.starts_sum += lane.starts_sum
-        self.lane_rows.append(lane.plan_rows(client, begin))
+        self.lane_rows.append(lane.plan_rows(tokenizer, begin))
 
     def build(
         self,

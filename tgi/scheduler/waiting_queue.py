@@ -49,7 +49,7 @@ class WaitingQueue:
 
     def append(self, request: Request) -> None:
         """Adds a new request: the last to arrive, unless it had been submitted before and was lost."""
-        request.share = share = self.clients.get(request.owner) or self._new_client(request)
+        request.share = share = self.clients.get(request.context.client) or self._new_client(request)
         waiting = share.waiting
         if waiting and waiting[-1].arrival > request.arrival:
             self.reinsert(request)
@@ -62,7 +62,7 @@ class WaitingQueue:
     def reinsert(self, request: Request) -> None:
         """Adds a request that was in the queue before, at its place."""
         # Its client may have been forgotten while the request was elsewhere.
-        request.share = share = self.clients.setdefault(request.owner, request.share)
+        request.share = share = self.clients.setdefault(request.context.client, request.share)
         self._length += 1
         share.waiting.insert(bisect(share.waiting, request.arrival, key=_arrival), request)
         if not share.in_heap:
@@ -137,8 +137,7 @@ class WaitingQueue:
         """Lifts a client to the lowest counter of those of its priority that wait, or, if none does, to that of the
         client that was admitted from last."""
         step, heap, head = self.step, self._heap, share.waiting[0]
-        if share.weight != head.weight or share.priority != head.priority:
-            share.set_rank(head.weight, head.priority)
+        share.set_rank(head.context.weight, head.context.priority)
         if not heap:
             floor = 0.0 if self._latest is None else self._latest.counter(step)
         elif heap[0][0] == -share.priority:
@@ -153,7 +152,8 @@ class WaitingQueue:
     def _new_client(self, request: Request) -> ClientShare:
         if len(self.clients) > self._max_clients:
             self._forget_idle_clients()
-        share = self.clients[request.owner] = ClientShare(request.owner, request.weight, request.priority)
+        context = request.context
+        share = self.clients[context.client] = ClientShare(context.client, context.weight, context.priority)
         return share
 
     def _forget_idle_clients(self) -> None:

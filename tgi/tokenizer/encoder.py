@@ -85,10 +85,10 @@ class PromptEncoder:
         try:
             text, add_special_tokens, chat = generate.inputs, generate.add_special_tokens, None
             if generate.chat:
-                with tracing.trace_span(self._tracer, "apply_chat_template", generate.traceparent):
+                with tracing.trace_span(self._tracer, "apply_chat_template", generate.context.traceparent):
                     chat = self._chats.render_chat(generate.chat)
                 text, add_special_tokens = chat.text, False
-            with tracing.trace_span(self._tracer, "tokenize", generate.traceparent):
+            with tracing.trace_span(self._tracer, "tokenize", generate.context.traceparent):
                 if generate.input_ids:
                     prompt = prompt_from_ids(self._vocabulary, generate.input_ids, generate.truncate)
                 else:
@@ -113,7 +113,7 @@ class PromptEncoder:
         limits."""
         prompt, chat = unconstrained
         try:
-            with tracing.trace_span(self._tracer, "compile_grammar", generate.traceparent):
+            with tracing.trace_span(self._tracer, "compile_grammar", generate.context.traceparent):
                 built = build(generate.grammar, chat)
         except GrammarError as error:
             return prompt._replace(grammar_error=str(error))

@@ -4,7 +4,6 @@ The checks raise ProtocolError before anything has changed. Without them such a 
 it the requests of all other peers.
 """
 
-from tgi.microkernel.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from tgi.microkernel.codec import ITEM_BYTES, unpack_uint32
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.protocol import (
@@ -24,10 +23,6 @@ RANGES = {
     "truncate": MAX_INT32,
     "prompt_logprobs_from": MAX_INT32,
     "prompt_top_n": MAX_PROMPT_TOP_TOKENS,
-    "deadline_ms": 2**63 - 1,
-    "waited_ms": 2**63 - 1,
-    "request_key": 2**64 - 1,
-    "request_index": MAX_INT32,
 }
 
 
@@ -39,8 +34,8 @@ def check_generate(generate: Generate) -> None:
     for name, most in RANGES.items():
         if (value := getattr(generate, name)) is not None and not 0 <= value <= most:
             raise ProtocolError(f"`{name}` is {value}")
-    if not MIN_WEIGHT <= generate.weight <= MAX_WEIGHT:
-        raise ProtocolError(f"`weight` is {generate.weight}")
+    if fault := generate.context.out_of_range():
+        raise ProtocolError(fault)
 
 
 def check_tokens(tokens: Tokens, ids: list[int], rids: list[int], counts: list[int]) -> None:

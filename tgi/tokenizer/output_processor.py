@@ -49,7 +49,7 @@ class OutputProcessor:
                 continue  # generated before the scheduler received the Stop or Cancel
             if not request.generated_ids:
                 method = "prefill"
-            units[0] = request.fingerprint
+            units[0] = request.work_number
             builder = self._builders.get(request.api)
             if builder is None:
                 builder = self._builders[request.api] = TextsBuilder(self._vocabulary)

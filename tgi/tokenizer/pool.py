@@ -28,7 +28,6 @@ from tgi.microkernel.protocol import (
     Tokens,
     UpdateAdapter,
 )
-from tgi.microkernel.token_bucket import TokenBucket
 from tgi.microkernel.work_register import WorkRegister, fingerprint_number
 from tgi.tokenizer.adapters import AdapterDirectory
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Requests of a lost scheduler that are sent again: at once, and then per second. So who takes them can serve meanwhile.
-RESUBMISSION_BURST, RESUBMISSIONS_PER_SECOND = 100, 250.0
 COMPLETE = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 UPDATES_REFUSED = "adapters cannot be changed: the tokenizers run without --allow-adapter-updates"
 OVERLOADED = "too many long texts and grammars wait to be encoded"
@@ -116,9 +113,7 @@ class TokenizerPool:
         self._requests: dict[int, TokenizerRequestState] = {}  # by the tokenizer's rid
         self._last_rid = 0
         self._schedulers = Schedulers(work_in_hand, tokenizers)
-        self._unsent: dict[int, TokenizerRequestState] = {}  # by rid: live ones that no scheduler has
-        self._resubmissions = TokenBucket(RESUBMISSIONS_PER_SECOND, RESUBMISSION_BURST)
-        self._resubmission_due: float | None = None  # when more of them may be sent; None: nothing limits the rate
+        self._assignments = self._schedulers.assignments  # of the live requests
         self._progress = ProgressClock()
         self._limits: DeploymentLimits | None = None
         self._adapters = AdapterDirectory()
@@ -181,13 +176,13 @@ class TokenizerPool:
         else:
             key.set_prompt(result)
             if self._limits is not None:
-                self._units[0] = key.fingerprint
+                self._units[0] = key.work_number
                 self._admit(key, self._limits)
                 self._units[0] = 0
 
     def drain_outgoing(self) -> list[tuple[PeerId, Any]]:
         """Returns the messages to send, in order: those about prompts come before Texts, and Texts before their End."""
-        if self._unsent:
+        if self._assignments.waiting and self._schedulers.any_connected:
             self._resubmit()
         messages = [*self._prompt_messages, *self._output_processor.drain_texts(), *self._messages]
         self._prompt_messages, self._messages = [], []
@@ -210,7 +205,7 @@ class TokenizerPool:
 
     def deadline(self) -> float | None:
         """When `drain_outgoing` must be called even if nothing happens, by the clock; None: no such time."""
-        return self._resubmission_due if self._unsent else None
+        return self._assignments.due_at if self._assignments.waiting and self._schedulers.any_connected else None
 
     # Messages from an api
 
@@ -274,7 +269,7 @@ class TokenizerPool:
         """Encodes a short request at once, and makes a job of a long one or of one on trial."""
         size = encoding_size(message)
         run = partial(_run_or_fail, run, key)
-        executor, fingerprint = executor_for(size), fingerprint_number(message.fingerprint)
+        executor, fingerprint = executor_for(size), fingerprint_number(message.context.fingerprint)
         if executor is None and not message.alone:
             self._units[0] = fingerprint
             self.complete_job(key, run())
@@ -313,7 +308,7 @@ class TokenizerPool:
         size = len(generate.grammar) + len(generate.chat)
         client = _client_of(generate, request.api)
         self._add_job(
-            EncodingJob(request, run, ExecutorName.GRAMMARS, client, size, request.fingerprint, generate.alone)
+            EncodingJob(request, run, ExecutorName.GRAMMARS, client, size, request.work_number, generate.alone)
         )
 
     def _add_job(self, job: EncodingJob) -> None:
@@ -355,39 +350,22 @@ class TokenizerPool:
     def _submit(self, request: TokenizerRequestState, replica: SchedulerReplica) -> None:
         """Sends a live request to a scheduler, with the ids generated so far."""
         assert replica.peer is not None
-        replica.requests[request.rid] = request
-        request.scheduler = replica.place
+        self._assignments.assign(request, replica, request.rid)
         self._send(replica.peer, request.add_message(self._clock()))
 
     def _resubmit(self) -> None:
         """Sends live requests that no scheduler has, at the limited rate."""
-        self._resubmission_due = None
-        if not self._schedulers.any_connected:
-            return
-        now = self._clock()
-        for request in list(self._unsent.values()):
-            if (replica := self._schedulers.choose(request, now)) is None:
-                continue
-            if not self._resubmissions.take(now):
-                self._resubmission_due = now + self._resubmissions.seconds_until_next(now)
-                return
-            del self._unsent[request.rid]
-            self._units[0] = request.fingerprint
+        for request, replica in self._assignments.next_due(self._clock()):
+            self._units[0] = request.work_number
             self._submit(request, replica)
             self._units[0] = 0
 
     def _on_scheduler_gone(self, scheduler: PeerId, gone: PeerDisconnected) -> None:
-        """The requests of a scheduler that has ended are sent to another one, or to its successor. Those that it had in
-        hand wait for the successor, which knows how it ended."""
+        """The requests of a scheduler that has ended are sent to another one, or to its successor."""
         if (replica := self._schedulers.replica_of(scheduler)) is None:
             return
         self._discard_messages(scheduler)
-        requests = list(replica.requests.values())
-        if not gone.planned:
-            self._schedulers.record_death(replica, scheduler, self._clock())
-        self._schedulers.disconnect(replica)
-        for request in requests:
-            request.scheduler = None
+        for request in self._schedulers.disconnect(replica, self._clock(), gone.planned):
             if request.stage is RequestStage.CANCELLING:
                 self._finish(request, FinishReason.CANCELLED)
             elif request.stage is RequestStage.ENDED:
@@ -396,7 +374,7 @@ class TokenizerPool:
                 self._finish(request, request.finish_reason)
             else:
                 self._stamp(Event.SCHEDULER_LOST, request, scheduler.replica)
-                self._unsent[request.rid] = request
+                self._assignments.wait(request)
         self._publish_status()
 
     def remove_scheduler(self, place: Place) -> None:
@@ -426,11 +404,12 @@ class TokenizerPool:
         for replica, request in self._schedulers.stranded(self._clock()):
             assert replica.peer is not None
             self._send(replica.peer, Cancel(request.rid))
-            replica.moved.add(request.rid)
-            del replica.requests[request.rid], self._requests[request.rid]
+            self._assignments.remove(request)
+            del self._requests[request.rid]
             self._last_rid += 1
-            request.rid, request.scheduler = self._last_rid, None
-            self._requests[request.rid] = self._unsent[request.rid] = request
+            request.rid = self._last_rid
+            self._requests[request.rid] = request
+            self._assignments.wait(request)
             self._stamp(Event.SCHEDULER_LOST, request, replica.place.replica)
 
     def _on_scheduler_beat(self, scheduler: PeerId, beat: Beat) -> None:
@@ -455,7 +434,7 @@ class TokenizerPool:
         self._limits = self._schedulers.limits
         for request in list(self._requests.values()):
             if request.stage is RequestStage.HELD:
-                self._units[0] = request.fingerprint
+                self._units[0] = request.work_number
                 self._admit(request, self._limits)
                 self._units[0] = 0
 
@@ -474,7 +453,7 @@ class TokenizerPool:
         request = self._requests_at(scheduler).get(logprobs.rid)
         self._progress.record()
         if request is not None and request.stage is RequestStage.LIVE:
-            self._units[0] = request.fingerprint
+            self._units[0] = request.work_number
             messages = request.prompt_logprob_messages(logprobs)
             self._prompt_messages += ((request.api, message) for message in messages)
             self._units[0] = 0
@@ -488,16 +467,11 @@ class TokenizerPool:
 
     def _on_end(self, scheduler: PeerId, end: End) -> None:
         replica = self._schedulers.replica_of(scheduler)
-        request = None if replica is None else replica.requests.pop(end.rid, None)
-        if request is None:
-            if replica is None or end.rid not in replica.moved:
-                log.warning("ignored an End of the unknown request %d from %s", end.rid, scheduler)
-            else:
-                replica.moved.discard(end.rid)
+        if replica is None or (request := self._assignments.pop(replica, end.rid)) is None:
+            log.debug("%s has ended request %d, which was taken from it", scheduler, end.rid)
             return
-        request.scheduler = None
         if end.reason in COMPLETE or request.finish_reason is not None:
-            self._schedulers.clear_suspicion(request.fingerprint)
+            self._assignments.ended_well(request)
         if request.stage is RequestStage.CANCELLING:
             self._finish(request, FinishReason.CANCELLED, scheduler_end=end)
         elif request.stage is RequestStage.ENDED:
@@ -539,35 +513,35 @@ class TokenizerPool:
             self._submit(request, replica)
         else:
             self._stamp(Event.SCHEDULER_LOST, request)
-            self._unsent[request.rid] = request
+            self._assignments.wait(request)
 
     def _stamp(self, event: Event, request: TokenizerRequestState, number: int = 0) -> None:
-        self._recorder.stamp(event, request.generate.request_key, request.generate.request_index, number)
+        self._recorder.stamp(event, request.generate.context, number)
 
     def _trace_validation(self, request: TokenizerRequestState, rejection: PromptRejection | None = None) -> None:
         """Records the span "validate" of a request that was admitted or rejected."""
-        if self._tracer is not None and request.generate.traceparent:
+        if self._tracer is not None and request.generate.context.traceparent:
             now = time.time()
             began = now - (self._clock() - request.received)
-            self._tracer.record_span("validate", request.generate.traceparent, began, now, failure=rejection)
+            self._tracer.record_span("validate", request.generate.context.traceparent, began, now, failure=rejection)
 
     def _cancel_at_scheduler(self, request: TokenizerRequestState) -> bool:
         """Sends Cancel to the scheduler that has the request. Returns False if none has it."""
-        if request.stage is not RequestStage.LIVE or request.scheduler is None:
+        if request.stage is not RequestStage.LIVE or (assigned := self._assignments.neighbour_of(request)) is None:
             return False
-        scheduler = self._schedulers[request.scheduler].peer
-        assert scheduler is not None  # requests leave a scheduler that has ended
-        self._send(scheduler, Cancel(request.rid))
+        replica, rid = assigned
+        assert replica.peer is not None  # requests leave a scheduler that has ended
+        self._send(replica.peer, Cancel(rid))
         request.stage = RequestStage.CANCELLING
         return True
 
     def _detach_from_api(self, request: TokenizerRequestState) -> None:
         """Removes a request whose api has disconnected, or keeps it until the scheduler's End."""
         self._apis[request.api].pop(request.generate.rid, None)
-        if request.scheduler is not None:
+        if self._assignments.neighbour_of(request) is not None:
             request.stage = RequestStage.ENDED
         else:
-            self._unsent.pop(request.rid, None)
+            self._assignments.remove(request)
             del self._requests[request.rid]
 
     def _finish(
@@ -578,11 +552,11 @@ class TokenizerPool:
         self._progress.record()
         if request.last_texts is not None:
             self._send(request.api, request.last_texts)
-        self._units[0] = request.fingerprint
+        self._units[0] = request.work_number
         self._send(request.api, request.end_message(reason, message, scheduler_end))
         self._units[0] = 0
         self._apis[request.api].pop(request.generate.rid, None)
-        self._unsent.pop(request.rid, None)
+        self._assignments.remove(request)
         del self._requests[request.rid]
 
     def _publish_status(self) -> None:
@@ -607,7 +581,7 @@ class TokenizerPool:
 
 def _client_of(message: Generate | Tokenize, api: PeerId) -> str:
     """Whose turn a job takes: that of the client, or of the api if the client is unknown."""
-    return message.client or str(api)
+    return message.context.client or str(api)
 
 
 def _run_or_fail(run: Callable[[], Any], key: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 
 from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
-from tgi.microkernel.link import PeerId, Place
+from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import (
     Add,
     AnswerPart,
@@ -54,21 +54,20 @@ class TokenizerRequestState:
 
     __slots__ = (
         "_detokenizer", "_hidden_ids", "_min_new_tokens", "_reasoning", "_stop_filter", "_stop_matcher",
-        "_stop_token_ids", "answer_parser", "api", "fingerprint", "finish_reason", "generate", "generated_ids",
-        "held_characters",
-        "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "scheduler",
-        "stage", "stays", "stop_ids", "submitted", "suspected_at", "token_hidden", "validation_us", "visible_texts",
+        "_stop_token_ids", "answer_parser", "api", "finish_reason", "generate", "generated_ids", "held_characters",
+        "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "stage",
+        "stays", "stop_ids", "submitted", "suspected_at", "token_hidden", "validation_us", "visible_texts",
+        "work_number",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: PeerId, generate: Generate, received: float) -> None:
         self.rid = rid
         self.api = api
         self.generate = generate
-        self.fingerprint = fingerprint_number(generate.fingerprint)  # as in the work register
+        self.work_number = fingerprint_number(generate.context.fingerprint)  # in the work register
         self.received = received  # seconds on the pool's clock
         self.submitted = received
         self.stage = RequestStage.ENCODING
-        self.scheduler: Place | None = None  # that has it
         self.suspected_at: int | None = None  # the ids that it had when it was last among a replica's suspects
         self.stays = False  # it was among those of two replicas with hardly an id in between
         self.is_chat = bool(generate.chat)
@@ -160,6 +159,11 @@ class TokenizerRequestState:
         self._finish_if_prompt_only()
 
     @property
+    def fingerprint(self) -> bytes:
+        """Its name in crash isolation; b"": it has none."""
+        return self.generate.context.fingerprint
+
+    @property
     def in_progress(self) -> bool:
         """Whether ids are still to be generated for a client."""
         return self.stage is RequestStage.LIVE and self.finish_reason is None
@@ -220,8 +224,6 @@ class TokenizerRequestState:
     def add_message(self, now: float) -> Add:
         """This request for the scheduler, with the ids generated so far."""
         stream = self.prompt_tokens_stream
-        deadline_ms = self.generate.deadline_ms
-        elapsed_ms = int((now - self.received) * 1000)
         return Add(
             rid=self.rid,
             prompt_ids=self.prompt.ids,
@@ -230,19 +232,9 @@ class TokenizerRequestState:
             stop_ids=pack_column(INT32, sorted(self.stop_ids)),
             resume_ids=self.generated_ids.tobytes(),
             cache_salt=self.generate.sampling.adapter_digest,
-            traceparent=self.generate.traceparent,
             prompt_logprobs_from=0 if stream is None else stream.next_position,
             prompt_top_n=self.generate.prompt_top_n,
-            fingerprint=self.generate.fingerprint,
-            request_key=self.generate.request_key,
-            request_index=self.generate.request_index,
-            client=self.generate.client,
-            weight=self.generate.weight,
-            priority=self.generate.priority,
-            generation_id=self.generate.generation_id,
-            attempt=self.generate.attempt,
-            deadline_ms=deadline_ms and max(1, deadline_ms - elapsed_ms),
-            waited_ms=self.generate.waited_ms + elapsed_ms,
+            context=self.generate.context.after(int((now - self.received) * 1000)),
         )
 
     def end_message(self, reason: str, message: str = "", scheduler_end: End | None = None) -> End:

@@ -45,7 +45,7 @@ class ResumableStream:
         self.api: PeerId | None = api
         self.rid = generate.rid
         self.key = generate.resume_key
-        self.client = generate.client
+        self.client = generate.context.client
         self.client_limit = generate.resume_limit
         self.window_seconds = generate.resume_window_ms / 1000
         self.is_whole = not _is_resubmitted(generate)  # else the first messages went through another tokenizer
@@ -120,7 +120,7 @@ class ResumableStreams:
 
     def _on_generate(self, api: PeerId, generate: Generate) -> None:
         stream = self._streams.get(generate.resume_key)
-        if stream is not None and stream.api not in (None, api) and generate.attempt > 1:
+        if stream is not None and stream.api not in (None, api) and generate.context.attempt > 1:
             # The client has resumed the stream at another api, while this one did not respond.
             self._answers.append((api, End(generate.rid, FinishReason.CANCELLED, DETACHED)))
             return

@@ -2,12 +2,11 @@
 request, and what the front ends are told of all together. Sans-IO."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from tgi.microkernel.crash_isolation import UnreportedDeaths
+from tgi.microkernel.assignments import Assignments, Neighbour
 from tgi.microkernel.link import PeerId, Place
 from tgi.microkernel.protocol import (
-    Beat,
     DeploymentLimits,
     Hello,
     LoadedAdapter,
@@ -15,7 +14,7 @@ from tgi.microkernel.protocol import (
     UpdateAdapter,
     limits_shortfall,
 )
-from tgi.microkernel.work_register import fingerprint_number, split_fingerprints
+from tgi.microkernel.work_register import split_fingerprints
 from tgi.tokenizer.replica_choice import Candidate, PromptKeys, ReplicaChoice, prompt_keys
 from tgi.tokenizer.request import TokenizerRequestState
 
@@ -25,15 +24,10 @@ NO_SCHEDULER = Status(False, True, "waiting for the scheduler", 0)
 SCHEDULER_SILENT = "the scheduler does not respond"
 SCHEDULER_DRAINS = "the scheduler finishes its requests and ends"
 LIMITS_DIFFER = Status(False, False, "a replica does not meet the limits of the others", 0)
-# How long requests that a scheduler had in hand when it died wait for its successor, which tries them alone. After that
-# another replica gets them.
-SUCCESSOR_SECONDS = 30.0
 # The mean load is computed again after one choice per this many replicas.
 MEAN_SHARE = 16
 # How long the suspects of a replica that does not compute stay there: longer than a worker loads.
 SUSPECT_SECONDS = 600.0
-# Suspicions that are remembered: the latest ones.
-MAX_SUSPICIONS = 4096
 # A request that was in hand at a worker's loss at one replica, and then at another one before it had got this many more
 # tokens, stays at the second: a scheduler convicts by what it has seen itself.
 MOVED_PROGRESS = 8
@@ -44,26 +38,20 @@ Rank = tuple[int, bool, bool, bool]
 ABLE: Rank = (0, False, False, False)
 
 
-class SchedulerReplica:
+class SchedulerReplica(Neighbour[TokenizerRequestState]):
     """One scheduler, with the requests that were sent to it."""
 
     def __init__(self, place: Place, tokenizers: int) -> None:
-        self.place = place
+        super().__init__(place)
         self.number = place.number
-        self.peer: PeerId | None = None  # None while no process is connected
-        self.lost_boot = b""  # of the process that has died last
-        self.silent = False  # it is connected, and sends no beats any more
         self.status = NO_SCHEDULER  # without the last three fields, which follow
-        self.worker_suspects: set[int] = set()  # may have ended or stopped its worker; tried here
+        self.worker_suspects: set[bytes] = set()  # may have ended or stopped its worker; tried here
         self.unable_since: float | None = None  # while it does not compute
         self.draining = False
         self.adapter_changes: list[UpdateAdapter] = []  # that it has carried out
         self.told_changes: set[UpdateAdapter] = set()  # those that it was told of by this process
-        self.beat = Beat(None)
         self.unfit = False  # its limits differ from those of the others
         self.reported = NO_SCHEDULER  # the latest status, also of an unfit one
-        self.requests: dict[int, TokenizerRequestState] = {}  # by rid, until its End has come
-        self.moved: set[int] = set()  # rids that were cancelled here and have another at another replica
         self.slots = 1  # requests that it computes at once
         self._tokenizers = tokenizers
         self._reported, self._own = 0, 0  # requests of all tokenizers, and of this one, when the status came
@@ -105,7 +93,7 @@ class SchedulerReplica:
 
     def _set_suspects(self, column: bytes) -> None:
         """Takes the suspects. Notes how far a request has come that has become one."""
-        before, self.worker_suspects = self.worker_suspects, _numbers(column)
+        before, self.worker_suspects = self.worker_suspects, set(split_fingerprints(column))
         if appeared := self.worker_suspects - before:
             for request in self.requests.values():
                 if request.fingerprint in appeared:
@@ -129,15 +117,12 @@ class Schedulers:
         self._by_number: dict[int, SchedulerReplica] = {}
         self._connected: dict[PeerId, SchedulerReplica] = {}
         self._suspecting: set[SchedulerReplica] = set()  # those with `worker_suspects`
-        self._work_in_hand = work_in_hand
+        self.assignments: Assignments[SchedulerReplica, TokenizerRequestState]
+        self.assignments = Assignments(self._choose_replica, work_in_hand)
         self._tokenizers = tokenizers
         self._choice = ReplicaChoice()
         self._mean_load = 0.0
         self._choices_with_mean = 0  # since it was computed
-        # By fingerprint: the replica whose scheduler died with the request in hand, and until when that waits for the
-        # successor. So a request that crashes schedulers is tried at one replica and does not end one after the other.
-        self._suspicions: dict[int, tuple[SchedulerReplica, float]] = {}
-        self._unreported: UnreportedDeaths[int] = UnreportedDeaths()  # of schedulers on other hosts
 
     def __getitem__(self, place: Place) -> SchedulerReplica:
         return self._replicas[place]
@@ -164,39 +149,36 @@ class Schedulers:
         return self._replicas[place]
 
     def connect(self, replica: SchedulerReplica, peer: PeerId, hello: Hello, now: float) -> None:
-        """The scheduler of this replica has sent its Hello. If that says what its predecessor had in hand at its death,
-        these requests are the suspects."""
-        replica.peer = peer
+        """The scheduler of this replica has sent its Hello. What its predecessor had in hand at its death, by that
+        Hello, is tried there."""
         self._connected[peer] = replica
-        report = hello.last_exit
-        if report is not None and replica.lost_boot and report.boot == replica.lost_boot:
-            self._suspicions = {name: one for name, one in self._suspicions.items() if one[0] is not replica}
-            self._suspect(replica, _numbers(report.in_hand), now)
-        replica.lost_boot = b""
+        self.assignments.connected(replica, peer, hello, now)
 
     def replica_of(self, peer: PeerId) -> SchedulerReplica | None:
         """The replica of a scheduler that is connected."""
         return self._connected.get(peer)
 
-    def disconnect(self, replica: SchedulerReplica) -> None:
-        """The scheduler has ended; another may follow."""
+    def disconnect(self, replica: SchedulerReplica, now: float, planned: bool) -> list[TokenizerRequestState]:
+        """The scheduler has ended; another may follow. Returns the requests that it had."""
         if replica.peer is not None:
             del self._connected[replica.peer]
-        replica.peer, replica.silent, replica.beat, replica.unfit = None, False, Beat(None), False
-        replica.requests, replica.moved, replica.draining = {}, set(), False
+        requests = self.assignments.lost(replica, now, planned=planned)
+        replica.unfit, replica.draining = False, False
         replica.adapter_changes, replica.told_changes = [], set()
         replica.set_load(0)
         replica.status = NO_SCHEDULER._replace(limits=self.limits, adapters=replica.status.adapters)
+        return requests
 
     def remove(self, place: Place) -> None:
         """A replica was retired. Does nothing if it is connected."""
         if place in self._replicas and self._replicas[place].peer is None:
-            number = self._replicas.pop(place).number
+            retired = self._replicas.pop(place)
+            self.assignments.release(retired)
+            number = retired.number
             self._by_number.pop(number, None)
             self._choice.ring.remove(number)
             self._choice.index.forget(number)
             self._suspecting = {one for one in self._suspecting if one.place != place}
-            self._suspicions = {name: one for name, one in self._suspicions.items() if one[0].place != place}
             for replica in self:
                 if replica.unfit:  # perhaps no other is left
                     self.set_status(replica, replica.reported)
@@ -228,13 +210,9 @@ class Schedulers:
 
     def choose(self, request: TokenizerRequestState, now: float) -> SchedulerReplica | None:
         """The replica for a request; None: it has to wait."""
-        if self._suspicions and (suspicion := self._suspicions.get(request.fingerprint)) is not None:
-            replica, until = suspicion
-            if replica.peer is not None:
-                return replica
-            if now < until:
-                return None
-            del self._suspicions[request.fingerprint]
+        return self.assignments.choose(request, now)
+
+    def _choose_replica(self, request: TokenizerRequestState, now: float) -> SchedulerReplica | None:
         for replica in self._suspecting:
             if request.fingerprint in replica.worker_suspects and self._tries_suspects(replica, now):
                 return replica if replica.peer is not None else None
@@ -297,7 +275,7 @@ class Schedulers:
             if replica.peer is None or not able:
                 continue
             requests = [one for one in replica.requests.values() if one.in_progress]
-            staying = self.suspects(replica, replica.peer) if replica.silent else set()
+            staying = self.assignments.suspects(replica) if replica.silent else set()
             if self._tries_suspects(replica, now):
                 staying |= replica.worker_suspects | {one.fingerprint for one in requests if one.stays}
             found += [
@@ -312,33 +290,6 @@ class Schedulers:
         """Whether the suspects of a replica have to wait until it tries them."""
         since = now if replica.unable_since is None else replica.unable_since
         return replica.takes_requests and now < since + SUSPECT_SECONDS
-
-    # --- crashes ------------------------------------------------------------------------------------------------------
-
-    def suspects(self, replica: SchedulerReplica, peer: PeerId) -> set[int]:
-        """The fingerprints of requests that may have stopped or ended this scheduler of the replica: what it has, or
-        had, in hand, as far as that is known."""
-        if (in_hand := self._work_in_hand(peer)) is not None:
-            return _numbers(in_hand)
-        return self._unreported.suspects(one.fingerprint for one in replica.requests.values() if one.fingerprint)
-
-    def record_death(self, replica: SchedulerReplica, peer: PeerId, now: float) -> None:
-        """The scheduler of this replica has died: the suspects wait for its successor. To be called before
-        `disconnect`."""
-        replica.lost_boot = peer.boot
-        self._suspect(replica, self.suspects(replica, peer), now)
-
-    def _suspect(self, replica: SchedulerReplica, fingerprints: Iterable[int], now: float) -> None:
-        for fingerprint in fingerprints:
-            self._suspicions.pop(fingerprint, None)
-            self._suspicions[fingerprint] = replica, now + SUCCESSOR_SECONDS
-        while len(self._suspicions) > MAX_SUSPICIONS:
-            del self._suspicions[next(iter(self._suspicions))]
-
-    def clear_suspicion(self, fingerprint: int) -> None:
-        """A request has ended well."""
-        self._suspicions.pop(fingerprint, None)
-        self._unreported.clear(fingerprint)
 
     # --- for the front ends -------------------------------------------------------------------------------------------
 
@@ -370,10 +321,6 @@ class Schedulers:
             mean_end_interval_ms=round(1 / ends_per_ms) if ends_per_ms else 0,
             adapters=adapters,
         )
-
-
-def _numbers(fingerprints: bytes) -> set[int]:
-    return {*map(fingerprint_number, split_fingerprints(fingerprints))}
 
 
 def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> Rank:

@@ -22,12 +22,11 @@ class _TokenizationResource(Resource):
 
     async def _tokenize(self, req: Request, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> Tokenized:
         """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has
-        passed, 424 as Service.next_fingerprints."""
+        passed, 424 as Service.next_contexts."""
         if not self._service.router.health.probe_passed:
             raise errors.unhealthy(self._service.router.health.stage)
-        (fingerprint,) = self._service.next_fingerprints(req, 1)
-        client = req.context.client.name
-        request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, fingerprint, client)
+        (context,) = self._service.next_contexts(req, 1)
+        request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, context)
         await self._service.run_requests([request], req)
         assert request.result is not None
         if request.quarantined:
