@@ -25,7 +25,7 @@ def test_a_request_that_waits_too_long_ends_with_504(serve: Any) -> None:
 
 def test_a_stream_that_has_begun_ends_with_an_event(serve: Any) -> None:
     front = serve(silent)
-    stream = Stream(front, x_request_timeout="0.2", connection="close")
+    stream = Stream(front, x_request_timeout="1", connection="close")
     generate = front.tokenizers[0].next(Generate)
     front.tokenizers[0].send(word(generate.rid, 1))
     reply = stream.read_rest()
