@@ -48,8 +48,8 @@ def is_lack_of_memory(error: Exception) -> bool:
 
 def cause_of_exit(code: int, out_of_memory: bool) -> tuple[str, bool]:
     """Why a process ended, in words, and whether the cause is outside of it. `out_of_memory`: the OOM killer was
-    active lately; which process it ends depends on all that use memory, and a worker's use on the settings, not on the
-    requests. A process that is told to end (SIGTERM) drains and ends with code 0."""
+    active recently; which process it ends depends on all that use memory, and a worker's use on the settings, not on
+    the requests. A process that is told to end (SIGTERM) drains and ends with code 0."""
     if code >= 0:
         return f"ended with code {code}", code == 0
     number = -code

@@ -7,7 +7,7 @@ K = TypeVar("K", bound=Hashable)
 
 # Interval of a process's beats and of its ticks, by its own loop.
 BEAT_SECONDS = 0.5
-# A peer that has sent nothing between so many ticks does not respond: it is stopped, or its loop is stuck.
+# A peer that has sent nothing during this number of ticks does not respond: it is stopped, or its loop is stuck.
 SILENT_TICKS = 4
 # A longer gap between two ticks: the process itself did not run.
 MAX_TICK_SECONDS = 3 * BEAT_SECONDS

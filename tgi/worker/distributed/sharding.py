@@ -40,7 +40,7 @@ def whole_model(config: DecoderConfig) -> Shard:
 
 
 def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
-    """The shard of one of `ranks` ranks. Raises UserError if the model cannot be divided among so many."""
+    """The shard of one of `ranks` ranks. Raises UserError if the model cannot be divided among them."""
     divided = config.query_key_norm != "all"
     heads, kv_heads = _shard_heads(config, rank, ranks) if divided else (range(config.heads), range(config.kv_heads))
     experts = config.experts

@@ -74,7 +74,7 @@ def cache_memory_on_cuda(free: int, total: int, settings: Settings, activations:
 
 
 def cache_memory_on_host(available: int | None = None) -> CacheMemory:
-    """Memory on a host where the worker can allocate so many bytes; None: on this host, measured."""
+    """Memory on a host where the worker can allocate this number of bytes; None: on this host, measured."""
     available = available_memory() if available is None else available
     return CacheMemory(min(int(available * CPU_SHARE), MAX_CPU_CACHE_BYTES), available)
 

@@ -210,7 +210,7 @@ def _connect_ranks(place: RankPlace, device: str, kernels: CpuKernels | None) ->
     own = int(kernels is not None)
     if torchs.minimum(own, -own) != [own, -own]:
         raise UserError(
-            "Our own CPU kernels can be used on some ranks only: their logs say why. Mend that, or start with "
+            "Our own CPU kernels can be used on some ranks only: their logs say why. Fix that, or start with "
             "--disable-custom-kernels."
         )
     kind = _instructions() if device == "cpu" else torch.cuda.get_device_name()
@@ -247,7 +247,7 @@ def _agree_on_cache(
     previous_pages: int | None,
 ) -> tuple[memory.CacheMemory, int | None]:
     """The memory of this rank for as many pages as every rank has memory for, and the previous pages that the first
-    rank knows. `sharing`: so many ranks share the memory that this one has found."""
+    rank knows. `sharing`: the number of ranks that share the memory that this one has found."""
     unknown = 1 << 40
     default, most, previous = communicator.minimum(
         available.default // sharing // required.page_bytes,

@@ -50,7 +50,7 @@ TILE_BYTES = 16 << 10
 
 
 def tile_for(queries: int, width: int, dtype: torch.dtype) -> Tile:
-    """The tile for rows of up to so many queries (times heads of a KV head) of `width` elements."""
+    """The tile for rows of up to this number of queries (times heads of a KV head) of `width` elements."""
     tile = next((tile for most, tile in MOST_QUERIES.items() if queries <= most), LONG)
     size = width * dtype.itemsize
     if size > 256:  # the sums of the results take the registers
@@ -59,7 +59,7 @@ def tile_for(queries: int, width: int, dtype: torch.dtype) -> Tile:
 
 
 def splits_for(blocks: int, kv_heads: int) -> int:
-    """The number of splits of a context, a power of two, for so many blocks of queries."""
+    """The number of splits of a context, a power of two, for this number of blocks of queries."""
     wanted = PROGRAMS // max(1, blocks * kv_heads)
     return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 

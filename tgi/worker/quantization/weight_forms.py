@@ -65,7 +65,7 @@ def weight_bytes(form: WeightForm | None, outputs: int, inputs: range, of_inputs
 
 
 def common_form(forms: Sequence[WeightForm | None], inputs: int) -> WeightForm | None:
-    """The form of stacked weights with these forms and so many inputs, as of `stack_weights`; None: it is plain."""
+    """The form of stacked weights of `inputs` columns with these forms, as of `stack_weights`; None: it is plain."""
     given = [form for form in forms if form is not None]
     if len(given) < len(forms) or len(set(given)) == 1:
         return given[0] if len(given) == len(forms) else None
