@@ -12,6 +12,8 @@ from tests.live.server import Server
 from tgi.scheduler.journal import SUFFIX, read_journal
 from tgi.scheduler.replay import RecordedRun, ReplayChanges, estimate
 
+pytestmark = pytest.mark.live
+
 REQUESTS = 24
 
 

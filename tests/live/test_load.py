@@ -17,6 +17,8 @@ import pytest
 
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, free_port
 
+pytestmark = pytest.mark.live
+
 LOAD = Path(__file__).parent.parent.parent / "scripts" / "load"
 PLAIN = {"/generate", "/", "/v1/chat/completions", "/v1/completions"}
 STREAMS = {f"{path} [stream]" for path in ("/generate_stream", "/", "/v1/chat/completions", "/v1/completions")}

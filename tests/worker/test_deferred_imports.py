@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 BEGIN = """
 import sys
 from tgi.worker import deferred_imports

@@ -10,6 +10,8 @@ import pytest
 
 from tests.worker.cpu_kernels.emulation.library import PROCESSORS, missing_tools
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 # Those that take the emulator no more than a few seconds. The longest part is the compilation, so there is one type.
 LINEAR, ATTENTION = "test_linear.py::test_", "test_attention.py::test_"

@@ -20,6 +20,8 @@ from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import SampledTokens, sample, sample_head
 from tgi.worker.sampling.sampling_batch import SamplingBatch
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 VOCAB = 1300
