@@ -1,4 +1,4 @@
-"""Nothing that comes from outside is unpickled. Layers and libraries are checked by `lint-imports`, docstrings by ruff."""
+"""Nothing that comes from outside is unpickled. `lint-imports` checks layers and libraries, ruff docstrings."""
 
 import re
 from pathlib import Path
