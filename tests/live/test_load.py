@@ -83,7 +83,7 @@ def page() -> Iterator[httpx.Client]:
 
 def web(page: httpx.Client) -> tuple[str, ...]:
     """The arguments for a load that starts by itself and serves this page."""
-    return ("--autostart", "--web-port", str(page.base_url.port), "--users", "16", "--spawn-rate", "16")
+    return ("--autostart", "--web-port", str(page.base_url.port), "--users", "8", "--spawn-rate", "8")
 
 
 def tokens(printed: str) -> dict[str, list[float]]:
