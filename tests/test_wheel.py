@@ -14,6 +14,8 @@ import pytest
 from tgi.worker.host_cpu import CPU_VARIABLE, kernel_set
 from tgi.worker.instruction_sets import BY_NAME, InstructionSet
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 # What a build reads. It runs in a copy, since setuptools writes to the directory that it builds.
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "requirements", "setup.py", "tgi")

@@ -22,6 +22,8 @@ from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.native import CompatGenerateRequest
 from tgi.microkernel.settings import Settings
 
+pytestmark = pytest.mark.fuzz
+
 ROUTES: dict[str, type[msgspec.Struct]] = {
     operation.path.format(model="m", version="1"): operation.request
     for operation in OPERATIONS + KSERVE

@@ -27,6 +27,8 @@ from tgi.microkernel.protocol import (
     Tokenized,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def test_disconnect_cancels_pipelined_requests(serve: Any) -> None:
     front = serve(silent)

@@ -11,6 +11,8 @@ from tgi.api.clients import client_at
 from tgi.microkernel import metrics
 from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Status
 
+pytestmark = pytest.mark.slow
+
 
 def one_token(message: Generate) -> list[Any]:
     """Answers the probe."""

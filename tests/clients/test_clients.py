@@ -15,6 +15,8 @@ import pytest
 from tests.clients.environments import GROUPS, ROOT, environment
 from tests.live.server import Server, SharedServers
 
+pytestmark = pytest.mark.live
+
 KEY = "the key"
 
 

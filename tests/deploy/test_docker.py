@@ -26,6 +26,8 @@ from tgi.microkernel.metrics import OWN_SERIES, TGI_SERIES
 from tgi.microkernel.supervisor import ROLE_GRACE_SECONDS
 from tgi.server import ROLES
 
+pytestmark = pytest.mark.slow
+
 DOCKER = DEPLOY / "docker"
 STAGES = read_stages(DOCKER / "Dockerfile")
 IGNORED = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()

@@ -14,6 +14,8 @@ from tgi.hub.resolver import adapter_directory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.lora_adapters import NamedAdapter
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["hub"]
 
 FILES = {

@@ -17,6 +17,8 @@ from tgi.hub.resolver import model_directory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.sampling_params import SamplingDefaults
 
+pytestmark = pytest.mark.slow
+
 Stage = tuple[Any, ...]  # stage, percent, total bytes
 
 

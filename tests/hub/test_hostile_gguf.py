@@ -18,6 +18,8 @@ from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
 
+pytestmark = pytest.mark.fuzz
+
 
 def quiet(stage: str, percent: float, size: int = 0) -> None:
     pass

@@ -18,6 +18,8 @@ from tests.models import model
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel.rundir import read_states
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

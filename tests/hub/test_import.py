@@ -29,6 +29,8 @@ from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [
     "The capital of France is Paris.",
     "In 1984 there were 365 days; 3.14159 isn't 22/7",

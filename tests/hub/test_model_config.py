@@ -19,6 +19,8 @@ from tgi.microkernel.sampling_params import PARAMETERS, SamplingDefaults
 from tgi.worker.decoder_config import UnsupportedConfig
 from tgi.worker.models.config_reader import read_decoder_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:

@@ -12,6 +12,8 @@ from tgi.hub.overrides import ModelOverrides, overridden_directory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.sampling_params import SamplingDefaults
 
+pytestmark = pytest.mark.slow
+
 INDEX = "model.safetensors.index.json"
 
 

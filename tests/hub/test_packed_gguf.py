@@ -26,6 +26,8 @@ from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.weight import QuantizedWeight, as_plain
 from tgi.worker.quantization.weight_sources import PackedWeightSource
 
+pytestmark = pytest.mark.slow
+
 ROWS, COLUMNS = 24, 512
 NEVER_INFINITE = {GGMLQuantizationType.MXFP4, GGMLQuantizationType.NVFP4}  # their scales have 8 bits
 

@@ -18,6 +18,8 @@ from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import model_directory
 from tgi.microkernel.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 RESOLVE = textwrap.dedent("""

@@ -6,6 +6,8 @@ import pytest
 
 from tgi.hub.model_config import pipeline_tag, snapshot_commit
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Path:

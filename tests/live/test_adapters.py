@@ -13,6 +13,8 @@ from tests.live.server import MAX_ATTEMPTS, Server
 from tests.models import model
 from tests.worker.loras import make_adapter
 
+pytestmark = pytest.mark.live
+
 PROMPT = "The capital of France is"
 TOKENS = 24
 LONG = 150

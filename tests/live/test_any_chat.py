@@ -12,6 +12,8 @@ from tests.api.bodies import WORDS, nearly, right
 from tests.live.server import Server
 from tgi.api.shapes.chat import ChatRequest
 
+pytestmark = pytest.mark.live
+
 SHORT = ("--worker", "scripted", "--max-total-tokens", "256", "--validation-workers", "1")
 ERROR_TYPES = {"validation", "template_error", "tool_error"}
 HELLO = {"role": "user", "content": "Hello"}

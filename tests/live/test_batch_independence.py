@@ -16,6 +16,8 @@ from tests.parameters import accepted
 from tests.worker.loras import make_adapter
 from tgi.api.shapes.parameters import NATIVE, OPENAI
 
+pytestmark = pytest.mark.live
+
 COUNT = 120
 CONCURRENCY = 64
 ADAPTER = "mine"

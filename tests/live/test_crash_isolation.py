@@ -17,6 +17,8 @@ from tests.live.faults import sitecustomize as faults
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server
 from tgi.microkernel.crash_isolation import CONVICTING_STRIKES
 
+pytestmark = pytest.mark.live
+
 FAULTS = Path(__file__).parent / "faults"
 INNOCENT = [(f"Prompt number {n}, " + "and some more of it " * n, {"max_new_tokens": 80}) for n in range(20)]
 SAMPLED: list[tuple[str, dict[str, Any]]] = [

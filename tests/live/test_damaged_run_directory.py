@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.live.server import Server
+
+pytestmark = pytest.mark.live
 
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "5000")
 

@@ -15,6 +15,8 @@ from tests.deploy.dockerfile import read_stages
 from tests.deploy.shapes import DEPLOY, command_of, environment_of, pod_specs
 from tests.live.server import Server, free_port
 
+pytestmark = pytest.mark.live
+
 KEY = "a-key"
 EVENTS = 60
 

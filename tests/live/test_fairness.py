@@ -10,6 +10,8 @@ import pytest
 
 from tests.live.server import CLIENT_OPTIONS, Server
 
+pytestmark = pytest.mark.live
+
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "10000", "--max-total-tokens", "8192")
 
 

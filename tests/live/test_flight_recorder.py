@@ -24,6 +24,8 @@ from tgi.microkernel.flight_recorder import (
 from tgi.microkernel.protocol import RequestContext
 from tgi.microkernel.request_timeline import explain
 
+pytestmark = pytest.mark.live
+
 STEP_MS = 10
 
 

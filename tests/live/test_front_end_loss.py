@@ -11,6 +11,8 @@ from tests.live.server import Server
 from tests.live.test_tree import token_ids
 from tgi.microkernel import metrics
 
+pytestmark = pytest.mark.live
+
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--api-workers", "2")
 
 

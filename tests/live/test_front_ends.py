@@ -14,6 +14,8 @@ import pytest
 
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers
 
+pytestmark = pytest.mark.live
+
 LIMIT = 5
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--api-workers", "2")
 

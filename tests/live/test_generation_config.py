@@ -5,8 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.live.server import Server
 from tests.models import model
+
+pytestmark = pytest.mark.live
 
 QWEN3: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 TGI: dict[str, Any] = {"temperature": 1, "top_k": 0, "top_p": 1}

@@ -12,6 +12,8 @@ from tests.live.server import Server, SharedServers
 from tests.models import model
 from tests.schemas import SUITE, validate
 
+pytestmark = pytest.mark.live
+
 PERSON = {
     "type": "object",
     "properties": {

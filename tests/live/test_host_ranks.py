@@ -16,6 +16,8 @@ from tests.live.test_tree import all_streams, token_ids
 from tests.microkernel.tcp import Cable, cable
 from tests.worker.loras import make_adapter
 
+pytestmark = pytest.mark.live
+
 TOKENS = 100
 # Starts a command in a PID namespace, as in a container of its own.
 CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -18,6 +18,8 @@ from tgi.microkernel import curve
 from tgi.microkernel.codec import MAX_FRAME_BYTES
 from tgi.microkernel.protocol import MESSAGES, PROTOCOL, Add, Hello, SamplingParams, StepResult, encode
 
+pytestmark = pytest.mark.live
+
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 PROMPTS = [(f"Prompt {n}", {"max_new_tokens": 80}) for n in range(4)]
 MEMORY_GROWTH = 300 << 20  # bytes

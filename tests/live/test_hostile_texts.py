@@ -13,6 +13,8 @@ import pytest
 from tests.live.server import TIMEOUT_SECONDS, Server
 from tests.models import model
 
+pytestmark = pytest.mark.live
+
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
 MIDDLING = "A river. " * 4000  # longer than what the loop encodes at once
 LARGE = 1_800_000  # characters

@@ -16,6 +16,8 @@ from tests.microkernel.tcp import cable
 from tgi.microkernel import rundir
 from tgi.microkernel.discovery import nth_address
 
+pytestmark = pytest.mark.live
+
 KEY_FILES = {"tokenizer": "tokenizer.key", "worker": "host.key"}
 # What a host with front ends alone need not have: the imports of the packages fail there.
 WITHOUT_MODELS = {"PYTHONPATH": str(Path(__file__).parent / "no_models")}

@@ -13,6 +13,8 @@ import pytest
 from tests.live.server import CLIENT_OPTIONS, Server, SharedServers
 from tests.live.test_tree import SCRIPTED, all_streams, token_ids
 
+pytestmark = pytest.mark.live
+
 FAULTS = Path(__file__).parent / "faults"
 # Enough that streams still run when a process is stopped, on a busy machine, too.
 TOKENS = 120

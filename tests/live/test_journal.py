@@ -12,6 +12,8 @@ from tgi.microkernel.protocol import Add
 from tgi.scheduler.journal import SUFFIX, read_journal
 from tgi.scheduler.replay import replay, verdict
 
+pytestmark = pytest.mark.live
+
 REQUESTS = 24
 
 

@@ -19,6 +19,8 @@ from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, free_port
 from tgi.microkernel import rundir
 from tgi.microkernel.progress import WorkerFacts
 
+pytestmark = pytest.mark.live
+
 
 class Launched:
     """A running launcher. `lines` is its output up to the line with "Ready in"."""

@@ -17,6 +17,8 @@ import pytest
 
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, free_port
 
+pytestmark = pytest.mark.live
+
 LOAD = Path(__file__).parent.parent.parent / "scripts" / "load"
 PLAIN = {"/generate", "/", "/v1/chat/completions", "/v1/completions"}
 STREAMS = {f"{path} [stream]" for path in ("/generate_stream", "/", "/v1/chat/completions", "/v1/completions")}
@@ -81,7 +83,7 @@ def page() -> Iterator[httpx.Client]:
 
 def web(page: httpx.Client) -> tuple[str, ...]:
     """The arguments for a load that starts by itself and serves this page."""
-    return ("--autostart", "--web-port", str(page.base_url.port), "--users", "16", "--spawn-rate", "16")
+    return ("--autostart", "--web-port", str(page.base_url.port), "--users", "8", "--spawn-rate", "8")
 
 
 def tokens(printed: str) -> dict[str, list[float]]:

@@ -11,6 +11,8 @@ import pytest
 from tests.live.server import MAX_ATTEMPTS, Server
 from tests.models import demo_model, model
 
+pytestmark = pytest.mark.live
+
 # Lengths up to twelve pages.
 PROMPTS = [
     "The capital of France is" + " and the river runs through the city" * (n % 5) + f" number {n}" * (n * n // 20 + 1)

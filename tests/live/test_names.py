@@ -13,6 +13,8 @@ from tests.live.server import Server, free_port
 from tests.live.test_hosts import SCRIPTED, tokens_of
 from tgi.microkernel.process import read_progress
 
+pytestmark = pytest.mark.live
+
 SLOTS = ("--max-batch-size", "64")
 # Enough that the bound of the load gives some to each scheduler.
 REQUESTS = [(f"Prompt {number}", {"max_new_tokens": 80}) for number in range(30)]

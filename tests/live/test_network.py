@@ -20,6 +20,8 @@ from tests.live.server import Server, still_running
 from tests.network import network
 from tgi.microkernel.process import read_progress
 
+pytestmark = pytest.mark.live
+
 PORT, TOKENIZER_PORT = 3100, 3200
 TOKENS = 40
 PROMPTS = ("A prompt", "Another prompt", "One more")

@@ -20,6 +20,8 @@ from tests.models import model
 from tests.worker.loras import make_adapter
 from tgi.microkernel import rundir
 
+pytestmark = pytest.mark.live
+
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
 PROMPTS = [f"Prompt number {n}, " + "and some more of it " * n for n in range(6)]
 TOKENS = 120

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from tests.live.server import CLIENT_OPTIONS, Server
 from tests.models import model
 
+pytestmark = pytest.mark.live
+
 MAX_TOTAL_TOKENS = 300
 TEXT = "The capital of France is Paris. 👍🏽 Le garçon naïf. "
 

@@ -3,9 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.live.server import Server
 from tests.models import model
 from tgi.microkernel import rundir
+
+pytestmark = pytest.mark.live
 
 PROMPTS = [f"This is story number {n}:" + " and the river runs" * n for n in range(6)]
 

@@ -14,6 +14,8 @@ import pytest
 from tests.live.server import Server, still_running
 from tests.live.test_tree import all_streams, token_ids
 
+pytestmark = pytest.mark.live
+
 TOKENS = 100
 
 

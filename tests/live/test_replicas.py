@@ -12,6 +12,8 @@ from tests.live.test_tree import SCRIPTED, all_streams, token_ids
 from tgi.microkernel import rundir
 from tgi.microkernel.control import carry_out
 
+pytestmark = pytest.mark.live
+
 # With so few slots one replica could not compute all streams of `all_streams` at once.
 FEW_SLOTS = (*SCRIPTED, "--max-batch-size", "4")
 REPLICAS = (*FEW_SLOTS, "--replicas", "2")

@@ -10,6 +10,8 @@ from tests.live.test_operating import succeed
 from tests.live.test_replicas import ready
 from tests.live.test_tree import all_streams, token_ids
 
+pytestmark = pytest.mark.live
+
 TOKENS = 100
 RANKS = {"worker-0", "worker-0.1", "worker-1", "worker-1.1"}
 

@@ -16,6 +16,8 @@ from tests.live.test_tools import REQUEST as TOOL_REQUEST
 from tests.live.test_tools import TEMPLATE
 from tests.models import model
 
+pytestmark = pytest.mark.live
+
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--api-workers", "2", "--resume-window")
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "stream": True}
 

@@ -10,6 +10,8 @@ import pytest
 from tests.live.server import Server
 from tests.models import model
 
+pytestmark = pytest.mark.live
+
 PENALTIES: dict[str, Any] = {
     "frequency_penalty": 0.4,
     "presence_penalty": 0.6,

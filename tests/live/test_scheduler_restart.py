@@ -7,6 +7,8 @@ import pytest
 from tests.live.server import SharedServers
 from tests.live.test_tree import SCRIPTED, all_streams, token_ids
 
+pytestmark = pytest.mark.live
+
 
 @pytest.mark.parametrize("worker", [SCRIPTED, ()], ids=["scripted", "torch"])
 def test_streams_go_on_from_the_pages_of_the_worker(

@@ -24,6 +24,8 @@ from tests.live.server import Server
 from tgi.api.json_body import SHAPE
 from tgi.api.operations import KSERVE, OPERATIONS, Operation
 
+pytestmark = pytest.mark.live
+
 EXAMPLES = int(os.environ.get("TGI_FUZZ_EXAMPLES", "0"))
 ANSWER_TIMEOUT_SECONDS = 30
 # Few bodies limit their tokens, so the context is short.

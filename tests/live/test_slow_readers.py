@@ -5,7 +5,11 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.live.server import TIMEOUT_SECONDS, Server
+
+pytestmark = pytest.mark.live
 
 # Large events, so that socket buffers hold few of them.
 PARAMETERS = {"max_new_tokens": 6000, "top_n_tokens": 5, "details": True}

@@ -10,6 +10,8 @@ from tests.live.server import Server, SharedServers
 from tests.live.test_models import LLAMA, Answer, ask, chat, streams
 from tests.models import model
 
+pytestmark = pytest.mark.live
+
 CASE = LLAMA._replace(tokens=40)
 TEXT = "The old bridge at the end of the street was built by two brothers. Every stone came from the quarry."
 COPY_PROMPTS = [chat(f"Repeat this text {n} times: {TEXT}") for n in (2, 3)] + [chat("Write a poem about a bridge.")]

@@ -27,6 +27,8 @@ from tgi.microkernel.settings import Settings
 from tgi.worker.fake_worker.fake_worker import FakeEngine
 from tgi.worker.main import _fake_worker_config
 
+pytestmark = pytest.mark.live
+
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--validation-workers", "1")
 
 

@@ -11,6 +11,8 @@ from tests.live.test_tree import all_streams, token_ids
 from tests.worker.loras import make_adapter
 from tgi.microkernel import rundir
 
+pytestmark = pytest.mark.live
+
 TOKENS = 100
 
 

@@ -12,6 +12,8 @@ from tests.live.server import Server
 from tests.models import model
 from tests.schemas import validate
 
+pytestmark = pytest.mark.live
+
 TEMPLATE = """\
 {%- if tools %}system: {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Call them so: <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>

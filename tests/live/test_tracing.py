@@ -13,6 +13,8 @@ import pytest
 from tests.collector import Collector, Span, run_collector
 from tests.live.server import Server, free_port
 
+pytestmark = pytest.mark.live
+
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "5000", "--validation-workers", "1")
 EXPORT_EVERY_50_MS = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
 EXPORT_AT_EXIT = {"OTEL_BSP_SCHEDULE_DELAY": "3600000"}

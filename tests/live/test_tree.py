@@ -20,6 +20,8 @@ from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedSer
 from tests.models import model
 from tgi.microkernel import rundir
 
+pytestmark = pytest.mark.live
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
 PROMPTS = [f"Prompt number {n}, " + "and some more of it " * n for n in range(8)]

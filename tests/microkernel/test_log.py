@@ -12,6 +12,8 @@ from tgi.microkernel import log
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:

@@ -13,6 +13,8 @@ from tgi.microkernel.codec import pack_column, unpack_float32, unpack_int32, unp
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.protocol import MESSAGES, Cancel, Hello, decode, encode
 
+pytestmark = pytest.mark.fuzz
+
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
     float: st.floats(allow_nan=False),

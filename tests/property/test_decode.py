@@ -8,6 +8,8 @@ from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
 from tgi.tokenizer.detokenizer import create_detokenizer
 from tgi.tokenizer.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.fuzz
+
 TEXTS = st.text(max_size=60)
 
 

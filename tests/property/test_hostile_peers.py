@@ -44,6 +44,8 @@ from tgi.microkernel.protocol import (
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
+pytestmark = pytest.mark.fuzz
+
 VOCABULARY = 128
 WORKER = FakeWorkerConfig(pages=20, page_size=4, slots=4, vocab_size=VOCABULARY, max_total_tokens=24)
 

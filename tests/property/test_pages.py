@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tgi.microkernel.codec import INT32, pack_column
 from tgi.scheduler.kv_cache import PagePool
 
+pytestmark = pytest.mark.fuzz
+
 PAGES, SIZE = 6, 2
 # The last one looks like the hash of a page.
 SALTS = st.sampled_from([b"", b"a", bytes(7) + b"\1"])

@@ -7,6 +7,7 @@ follows an end or a cancel, and that slots, pages and queue agree.
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +17,8 @@ from tests.scheduler.simulation import Simulation, expected_answer, replay
 from tgi.microkernel.protocol import Cancel, FinishReason, StepResult, Stop
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
+
+pytestmark = pytest.mark.fuzz
 
 # The first id of a prompt that crashes the worker, or makes its step fail. Other prompts begin with smaller ids.
 DEADLY, BROKEN = 3, 4

@@ -5,12 +5,16 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+import pytest
+
 from tests.counting import cost
 from tgi.microkernel.codec import FLOAT32, INT32, pack_column
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
+
+pytestmark = pytest.mark.slow
 
 WORKER = PeerId("worker", 0, b"worker")
 TOKENIZERS = [PeerId("tokenizer", replica, b"tokenizer") for replica in range(2)]

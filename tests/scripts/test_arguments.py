@@ -5,6 +5,8 @@ from importlib import import_module
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("script", "flag", "given", "said"),

@@ -8,6 +8,8 @@ import pytest
 
 from scripts.benchmarks.__main__ import MEASUREMENTS, main
 
+pytestmark = pytest.mark.slow
+
 
 def test_help_lists_every_measurement(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", "--help"])

@@ -17,6 +17,8 @@ from tests.worker.gpu_kernels.test_cuda_graphs import Tapes, build, engines
 from tgi.microkernel.protocol import StepResult
 from tgi.worker.engine.engine import PendingStep
 
+pytestmark = pytest.mark.slow
+
 TWO_LAYER = CONFIG | SHAPES["two-layer"]
 # Weights of two layers of width 64, and of the output head.
 LAYERS = 2 * (4 * 64 * 64 + 3 * 64 * 256)

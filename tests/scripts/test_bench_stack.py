@@ -14,6 +14,8 @@ from scripts.benchmarks.stack import compare, recovery
 from scripts.benchmarks.streams import Event
 from scripts.reliability.features import is_close
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_tokenizer_has_the_vocabulary_and_counts_prompts(tmp_path: Path) -> None:
     write_tokenizer(5000, tmp_path)

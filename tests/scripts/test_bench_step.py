@@ -7,6 +7,8 @@ import pytest
 from scripts.benchmarks import step
 from scripts.benchmarks.shapes import CONFIG, SHAPES
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_table_has_parts_and_both_floors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

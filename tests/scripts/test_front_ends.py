@@ -7,6 +7,8 @@ import pytest
 from scripts.benchmarks import front_ends
 from scripts.benchmarks.servers import Failed
 
+pytestmark = pytest.mark.live
+
 
 def groups() -> set[str]:
     return {path.name for pattern in ("tgi-*", "*/tgi-*") for path in front_ends.GROUPS.glob(pattern)}

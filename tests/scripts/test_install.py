@@ -19,6 +19,8 @@ import pytest
 
 from scripts.install import DRIVER_FILES
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SIZE = 6_000_000
 

@@ -10,6 +10,8 @@ from scripts.benchmarks.servers import Failed
 from scripts.benchmarks.workloads import run
 from tgi.worker.host_cpu import CPU_VARIABLE, cpu_features
 
+pytestmark = pytest.mark.slow
+
 # What NumPy finds by CPUID when it is imported.
 FOUND = "from numpy._core._multiarray_umath import __cpu_features__ as found; print(found['AVX512F'], found['AVX2'])"
 

@@ -7,6 +7,8 @@ import pytest
 
 from scripts.benchmarks.plots import COMPARISONS, FIGURES, Series, bar_chart, charts
 
+pytestmark = pytest.mark.slow
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 

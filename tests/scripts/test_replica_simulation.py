@@ -18,6 +18,8 @@ from scripts.replica_simulation.fleet import (
 )
 from scripts.replica_simulation.workload import Mix
 
+pytestmark = pytest.mark.slow
+
 CONFIG = FleetConfig(8, 4, slots=128, pages=1024, step_times=ASSUMED_H100_8B, prefill_tokens=2048)
 # Many prefixes for the caches.
 MIX = Mix(unshared=0.1)

@@ -9,6 +9,8 @@ import pytest
 from scripts.benchmarks.peers import PEERS, Counted, ours
 from scripts.benchmarks.streams import BadStream, Stream, burst
 
+pytestmark = pytest.mark.slow
+
 STREAMS = Path(__file__).parent / "streams"  # NAME.http: a complete response of the server NAME, with its head
 READERS = {"ours": ours(), **PEERS}
 RECORDED = sorted(path.stem for path in STREAMS.glob("*.http"))

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from scripts.benchmarks.comparison import Measured, Record, tables
 from scripts.benchmarks.workloads import Model, Workload
+
+pytestmark = pytest.mark.slow
 
 MODEL = Model("tiny", Path("nowhere"), {"W1": Workload(1, 128, 64), "W4": Workload(8, 32, 32, shared=1024)})
 

@@ -18,6 +18,8 @@ from scripts.benchmarks.servers import Failed
 from scripts.benchmarks.workloads import Model, Words, Workload, whole
 from tests.models import model
 
+pytestmark = pytest.mark.live
+
 SCRIPTED = ("--worker", "scripted")
 WORKLOADS = {"one": Workload(1, 20, 5), "shared": Workload(3, 4, 6, shared=32)}
 

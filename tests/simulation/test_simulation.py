@@ -15,6 +15,8 @@ from tests.simulation.planted_bugs import NO_FAULTS, PLANTED_BUGS
 from tests.simulation.simulation import Simulation, SimulationConfig, SimulationFailed, draw_config
 from tgi.microkernel.crash_isolation import CONVICTING_STRIKES
 
+pytestmark = pytest.mark.slow
+
 # Runs of another configuration each. `python -m tests.simulation.main --requests N` explores further seeds.
 SEEDS, REQUESTS = 20, 400
 

@@ -12,9 +12,13 @@ from tgi.worker import host_cpu
 from tgi.worker.host_cpu import CPU_VARIABLE
 from tgi.worker.instruction_sets import INSTRUCTION_SETS, best_set
 
-pytestmark = pytest.mark.skipif(
-    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="AMX is for x86-64, and Linux asks for it"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+        reason="AMX is for x86-64, and Linux asks for it",
+    ),
+]
 
 # Prints the instruction set in use and a product of its kernels.
 PRODUCT = """

@@ -16,6 +16,8 @@ from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
 from tgi.worker.attention.tile_planner import KEY_BLOCK
 from tgi.worker.attention.torch_cpu import TorchCpuAttention, agreeing_shapes, choose_shapes
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS = ((4, 4), (9, 3), (8, 2), (40, 1))

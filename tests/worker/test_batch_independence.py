@@ -27,6 +27,8 @@ from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.loader import build_model
 
+pytestmark = pytest.mark.slow
+
 COUNT = 200
 EOS = 2
 # Too few pages for as many slots: rows are preempted. Prompts are computed in chunks.

@@ -21,6 +21,8 @@ from tgi.worker.engine.draft_runner import DRAFT_PREFILL_INTERVAL
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.startup import LoadedModels, _cache_requirements, quantization_by_directory, start_engine
 
+pytestmark = pytest.mark.slow
+
 
 def asking(count: int, among: float = 1.0) -> tuple[list[int], Callable[[int, int], int]]:
     """A guess function that asks for `count` drafts in a share `among` of the rows, and the rows that it asked for."""

@@ -17,6 +17,8 @@ from tgi.worker.host_cpu import CPU_VARIABLE
 from tgi.worker.instruction_sets import INSTRUCTION_SETS
 from tgi.worker.models.dtype import DTYPES, dtype_name, resolve_dtype
 
+pytestmark = pytest.mark.slow
+
 # Prints the quickest dtype for models of each dtype, under the limit that its argument names; "": no limit.
 TRIAL = """
 import logging, sys

@@ -17,6 +17,8 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.models.transformers_model import TransformersModel, build_transformers_model
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

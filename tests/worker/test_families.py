@@ -22,6 +22,8 @@ from tgi.worker.models.families import FAMILIES, WITH_TEXT_PART
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)

@@ -15,6 +15,8 @@ from tgi.worker import host_cpu
 from tgi.worker.host_cpu import CPU_VARIABLE, MKL_MODE, kernel_set, limit_instruction_set, request_reproducible_mkl
 from tgi.worker.instruction_sets import BY_NAME, INSTRUCTION_SETS
 
+pytestmark = pytest.mark.slow
+
 # Prints what a process uses under the limit that its argument names; "": no limit.
 REPORT = """
 import sys

@@ -17,6 +17,8 @@ from tgi.worker.models import dtype as dtype_module
 from tgi.worker.models.dtype import DTYPES
 from tgi.worker.models.loader import build_model
 
+pytestmark = pytest.mark.slow
+
 IDS = list(range(3, 60))
 
 

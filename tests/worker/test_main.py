@@ -30,6 +30,8 @@ from tgi.worker.engine.startup import PAGES_FILE, start_engine
 from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.watermark import Watermark
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [9, 8, 7, 6, 5, 4, 3]
 
 

@@ -18,6 +18,8 @@ from tgi.worker.models.config_reader import read_decoder_config
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("llama", "mistral", "qwen2", "qwen3")  # other families: test_families.py
 DTYPES = ("float32", "bfloat16", "float16")
 CPU = torch.device("cpu")

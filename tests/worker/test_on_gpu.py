@@ -57,6 +57,7 @@ SAMPLINGS = [
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif(INTERPRETED, reason="Triton interprets its kernels: run this file alone"),
 ]

@@ -45,6 +45,8 @@ from tgi.worker.planning.deployment_plan import (
 from tgi.worker.planning.devices import Devices, parse_devices
 from tgi.worker.quantization.quantize import quantize_weight
 
+pytestmark = pytest.mark.slow
+
 RANKS = (1, 2, 4)
 CPU, GPU = Devices(4, "cpu", 1 << 36, False, is_cpu=True), Devices(4, "gpu", 1 << 36, True)
 # Tensors of this device have shapes and types only. The loader treats it as it treats a GPU.

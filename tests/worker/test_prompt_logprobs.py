@@ -21,6 +21,8 @@ from tgi.worker.engine.interface import BadStep
 from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.top_logprobs import BLOCK_ROWS
 
+pytestmark = pytest.mark.slow
+
 Tops = list[tuple[int, float]]
 # Processors that would change any distribution.
 STEERED = encode(SamplingParams(1, temperature=0.5, top_k=3, repetition_penalty=1.4, top_n=2))

@@ -27,6 +27,8 @@ from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 KINDS = ("llama", "phi3", "mixtral")  # separate projections, fused projections, and experts
 

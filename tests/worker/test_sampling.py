@@ -20,6 +20,8 @@ from tgi.worker.sampling.sampler import sample
 from tgi.worker.sampling.sampling_batch import SamplingBatch, SamplingColumns
 from tgi.worker.sampling.watermark import SEED_FACTOR, Watermark
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(0)
 GAMMA, DELTA = 0.4, 1.7

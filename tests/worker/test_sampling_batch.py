@@ -18,6 +18,8 @@ from tgi.worker.lora.registry import AdapterRegistry, FakeAdapter
 from tgi.worker.sampling.grammar import GrammarManager
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS, KERNEL_FIELDS, SamplingColumns
 
+pytestmark = pytest.mark.slow
+
 # Fields that are columns of numbers.
 COLUMNS = {"bias_ids", "biases", "end_ids", "bad_word_ids", "bad_word_lengths"}
 LARGEST_FLOAT = 3.4028234663852886e38

@@ -8,6 +8,8 @@ import pytest
 from tests.api.conftest import READY, Front, Stream, openai_error, standard, two_tokens
 from tgi.microkernel.protocol import AdapterUpdated, Generate, LoadedAdapter, UpdateAdapter
 
+pytestmark = pytest.mark.slow
+
 POEMS, CODE = LoadedAdapter("poems", "/lora/poems", b"\1" * 16), LoadedAdapter("org/code", "/lora/code", b"\2" * 16)
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -24,6 +24,8 @@ from tgi.microkernel.codec import INT32, pack_column
 from tgi.microkernel.protocol import FinishReason
 from tgi.tokenizer.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 # Families with markers are tested with and without markers as special tokens.
 ALIKE = {("thinking", "special"), ("llama", "special"), ("mistral", "text"), ("named", "special"), ("tgi", "special")}
 WRITTEN = [(key, kind) for key in FAMILIES for kind in VOCABULARIES if (key, kind) not in ALIKE]

@@ -18,6 +18,8 @@ from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.cpu_kernels.arena import LARGE_PAGE
 from tgi.worker.cpu_kernels.kernels import PAGE_SIZE
 
+pytestmark = pytest.mark.slow
+
 BEST = next(iter(VARIANTS))
 # By the type of queries, keys, values and results.
 CLOSE = {

@@ -24,6 +24,8 @@ from tgi.worker.quantization.quantize import quantize_weight as in_few_bits
 from tgi.worker.quantization.weight import Weight
 from tgi.worker.quantization.weight_sources import WeightSource
 
+pytestmark = pytest.mark.slow
+
 # Outputs are not a multiple of a panel; inputs are several parts, an odd number of which is computed together.
 OUTPUTS, INPUTS = 72 if EMULATED else 200, 1184
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 300, 448, 620)[: 11 if EMULATED else None]

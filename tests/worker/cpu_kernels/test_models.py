@@ -21,6 +21,8 @@ from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (90, 1, 17, 44)  # the windows of the models have 40 tokens
 
 

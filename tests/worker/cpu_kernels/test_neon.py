@@ -10,6 +10,8 @@ import pytest
 
 from tests.worker.cpu_kernels.emulation.library import PROCESSORS, missing_tools
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 # Those that take the emulator no more than a few seconds. The longest part is the compilation, so there is one type.
 LINEAR, ATTENTION = "test_linear.py::test_", "test_attention.py::test_"
@@ -33,12 +35,9 @@ TESTS = (
     f"{ATTENTION}a_token_is_correct_and_the_same_in_any_chunk_and_batch[(2, 2, 32, 40, None)-SET bfloat16]",
     f"{ATTENTION}results_do_not_depend_on_the_number_of_threads",
 )
-# Whole models, with the set whose instructions the emulator computes fast: products of pairs of bfloat16 numbers take
+# A whole model, with the set whose instructions the emulator computes fast: products of pairs of bfloat16 numbers take
 # it far longer than fused multiply-adds.
-MODELS = (
-    "test_program.py::test_a_program_matches_its_operations[llama]",
-    "test_program.py::test_a_program_applies_adapters[gemma2]",
-)
+MODELS = ("test_program.py::test_a_program_matches_its_operations[llama]",)
 
 
 @pytest.mark.parametrize("instruction_set", PROCESSORS)

@@ -15,6 +15,8 @@ from tgi.worker.cpu_kernels.build import KernelsUnavailable
 from tgi.worker.host_cpu import cpu_features
 from tgi.worker.instruction_sets import BY_NAME, INSTRUCTION_SETS
 
+pytestmark = pytest.mark.slow
+
 LANES = 16
 # Each function of vectors, as an expression of x, y and z, with what torch computes.
 EXACT = {  # rounded as IEEE 754 says

@@ -26,6 +26,8 @@ from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.loader import build_model, read_model_spec
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (60, 1, 17)
 CPU = torch.device("cpu")
 

@@ -6,6 +6,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 # Modules with `launches()`: see compile_launches.py.
 LAUNCHES = (
     "tests.worker.gpu_kernels.launch_attention",

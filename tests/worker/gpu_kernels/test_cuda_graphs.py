@@ -30,6 +30,8 @@ from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.watermark import Watermark
 
+pytestmark = pytest.mark.slow
+
 CPU, PAGES = torch.device("cpu"), 64
 GPU = GpuKernels((9, 0))
 # Each launch takes the interpreter up to a second: few rows, few layers and few tokens. Pages have 16 tokens.

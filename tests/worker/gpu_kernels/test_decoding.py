@@ -24,7 +24,7 @@ CPU, PAGES = torch.device("cpu"), 24
 GPU = GpuKernels((8, 0))
 PROMPTS = [[5, 9, 3], [7] * 29, [1]]
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
 
 
 def drawn(

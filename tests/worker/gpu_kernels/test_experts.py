@@ -24,6 +24,8 @@ from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain, stack_weights
 
+pytestmark = pytest.mark.slow
+
 CPU, HALF, SINGLE = torch.device("cpu"), torch.float16, torch.float32
 HIDDEN, INNER = 128, 256
 NORMALIZED = RouterConfig(normalized=True)

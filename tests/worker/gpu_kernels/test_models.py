@@ -20,6 +20,8 @@ from tgi.worker.lora.deltas import AdapterSpan
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 # Norms of heads, gelu and norms behind parts; layer norms, neighbouring pairs and one input for both parts; a bias, no

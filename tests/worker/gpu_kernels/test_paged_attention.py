@@ -24,7 +24,10 @@ PAGE, SCALE = 16, 0.2
 # Relative to the largest number of the result.
 TOLERANCE = {HALF: 2**-10, BRAIN: 2**-7, SINGLE: 1e-6}
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered"),
+]
 
 
 class Case:

@@ -17,6 +17,8 @@ from tgi.worker.models.loader import read_model_spec
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain
 
+pytestmark = pytest.mark.slow
+
 CPU, HALF = torch.device("cpu"), torch.float16
 SIZES = {"hidden": 64, "intermediate": 96, "layers": 1}
 

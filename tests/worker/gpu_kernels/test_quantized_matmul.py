@@ -16,6 +16,8 @@ from tgi.worker.quantization import float8
 from tgi.worker.quantization.weight import QuantizedWeight
 from tgi.worker.quantization.weight_forms import GROUPS
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 HALF = torch.float16

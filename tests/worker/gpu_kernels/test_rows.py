@@ -17,6 +17,8 @@ from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -20,6 +20,8 @@ from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import SampledTokens, sample, sample_head
 from tgi.worker.sampling.sampling_batch import SamplingBatch
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 VOCAB = 1300
@@ -59,7 +61,7 @@ def compare(head: HeadLogits, batch: SamplingBatch, tolerance: float = 1e-5) -> 
     return found
 
 
-@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 14), (torch.float16, 3), (torch.float32, 6)])
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 9), (torch.float16, 2), (torch.float32, 4)])
 def test_every_mixture_of_parameters(dtype: torch.dtype, rows: int) -> None:
     """And each row has the same bits alone."""
     draw = random.Random(7)
@@ -74,7 +76,7 @@ def test_every_mixture_of_parameters(dtype: torch.dtype, rows: int) -> None:
         samplings.append(SamplingParams(seed << 40, draw.random() < 0.8, choice=seed % 2, **params))
     head, batch = HeadLogits(distinct_logits(len(samplings), dtype)), batch_of(samplings)
     found = compare(head, batch)
-    for row in range(2, len(samplings), 6):
+    for row in range(2, len(samplings), 7):
         chosen = np.array([row])
         alone = sample_head(
             head._replace(values=head.values[row : row + 1]), batch.select(chosen), None, gpu_sample=GPU.sample

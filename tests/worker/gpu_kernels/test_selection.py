@@ -15,6 +15,8 @@ from tgi.worker.models.config_reader import read_config, read_decoder_config
 from tgi.worker.models.loader import ModelSpec
 from tgi.worker.quantization.scheme import QuantizationScheme
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 FAILING = f"{__package__}.failing"
 

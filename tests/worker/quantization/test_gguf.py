@@ -23,6 +23,8 @@ from tgi.worker.models.decoder import DecoderModel, _linears
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:

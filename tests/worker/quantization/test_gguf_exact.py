@@ -19,6 +19,8 @@ from tgi.worker.attention import build_attention
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
 from tgi.worker.models.loader import build_model, read_model_spec
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = (
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_XS", "IQ2_XXS", "IQ3_S", "IQ1_S", "TQ2_0", "F32", "F16", "BF16", "mixed"),

@@ -18,6 +18,8 @@ from tgi.worker.quantization.quantize import (
 )
 from tgi.worker.quantization.weight import CODEBOOK, CODEBOOK_FACTORS, CODEBOOK_LEVELS
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 2**-11  # relative error of a scale in float16,
 SMALLEST = 2**-25  # and the absolute error of a subnormal one
 numbers = st.one_of(st.just(0.0), st.floats(-4, 4, width=32), st.floats(-(2**-7), 2**-7, width=32))
