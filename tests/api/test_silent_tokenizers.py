@@ -94,7 +94,7 @@ def test_what_a_silent_tokenizer_has_in_hand_waits_for_its_end(serve: Any) -> No
     hung.send(Beat(None))
     assert living.next(Generate, timeout=30).inputs == moved.inputs
     until(lambda: connections[0].silent)
-    assert [one.fingerprint for one in connections[0].requests.values()] == [suspect.context.fingerprint]
+    assert [one.context.fingerprint for one in connections[0].requests.values()] == [suspect.context.fingerprint]
     hung.stop()
     hung.last_exit = LastExit(boot, "made no progress and was killed", False, suspect.context.fingerprint)
     hung.start()

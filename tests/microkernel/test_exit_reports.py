@@ -222,6 +222,6 @@ def test_a_batch_is_in_hand_while_the_process_works_on_it() -> None:
     for slot, name in enumerate((b"a" * 8, b"b" * 8, b"a" * 8)):
         register.slots[slot] = fingerprint_number(name)
     assert register.in_hand() == b""
-    register.set_batch_in_hand(True)
+    register.working_on_batch()
     assert split_fingerprints(register.in_hand()) == [b"a" * 8, b"b" * 8]
     assert fingerprint_number(b"too long!") == 0

@@ -14,14 +14,14 @@ from tgi.microkernel.assignments import (
     Neighbour,
 )
 from tgi.microkernel.link import PeerId, Place
-from tgi.microkernel.protocol import PROTOCOL, Hello, LastExit
+from tgi.microkernel.protocol import PROTOCOL, Hello, LastExit, RequestContext
 
 NEIGHBOURS = 4
 
 
 @dataclass(eq=False)
 class Request:
-    fingerprint: bytes
+    context: RequestContext
 
 
 class Upstream(RuleBasedStateMachine):
@@ -49,7 +49,7 @@ class Upstream(RuleBasedStateMachine):
 
     def assign(self, request: Request, neighbour: Neighbour[Request]) -> None:
         assert neighbour.peer is not None
-        if (bound := self.bound.get(request.fingerprint)) is not None and self.now < bound[1]:
+        if (bound := self.bound.get(request.context.fingerprint)) is not None and self.now < bound[1]:
             assert neighbour.place.replica in bound[0], (
                 "a suspect was sent elsewhere before a successor had told how it ended"
             )
@@ -62,7 +62,7 @@ class Upstream(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([b"", b"innocent", b"poison-1", b"poison-2"]))
     def submit(self, name: bytes) -> None:
-        request = Request(name)
+        request = Request(RequestContext(name))
         self.live.add(request)
         if (neighbour := self.assignments.choose(request, self.now)) is None:
             self.assignments.wait(request)
@@ -74,7 +74,7 @@ class Upstream(RuleBasedStateMachine):
         neighbour = self.neighbours[number]
         if neighbour.peer is None:
             return
-        names = [one.fingerprint for one in neighbour.requests.values() if one.fingerprint]
+        names = [one.context.fingerprint for one in neighbour.requests.values() if one.context.fingerprint]
         name = names[hand % len(names)] if names and not planned else b""
         self.in_hand[number] = name
         if name and not self.remote[number]:
@@ -109,7 +109,7 @@ class Upstream(RuleBasedStateMachine):
             return
         neighbour.silent = True
         suspects = self.assignments.suspects(neighbour)
-        for request in [one for one in neighbour.requests.values() if one.fingerprint not in suspects]:
+        for request in [one for one in neighbour.requests.values() if one.context.fingerprint not in suspects]:
             assert self.assignments.remove(request) is not None
             self.assignments.wait(request)
         self.submit_waiting()
@@ -132,7 +132,7 @@ class Upstream(RuleBasedStateMachine):
         assert self.assignments.pop(neighbour, rid) is None
         if well:
             self.assignments.ended_well(request)
-            self.bound.pop(request.fingerprint, None)
+            self.bound.pop(request.context.fingerprint, None)
 
     @rule(seconds=st.sampled_from([0.001, 0.1, 5.0, EXIT_REPORT_SECONDS]))
     def wait(self, seconds: float) -> None:
@@ -170,7 +170,7 @@ def test_a_mass_of_requests_is_submitted_again_at_the_limited_rate() -> None:
     neighbour = Neighbour[Request](Place("", 0))
     assignments: Assignments[Neighbour[Request], Request]
     assignments = Assignments(lambda request, now: neighbour, lambda peer: b"")
-    requests = [Request(b"") for _ in range(RESUBMISSION_BURST + 500)]
+    requests = [Request(RequestContext()) for _ in range(RESUBMISSION_BURST + 500)]
     for request in requests:
         assignments.wait(request)
     now, sent = 0.0, []

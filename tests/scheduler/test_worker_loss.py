@@ -573,7 +573,7 @@ def test_a_request_that_crashes_the_scheduler_in_a_plan_is_found_by_its_third_cr
     while culprit.end is None:
         sim.plan()
         register = sim.scheduler.work_register
-        register.set_batch_in_hand(True)
+        register.working_on_batch()
         in_hand = split_fingerprints(register.in_hand())
         if fingerprint_of(culprit) in in_hand:
             crashes += 1
@@ -622,7 +622,7 @@ def test_the_register_states_the_requests_of_this_turn_only() -> None:
     sim = named_simulation(3)
     register = sim.scheduler.work_register
     sim.step()
-    register.set_batch_in_hand(True)
+    register.working_on_batch()
     assert set(split_fingerprints(register.in_hand())) == {fingerprint_of(request) for request in sim.requests}
     sim.worker_down()
     sim.worker_up()

@@ -33,7 +33,7 @@ from tgi.microkernel.protocol import (
 )
 from tgi.microkernel.rundir import scheduler_socket
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.work_register import WorkRegister, split_fingerprints
+from tgi.microkernel.work_register import WorkRegister, fingerprint_number, split_fingerprints
 from tgi.scheduler import main as scheduler_main
 from tgi.scheduler.metrics import SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler
@@ -487,7 +487,7 @@ class SimulatedExecutors:
 
     def _begin(self, job: EncodingJob) -> None:
         unit = next(unit for unit in range(1, len(self._units)) if not self._units[unit])
-        self._units[unit] = job.fingerprint or 1
+        self._units[unit] = fingerprint_number(job.context.fingerprint) or 1
         self._running[job.executor].append(job)
         self._process.clock.after(self._process.simulation.encoding_delay(), self._finish, job, unit)
 
@@ -557,7 +557,7 @@ class CheckedPool(TokenizerPool):
             CHATS,
             lambda: process.clock.now,
             build_grammar=build_grammar,
-            units=process.work_register.units,
+            work_register=process.work_register,
             work_in_hand=process.scheduler_work_in_hand,
         )
         self._encoder = MortalEncoder(byte_level(), CHATS, None)

@@ -12,7 +12,7 @@ from tgi.microkernel import metrics
 from tgi.microkernel.link import PeerDisconnected
 from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, RequestContext, Tokenize, Tokenized
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.work_register import WorkRegister, fingerprint_number
+from tgi.microkernel.work_register import WorkRegister
 from tgi.tokenizer import encoding_jobs
 from tgi.tokenizer.encoding_jobs import (
     MAX_INLINE_SIZE,
@@ -100,7 +100,7 @@ def test_the_last_free_thread_is_kept_for_another_client() -> None:
 
         return job(key, key[0], executor=LONG_TEXTS)._replace(run=run)
 
-    executors = JobExecutors(woken.set, WorkRegister().units)
+    executors = JobExecutors(woken.set, WorkRegister())
     queue = queue_of(*(blocking(f"a{n}") for n in range(3)))
     executors.start_jobs(queue)
     assert queue.queued_keys() == ["a1", "a2"]
@@ -129,9 +129,9 @@ def test_a_job_on_trial_is_alone_in_hand() -> None:
             seen[key] = register.in_hand()
             return key
 
-        return EncodingJob(key, run, executor, key, 1, fingerprint_number(8 * key.encode()), alone)
+        return EncodingJob(key, run, executor, key, 1, RequestContext(8 * key.encode()), alone)
 
-    executors = JobExecutors(woken.set, register.units)
+    executors = JobExecutors(woken.set, register)
     queue = queue_of(stating("a"), stating("b", GRAMMARS))
     executors.start_jobs(queue)
     queue.add(stating("t", GRAMMARS, alone=True))
@@ -169,8 +169,8 @@ def test_the_pool_makes_a_trial_of_a_suspect() -> None:
     harness.pool.handle(API, generate)
     assert harness.received_by(harness.scheduler) == []
     (trial,) = harness.pool.jobs.trials.values()
-    assert trial.fingerprint == fingerprint_number(b"12345678")
-    executors = JobExecutors(lambda: None, WorkRegister().units)
+    assert trial.context == generate.context
+    executors = JobExecutors(lambda: None, WorkRegister())
     executors.start_jobs(harness.pool.jobs)
     assert executors.idle  # it runs in the loop
     harness.pool.run_trials()

@@ -14,7 +14,6 @@ AsgiApp = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 # Keys of the ASGI scope.
 RECEIVE_KEY = "tgi.receive"  # ASGI's receive callable, for DisconnectWatcher
 ABORT_KEY = "tgi.abort"  # closes the connection without sending what is buffered (http_server.py)
-FINGERPRINTS_KEY = "tgi.fingerprints"  # iterator: the names of the request's generations in crash isolation
 RECORD_KEY = "tgi.record"  # RequestRecord (requests.py); absent in requests of the readiness probe
 PROBE_KEY = "tgi.probe"  # present in requests of the readiness probe only (readiness.py)
 

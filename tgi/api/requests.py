@@ -93,11 +93,6 @@ class LiveRequest:
         self.record: RequestRecord | None = None  # of the HTTP request
 
     @property
-    def fingerprint(self) -> bytes:
-        """Its name in crash isolation; b"": it has none."""
-        return self.context.fingerprint
-
-    @property
     def adapter(self) -> str:
         """The name of the adapter that it needs, or ""."""
         return ""

@@ -259,7 +259,7 @@ class Router:
                 self.health.progress.record()
                 request = self.assignments.pop(tokenizer, message.rid)
                 if request is not None and self._isolation.suspects:
-                    self._isolation.discard(request.fingerprint, well=True)
+                    self._isolation.discard(request.context.fingerprint, well=True)
                 if isinstance(request, TokenizationRequest) and request.active:
                     self._deactivate(request)
                     request.complete(message)
@@ -336,7 +336,7 @@ class Router:
         self, tokenizer: TokenizerConnection, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED
     ) -> None:
         assert tokenizer.peer is not None
-        request.on_trial = self._isolation.is_suspect(request.fingerprint)
+        request.on_trial = self._isolation.is_suspect(request.context.fingerprint)
         rid = next(self._rids)
         message = request.to_message(rid)
         tokenizer.link.send(tokenizer.peer, message)
@@ -345,7 +345,7 @@ class Router:
             event = resubmitted if request.submitted else Event.SUBMITTED
             self.recorder.stamp(event, message.context, tokenizer.peer.replica, len(message.resume_ids) // ITEM_BYTES)
             if request.on_trial:
-                strikes = self._isolation.suspects[request.fingerprint].strikes
+                strikes = self._isolation.suspects[request.context.fingerprint].strikes
                 self.recorder.stamp(Event.ON_TRIAL, message.context, strikes)
         request.submitted = True
 
@@ -405,7 +405,7 @@ class Router:
             if not tokenizer.silent or tokenizer.peer is None or not tokenizer.requests:
                 continue
             in_hand = self.assignments.suspects(tokenizer)
-            moved = [request for request in tokenizer.requests.values() if request.fingerprint not in in_hand]
+            moved = [request for request in tokenizer.requests.values() if request.context.fingerprint not in in_hand]
             if moved:
                 log.warning("%d requests of %s are sent to another tokenizer", len(moved), tokenizer.peer)
             for request in moved:
@@ -421,7 +421,7 @@ class Router:
         """A tokenizer has connected. If it tells how its predecessor died, the requests that this had in hand are
         suspects; any tokenizer works on them alone from now on."""
         if (report := self.assignments.connected(tokenizer, peer, hello, now := time.monotonic())) is not None:
-            tokens = {request.fingerprint: request.generated_count for request in self.assignments}
+            tokens = {request.context.fingerprint: request.generated_count for request in self.assignments}
             in_hand = {name: tokens.get(name, 0) for name in split_fingerprints(report.in_hand)}
             for name in self._isolation.record_death(in_hand, now, outside=report.outside):
                 self._quarantine(name, f"the tokenizer {report.cause} while it worked on this request")
@@ -431,7 +431,7 @@ class Router:
         """Fails the requests of this name, and refuses it from now on."""
         self._refuse(fingerprint, cause)
         for request in self.assignments:
-            if request.fingerprint == fingerprint and request.active:
+            if request.context.fingerprint == fingerprint and request.active:
                 self.cancel(request)
                 request.fail(cause)
 
@@ -443,11 +443,11 @@ class Router:
     def _record_end(self, request: LiveRequest, end: End) -> None:
         """A strike is cleared by an answer of the pipeline, not by a disconnect: the same request may come back."""
         if end.reason == FinishReason.QUARANTINED:
-            self._refuse(request.fingerprint, end.message)
+            self._refuse(request.context.fingerprint, end.message)
         elif end.reason not in (FinishReason.CANCELLED, FinishReason.FAILED):
             self.assignments.ended_well(request)
             if self._isolation.suspects:
-                self._isolation.discard(request.fingerprint, well=True)
+                self._isolation.discard(request.context.fingerprint, well=True)
 
 
 def is_superseded(request: LiveRequest, end: End) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from falcon.asgi import Request
 
 from tgi.api import errors, request_metrics
-from tgi.api.asgi import ABORT_KEY, FINGERPRINTS_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe
+from tgi.api.asgi import ABORT_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe
 from tgi.api.body_reader import BodyReader, decompress
 from tgi.api.clients import Client, Clients
 from tgi.api.errors import ClientDisconnected, Rejection
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# In the scope of a request: an iterator over the names of its generations in crash isolation.
+FINGERPRINTS_KEY = "tgi.fingerprints"
 # What uvicorn holds of a body that is not read.
 SMALL_BODY_BYTES = 64 << 10
 # For this long the rest of a body that is too long is read and dropped.

@@ -21,8 +21,9 @@ Processes
     token_bucket     a limit on the rate of an action
     rundir           the run directory: sockets, locks, state files
     work_register    what a process has in hand, in shared memory
+    assignments      which neighbour below has which request; what is submitted again after a loss
     crash_isolation  finds the requests that crash a process, by trial
-    quarantine       fingerprints of requests that are refused because they crash processes
+    quarantine       requests that are refused because they crash processes
     permits          the limit of concurrent requests, shared by all front ends
     control_groups   limits of memory and CPUs: cgroup v1 and v2, ulimit
     heap             returns freed memory to the system

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from tgi.microkernel.link import PeerId, Place
-from tgi.microkernel.protocol import Beat, Hello, LastExit
+from tgi.microkernel.protocol import Beat, Hello, LastExit, RequestContext
 from tgi.microkernel.token_bucket import TokenBucket
 from tgi.microkernel.work_register import split_fingerprints
 
@@ -30,8 +30,8 @@ class Assignable(Protocol):
     """A request. Hashable by identity."""
 
     @property
-    def fingerprint(self) -> bytes:
-        """Its name in crash isolation; b"": it is never suspected."""
+    def context(self) -> RequestContext:
+        """Its fingerprint is its name here; b"": it is never suspected."""
         ...
 
 
@@ -91,13 +91,13 @@ class Assignments(Generic[NeighbourT, RequestT]):
 
     def choose(self, request: RequestT, now: float) -> NeighbourT | None:
         """The neighbour that gets the request; None: it has to wait."""
-        if self._bound and (bound := self._bound.get(request.fingerprint)) is not None:
+        if self._bound and (bound := self._bound.get(request.context.fingerprint)) is not None:
             neighbour, until = bound
             if neighbour.peer is not None:
                 return neighbour
             if now < until:
                 return None
-            del self._bound[request.fingerprint]
+            del self._bound[request.context.fingerprint]
         return self._choose(request, now)
 
     def assign(self, request: RequestT, neighbour: NeighbourT, rid: int) -> None:
@@ -125,8 +125,8 @@ class Assignments(Generic[NeighbourT, RequestT]):
 
     def ended_well(self, request: RequestT) -> None:
         """Nothing is held against an equal request any more."""
-        self._bound.pop(request.fingerprint, None)
-        self._lost_once.pop(request.fingerprint, None)
+        self._bound.pop(request.context.fingerprint, None)
+        self._lost_once.pop(request.context.fingerprint, None)
 
     def next_due(self, now: float) -> Iterator[tuple[RequestT, NeighbourT]]:
         """The waiting requests that may be submitted now, at the limited rate, with their neighbours. To be called at
@@ -171,7 +171,8 @@ class Assignments(Generic[NeighbourT, RequestT]):
         assert neighbour.peer is not None
         if (in_hand := self.work_in_hand(neighbour.peer)) is not None:
             return set(split_fingerprints(in_hand))
-        present = dict.fromkeys(one.fingerprint for one in neighbour.requests.values() if one.fingerprint)
+        present = dict.fromkeys(one.context.fingerprint for one in neighbour.requests.values())
+        present.pop(b"", None)
         suspects = present.keys() & self._lost_once.keys()
         self._lost_once |= present
         _forget_oldest(self._lost_once)

@@ -1,6 +1,6 @@
 """Crash isolation: finds the requests that crash a process, by trial. Sans-IO.
 
-Requests are named by their fingerprints, so a retry of the same request is recognised. A death of a process gives a
+Equal requests have the same key, so a retry of the same request is recognised. A death of a process gives a
 strike to each request that the process had in hand, never to those that it had queued. These requests are then on
 trial: they are divided into groups, and only one group is worked on at a time, in short turns, with turns of all other
 requests in between, so that every stream continues. The next death therefore names one group, and the one after it, as
@@ -8,10 +8,9 @@ a rule, one request. A request is convicted by its third strike if that fell whi
 released when its members have made enough progress; their strikes remain until they end well.
 
 A death from outside (a signal that neither the supervisor nor the process itself sent) says nearly nothing about the
-requests in hand. Two of them in a row, with almost no progress in between, begin a trial. In a trial an outside cause
-hits a group as often as it has turns, but a guilty request dies in its own turns only: it is convicted when it is alone
-in hand and the probability that all these deaths fell into its turns by accident is below MAX_ACCIDENT. A death without
-it, or of another process, begins a new row.
+requests in hand. Two of them in a row, with almost no progress in between, begin a trial, in which a single group has
+one turn in six: an accident hardly ever hits it again and again. A request that was in hand at CONVICTING_OUTSIDE of
+them in a row, at the last one alone, is convicted. A death without it, or of another process, begins a new row.
 """
 
 import math
@@ -25,17 +24,16 @@ Key = TypeVar("Key", bound=Hashable)
 CONVICTING_STRIKES = 3
 # A request that makes OUTSIDE_PROGRESS tokens between two deaths from outside begins a new row of them.
 OUTSIDE_PROGRESS = 8
-# The probability of an accident that a death from outside in the turn of a request leaves: the share of the turn, or
-# this where there are hardly other turns. It convicts a request in a row if less than MAX_ACCIDENT is left.
-MAX_SHARE, MAX_ACCIDENT = 0.5, 1 / 10_000
+# Deaths from outside in a row that convict, if the request was alone in hand at the last one: after the two that begin
+# the trial, five in a turn that comes once in six times.
+CONVICTING_OUTSIDE = 7
 # Up to this many suspects are tried alone; more in groups of √n, so that a third death names one request.
 MAX_TRIED_ALONE = 8
 # Steps of a turn. Blame is exact however short a turn is, since only one group is in hand. Longer turns have fewer
 # pauses in between, shorter ones delay streams less.
 TURN_STEPS = 2
-# Steps of all other requests between two turns of a single group that is tried for deaths from outside: the fewer turns
-# it has, the more each death in one of them says.
-OTHER_STEPS = 10
+# Steps of all other requests between two turns of a single group that is tried for deaths from outside.
+OTHER_STEPS = 5 * TURN_STEPS
 # Tokens that each member of a group makes until the group is released. Doubled with each further strike, for requests
 # that crash the process rarely.
 TRIAL_TOKENS, MAX_DOUBLINGS = 8, 6
@@ -52,7 +50,6 @@ class Suspect:
     cause: str = ""  # of the latest strike, in words
     blamed_at: float = 0.0  # the latest death with it in hand
     outside_deaths: int = 0  # in a row
-    accident: float = 1.0  # the probability that it was in hand at all of these by accident
     progress: int = 0  # its tokens at the latest death from outside
     group: int = -1  # number of the group in which it is tried; -1: it is not on trial
     tokens_left: int = 0  # that it makes until it may be released
@@ -66,7 +63,6 @@ class TrialGroup(Generic[Key]):
     number: int
     strikes: int
     members: set[Key] = field(default_factory=set)
-    steps: int = 0  # since the latest death
 
 
 class CrashIsolation(Generic[Key]):
@@ -84,7 +80,6 @@ class CrashIsolation(Generic[Key]):
         self._group: TrialGroup[Key] | None = None  # whose turn it is; None: all requests that are not on trial
         self._next_group = 0  # index of the next group
         self._steps_left = 0  # of this turn
-        self._all_steps = 0  # since the latest death
         self._last_number = 0  # of a group
 
     # --- deaths -------------------------------------------------------------------------------------------------------
@@ -108,7 +103,7 @@ class CrashIsolation(Generic[Key]):
             self._leave_group(key, suspect)
             suspect.group = -1
             if len(in_hand) == 1 and (
-                suspect.accident < MAX_ACCIDENT if outside else suspect.strikes >= CONVICTING_STRIKES
+                suspect.outside_deaths >= CONVICTING_OUTSIDE if outside else suspect.strikes >= CONVICTING_STRIKES
             ):
                 suspect.convicted = True
                 convicted.append(key)
@@ -120,9 +115,6 @@ class CrashIsolation(Generic[Key]):
         else:
             self._next_group = 0
         self._group, self._steps_left = None, 0
-        for group in self._groups:
-            group.steps = 0
-        self._all_steps = 0
         return convicted
 
     def record_other_death(self) -> None:
@@ -141,23 +133,17 @@ class CrashIsolation(Generic[Key]):
             suspect.blamed_at = now
             if suspect.outside_deaths and tokens - suspect.progress < OUTSIDE_PROGRESS:
                 suspect.outside_deaths += 1
-                suspect.accident *= self._share(suspect)
-                if suspect.group < 0 or len(in_hand) > 1 or suspect.accident < MAX_ACCIDENT:
+                if suspect.group < 0 or len(in_hand) > 1 or suspect.outside_deaths >= CONVICTING_OUTSIDE:
                     blamed.append(key)
                 suspect.tokens_left = _trial_tokens(suspect)
             else:
-                suspect.outside_deaths, suspect.accident = 1, 1.0
+                suspect.outside_deaths = 1
             suspect.progress = tokens
         return blamed
 
-    def _share(self, suspect: Suspect) -> float:
-        """The share of the suspect's turns in the work since the latest death."""
-        group = next((group for group in self._groups if group.number == suspect.group), None)
-        return MAX_SHARE if group is None else min(MAX_SHARE, group.steps / max(1, self._all_steps))
-
     def _end_row(self, key: Key, suspect: Suspect) -> None:
         """Deaths from outside are no evidence against this request."""
-        suspect.outside_deaths, suspect.accident = 0, 1.0
+        suspect.outside_deaths = 0
         if not suspect.strikes:
             del self.suspects[key]
 
@@ -280,9 +266,6 @@ class CrashIsolation(Generic[Key]):
     def record_step(self) -> None:
         """A step of this turn has begun."""
         self._steps_left -= 1
-        self._all_steps += 1
-        if self._group is not None:
-            self._group.steps += 1
 
     def record_tokens(self, key: Key, count: int = 1) -> list[Key]:
         """A request has made tokens. Releases its group if that completes its trial; returns those that are

@@ -83,7 +83,6 @@ class SuspectRecord(NamedTuple):
     outside_deaths: int
     group: int
     tokens_left: int
-    accident: float = 1.0
 
 
 class Inheritance(NamedTuple):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tgi.microkernel.mapped_file import map_file
+from tgi.microkernel.protocol import RequestContext
 
 FINGERPRINT_BYTES = 8
 # Words of the register, of 8 bytes each: the process's boot id, what its threads work on, whether it works on the
@@ -18,8 +19,8 @@ _BOOT, _UNITS, _BATCH_IN_HAND, _SLOTS, _WORDS = 0, 1, 15, 16, 4096
 class WorkRegister:
     """The register of one process, in any buffer. The process writes it, others only read.
 
-    `units[k] = fingerprint` states what thread k works on, 0 that it works on no request. `slots[k] = fingerprint`
-    states a request of the batch, which is in hand after `set_batch_in_hand(True)`.
+    `units[k]` states the fingerprint of what thread k works on, 0 that it works on no request: `working_on`.
+    `slots[k] = fingerprint` states a request of the batch, which is in hand during `working_on_batch`.
     """
 
     def __init__(self, buffer: Any = None) -> None:
@@ -28,6 +29,7 @@ class WorkRegister:
         self._words = words
         self.units = words[_UNITS:_BATCH_IN_HAND]
         self.slots = words[_SLOTS:]
+        self._end = [_EndOfWork(words, word) for word in range(_BATCH_IN_HAND + 1)]
 
     @classmethod
     def open(cls, path: Path) -> "WorkRegister":
@@ -44,9 +46,15 @@ class WorkRegister:
         """The boot id of the process that wrote it last."""
         return _fingerprint(self._words[_BOOT])
 
-    def set_batch_in_hand(self, in_hand: bool) -> None:
-        """States whether the process works on the batch as a whole."""
-        self._words[_BATCH_IN_HAND] = in_hand
+    def working_on(self, request: RequestContext, thread: int = 0) -> "_EndOfWork":
+        """`with register.working_on(request):` states that a thread works on this request."""
+        self.units[thread] = fingerprint_number(request.fingerprint)
+        return self._end[_UNITS + thread]
+
+    def working_on_batch(self) -> "_EndOfWork":
+        """`with register.working_on_batch():` states that the process works on the batch as a whole."""
+        self._words[_BATCH_IN_HAND] = 1
+        return self._end[_BATCH_IN_HAND]
 
     def in_hand(self) -> bytes:
         """The fingerprints in hand, 8 bytes each, each once."""
@@ -54,6 +62,22 @@ class WorkRegister:
         if self._words[_BATCH_IN_HAND]:
             words = [*self.units, *self.slots]
         return b"".join(dict.fromkeys(_fingerprint(word) for word in words if word))
+
+
+class _EndOfWork:
+    """Clears a word at the end of a `with` block, but not for an exception: what it may end was caused by this work."""
+
+    __slots__ = ("_word", "_words")
+
+    def __init__(self, words: "memoryview[int]", word: int) -> None:
+        self._words, self._word = words, word
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._words[self._word] = 0
 
 
 def split_fingerprints(column: bytes) -> list[bytes]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tgi.microkernel.codec import INT32, UINT32
+from tgi.microkernel.protocol import PREFILL
 from tgi.microkernel.work_register import WorkRegister
 from tgi.scheduler.request import NO_SLOT, NO_STEP, ClientShare, Request, TokenizerPeer
 
@@ -24,6 +25,7 @@ class RunningBatch:
         self.early_exits = 0  # requests that have left before their last token, perhaps with rows in flight
         self.prefilling: dict[Request, None] = {}  # in the order of admission
         self.lanes: dict[TokenizerPeer, DecodeLane] = {}  # the decoding requests; no lane is empty
+        self.paused: dict[Request, None] = {}  # they keep slot and pages, and get no rows: see `restrict`
         self.prefilled: list[Request] = []  # their last prefill chunk is planned: they decode from the next step on
         self.finishing: list[Request] = []  # their last token is planned: they decode no longer
         self.shares: dict[ClientShare, None] = {}  # the clients that hold slots
@@ -44,7 +46,7 @@ class RunningBatch:
     @property
     def unfinished(self) -> list[Request]:
         """The requests that need further steps."""
-        return [*self.prefilling, *self.decoding]
+        return [*self.prefilling, *self.decoding, *self.paused]
 
     @property
     def busy(self) -> bool:
@@ -64,13 +66,27 @@ class RunningBatch:
             self.shares[share] = None
         share.running += 1
         self._slots[slot] = request
-        self._stated[slot] = request.fingerprint_number
+        self._stated[slot] = request.work_number
         return slot
 
-    def state(self, in_hand: Callable[[Request], bool]) -> None:
-        """States these of the requests as the batch in hand."""
-        for slot, request in enumerate(self._slots):
-            self._stated[slot] = 0 if request is None or not in_hand(request) else request.fingerprint_number
+    def restrict(self, may_run: Callable[[Request], bool]) -> None:
+        """Pauses all requests but these, which are the batch in hand from now on, and resumes these. To be called while
+        no step is in flight."""
+        self.commit()
+        for request in [one for one in self.unfinished if may_run(one) is (one in self.paused)]:
+            if request in self.paused:
+                del self.paused[request]
+                if request.state is PREFILL:
+                    self.prefilling[request] = None
+                else:
+                    self._enter_lane(request)
+            else:
+                if request.lane is not None:
+                    self._leave_lane(request)
+                self.prefilling.pop(request, None)
+                self.paused[request] = None
+        for slot, one in enumerate(self._slots):
+            self._stated[slot] = 0 if one is None or one in self.paused else one.work_number
 
     def commit(self) -> None:
         """Moves requests into and out of the lanes as the last step plan decided. To be called before the next one."""
@@ -79,11 +95,7 @@ class RunningBatch:
                 self._leave_lane(request)
         for request in self.prefilled:
             if request.slot != NO_SLOT:  # else it has ended
-                lane = self.lanes.get(request.tokenizer)
-                if lane is None:
-                    lane = self.lanes[request.tokenizer] = DecodeLane()
-                lane.add(request)
-                request.share.enter_decode(request, self.step)
+                self._enter_lane(request)
         self.finishing, self.prefilled = [], []
 
     def due(self) -> tuple[list[Request], list[Request]]:
@@ -93,6 +105,13 @@ class RunningBatch:
         for lane in self.lanes.values():
             lane.collect_due(need_page, finishing)
         return need_page, finishing
+
+    def _enter_lane(self, request: Request) -> None:
+        lane = self.lanes.get(request.tokenizer)
+        if lane is None:
+            lane = self.lanes[request.tokenizer] = DecodeLane()
+        lane.add(request)
+        request.share.enter_decode(request, self.step)
 
     def _leave_lane(self, request: Request) -> None:
         lane = self.lanes[request.tokenizer]
@@ -117,8 +136,9 @@ class RunningBatch:
                 del self.shares[share]
             if request.lane is not None:
                 self._leave_lane(request)
-            elif prefilling:
+            else:
                 prefilling.pop(request, None)
+                self.paused.pop(request, None)
             request.slot = NO_SLOT
             request.valid_from_step = NO_STEP
 

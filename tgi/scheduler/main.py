@@ -15,7 +15,6 @@ from tgi.microkernel.process import Process
 from tgi.microkernel.progress import TOKENIZERS
 from tgi.microkernel.protocol import Add, Beat, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
 from tgi.microkernel.rundir import scheduler_socket, suspects_path
-from tgi.microkernel.work_register import fingerprint_number
 from tgi.scheduler.journal import JournalWriter, RecordedScheduler
 from tgi.scheduler.metrics import RequestSpans, SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -104,30 +103,27 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
             if isinstance(message, Inheritance):
                 log.warning("dropped an unexpected Inheritance from %s", peer)
             elif isinstance(message, StepResult):
-                register.set_batch_in_hand(True)
-                metrics.handle_result(scheduler, message, peer, now)
-                register.set_batch_in_hand(False)
+                with register.working_on_batch():
+                    metrics.handle_result(scheduler, message, peer, now)
             elif isinstance(message, Add):
                 if (refusal := scheduler.refusal(message, now)) is not None:
                     link.send(peer, refusal)
                     continue
-                register.units[0] = fingerprint_number(message.context.fingerprint)
-                scheduler.handle(message, peer, now)
-                register.units[0] = 0
+                with register.working_on(message.context):
+                    scheduler.handle(message, peer, now)
             else:
                 scheduler.handle(message, peer, now)
-    register.set_batch_in_hand(True)
-    while scheduler.worker.peer is not None and (step := metrics.plan(scheduler, now)) is not None:
-        _send(links, scheduler.worker.peer, step)
-    _flush(links)
-    scheduler.report_status(now)
-    for peer, message in scheduler.outgoing():
-        if spans is not None:
-            spans.message_sent(peer, message)
-        _send(links, peer, message)
-    _flush(links)
-    scheduler.commit()
-    register.set_batch_in_hand(False)
+    with register.working_on_batch():
+        while scheduler.worker.peer is not None and (step := metrics.plan(scheduler, now)) is not None:
+            _send(links, scheduler.worker.peer, step)
+        _flush(links)
+        scheduler.report_status(now)
+        for peer, message in scheduler.outgoing():
+            if spans is not None:
+                spans.message_sent(peer, message)
+            _send(links, peer, message)
+        _flush(links)
+        scheduler.commit()
     metrics.publish(scheduler, now)
 
 

@@ -69,7 +69,6 @@ class Request:
         "drafter",
         "due_step",
         "fingerprint",
-        "fingerprint_number",
         "first_planned_at",
         "lane",
         "lane_index",
@@ -94,6 +93,7 @@ class Request:
         "token_ids",
         "tokenizer",
         "valid_from_step",
+        "work_number",
     )
 
     share: "ClientShare"  # set when the waiting queue gets it
@@ -127,7 +127,7 @@ class Request:
         self.arrival = arrival
         # Its name in crash isolation. Without one from the client's request, one that no other request has.
         self.fingerprint = add.context.fingerprint or b"-%d" % arrival
-        self.fingerprint_number = fingerprint_number(add.context.fingerprint)  # in the work register
+        self.work_number = fingerprint_number(add.context.fingerprint)  # in the work register
         self.received_at = received_at
         self.first_planned_at: float | None = None
         self.token_ids = token_ids = array(INT32, add.prompt_ids)

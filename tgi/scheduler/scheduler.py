@@ -144,9 +144,8 @@ class Scheduler:
             # The rid is unknown if the message crosses the request's End.
             if (request := tokenizer.requests.get(message.rid)) is not None:
                 reason = FinishReason.STOP if isinstance(message, Stop) else FinishReason.CANCELLED
-                self.work_register.units[0] = request.fingerprint_number
-                self._end_request(request, reason, now)
-                self.work_register.units[0] = 0
+                with self.work_register.working_on(request.context):
+                    self._end_request(request, reason, now)
         elif isinstance(message, UpdateAdapter):
             self.worker.adapters.request_update(source, message)
             self._send_adapter_updates()
@@ -218,7 +217,7 @@ class Scheduler:
             if pipeline:
                 return None  # the steps in flight must be answered first, so that only one group is in hand
             isolation.next_turn()
-            planner.state_batch()
+            planner.begin_turn()
         latest, speculation = pipeline.latest, self._speculation
         if latest is not None and speculation is not None and speculation.should_wait(latest, planner.batch):
             return None
@@ -227,7 +226,7 @@ class Scheduler:
             skipped = 0
             while step is None and not pipeline and skipped < isolation.turns:
                 isolation.next_turn()  # nothing to compute in this turn
-                planner.state_batch()
+                planner.begin_turn()
                 step = planner.plan(pipeline.next_number, pipeline.epoch, ahead=False, now=now)
                 skipped += 1
             isolation.record_step()
@@ -570,7 +569,6 @@ class Scheduler:
                     cause=record.cause,
                     blamed_at=min(record.blamed_at, now),
                     outside_deaths=record.outside_deaths,
-                    accident=record.accident,
                     group=record.group,
                     tokens_left=record.tokens_left,
                 )
@@ -603,7 +601,6 @@ class Scheduler:
                 cause=suspect.cause,
                 blamed_at=suspect.blamed_at,
                 outside_deaths=suspect.outside_deaths,
-                accident=suspect.accident,
                 group=suspect.group,
                 tokens_left=suspect.tokens_left,
             )

@@ -35,8 +35,10 @@ PREEMPTED_SLOTS_SHARE = 1 / 16
 
 
 class StepPlanner:
-    """Owns the running batch and the KV cache, and takes requests from the waiting queue. While requests are on trial
-    for a crash, a step has rows only for those whose turn it is (CrashIsolation).
+    """Owns the running batch and the KV cache, and takes requests from the waiting queue.
+
+    While requests are on trial for a crash (CrashIsolation), `begin_turn` restricts what the planner chooses from to
+    those whose turn it is.
 
     A step may be planned while earlier ones are in flight: the worker runs steps in order, so pages that are free at
     planning time may be used, and a decode row needs only a position, not the token id of the step before.
@@ -60,6 +62,7 @@ class StepPlanner:
         self.limits = limits
         self.queue = queue
         self.trial_queue: dict[Request, None] = {}  # an ordered set: requests on trial that wait for a slot
+        self._waiting: WaitingQueue | TrialQueue = queue  # of this turn
         self.batch = RunningBatch(limits.max_batch_size, work_register)
         self.kv_cache = KVCacheManager(limits)
         self._page_size = limits.page_size
@@ -84,8 +87,6 @@ class StepPlanner:
         kv_cache = self.kv_cache
         if not kv_cache.committed:
             self.commit()
-        if self.trial_queue:
-            self._release_from_trial()
         self.queue.step = self.batch.step = number
         if self.queue and not self._isolation.on_trial:
             self._preempt_for_head()
@@ -120,20 +121,16 @@ class StepPlanner:
     def _plan_decode(self, builder: "StepBuilder") -> None:
         """One row for each decoding request. Requests for which no page is available have no row."""
         need_page, finishing = self.batch.due()
-        on_trial = self._isolation.on_trial
-        if on_trial:
-            need_page = [request for request in need_page if self._may_run(request)]
-            finishing = [request for request in finishing if self._may_run(request)]
         without_page: set[Request] = set()
         if need_page and not self.kv_cache.append_pages(need_page):
             without_page = self._append_scarce_pages(need_page)
             finishing = [one for one in finishing if one.lane is not None and one not in without_page]
-        if not on_trial and not without_page:
+        if not without_page:
             for tokenizer, lane in self.batch.lanes.items():
                 builder.add_lane(tokenizer, lane)
         else:
             for request in self.batch.decoding:
-                if request not in without_page and (not on_trial or self._may_run(request)):
+                if request not in without_page:
                     builder.add_decode_row(request)
         builder.finishing += finishing
         self.batch.finishing = finishing
@@ -172,27 +169,19 @@ class StepPlanner:
 
     def _free_a_page(self, request: Request) -> bool:
         """Ensures that a page is available for this request; preempts those after it in `preemption_order` until one
-        is, for a request on trial also any that is not in its group. False: none could be freed."""
+        is, in the turn of a trial first any that is not of it. False: none could be freed."""
         while not self.kv_cache.ensure_available(1):
-            victim = self._bystander()
-            if victim is None:
+            if (victim := self._bystander()) is None:
                 victim = self.batch.preemption_victim(excluding=request)
                 if victim is None or preemption_order(victim) < preemption_order(request):
                     return False
             self._preempt(victim)
         return True
 
-    def _may_run(self, request: Request) -> bool:
-        """Whether a step of this turn may have a row for it."""
-        return self._isolation.may_run(request.fingerprint)
-
     def _bystander(self) -> Request | None:
-        """In the turn of a group: the last to arrive of the requests with a slot that are not in it. They make room for
-        it, so that a trial never waits for other requests."""
-        if not self._isolation.is_group_turn:
-            return None
-        bystanders = [request for request in self.batch.unfinished if not self._may_run(request)]
-        return max(bystanders, key=_arrival, default=None)
+        """In the turn of a trial: the last to arrive of the paused requests. They make room for it, so that a trial
+        never waits for other requests."""
+        return None if self._waiting is self.queue else max(self.batch.paused, key=_arrival, default=None)
 
     def _append_page(self, builder: "StepBuilder", request: Request, page: int) -> None:
         request.add_page(page, self._page_size)
@@ -235,8 +224,8 @@ class StepPlanner:
         worthwhile: beyond that a prompt takes the same time in any step, and the mean latency is lowest if prompts
         finish one after the other.
         """
-        on_trial = self._isolation.on_trial
-        if not self.batch.prefilling and not self.queue and not on_trial:
+        waiting = self._waiting
+        if not self.batch.prefilling and not waiting:
             return
         budget = self.size_limit.tokens - len(builder.drawing) - sum(builder.drafts)
         if budget <= 0:
@@ -248,34 +237,20 @@ class StepPlanner:
         # Prompts are added until the remaining budget is at or below this.
         stop_at = max(0, budget - self._prefill_budget.worthwhile_tokens(budget))
         begun = self._begun_prompts()
-        if on_trial:
-            begun = [request for request in begun if self._may_run(request)]
-        if self._isolation.is_group_turn:
-            self._plan_trial_prefill(builder, begun, budget, stop_at, number, now)
-            return
-        free, busy, blocked = self.batch.free_slots, self.batch.busy, False
+        free, blocked = self.batch.free_slots, False
         while budget > stop_at:
-            head = self.queue.head() if free and not blocked else None
+            head = None if blocked else waiting.head()
             if begun and (head is None or not self._precedes(head, begun[-1])):
                 budget -= self._add_chunk(builder, begun.pop(), budget)
             elif head is None:
                 return
-            elif self._admit(builder, head, busy, number, now):
-                self.queue.pop(head)
+            elif free and self._admit(builder, head, self.batch.busy, number, now):
+                waiting.pop(head)
                 budget -= self._add_chunk(builder, head, budget)
-                busy = True
+            elif (bystander := self._bystander()) is not None:
+                self._preempt(bystander)
             else:
                 blocked = True
-
-    def _plan_trial_prefill(
-        self, builder: "StepBuilder", begun: list[Request], budget: int, stop_at: int, number: int, now: float
-    ) -> None:
-        while begun and budget > stop_at:
-            budget -= self._add_chunk(builder, begun.pop(), budget)
-        for request in [one for one in self.trial_queue if self._may_run(one)]:
-            if budget <= stop_at or not self._admit_on_trial(builder, request, number, now):
-                return
-            budget -= self._add_chunk(builder, request, budget)
 
     def _begun_prompts(self) -> list[Request]:
         """The prompts that are partly computed, the next one last."""
@@ -371,19 +346,6 @@ class StepPlanner:
         builder.page_ids += request.pages
         return True
 
-    def _admit_on_trial(self, builder: "StepBuilder", request: Request, number: int, now: float) -> bool:
-        """Admits a request in the turn of its group, and preempts bystanders for its slot and pages. False: the others
-        of its group need them."""
-        while True:
-            request.missing_pages = 0
-            if not self.batch.full and self._admit(builder, request, self.batch.busy, number, now):
-                del self.trial_queue[request]
-                return True
-            victim = self._bystander()
-            if victim is None:
-                return False
-            self._preempt(victim)
-
     # --- trials -------------------------------------------------------------------------------------------------------
 
     def put_on_trial(self) -> None:
@@ -393,14 +355,15 @@ class StepPlanner:
                 self.queue.remove(request)
                 self.trial_queue[request] = None
 
-    def state_batch(self) -> None:
-        """States what is in hand in this turn: the running requests for which a step may have a row."""
-        self.batch.state(self._may_run)
-
-    def _release_from_trial(self) -> None:
-        for request in [one for one in self.trial_queue if not self._isolation.is_on_trial(one.fingerprint)]:
-            del self.trial_queue[request]
+    def begin_turn(self) -> None:
+        """Restricts what is planned from now on to the requests whose turn it is. To be called while no step is in
+        flight. The others keep their slots and pages."""
+        isolation = self._isolation
+        for request in [one for one in self.trial_queue if not isolation.is_on_trial(one.fingerprint)]:
+            del self.trial_queue[request]  # its trial is over
             self.queue.reinsert(request)
+        self.batch.restrict(lambda request: isolation.may_run(request.fingerprint))
+        self._waiting = TrialQueue(self.trial_queue, isolation) if isolation.is_group_turn else self.queue
 
     # --- between plans ------------------------------------------------------------------------------------------------
 
@@ -464,6 +427,25 @@ class StepPlanner:
         self.kv_cache.check(list(self.batch))
         for lane in self.batch.lanes.values():
             assert lane.starts_sum == sum(lane.starts), "the sum of a lane's positions is wrong"
+
+
+class TrialQueue:
+    """The waiting requests of the group whose turn it is."""
+
+    def __init__(self, waiting: dict[Request, None], isolation: CrashIsolation[bytes]) -> None:
+        self._waiting = waiting
+        self._isolation = isolation
+
+    def __len__(self) -> int:
+        return sum(self._isolation.may_run(request.fingerprint) for request in self._waiting)
+
+    def head(self) -> Request | None:
+        """The next request, which stays in the queue."""
+        return next((one for one in self._waiting if self._isolation.may_run(one.fingerprint)), None)
+
+    def pop(self, request: Request) -> None:
+        """Removes what `head` has returned."""
+        del self._waiting[request]
 
 
 def _arrival(request: Request) -> int:

@@ -9,7 +9,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from tgi.microkernel.heap import release_freed_memory
-from tgi.microkernel.protocol import Generate, Tokenize
+from tgi.microkernel.protocol import Generate, RequestContext, Tokenize
+from tgi.microkernel.work_register import WorkRegister
 
 # In characters of text, or bytes of a chat or of ids (some 3 ms of encoding). Larger requests are encoded in a thread,
 # so that the streams of other requests continue.
@@ -44,7 +45,7 @@ class EncodingJob(NamedTuple):
     executor: ExecutorName
     client: str  # whose turn it takes
     size: int
-    fingerprint: int = 0  # of its request, as in the work register
+    context: RequestContext = RequestContext()
     alone: bool = False  # it is on trial for a crash: no other job runs at the same time
 
 
@@ -145,10 +146,10 @@ class JobExecutors:
     """The threads. Calls `wake` after each job. Each thread states its job in a unit of the work register; unit 0 is
     the loop's."""
 
-    def __init__(self, wake: Callable[[], None], units: "memoryview[int]") -> None:
-        self._units = units
+    def __init__(self, wake: Callable[[], None], work_register: WorkRegister) -> None:
+        self._work_register = work_register
         self._free_units: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for unit in range(1, len(units)):
+        for unit in range(1, len(work_register.units)):
             self._free_units.put(unit)
         self._began: dict[int, float] = {}  # by unit: when its job began
         self._trial_running = False
@@ -206,13 +207,12 @@ class JobExecutors:
 
     def _run(self, job: EncodingJob) -> Any:
         unit = self._free_units.get()
-        self._units[unit] = job.fingerprint
         self._began[unit] = time.monotonic()
         try:
-            return job.run()
+            with self._work_register.working_on(job.context, unit):
+                return job.run()
         finally:
             del self._began[unit]
-            self._units[unit] = 0
             self._free_units.put(unit)
             if job.size > MAX_SHORT_SIZE:
                 release_freed_memory()  # up to 200 bytes per character of the text

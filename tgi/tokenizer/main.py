@@ -47,7 +47,7 @@ def main(process: Process) -> None:
         tracer=tracer,
         recorder=RingRecorder(ring_path(process.run_dir, process.name)),
         build_grammar=compiler.build,
-        units=process.work_register.units,
+        work_register=process.work_register,
         work_in_hand=partial(work_in_hand, process.run_dir),
         tokenizers=process.settings.validation_workers,
         allow_adapter_updates=process.settings.allow_adapter_updates,
@@ -68,7 +68,7 @@ def main(process: Process) -> None:
     gc.freeze()
     process.facts = {CHAT_TEMPLATE: bool(config.chat_templates)}
     process.publish_state("ready")
-    executors = JobExecutors(process.wake_loop, process.work_register.units)
+    executors = JobExecutors(process.wake_loop, process.work_register)
     streams = ResumableStreams(pool.handle)
     while not process.handing_over and not (process.stopping and pool.idle and executors.idle):
         if process.stopping:

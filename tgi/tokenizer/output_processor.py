@@ -10,6 +10,7 @@ from tgi.microkernel import metrics
 from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT32, unpack_int32, unpack_uint32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import AnswerPart, FinishReason, Texts, Tokens
+from tgi.microkernel.work_register import WorkRegister
 from tgi.tokenizer.message_checks import check_tokens
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
 from tgi.tokenizer.vocabulary import Vocabulary
@@ -18,10 +19,10 @@ from tgi.tokenizer.vocabulary import Vocabulary
 class OutputProcessor:
     """Collects the Texts of all steps until `drain_texts`, and the durations of the steps until `flush_metrics`."""
 
-    def __init__(self, vocabulary: Vocabulary, units: "memoryview[int]") -> None:
-        """`units`: unit 0 of the work register states whose tokens are in hand."""
+    def __init__(self, vocabulary: Vocabulary, work_register: WorkRegister) -> None:
+        """`work_register`: where it is stated whose tokens are in hand."""
         self._vocabulary = vocabulary
-        self._units = units
+        self._work_register = work_register
         self._builders: dict[PeerId, TextsBuilder] = {}  # by api
         self._metrics = metrics.ObservationBuffer()
         self._step_seconds = {
@@ -40,7 +41,6 @@ class OutputProcessor:
         check_tokens(tokens, ids, rids, counts)
         top_tokens = TopTokenColumns(tokens) if tokens.top_counts else None
         stopped: list[int] = []
-        units = self._units
         end = 0
         for rid, count in zip(rids, counts, strict=True):
             first, end = end, end + count
@@ -49,36 +49,34 @@ class OutputProcessor:
                 continue  # generated before the scheduler received the Stop or Cancel
             if not request.generated_ids:
                 method = "prefill"
-            units[0] = request.work_number
-            builder = self._builders.get(request.api)
-            if builder is None:
-                builder = self._builders[request.api] = TextsBuilder(self._vocabulary)
-            at = first
-            while at < end and request.finish_reason is None:
-                token_id = ids[at]
-                text = request.append_token(token_id)
-                builder.texts.append(text)
-                builder.special.append(request.token_hidden)
-                if request.held_characters:
-                    builder.set_held_characters(request.held_characters)
-                if request.answer_parser is not None:
-                    builder.add_parts(
-                        request.answer_parser.parse_token(token_id, text, request.held_characters, request.token_hidden)
-                    )
-                at += 1
-            builder.rids.append(request.generate.rid)
-            builder.counts.append(at - first)
-            builder.ids += tokens.token_ids[ITEM_BYTES * first : ITEM_BYTES * at]
-            builder.logprobs += tokens.logprobs[ITEM_BYTES * first : ITEM_BYTES * at]
-            if request.finish_reason is not None:
-                builder = builder.split_last_row()
-            if top_tokens is not None:
-                builder.add_top_tokens(top_tokens, first, at)
-            if request.finish_reason is not None:
-                request.last_texts = builder.build()
-                if request.finish_reason is FinishReason.STOP:
-                    stopped.append(rid)
-        units[0] = 0
+            with self._work_register.working_on(request.context):
+                builder = self._builders.get(request.api)
+                if builder is None:
+                    builder = self._builders[request.api] = TextsBuilder(self._vocabulary)
+                at = first
+                while at < end and request.finish_reason is None:
+                    token_id = ids[at]
+                    text = request.append_token(token_id)
+                    builder.texts.append(text)
+                    builder.special.append(request.token_hidden)
+                    if request.held_characters:
+                        builder.set_held_characters(request.held_characters)
+                    if (parser := request.answer_parser) is not None:
+                        held, hidden = request.held_characters, request.token_hidden
+                        builder.add_parts(parser.parse_token(token_id, text, held, hidden))
+                    at += 1
+                builder.rids.append(request.generate.rid)
+                builder.counts.append(at - first)
+                builder.ids += tokens.token_ids[ITEM_BYTES * first : ITEM_BYTES * at]
+                builder.logprobs += tokens.logprobs[ITEM_BYTES * first : ITEM_BYTES * at]
+                if request.finish_reason is not None:
+                    builder = builder.split_last_row()
+                if top_tokens is not None:
+                    builder.add_top_tokens(top_tokens, first, at)
+                if request.finish_reason is not None:
+                    request.last_texts = builder.build()
+                    if request.finish_reason is FinishReason.STOP:
+                        stopped.append(rid)
         self._step_seconds[method].append(time.perf_counter() - started)
         if started > self._metrics.due_at:
             self._metrics.flush(started)

@@ -28,7 +28,7 @@ from tgi.microkernel.protocol import (
     Tokens,
     UpdateAdapter,
 )
-from tgi.microkernel.work_register import WorkRegister, fingerprint_number
+from tgi.microkernel.work_register import WorkRegister
 from tgi.tokenizer.adapters import AdapterDirectory
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.encoder import (
@@ -73,8 +73,7 @@ class TokenizationKey(NamedTuple):
 
 
 class TokenizerPool:
-    """All requests of this process. `clock` returns seconds. `units` is where the work register states what is in hand:
-    this object writes unit 0.
+    """All requests of this process. `clock` returns seconds. `work_register` is where it is stated what is in hand.
 
     Call `handle` with what the links receive, run `jobs` in threads and pass their results to `complete_job`, and send
     what `drain_outgoing` returns, also at the `deadline`. Call `run_trials` while no job runs.
@@ -91,18 +90,18 @@ class TokenizerPool:
         tracer: "Tracer | None" = None,
         recorder: FlightRecorder = NO_RECORDER,
         build_grammar: GrammarBuild | None = None,
-        units: "memoryview[int] | None" = None,
+        work_register: WorkRegister | None = None,
         work_in_hand: Callable[[PeerId], bytes | None] = lambda peer: b"",
         tokenizers: int = 1,
         allow_adapter_updates: bool = True,
     ) -> None:
         """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory.
-        `work_in_hand`: the fingerprints of the requests that a scheduler has, or had, in hand; None: not known.
+        `work_in_hand`: what a scheduler has, or had, in hand, as WorkRegister.in_hand; None: not known.
         `tokenizers`: how many the server has. `allow_adapter_updates`: whether front ends may change adapters."""
         self._build_grammar = build_grammar or _build_in_process(AnswerGrammarBuilder(vocabulary))
         self.jobs = EncodingQueue()
         self._recorder = recorder
-        self._units = WorkRegister().units if units is None else units
+        self._work_register = WorkRegister() if work_register is None else work_register
         self._vocabulary = vocabulary
         self._encoder = PromptEncoder(vocabulary, chats, tracer)
         self._tracer = tracer
@@ -118,7 +117,7 @@ class TokenizerPool:
         self._limits: DeploymentLimits | None = None
         self._adapters = AdapterDirectory()
         self._allow_adapter_updates = allow_adapter_updates
-        self._output_processor = OutputProcessor(vocabulary, self._units)
+        self._output_processor = OutputProcessor(vocabulary, self._work_register)
         self._prompt_messages: list[tuple[PeerId, Any]] = []
         self._messages: list[tuple[PeerId, Any]] = []
         self._api_handlers: dict[type, Callable[[PeerId, Any], None]] = {
@@ -176,9 +175,8 @@ class TokenizerPool:
         else:
             key.set_prompt(result)
             if self._limits is not None:
-                self._units[0] = key.work_number
-                self._admit(key, self._limits)
-                self._units[0] = 0
+                with self._work_register.working_on(key.context):
+                    self._admit(key, self._limits)
 
     def drain_outgoing(self) -> list[tuple[PeerId, Any]]:
         """Returns the messages to send, in order: those about prompts come before Texts, and Texts before their End."""
@@ -269,17 +267,16 @@ class TokenizerPool:
         """Encodes a short request at once, and makes a job of a long one or of one on trial."""
         size = encoding_size(message)
         run = partial(_run_or_fail, run, key)
-        executor, fingerprint = executor_for(size), fingerprint_number(message.context.fingerprint)
+        executor = executor_for(size)
         if executor is None and not message.alone:
-            self._units[0] = fingerprint
-            self.complete_job(key, run())
-            self._units[0] = 0
+            with self._work_register.working_on(message.context):
+                self.complete_job(key, run())
         elif isinstance(message, Generate) and (error := self._length_error(message)):
             self.complete_job(key, PromptRejection(FinishReason.INVALID, error))
         else:
             client = _client_of(message, key.api)
             self._add_job(
-                EncodingJob(key, run, executor or ExecutorName.TEXTS, client, size, fingerprint, message.alone)
+                EncodingJob(key, run, executor or ExecutorName.TEXTS, client, size, message.context, message.alone)
             )
 
     def _length_error(self, generate: Generate) -> str:
@@ -293,9 +290,8 @@ class TokenizerPool:
     def run_trials(self) -> None:
         """Encodes the texts on trial. To be called while no job runs, so that each is alone in hand."""
         while (job := self.jobs.take_trial(in_loop=True)) is not None:
-            self._units[0] = job.fingerprint
-            self.complete_job(job.key, job.run())
-            self._units[0] = 0
+            with self._work_register.working_on(job.context):
+                self.complete_job(job.key, job.run())
 
     def _compile_grammar(self, request: TokenizerRequestState, unconstrained: UnconstrainedPrompt) -> None:
         """Makes a job of the grammar, unless the prompt exceeds the token limits anyway."""
@@ -307,9 +303,7 @@ class TokenizerPool:
         run = partial(_run_or_fail, partial(self._encoder.compile_grammar, unconstrained, generate, build), request)
         size = len(generate.grammar) + len(generate.chat)
         client = _client_of(generate, request.api)
-        self._add_job(
-            EncodingJob(request, run, ExecutorName.GRAMMARS, client, size, request.work_number, generate.alone)
-        )
+        self._add_job(EncodingJob(request, run, ExecutorName.GRAMMARS, client, size, generate.context, generate.alone))
 
     def _add_job(self, job: EncodingJob) -> None:
         for refused in self.jobs.add(job):
@@ -356,9 +350,8 @@ class TokenizerPool:
     def _resubmit(self) -> None:
         """Sends live requests that no scheduler has, at the limited rate."""
         for request, replica in self._assignments.next_due(self._clock()):
-            self._units[0] = request.work_number
-            self._submit(request, replica)
-            self._units[0] = 0
+            with self._work_register.working_on(request.context):
+                self._submit(request, replica)
 
     def _on_scheduler_gone(self, scheduler: PeerId, gone: PeerDisconnected) -> None:
         """The requests of a scheduler that has ended are sent to another one, or to its successor."""
@@ -434,9 +427,8 @@ class TokenizerPool:
         self._limits = self._schedulers.limits
         for request in list(self._requests.values()):
             if request.stage is RequestStage.HELD:
-                self._units[0] = request.work_number
-                self._admit(request, self._limits)
-                self._units[0] = 0
+                with self._work_register.working_on(request.context):
+                    self._admit(request, self._limits)
 
     def _on_adapter_updated(self, scheduler: PeerId, updated: AdapterUpdated) -> None:
         if (replica := self._schedulers.replica_of(scheduler)) is not None:
@@ -453,10 +445,9 @@ class TokenizerPool:
         request = self._requests_at(scheduler).get(logprobs.rid)
         self._progress.record()
         if request is not None and request.stage is RequestStage.LIVE:
-            self._units[0] = request.work_number
-            messages = request.prompt_logprob_messages(logprobs)
-            self._prompt_messages += ((request.api, message) for message in messages)
-            self._units[0] = 0
+            with self._work_register.working_on(request.context):
+                messages = request.prompt_logprob_messages(logprobs)
+                self._prompt_messages += ((request.api, message) for message in messages)
 
     def _on_tokens(self, scheduler: PeerId, tokens: Tokens) -> None:
         self._progress.record()
@@ -516,14 +507,14 @@ class TokenizerPool:
             self._assignments.wait(request)
 
     def _stamp(self, event: Event, request: TokenizerRequestState, number: int = 0) -> None:
-        self._recorder.stamp(event, request.generate.context, number)
+        self._recorder.stamp(event, request.context, number)
 
     def _trace_validation(self, request: TokenizerRequestState, rejection: PromptRejection | None = None) -> None:
         """Records the span "validate" of a request that was admitted or rejected."""
-        if self._tracer is not None and request.generate.context.traceparent:
+        if self._tracer is not None and request.context.traceparent:
             now = time.time()
             began = now - (self._clock() - request.received)
-            self._tracer.record_span("validate", request.generate.context.traceparent, began, now, failure=rejection)
+            self._tracer.record_span("validate", request.context.traceparent, began, now, failure=rejection)
 
     def _cancel_at_scheduler(self, request: TokenizerRequestState) -> bool:
         """Sends Cancel to the scheduler that has the request. Returns False if none has it."""
@@ -552,9 +543,8 @@ class TokenizerPool:
         self._progress.record()
         if request.last_texts is not None:
             self._send(request.api, request.last_texts)
-        self._units[0] = request.work_number
-        self._send(request.api, request.end_message(reason, message, scheduler_end))
-        self._units[0] = 0
+        with self._work_register.working_on(request.context):
+            self._send(request.api, request.end_message(reason, message, scheduler_end))
         self._apis[request.api].pop(request.generate.rid, None)
         self._assignments.remove(request)
         del self._requests[request.rid]

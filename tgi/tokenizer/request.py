@@ -15,10 +15,10 @@ from tgi.microkernel.protocol import (
     Prompted,
     PromptLogprobs,
     PromptTokens,
+    RequestContext,
     Texts,
     encode,
 )
-from tgi.microkernel.work_register import fingerprint_number
 from tgi.tokenizer.answer_formats import FormatTokens
 from tgi.tokenizer.answer_parser import StreamingAnswerParser
 from tgi.tokenizer.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, create_detokenizer
@@ -57,14 +57,13 @@ class TokenizerRequestState:
         "_stop_token_ids", "answer_parser", "api", "finish_reason", "generate", "generated_ids", "held_characters",
         "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "stage",
         "stays", "stop_ids", "submitted", "suspected_at", "token_hidden", "validation_us", "visible_texts",
-        "work_number",
+
     )  # fmt: skip
 
     def __init__(self, rid: int, api: PeerId, generate: Generate, received: float) -> None:
         self.rid = rid
         self.api = api
         self.generate = generate
-        self.work_number = fingerprint_number(generate.context.fingerprint)  # in the work register
         self.received = received  # seconds on the pool's clock
         self.submitted = received
         self.stage = RequestStage.ENCODING
@@ -159,9 +158,9 @@ class TokenizerRequestState:
         self._finish_if_prompt_only()
 
     @property
-    def fingerprint(self) -> bytes:
-        """Its name in crash isolation; b"": it has none."""
-        return self.generate.context.fingerprint
+    def context(self) -> RequestContext:
+        """As the api has sent it."""
+        return self.generate.context
 
     @property
     def in_progress(self) -> bool:

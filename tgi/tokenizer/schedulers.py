@@ -96,7 +96,7 @@ class SchedulerReplica(Neighbour[TokenizerRequestState]):
         before, self.worker_suspects = self.worker_suspects, set(split_fingerprints(column))
         if appeared := self.worker_suspects - before:
             for request in self.requests.values():
-                if request.fingerprint in appeared:
+                if request.context.fingerprint in appeared:
                     tokens, last = len(request.generated_ids), request.suspected_at
                     request.stays = last is not None and tokens - last < MOVED_PROGRESS
                     request.suspected_at = tokens
@@ -214,7 +214,7 @@ class Schedulers:
 
     def _choose_replica(self, request: TokenizerRequestState, now: float) -> SchedulerReplica | None:
         for replica in self._suspecting:
-            if request.fingerprint in replica.worker_suspects and self._tries_suspects(replica, now):
+            if request.context.fingerprint in replica.worker_suspects and self._tries_suspects(replica, now):
                 return replica if replica.peer is not None else None
         digest = request.generate.sampling.adapter_digest
         prompt: PromptKeys | None = None
@@ -277,11 +277,11 @@ class Schedulers:
             requests = [one for one in replica.requests.values() if one.in_progress]
             staying = self.assignments.suspects(replica) if replica.silent else set()
             if self._tries_suspects(replica, now):
-                staying |= replica.worker_suspects | {one.fingerprint for one in requests if one.stays}
+                staying |= replica.worker_suspects | {one.context.fingerprint for one in requests if one.stays}
             found += [
                 (replica, one)
                 for one in requests
-                if one.fingerprint not in staying
+                if one.context.fingerprint not in staying
                 and any(other.has_adapter(one.generate.sampling.adapter_digest) for other in able)
             ]
         return found
