@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 from tgi.hub.model_config import ModelConfig
 from tgi.hub.tokenizer_files import special_tokens
-from tgi.tokenizer.answer_formats import (
+from tgi.tokenizer.answers.arguments import argument_types
+from tgi.tokenizer.answers.formats import (
     FALLBACK_FORMATS,
     WHITESPACE,
     AnswerFormat,
+    FormatDetector,
     ReasoningTags,
     ToolCallFormat,
-    detect_reasoning_tags,
-    detect_tool_call_format,
 )
 from tgi.tokenizer.chat_template import ChatTemplates, TemplateError, TemplateFeatures
 
@@ -77,14 +77,15 @@ class RenderedChat(NamedTuple):
 class ChatRenderer:
     """Renders the chats of one model."""
 
-    def __init__(self, templates: ChatTemplates) -> None:
+    def __init__(self, templates: ChatTemplates, formats: FormatDetector | None = None) -> None:
         self._templates = templates
+        self.formats = formats or FormatDetector()
         self._incomplete: set[str] = set()  # templates of which a lost text was logged
 
     @classmethod
-    def load(cls, config: ModelConfig) -> "ChatRenderer":
+    def load(cls, config: ModelConfig, formats: FormatDetector | None = None) -> "ChatRenderer":
         """Loads the templates and special tokens of a model directory."""
-        return cls(ChatTemplates(config.chat_templates, special_tokens(config.directory)))
+        return cls(ChatTemplates(config.chat_templates, special_tokens(config.directory)), formats)
 
     def render_chat(self, chat: bytes) -> RenderedChat:
         """Renders a chat (JSON). Its text must be encoded without further special tokens. Raises TemplateError."""
@@ -108,13 +109,14 @@ class ChatRenderer:
         has_later_system = any(message.get("role") == "system" for message in messages[1:])
         if has_later_system and self._templates.refuses_later_system(tools is not None):
             messages = _with_one_system_message(messages)
-        call_format = detect_tool_call_format(template) if features.lists_tools else None
+        is_known = features.lists_tools or self.formats.is_named
+        call_format = self.formats.call_format(template) if is_known else None
         if tools is not None:
             instructions = _tool_instructions(
                 tools, chat.get("tool_prompt"), features.lists_tools, call_format is not None
             )
             _append_to_last(messages[:-1] if continue_final else messages, instructions)
-        tags = detect_reasoning_tags(template)
+        tags = self.formats.reasoning_tags(template)
         variables = _options(chat, features) | dict(chat.get("chat_template_kwargs") or {})
         text = self._templates.render(
             messages,
@@ -132,7 +134,9 @@ class ChatRenderer:
         call_formats = () if tools is None else FALLBACK_FORMATS if call_format is None else (call_format,)
         return RenderedChat(
             text=text,
-            answer_format=_answer_format(call_formats, tags, text, continue_final),
+            answer_format=_answer_format(
+                call_formats, tags, text, continue_final, offered, self.formats.channels(template)
+            ),
             tools=offered,
             call_required=chat.get("tool_choice") == "required",
             parallel_calls=chat.get("parallel_tool_calls"),
@@ -173,7 +177,12 @@ def _ending(chat: JsonObject, messages: list[JsonObject]) -> tuple[bool, bool]:
 
 
 def _answer_format(
-    call_formats: tuple[ToolCallFormat, ...], tags: ReasoningTags | None, prompt: str, continue_final: bool
+    call_formats: tuple[ToolCallFormat, ...],
+    tags: ReasoningTags | None,
+    prompt: str,
+    continue_final: bool,
+    tools: list[OfferedTool],
+    channels: bool,
 ) -> AnswerFormat | None:
     """What the answer to a prompt may contain. With `continue_final` the prompt ends within the answer."""
     in_reasoning = False
@@ -184,7 +193,11 @@ def _answer_format(
             in_reasoning = prompt.rfind(tags.open) > prompt.rfind(tags.close)
         if not in_reasoning and (continue_final or end.endswith(tags.close)):
             tags = None  # the reasoning is complete
-    return AnswerFormat(call_formats, tags, in_reasoning) if call_formats or tags is not None else None
+    channels = channels and not continue_final  # a message that is continued has its header
+    if not call_formats and tags is None and not channels:
+        return None
+    types = {tool.name: argument_types(tool.schema) for tool in tools} if call_formats else None
+    return AnswerFormat(call_formats, tags, in_reasoning, channels=channels, tools=types)
 
 
 def _options(chat: JsonObject, features: TemplateFeatures) -> JsonObject:
@@ -233,12 +246,11 @@ def _tool_instructions(
     tools: list[JsonObject], tool_prompt: str | None, template_lists_tools: bool, has_call_format: bool
 ) -> str:
     """What the last message says about tools, besides what the template says."""
-    if has_call_format:
-        return f"\n---\n{tool_prompt}" if tool_prompt else ""
+    prompt = tool_prompt or ("" if has_call_format else TOOL_PROMPT)
     if template_lists_tools:
-        return f"\n---\n{tool_prompt or TOOL_PROMPT}"
+        return f"\n---\n{prompt}" if prompt else ""
     tool_list = json.dumps(tools, ensure_ascii=False, separators=(",", ":"))
-    return f"\n---\n{tool_list}\n{tool_prompt or TOOL_PROMPT}"
+    return f"\n---\n{tool_list}\n{prompt}"
 
 
 def _offered_tool(tool: JsonObject) -> OfferedTool:

@@ -22,7 +22,7 @@ from typing import IO, NamedTuple
 
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel.codec import Codec
-from tgi.tokenizer.answer_formats import FORMATS_BY_NAME, AnswerFormat, ReasoningTags
+from tgi.tokenizer.answers.formats import FORMATS_BY_NAME, AnswerFormat, ReasoningTags
 from tgi.tokenizer.chat import OfferedTool, RenderedChat
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
 from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError

@@ -1,0 +1,380 @@
+"""Golden transcripts: the calls of each form as the model's own template writes them, through grammar and parser."""
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+from tokenizers import Tokenizer
+
+from scripts.make_model import SPECIAL_TOKENS
+from tests.schemas import validate
+from tests.tokenizer.answer.dialogue import (
+    accepts,
+    harness_of,
+    merge_parts,
+    parsed_answer,
+    play_answer,
+    start_matcher,
+    submit_valid_chat,
+)
+from tests.tokenizer.harness import EOS, ids_of
+from tests.tokenizer.vocabularies import byte_level
+from tgi.tokenizer.answers.arguments import argument_types
+from tgi.tokenizer.answers.formats import (
+    FALLBACK_FORMATS,
+    REASONING_TAGS,
+    TOOL_CALL_FORMATS,
+    AnswerFormat,
+    Channels,
+    FormatTokens,
+    detect_tool_call_format,
+)
+from tgi.tokenizer.answers.parser import AnswerParser
+from tgi.tokenizer.vocabulary import Vocabulary
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "metric": {"type": "boolean"},
+        "at": {"type": "array", "items": {"type": "number"}, "maxItems": 2},
+    },
+    "required": ["city"],
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": WEATHER,
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
+CITY = 'São </b> "1"\'s'
+# Arguments as the parser writes them, where the model has not written JSON.
+ONE = {"city": "Ulm", "days": 2, "metric": True, "at": [48.4, 10]}
+TWO = [("get_weather", json.dumps(ONE)), ("now", "{}")]
+JSON = '{"name": "get_weather", "arguments": {"city": "Ulm", "days": 2, "metric": true, "at": [48.4, 10]}}'
+NOW = '{"name": "now", "arguments": {}}'
+PARAMETERS = "<parameter=city>{0}Ulm{0}</parameter>\n<parameter=days>{0}2{0}</parameter>\n" + (
+    "<parameter=metric>{0}{1}{0}</parameter>\n<parameter=at>{0}[48.4, 10]{0}</parameter>\n"
+)
+NAMED = (
+    '<{0}parameter name="city"{1}>Ulm</{0}parameter>\n<{0}parameter name="days"{2}>2</{0}parameter>\n'
+    '<{0}parameter name="metric"{2}>true</{0}parameter>\n<{0}parameter name="at"{2}>[48.4, 10]</{0}parameter>\n'
+)
+KEYS = (
+    "<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
+    "<arg_key>metric</arg_key>\n<arg_value>true</arg_value>\n<arg_key>at</arg_key>\n<arg_value>[48.4, 10]</arg_value>\n"
+)
+PYTHON = "get_weather(city='Ulm', days=2, metric=True, at=[48.4, 10])"
+ARGUMENTS = json.dumps(ONE)
+
+
+class Form(NamedTuple):
+    """Two calls, and what of the model's template shows the form; `text` and `reasoning` may stand before the calls."""
+
+    calls: str
+    signs: str
+    opening: str = ""  # before the calls, of the whole answer
+    reasoning: tuple[str, str] = ("", "")
+    mixes: bool = True
+    single: bool = False  # only the first of the two calls
+
+
+def dsml(space: str, calls: str) -> str:
+    head = f"｜DSML｜{space}"
+    parameters = NAMED.format(head, '" string="true'[1:] + '"', '" string="false'[1:] + '"')
+    return (
+        f'<{head}{calls}>\n<{head}invoke name="get_weather">\n{parameters}</{head}invoke>\n'
+        f'<{head}invoke name="now">\n</{head}invoke>\n</{head}{calls}>'
+    )
+
+
+def qwen(begin: str, end: str, line: str, true: str) -> str:
+    return (
+        f"{begin}\n<function=get_weather>\n{PARAMETERS.format(line, true)}</function>\n{end}\n"
+        f"{begin}\n<function=now>\n</function>\n{end}"
+    )
+
+
+def deepseek(kind: str, fence: str, end: str, between: str) -> str:
+    one = f"<｜tool▁call▁begin｜>{kind}get_weather{fence}{ARGUMENTS}{end}<｜tool▁call▁end｜>"
+    two = f"<｜tool▁call▁begin｜>{kind}now{fence}{{}}{end}<｜tool▁call▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{one}{between}{two}<｜tool▁calls▁end｜>"
+
+
+THINK = ("<think>\n", "\n</think>\n\n")
+# By the row's name.
+FORMS = {
+    "harmony": Form(
+        f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+        "<|start|>assistant<|channel|>analysis<|message|>",
+        reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        mixes=False,
+        single=True,
+    ),
+    "mistral-ids": Form(
+        f"[TOOL_CALLS]get_weather[CALL_ID]x1y2z3a4b[ARGS]{ARGUMENTS}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{{}}",
+        "[TOOL_CALLS] [CALL_ID] [ARGS]",
+    ),
+    "mistral-args": Form(f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}", "[TOOL_CALLS] [ARGS]"),
+    "mistral": Form(f"[TOOL_CALLS] [{JSON}, {NOW}]", "[TOOL_CALLS]"),
+    "seed_oss": Form(qwen("<seed:tool_call>", "</seed:tool_call>", "", "True"), "<seed:tool_call> <seed:think>",
+                     reasoning=("<seed:think>", "</seed:think>\n")),
+    "mimo": Form(qwen("<tool_call>", "</tool_call>", "", "true"),
+                 "<tool_call> <function=a> <parameter=b>value_1</parameter>"),
+    "qwen3_coder": Form(qwen("<tool_call>", "</tool_call>", "\n", "True"),
+                        "<tool_call>\n<function=a>\n<parameter=b>\n<think>",
+                        reasoning=THINK),
+    "hy_v3": Form(f"<tool_calls>\n<tool_call>get_weather<tool_sep>\n{KEYS}</tool_call>\n"
+                  "<tool_call>now<tool_sep>\n</tool_call>\n</tool_calls>", "<tool_calls> <tool_sep> <arg_key>"),
+    "glm": Form(f"<tool_call>get_weather\n{KEYS}</tool_call>\n<tool_call>now\n</tool_call>",
+                "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> <think>", reasoning=THINK),
+    "deepseek_v41": Form(dsml(" ", "calls"), "<｜DSML｜ calls>"),
+    "deepseek_v32": Form(dsml("", "function_calls"), 'dsml_token = "｜DSML｜" <{{ dsml_token }}function_calls> <think>',
+                         reasoning=THINK),
+    "deepseek_v4": Form(dsml("", "tool_calls"), "<｜DSML｜tool_calls>"),
+    "deepseek_v3": Form(deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", "\n"),
+                        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'\n```json"),
+    "deepseek_v31": Form(deepseek("", "<｜tool▁sep｜>", "", ""), "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"),
+    "kimi_k2": Form(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|>",
+    ),
+    "minimax_m2": Form(
+        '<minimax:tool_call>\n<invoke name="get_weather">\n' + NAMED.format("", "", "")
+        + '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "toolcall_begin_token = '<minimax:tool_call>' <invoke <think>", reasoning=THINK,
+    ),
+    "dots": Form(
+        '<dots_function_call>\n<invoke name="get_weather">\n' + NAMED.format("", "", "")
+        + '</invoke>\n<invoke name="now">\n</invoke>\n</dots_function_call>', "<dots_function_call>",
+    ),
+    "step3": Form(
+        '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
+        + NAMED.format("steptml:", "", "")
+        + '</steptml:invoke><｜tool_call_end｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="now">'
+        "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>", "<｜tool_calls_begin｜>",
+    ),
+    "lfm2": Form(f"<|tool_call_start|>[{PYTHON}, now()]<|tool_call_end|>", "<|tool_call_start|>["),
+    "olmo3": Form(f"<function_calls>\n{PYTHON}\nnow()\n</function_calls>", "<function_calls>\nget_weather("),
+    "plamo3": Form(
+        "<|plamo:begin_tool_requests:plamo|>"
+        + "".join(
+            f"<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{name}<|plamo:end_tool_name:plamo|>"
+            f"<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{arguments}"
+            "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>" for name, arguments in TWO
+        ) + "<|plamo:end_tool_requests:plamo|>",
+        "<|plamo:begin_tool_requests:plamo|>",
+    ),
+    "cohere_command3": Form(
+        f'<|START_ACTION|>[\n{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ARGUMENTS}}},\n'
+        '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        "<|START_ACTION|> <|START_THINKING|>", reasoning=("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
+    "apertus": Form(f'<|tools_prefix|>[{{"get_weather": {ARGUMENTS}}}, {{"now": {{}}}}]<|tools_suffix|>',
+                    "<|tools_prefix|>"),
+    "internlm": Form(f"<|action_start|><|plugin|>\n{JSON}<|action_end|><|action_start|><|plugin|>\n{NOW}<|action_end|>",
+                     '<|action_start|><|plugin|>\n{"name": "", "arguments": '),
+    "gigachat3": Form(f"<|function_call|>{JSON}", "<|function_call|>", single=True),
+    "longcat": Form(
+        f"<longcat_tool_call>\n{JSON}\n</longcat_tool_call>\n<longcat_tool_call>\n{NOW}\n</longcat_tool_call>",
+        "<longcat_tool_call>",
+    ),
+    "granite-20b-fc": Form(f"<function_call> {JSON} <function_call> {NOW}", "<function_call>"),
+    "granite": Form(f"<|tool_call|>[{JSON}, {NOW}]", "<|tool_call|>"),
+    "phi4_mini_json": Form(f"functools[{JSON}, {NOW}]", 'functools[{"name": '),
+    "hunyuan_a13b": Form(f"<tool_calls>[{JSON}, {NOW}]</tool_calls>", "<tool_calls>["),
+    "hermes": Form(f"<tool_call>\n{JSON}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>",
+                   "<tool_call> <think>", reasoning=THINK),
+    "llama4_pythonic": Form(f"[{PYTHON}, now()]", "[func_name1(params_name1=1)]", mixes=False),
+    "llama3": Form(JSON.replace("arguments", "parameters"), '"parameters"', mixes=False, single=True),
+}  # fmt: skip
+TABLE = {known.name: known for known in TOOL_CALL_FORMATS}
+LINES = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+
+
+def template(form: Form) -> str:
+    return f"{{# {form.signs.replace('#', '')} #}}{LINES}"
+
+
+@cache
+def special() -> Vocabulary:
+    """A vocabulary in which all markers, and DeepSeek's token within them, are special tokens."""
+    tokens = {piece for known in TABLE.values() for piece in known.pieces if "<" in piece or piece[0] == "["}
+    tokens = {one for one in tokens if "DSML" not in one and one != "[" and "=" not in one and "\n" not in one}
+    tokens |= {
+        "｜DSML｜",
+        "<|plamo:constrain|>",
+        "<|plamo:msg|>",
+        *Channels.PIECES,
+        *(one for tags in REASONING_TAGS[:4] for one in tags),
+    }
+    tokenizer = Tokenizer.from_str(byte_level().tokenizer.to_str())
+    tokenizer.add_special_tokens(sorted(tokens))
+    return Vocabulary(tokenizer, SPECIAL_TOKENS, [2])
+
+
+VOCABULARIES: dict[str, Callable[[], Vocabulary]] = {"text": byte_level, "special": special}
+each_form = pytest.mark.parametrize("name", FORMS)
+# The grammar of channels needs their tokens.
+WRITTEN = [(name, kind) for name in FORMS for kind in VOCABULARIES if name != "harmony" or kind == "special"]
+each_written = pytest.mark.parametrize(("name", "kind"), WRITTEN)
+
+
+def expected(form: Form, reasoning: str = "", text: str = "") -> list[tuple[str, str]]:
+    calls = [part for name, arguments in TWO for part in (("call", name), ("arguments", arguments))]
+    before = [(kind, one) for kind, one in (("reasoning", reasoning), ("text", text)) if one]
+    return before + (calls[:2] if form.single else calls)
+
+
+def answer_format(name: str, tools: Any = TOOLS) -> AnswerFormat:
+    known = TABLE[name]
+    types = {one["function"]["name"]: argument_types(one["function"].get("parameters")) for one in tools}
+    tags = None if known.channels else next((one for one in REASONING_TAGS if one.open in FORMS[name].signs), None)
+    return AnswerFormat((known,), tags, channels=known.channels, tools=types)
+
+
+def parts(name: str, pieces: list[str], complete: bool = True) -> list[tuple[str, str]]:
+    parser = AnswerParser(answer_format(name), FormatTokens(byte_level()))
+    found: list[tuple[Any, str]] = []
+    for piece in pieces:
+        found += parser.parse_piece(piece)
+    return merge_parts(found + parser.finish(complete))
+
+
+def chat(tools: Any = TOOLS, **fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "Hi"}], "tools": tools, **fields}).encode()
+
+
+def test_each_row_has_a_transcript_and_is_recognised() -> None:
+    assert set(FORMS) == set(TABLE)
+    for name, form in FORMS.items():
+        found = detect_tool_call_format(template(form))
+        assert found is not None
+        assert found.name == name
+
+
+@each_form
+def test_transcript_is_parsed_the_same_however_it_is_cut(name: str) -> None:
+    form, random = FORMS[name], Random(name)
+    open, close = form.reasoning
+    spoken = "Let me look: \n" if form.mixes else ""
+    whole = (f"{open}So <{close}" if open else "") + spoken + form.calls
+    result = expected(form, "So <" if open else "", spoken.rstrip())
+    assert parts(name, [whole]) == result
+    assert parts(name, list(whole)) == result
+    for _ in range(20):
+        edges = sorted({0, len(whole), *(random.randrange(len(whole)) for _ in range(random.randrange(1, 12)))})
+        assert parts(name, [whole[one:other] for one, other in pairwise(edges)]) == result
+
+
+@each_form
+def test_prose_about_a_marker_is_text(name: str) -> None:
+    known, form = TABLE[name], FORMS[name]
+    marker = known.marker or "functions."
+    for prose in (
+        f"Models write `{marker}`, then a call.", f"{marker} is a marker", f"It ends with {marker}",
+        f"[1] {marker}{{}}", f"{marker}{{\"name\": 1}} {marker}",
+    ):  # fmt: skip
+        for pieces in ([prose], list(prose)):
+            assert parts(name, pieces) == [("text", prose)]
+    if known.marker and not known.bare:
+        assert parts(name, [f"Use {marker} so: " + form.calls]) == expected(form, text=f"Use {marker} so:")
+
+
+@each_form
+def test_cut_call_is_no_text(name: str) -> None:
+    form, whole = FORMS[name], FORMS[name].calls
+    for size in range(1, len(whole)):
+        found = parts(name, [whole[:size]], complete=False)
+        if found and found[0][0] == "text":  # too short to be told from text
+            assert whole.startswith(found[0][1])
+            assert len(found) == 1
+            assert TABLE[name].marker not in found[0][1] or not TABLE[name].marker
+        else:
+            kinds = [kind for kind, _ in found]
+            assert kinds == ["call", "arguments", "call", "arguments"][: len(kinds)], whole[:size]
+            for (_, text), (_, complete) in zip(found, expected(form), strict=False):
+                assert complete.startswith(text)
+
+
+@each_written
+def test_grammar_accepts_the_transcript(name: str, kind: str) -> None:
+    form, vocabulary = FORMS[name], VOCABULARIES[kind]()
+    harness = harness_of(vocabulary, template(form))
+    opening, close = form.reasoning
+    thought = f"{opening}So <{close}" if opening else ""
+    result = expected(form, "So <" if opening else "")
+    for choice in ("auto", "required"):
+        add = submit_valid_chat(harness, 1, chat(tool_choice=choice, parallel_tool_calls=True))
+        assert accepts(add, thought + form.calls, vocabulary)
+        assert parsed_answer(play_answer(harness, add, ids_of(thought + form.calls, vocabulary))).parts == result
+    add = submit_valid_chat(harness, 1, chat(tool_choice={"type": "none"}, parallel_tool_calls=True))
+    spoken = "Let me look, e.g. `{`: " if form.mixes else ""
+    prose = "<|channel|>final<|message|>Hello, {you}" if name == "harmony" else "Hello, {you} and [them]."
+    assert accepts(add, prose, vocabulary)
+    assert accepts(add, spoken + form.calls, vocabulary)
+    marker = TABLE[name].marker
+    if kind == "text" and marker and form.mixes:
+        assert accepts(add, f"Models write `{marker}`. Then" + form.calls, vocabulary)
+    # Unknown tools, missing and wrong arguments.
+    wrong = [
+        form.calls.replace("get_weather", "get_news"),
+        form.calls.replace("48.4", "x"),
+        form.calls.replace("days", "nights"),
+    ]
+    for one in wrong:
+        assert one != form.calls
+        for choice in ("auto", "required"):
+            add = submit_valid_chat(harness, 1, chat(tool_choice=choice, parallel_tool_calls=True))
+            assert not accepts(add, one, vocabulary), one
+    required = submit_valid_chat(harness, 1, chat(tool_choice="required"))
+    assert not accepts(required, prose, vocabulary)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_coder", "glm", "deepseek_v32", "lfm2", "olmo3", "harmony", "kimi_k2", "minimax_m2"]
+)
+def test_random_required_calls_are_valid(name: str) -> None:
+    vocabulary = special()
+    harness = harness_of(vocabulary, template(FORMS[name]))
+    properties = {**WEATHER["properties"], "city": {"type": "string", "maxLength": 5, "pattern": "^[A-Z]"}}
+    schemas = {**SCHEMAS, "get_weather": {**WEATHER, "properties": properties}}
+    tools = [{"type": "function", "function": {"name": one, "parameters": schemas[one]}} for one in schemas]
+    blank = {number for number, piece in enumerate(vocabulary.pieces) if isinstance(piece, str) and piece.isspace()}
+    for seed in range(3):
+        random = Random(seed)
+        add = submit_valid_chat(harness, 0, chat(tools, tool_choice="required"))
+        found, ids = start_matcher(add, vocabulary), []
+        opening, close = FORMS[name].reasoning
+        ids = ids_of(f"{opening}So{close}", vocabulary) if opening else []
+        assert found.consume_tokens(ids)
+        for _ in range(600):
+            mask = int.from_bytes(found.compute_bitmask(), "little")
+            allowed = [number for number in range(mask.bit_length()) if mask >> number & 1]
+            if EOS in allowed:
+                break
+            words = [number for number in allowed if number not in blank]
+            ids.append(random.choice(words or allowed))
+            assert found.consume_token(ids[-1])
+        else:
+            raise AssertionError("it never ends")
+        spoken = [part for part in parsed_answer(play_answer(harness, add, ids)).parts if part[0] != "reasoning"]
+        assert [kind for kind, _ in spoken] == ["call", "arguments"] * (len(spoken) // 2)
+        assert spoken
+        for (_, called), (_, arguments) in zip(spoken[::2], spoken[1::2], strict=True):
+            validate(arguments, schemas[called])
+
+
+def test_documentation_lists_all_forms() -> None:
+    page = (Path(__file__).parents[3] / "docs/tools.md").read_text()
+    first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    listed = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert {*TABLE, *(known.name for known in FALLBACK_FORMATS)} <= listed
