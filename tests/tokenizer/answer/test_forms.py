@@ -25,17 +25,24 @@ from tests.tokenizer.answer.dialogue import (
 )
 from tests.tokenizer.harness import EOS, ids_of
 from tests.tokenizer.vocabularies import byte_level
+from tgi.microkernel.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 from tgi.tokenizer.answers.arguments import argument_types
 from tgi.tokenizer.answers.formats import (
     FALLBACK_FORMATS,
+    NAMED_FORMATS,
     REASONING_TAGS,
     TOOL_CALL_FORMATS,
     AnswerFormat,
     Channels,
+    FormatDetector,
     FormatTokens,
     detect_tool_call_format,
+    formats_of,
 )
+from tgi.tokenizer.answers.formats import REASONING_PARSERS as NAMES_OF_REASONING
 from tgi.tokenizer.answers.parser import AnswerParser
+from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer
+from tgi.tokenizer.chat_template import ChatTemplates
 from tgi.tokenizer.vocabulary import Vocabulary
 
 WEATHER: dict[str, Any] = {
@@ -182,6 +189,11 @@ FORMS = {
                     "<|tools_prefix|>"),
     "internlm": Form(f"<|action_start|><|plugin|>\n{JSON}<|action_end|><|action_start|><|plugin|>\n{NOW}<|action_end|>",
                      '<|action_start|><|plugin|>\n{"name": "", "arguments": '),
+    "interns1": Form(
+        f"<|action_start|> <|plugin|>\n{JSON}<|action_end|>\n<|action_start|> <|plugin|>\n{NOW}<|action_end|>".replace(
+            "arguments", "parameters"
+        ), "<|action_start|><|plugin|>",
+    ),
     "gigachat3": Form(f"<|function_call|>{JSON}", "<|function_call|>", single=True),
     "longcat": Form(
         f"<longcat_tool_call>\n{JSON}\n</longcat_tool_call>\n<longcat_tool_call>\n{NOW}\n</longcat_tool_call>",
@@ -378,3 +390,38 @@ def test_documentation_lists_all_forms() -> None:
     first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
     assert {*TABLE, *(known.name for known in FALLBACK_FORMATS)} <= listed
+
+
+def test_settings_name_all_forms() -> None:
+    forms = (*TOOL_CALL_FORMATS, *NAMED_FORMATS)
+    names = {name for known in forms for name in (known.name, *known.also)}
+    assert {*TOOL_CALL_PARSERS} == {"auto", "hf", *names}
+    assert {*REASONING_PARSERS} == {"auto", "hf", *NAMES_OF_REASONING}
+    for name in names:
+        assert formats_of(name)
+
+
+def test_settings_choose_the_form() -> None:
+    """By name, whatever the template shows; a name of several forms stands for the one that the template shows."""
+    for name in TOOL_CALL_PARSERS[2:]:
+        found = FormatDetector(name, "none").call_format("{{ messages }}")
+        assert found is not None
+        assert name in (found.name, *found.also)
+    args = FormatDetector("mistral").call_format("[TOOL_CALLS] [ARGS]")
+    assert args is not None
+    assert args.name == "mistral-args"
+    assert FormatDetector("hermes", "none").reasoning_tags("<think>") is None
+    assert FormatDetector(reasoning_parser="mistral").reasoning_tags("<think>") == REASONING_TAGS[1]
+    kimi = FormatDetector(tokens=["<|tool_calls_section_begin|>"]).call_format("{{ tools }}")
+    assert kimi is not None
+    assert kimi.name == "kimi_k2"
+
+
+def test_named_form_of_a_template_without_tools() -> None:
+    """The server lists the tools, and leaves out the instruction to answer in TGI's form."""
+    renderer = ChatRenderer(ChatTemplates({"default": "{{ messages[0].content }}"}, {}), FormatDetector("hermes"))
+    rendered = renderer.render_chat(chat())
+    assert json.dumps(TOOLS, separators=(",", ":")) in rendered.text
+    assert TOOL_PROMPT.strip() not in rendered.text
+    assert rendered.answer_format is not None
+    assert [known.name for known in rendered.answer_format.call_formats] == ["hermes"]

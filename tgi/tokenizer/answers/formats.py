@@ -192,7 +192,7 @@ TOOL_CALL_FORMATS = (
     ),
     ToolCallFormat(
         name="qwen3_coder",
-        also=("qwen3_xml", "step3p5", "step5", "nemotron_v3"),
+        also=("qwen3_xml", "step3p5", "step5", "nemotron_v3", "nanbeige"),
         call=(*_FUNCTION, "</tool_call>"),
         required_signs=("<tool_call>", "<function=", "<parameter="),
         marker="<tool_call>",
@@ -332,9 +332,16 @@ TOOL_CALL_FORMATS = (
     ),
     ToolCallFormat(
         name="internlm",
-        call=(*_json_call("arguments"), "<|action_end|>"),
+        call=("<|plugin|>", *_json_call("arguments"), "<|action_end|>"),
         required_signs=("<|action_start|>", "<|plugin|>", '"arguments"'),
-        marker="<|action_start|><|plugin|>",
+        marker="<|action_start|>",
+        marker_repeats=True,
+    ),
+    ToolCallFormat(
+        name="interns1",
+        call=("<|plugin|>", *_json_call("parameters"), "<|action_end|>"),
+        required_signs=("<|action_start|>", "<|plugin|>"),
+        marker="<|action_start|>",
         marker_repeats=True,
     ),
     ToolCallFormat(
@@ -364,7 +371,7 @@ TOOL_CALL_FORMATS = (
     _json_list("hunyuan_a13b", "<tool_calls>", "</tool_calls>")._replace(also=("jamba",)),
     ToolCallFormat(
         name="hermes",
-        also=("qwen3_json", "qwen25", "qwen", "granite4"),
+        also=("qwen3_json", "qwen25", "qwen", "granite4", "trinity"),
         call=(*_json_call("arguments"), "</tool_call>"),
         required_signs=("<tool_call>",),
         excluding_signs=_XML_ARGUMENT_SIGNS,
@@ -447,9 +454,10 @@ REASONING_TAGS = (
 REASONING_PARSERS: dict[str, ReasoningTags | None] = {
     **dict.fromkeys(
         (
-            "think", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "deepseek_v4", "deepseek_v41", "glm45",
-            "glm47", "ling3", "granite_thinking_parser", "holo2", "hy_v3", "kimi_k2", "mimo", "minimax_m2",
-            "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "qwen3-thinking", "step3", "step3p5", "step5",
+            "deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41", "deepseek_r1", "deepseek_v3", "deepseek_v4",
+            "deepseek_v41", "dots", "gigachat35", "glm45", "glm47", "granite_thinking_parser", "holo2", "hy_v3",
+            "interns1", "kimi_k2", "ling3", "mimo", "minimax", "minimax_m2", "nanbeige", "nemotron_3", "nemotron_v3",
+            "olmo3", "poolside_v1", "qwen3", "qwen3-thinking", "step3", "step3p5", "step5", "think",
         ),
         REASONING_TAGS[0],
     ),
@@ -536,7 +544,8 @@ class FormatDetector:
         described = self.described.call_formats if self.described is not None else ()
         if self._tool_call_parser not in ("auto", RESPONSE_TEMPLATE):
             rows = formats_of(self._tool_call_parser)
-            return next((known for known in rows if _has_signs(known, template)), rows[0])
+            own = [known for known in rows if known.name == self._tool_call_parser]
+            return next((known for known in rows if _has_signs(known, template)), (own or rows)[0])
         if described and self._tool_call_parser == RESPONSE_TEMPLATE:
             return described[0]
         return detect_tool_call_format(template, self._tokens) or next(iter(described), None)
