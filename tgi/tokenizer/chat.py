@@ -16,8 +16,9 @@ absent everywhere.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from typing import Any, NamedTuple
 
 from tgi.hub.model_config import ModelConfig
@@ -43,6 +44,8 @@ TOOL_PROMPT = (
 MAX_ERROR_CHARACTERS = 2000
 # A template that contains this (Mistral's) rejects call ids of other than nine characters.
 SHORT_IDS = "length != 9"
+# A template that contains this (Kimi's) writes call ids, which the model knows as `functions.NAME:0`.
+NUMBERED_IDS = "<|tool_call_begin|>"
 
 # Variables with which templates switch reasoning off.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -97,11 +100,14 @@ class ChatRenderer:
         except RecursionError as error:
             raise TemplateError("the chat is nested too deeply") from error
 
-    def _render(self, chat: JsonObject) -> RenderedChat:
+    def _render(self, chat: JsonObject, as_objects: bool = False) -> RenderedChat:
+        """`as_objects`: arguments of calls are objects even where they are no JSON."""
         given_tools = _object_list(chat, "tools")
         offered = [_offered_tool(tool) for tool in given_tools]
         tools = [adapt_tool(tool) for tool in given_tools] or None
         features = self._templates.features(tools is not None)
+        if as_objects:
+            features = features._replace(iterates_arguments=True)
         template = self._templates.source(tools is not None)
         original_messages = _object_list(chat, "messages")
         add_generation_prompt, continue_final = _ending(chat, original_messages)
@@ -118,14 +124,19 @@ class ChatRenderer:
             _append_to_last(messages[:-1] if continue_final else messages, instructions)
         tags = self.formats.reasoning_tags(template)
         variables = _options(chat, features) | dict(chat.get("chat_template_kwargs") or {})
-        text = self._templates.render(
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final,
-            documents=variables.pop("documents", None),
-            kwargs=variables,
-        )
+        try:
+            text = self._templates.render(
+                messages,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final,
+                documents=variables.pop("documents", None),
+                kwargs=variables,
+            )
+        except TemplateError:
+            if features.iterates_arguments or not _has_malformed_arguments(messages):
+                raise
+            return self._render(chat, as_objects=True)  # a template may refuse arguments that are no object
         if template not in self._incomplete and (lost := _lost_role(messages, text, tags)) is not None:
             self._incomplete.add(template)
             log.warning("the chat template leaves out the text of a message with the role %s", ascii(lost[:64]))
@@ -300,7 +311,10 @@ def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, templ
         if message.get("role") == "developer" and "developer" not in template:
             message["role"] = "system"
     if SHORT_IDS in template:
-        _shorten_call_ids(adapted)
+        _replace_call_ids(adapted, lambda call_id, name: _short_id(call_id))
+    elif NUMBERED_IDS in template:
+        numbers = count()
+        _replace_call_ids(adapted, lambda call_id, name: f"functions.{name}:{next(numbers)}")
     return adapted
 
 
@@ -353,6 +367,8 @@ def _parse_arguments(given: Any, as_object: bool) -> Any:
     if isinstance(given, str):
         with suppress(ValueError, RecursionError):
             value = json.loads(given) if given.strip() else {}
+            if "\\ud" in given.lower():  # half of a surrogate pair, as of a character that was cut, cannot be encoded
+                value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     if as_object and not isinstance(value, dict):
         value = {} if value is None else {MALFORMED_ARGUMENTS: given}
     return CallArguments(value) if isinstance(value, dict) else given
@@ -414,15 +430,29 @@ def _add_tool_names(messages: list[JsonObject]) -> None:
             message["name"] = names_by_call_id[call_id]
 
 
-def _shorten_call_ids(messages: list[JsonObject]) -> None:
-    """Replaces each call id by one of nine characters, consistently in calls and results."""
+def _replace_call_ids(messages: list[JsonObject], new_id: Callable[[str, Any], str]) -> None:
+    """Replaces each call id by `new_id(id, name of the tool)`, consistently in calls and results."""
+    replaced: dict[str, str] = {}
     for message in messages:
-        if isinstance(message.get("tool_call_id"), str):
-            message["tool_call_id"] = _short_id(message["tool_call_id"])
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else []:
             if isinstance(call, dict) and isinstance(call.get("id"), str):
-                call["id"] = _short_id(call["id"])
+                function = call.get("function")
+                name = function.get("name") if isinstance(function, dict) else None
+                replaced[call["id"]] = call["id"] = new_id(call["id"], name)
+        if isinstance(call_id := message.get("tool_call_id"), str):
+            message["tool_call_id"] = replaced.get(call_id) or new_id(call_id, message.get("name"))
+
+
+def _has_malformed_arguments(messages: list[JsonObject]) -> bool:
+    """Whether the arguments of a call are no object."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and not isinstance(function.get("arguments"), dict):
+                return True
+    return False
 
 
 def _short_id(call_id: str) -> str:
