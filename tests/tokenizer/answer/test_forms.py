@@ -10,6 +10,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from scripts.make_model import SPECIAL_TOKENS
@@ -20,13 +22,15 @@ from tests.tokenizer.answer.dialogue import (
     merge_parts,
     parsed_answer,
     play_answer,
+    rejection,
     start_matcher,
     submit_valid_chat,
 )
-from tests.tokenizer.harness import EOS, ids_of
+from tests.tokenizer.harness import API, EOS, ids_of
 from tests.tokenizer.vocabularies import byte_level
+from tgi.microkernel.protocol import Prompted
 from tgi.microkernel.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
-from tgi.tokenizer.answers.arguments import argument_types
+from tgi.tokenizer.answers.arguments import PythonLiteral, argument_types
 from tgi.tokenizer.answers.formats import (
     FALLBACK_FORMATS,
     NAMED_FORMATS,
@@ -194,6 +198,14 @@ FORMS = {
             "arguments", "parameters"
         ), "<|action_start|><|plugin|>",
     ),
+    "gemma4": Form(
+        '<|tool_call>call:get_weather{city:<|"|>Ulm<|"|>,days:2,metric:true,at:[48.4,10]}<tool_call|><|tool_call>call:now{}'
+        "<tool_call|>", "<|tool_call> <|channel>thought\n", reasoning=("<|channel>thought\n", "\n<channel|>"),
+    ),
+    "functiongemma": Form(
+        "<start_function_call>call:get_weather{city:<escape>Ulm<escape>,days:2,metric:true,at:[48.4,10]}<end_function_call>"
+        "<start_function_call>call:now{}<end_function_call>", "<start_function_call>",
+    ),
     "gigachat3": Form(f"<|function_call|>{JSON}", "<|function_call|>", single=True),
     "longcat": Form(
         f"<longcat_tool_call>\n{JSON}\n</longcat_tool_call>\n<longcat_tool_call>\n{NOW}\n</longcat_tool_call>",
@@ -226,7 +238,7 @@ def special() -> Vocabulary:
         "<|plamo:constrain|>",
         "<|plamo:msg|>",
         *Channels.PIECES,
-        *(one for tags in REASONING_TAGS[:4] for one in tags),
+        *(one for tags in (*REASONING_TAGS[:4], REASONING_TAGS[6]) for one in tags),
     }
     tokenizer = Tokenizer.from_str(byte_level().tokenizer.to_str())
     tokenizer.add_special_tokens(sorted(tokens))
@@ -352,7 +364,7 @@ def test_grammar_accepts_the_transcript(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_coder", "glm", "deepseek_v32", "lfm2", "olmo3", "harmony", "kimi_k2", "minimax_m2"]
+    "name", ["qwen3_coder", "glm", "deepseek_v32", "lfm2", "olmo3", "gemma4", "harmony", "kimi_k2", "minimax_m2"]
 )
 def test_random_required_calls_are_valid(name: str) -> None:
     vocabulary = special()
@@ -425,3 +437,139 @@ def test_named_form_of_a_template_without_tools() -> None:
     assert TOOL_PROMPT.strip() not in rendered.text
     assert rendered.answer_format is not None
     assert [known.name for known in rendered.answer_format.call_formats] == ["hermes"]
+
+
+# --- values that are no JSON ------------------------------------------------------------------------------------------
+
+# How each form writes the argument `a` of the tool `f`.
+WRITE = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "dots": '<dots_function_call><invoke name="f"><parameter name="a">{}</parameter></invoke></dots_function_call>',
+}
+DSML_TEXT = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="{}">{}'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+)
+# (schema, what the model writes → the JSON of the value, or None where the grammar refuses it, keywords not enforced)
+VALUES: list[tuple[Any, dict[str, str | None], list[str]]] = [
+    ({"type": "string"},
+     {"Ulm": '"Ulm"', "5": '"5"', "": '""', "a\nb \\ \"</b>": '"a\\nb \\\\ \\"</b>"', "null": '"null"'}, []),
+    ({"type": "string", "maxLength": 3}, {"Ulm": '"Ulm"', "Ulmo": None}, []),
+    ({"type": "string", "pattern": "^a/+$"}, {"a//": '"a//"', "b": None}, []),
+    ({"type": "string", "pattern": "b"}, {"abc": '"abc"', "ac": None}, []),
+    ({"enum": ["x", "y z", 3]}, {"x": '"x"', "y z": '"y z"', "3": "3", "y": None}, []),
+    ({"$ref": "#/$defs/Unit"}, {"C": '"C"', "K": None}, []),
+    ({"type": "integer", "maximum": 9}, {"7": "7", "12": None, "x": None}, []),
+    ({"type": "boolean"}, {"true": "true", "False": "false", "no": None}, []),
+    ({"type": ["integer", "null"]}, {"null": "null", "None": "null", "4": "4", "x": None}, []),
+    ({"type": ["string", "null"]}, {"null": "null", "x": '"x"', "4": '"4"'}, []),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"4": "4", "4x": '"4x"'}, []),
+    ({"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 3}]}, {"7": "7"}, ["anyOf"]),
+    ({"type": "array", "items": {"type": "string"}}, {'["</arg_value>"]': '["</arg_value>"]', "x": None}, []),
+    ({"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]},
+     {'{"b":null}': '{"b":null}', "{}": None}, []),
+    ({}, {"x": '"x"', "[1]": "[1]", "None": "null"}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITE)
+@pytest.mark.parametrize(("schema", "values", "missing"), VALUES)
+def test_values_without_quotes(name: str, schema: Any, values: dict[str, str | None], missing: list[str]) -> None:
+    vocabulary, harness = byte_level(), harness_of(byte_level(), template(FORMS[name]))
+    parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": {"Unit": {"enum": ["C", "F"]}}}
+
+    def tools(strict: bool) -> list[Any]:
+        return [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}]
+
+    for text, value in values.items():
+        add = submit_valid_chat(harness, 1, chat(tools(False), tool_choice="required"))
+        (prompted,) = [message for message in harness.received_by(API) if isinstance(message, Prompted)]
+        assert prompted.not_enforced == [f"f#/properties/a/{keyword}" for keyword in missing]
+        opening, close = FORMS[name].reasoning
+        answer = f"{opening}So{close}" + WRITE[name].format(text)
+        assert accepts(add, answer, vocabulary) == (value is not None), text
+        if value is not None:
+            found = parsed_answer(play_answer(harness, add, ids_of(answer, vocabulary))).parts
+            assert found[-1] == ("arguments", f'{{"a": {value}}}')
+    if missing:
+        assert "cannot be enforced in this model" in rejection(harness, chat(tools(True)))
+
+
+def test_a_tag_may_say_whether_a_value_is_a_text() -> None:
+    name = "deepseek_v32"
+    harness = harness_of(byte_level(), template(FORMS[name]))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}]
+    add = submit_valid_chat(harness, 1, chat(tools, tool_choice="required"))
+    for is_text, text, value in (
+        ("true", "5", '"5"'),
+        ("false", "5", "5"),
+        ("false", "[1]", "[1]"),
+        ("false", "x", None),
+    ):
+        answer = "<think>So</think>" + DSML_TEXT.format(is_text, text)
+        assert accepts(add, answer, byte_level()) == (value is not None)
+        if value is not None:
+            parser = AnswerParser(answer_format(name, tools), FormatTokens(byte_level()))
+            assert merge_parts(parser.parse_piece(answer))[-1] == ("arguments", f'{{"a": {value}}}')
+
+
+def test_keys_without_quotes_and_nested_values() -> None:
+    where = {
+        "type": "object",
+        "properties": {"to": {"enum": ["N", "S"]}, "n": {"type": "integer", "minimum": 2}},
+        "required": ["to"],
+    }
+    parameters = {"properties": {"at": {"type": "array", "items": where, "minItems": 1}, "any": {}}, "required": ["at"]}
+    harness = harness_of(byte_level(), template(FORMS["gemma4"]))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    add = submit_valid_chat(harness, 1, chat(tools, tool_choice="required"))
+    for body, value in (
+        ('{at:[{to:<|"|>N<|"|>,n:3},{to:<|"|>S<|"|>}]}', {"at": [{"to": "N", "n": 3}, {"to": "S"}]}),
+        ('{at:[{to:<|"|>N<|"|>}],any:{x:[1,<|"|>{"y"<|"|>]}}', {"at": [{"to": "N"}], "any": {"x": [1, '{"y"']}}),
+        ('{at:[{to:<|"|>E<|"|>}]}', None), ("{at:[]}", None), ('{at:[{to:<|"|>N<|"|>,n:1}]}', None), ("{any:1}", None),
+    ):  # fmt: skip
+        answer = f"<|tool_call>call:f{body}<tool_call|>"
+        assert accepts(add, answer, byte_level()) == (value is not None), body
+        if value is not None:
+            for pieces in ([answer], list(answer)):
+                parser = AnswerParser(answer_format("gemma4", tools), FormatTokens(byte_level()))
+                found = merge_parts([part for piece in pieces for part in parser.parse_piece(piece)])
+                assert [kind for kind, _ in found] == ["call", "arguments"]
+                assert json.loads(found[1][1]) == value
+
+
+PYTHON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50)
+@given(PYTHON_VALUES, st.integers(1, 5))
+def test_python_literals_are_json_however_they_are_cut(value: Any, size: int) -> None:
+    literal, rest, written = PythonLiteral(), "", ""
+    text = repr(value) + ")"
+    for at in range(0, len(text), size):
+        rest += text[at : at + size]
+        piece, length = literal.convert(rest)
+        written, rest = written + piece, rest[length:]
+    assert literal.ended
+    assert rest == ")"
+    assert json.loads(written) == value
+
+
+@each_form
+@pytest.mark.parametrize("character", ["\n", "a"])
+def test_a_token_is_parsed_without_those_before_it(name: str, character: str) -> None:
+    """Wherever in a call: what is held back is not searched again for each token."""
+    whole = FORMS[name].calls
+    for size in range(0, len(whole), 7):
+        parser = AnswerParser(answer_format(name), FormatTokens(byte_level()))
+        parser.parse_piece(whole[:size])
+        searched = 0
+        for _ in range(300):
+            parser.parse_piece(character)
+            searched += len(parser._rest)
+        assert searched <= 100 * 300, whole[:size]

@@ -20,8 +20,14 @@ def argument_types(schema: Any) -> dict[str, list[str]]:
     properties = target.get("properties") if isinstance(target, dict) else None
     if not isinstance(properties, dict):
         return {}
-    types = {name: _types(value, schema, MAX_DEPTH) for name, value in properties.items()}
-    return {name: [one for one in JSON_TYPES if one in found] for name, found in types.items() if found is not None}
+    types = {name: value_types(value, schema) for name, value in properties.items()}
+    return {name: found for name, found in types.items() if found is not None}
+
+
+def value_types(schema: Any, root: Any) -> list[str] | None:
+    """The JSON types that a schema within `root` allows; None: it does not say."""
+    found = _types(schema, root, MAX_DEPTH)
+    return None if found is None else [one for one in JSON_TYPES if one in found]
 
 
 def _types(schema: Any, root: Any, depth: int) -> set[str] | None:
@@ -178,6 +184,9 @@ class PythonLiteral:
                     raise ValueError(text[at:])
                 break
             if match.lastgroup in ("word", "number") and match.end() == len(text) and not over:
+                known = [*CONSTANTS, *CONSTANTS.values()]
+                if len(match[0]) > MAX_NUMBER or (match.lastgroup == "word" and not _begins_any(match[0], known)):
+                    raise ValueError(match[0])
                 break  # it may go on
             piece = self._convert_piece(match)
             if self.ended:
@@ -216,6 +225,12 @@ class PythonLiteral:
         return piece
 
 
+def _begins_any(text: str, words: list[str]) -> bool:
+    return any(word.startswith(text) for word in words)
+
+
+# Characters of a number; a grammar allows fewer.
+MAX_NUMBER = 100
 _BRACKETS = {"[": "]", "(": ")", "{": "}"}
 _OUTSIDE = re.compile(
     r"""(?P<space>\s+)|(?P<quote>['"])|(?P<word>[A-Za-z_]\w*)|(?P<number>-?[0-9][0-9.eE+-]*)"""

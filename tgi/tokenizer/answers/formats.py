@@ -15,6 +15,10 @@ from tgi.tokenizer.vocabulary import Vocabulary
 WHITESPACE = " \t\r\n"
 
 
+# Characters of a key without quotes.
+MAX_BARE_WORD = 128
+
+
 class CallPlaceholder(StrEnum):
     """The variable pieces of a tool call."""
 
@@ -25,6 +29,8 @@ class CallPlaceholder(StrEnum):
     FIELDS = "<fields>"  # the arguments as further fields of the object that holds the name: `, "a": 1}`, or only `}`
     TAGS = "<tags>"  # one element per argument, as ToolCallFormat.tags says
     KEYWORDS = "<keywords>"  # Python's keyword arguments: `a=1, b='x'`
+    # The rest of an object behind its brace: keys have no quotes, and texts stand between two of ToolCallFormat.quote.
+    LITERALS = "<literals>"
 
 
 class ArgumentTags(NamedTuple):
@@ -60,12 +66,13 @@ class ToolCallFormat(NamedTuple):
     after: tuple[str, ...] = ()
     parallel_calls: bool = True  # default if the request does not say whether several calls are allowed
     tags: ArgumentTags = ArgumentTags("", "", "")
+    quote: str = ""
     channels: bool = False  # the whole answer consists of messages with headers, see Channels
 
     @property
     def pieces(self) -> Iterator[str]:
         """All literal pieces."""
-        for piece in (self.marker, *self.before, *self.call, *self.between, *self.after, *self.tags[:5]):
+        for piece in (self.marker, *self.before, *self.call, *self.between, *self.after, *self.tags[:5], self.quote):
             if piece and not isinstance(piece, CallPlaceholder):
                 yield piece
 
@@ -343,6 +350,22 @@ TOOL_CALL_FORMATS = (
         required_signs=("<|action_start|>", "<|plugin|>"),
         marker="<|action_start|>",
         marker_repeats=True,
+    ),
+    ToolCallFormat(
+        name="gemma4",
+        call=("call:", CallPlaceholder.WORD, "{", CallPlaceholder.LITERALS, "<tool_call|>"),
+        required_signs=("<|tool_call>",),
+        marker="<|tool_call>",
+        marker_repeats=True,
+        quote='<|"|>',
+    ),
+    ToolCallFormat(
+        name="functiongemma",
+        call=("call:", CallPlaceholder.WORD, "{", CallPlaceholder.LITERALS, "<end_function_call>"),
+        required_signs=("<start_function_call>",),
+        marker="<start_function_call>",
+        marker_repeats=True,
+        quote="<escape>",
     ),
     ToolCallFormat(
         name="gigachat3",

@@ -17,6 +17,7 @@ from tgi.tokenizer.answers.arguments import (
     value_json,
 )
 from tgi.tokenizer.answers.formats import (
+    MAX_BARE_WORD,
     STAND_IN,
     WHITESPACE,
     AnswerFormat,
@@ -299,6 +300,8 @@ class AnswerParser:
                 yield from self._parse_tags(call_format.tags, call_format.call[at + 1])
             case CallPlaceholder.KEYWORDS:
                 yield from self._parse_keywords()
+            case CallPlaceholder.LITERALS:
+                yield from self._parse_literals(self._piece_text(call_format.quote))
             case _:
                 yield from self._expect(piece)
 
@@ -423,6 +426,46 @@ class AnswerParser:
             if self._rest[0] == ",":
                 self._consume(1)
         self._emit(PartKind.ARGUMENTS, "}")
+
+    def _parse_literals(self, quote: str) -> Generator[None]:
+        """Parses an object from behind its brace, with keys without quotes and texts between two of these quotes."""
+        brackets = ["}"]
+        self._emit(PartKind.ARGUMENTS, "{")
+        while brackets:
+            yield from self._skip_in_call()
+            while self._rest != quote and quote.startswith(self._rest):
+                yield from self._need_more()
+            if self._rest.startswith(quote):
+                self._consume(len(quote))
+                self._emit(PartKind.ARGUMENTS, '"')
+                yield from self._read_up_to(
+                    quote, lambda text: self._emit(PartKind.ARGUMENTS, escaped(STAND_IN.sub("", text)))
+                )
+                self._emit(PartKind.ARGUMENTS, '"')
+                continue
+            mark = self._rest[0]
+            if mark in "{[":
+                brackets.append("}" if mark == "{" else "]")
+            elif mark in "}]":
+                if brackets.pop() != mark:
+                    raise _FormatViolation
+            elif mark not in ",:":
+                yield from self._parse_bare_word()
+                continue
+            self._consume(1)
+            self._emit(PartKind.ARGUMENTS, mark + " " if mark in ",:" else mark)
+
+    def _parse_bare_word(self) -> Generator[None]:
+        """Parses a key or a value without quotes; what is no JSON value is a text."""
+        while (match := _BARE_WORD.match(self._rest)) is not None and match.end() == len(self._rest):
+            if match.end() > MAX_BARE_WORD:
+                raise _FormatViolation
+            yield from self._need_more()
+        if match is None:
+            raise _FormatViolation
+        word = self._consume(match.end())
+        yield from self._skip_in_call()
+        self._emit(PartKind.ARGUMENTS, string_json(word) if self._rest[0] == ":" else value_json(word, None))
 
     # Channels
 
@@ -596,6 +639,7 @@ MAX_INDEX = 64
 _NO_TEXT = ["integer", "number", "boolean", "null", "object", "array"]
 # Whole characters of a JSON string.
 _STRING_CHARACTERS = re.compile(r'(?:[^"\\]|\\.)+', re.DOTALL)
+_BARE_WORD = re.compile("[^\\s,:{}\\[\\]<\ud800-\udfff]+")
 _IDENTIFIER = re.compile(r"\w+")
 # In the header of a message, which may contain stand-ins: the tool that it is for, or another recipient.
 _RECIPIENT = re.compile(rf"{re.escape(Channels.RECIPIENT)}([^\s<\ud800-\udfff]+)")

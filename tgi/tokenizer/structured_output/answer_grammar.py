@@ -10,6 +10,7 @@ terminal up to the point where that is decided, including the white space before
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, groupby, pairwise, repeat
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -29,9 +30,12 @@ from tgi.tokenizer.chat import OfferedTool, RenderedChat
 from tgi.tokenizer.structured_output.argument_grammar import (
     ArgumentRules,
     LarkRules,
+    LiteralRules,
     keywords_can_express,
+    literals_can_express,
     tags_can_express,
     unenforced,
+    unenforced_literals,
 )
 from tgi.tokenizer.structured_output.grammar import (
     IGNORABLE_KEYWORDS,
@@ -215,16 +219,24 @@ def _with_unenforced(offered: OfferedTool, tool: ToolGrammar, answer_format: Ans
     """The tool with the keywords that this format of calls does not enforce. Raises GrammarError if there are some and
     the tool is strict, or if a required argument cannot be written."""
     found: list[str] = []
+    can_express: Callable[[str], bool]
     for known in answer_format.call_formats:
-        as_text, keywords = (one in known.call for one in (CallPlaceholder.TAGS, CallPlaceholder.KEYWORDS))
-        if not (as_text or keywords):
+        if CallPlaceholder.TAGS in known.call:
+            can_express = partial(tags_can_express, known.tags)
+            found += unenforced(tool.schema, tool.types, as_text=True)
+        elif CallPlaceholder.KEYWORDS in known.call:
+            can_express = keywords_can_express
+            found += unenforced(tool.schema, tool.types, as_text=False)
+        elif CallPlaceholder.LITERALS in known.call:
+            can_express = literals_can_express
+            found += unenforced_literals(tool.schema)
+        else:
             continue
         for name in tool.schema.get("required", ()):
-            if not (tags_can_express(known.tags, name) if as_text else keywords_can_express(name)):
+            if not can_express(name):
                 raise GrammarError(
                     f"tool `{tool.name}`: {name!a} cannot be the name of an argument in this model's form of calls"
                 )
-        found += unenforced(tool.schema, tool.types, as_text)
     missing = [pointer for pointer in dict.fromkeys(found) if pointer not in tool.not_enforced]
     if missing and offered.strict:
         raise GrammarError(f"tool `{tool.name}`: {missing[0]} cannot be enforced in this model's form of calls")
@@ -285,7 +297,7 @@ class AnswerGrammarWriter:
 
     def __init__(self, format_tokens: FormatTokens, only_text: bool = False) -> None:
         """`only_text` writes special tokens as text, so that the grammar can be tried out with a table without them."""
-        self._lark = LarkRules(format_tokens, only_text)
+        self._lark = LarkRules(None if only_text else format_tokens)
         self._arguments = ArgumentRules(self._lark, _schema_grammar)
         self._eos_ids = format_tokens.eos_ids
         others = format_tokens.other_ids
@@ -484,7 +496,12 @@ class AnswerGrammarWriter:
                 case CallPlaceholder.INDEX:
                     rules.add(rule := self._lark.terminal("/[0-9A-Za-z]{1,9}/"))
                     pieces.append(rule)
-                case CallPlaceholder.ARGUMENTS | CallPlaceholder.TAGS | CallPlaceholder.KEYWORDS:
+                case (
+                    CallPlaceholder.ARGUMENTS
+                    | CallPlaceholder.TAGS
+                    | CallPlaceholder.KEYWORDS
+                    | CallPlaceholder.LITERALS
+                ):
                     if rule := self._body(call_format, piece, tool):
                         rules.add(rule)
                         pieces.append(rule)
@@ -500,6 +517,8 @@ class AnswerGrammarWriter:
             return self._arguments.tags(call_format.tags, tool.schema, tool.types)
         if kind is CallPlaceholder.KEYWORDS:
             return self._arguments.keywords(tool.schema, tool.types)
+        if kind is CallPlaceholder.LITERALS:
+            return LiteralRules(self._lark, self._arguments, _schema_grammar, call_format.quote).members(tool.schema)
         return self._lark.object(tool.arguments)
 
     def _sequence(

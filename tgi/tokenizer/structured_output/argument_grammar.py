@@ -6,11 +6,12 @@ contain. A value is written as a text or as JSON according to its types, as the 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from tgi.tokenizer.answers.arguments import is_never_text, is_text, resolve
-from tgi.tokenizer.answers.formats import WHITESPACE, ArgumentTags, FormatTokens
+from tgi.tokenizer.answers.arguments import JSON_TYPES, is_never_text, is_text, resolve, value_types
+from tgi.tokenizer.answers.formats import MAX_BARE_WORD, WHITESPACE, ArgumentTags, FormatTokens
+from tgi.tokenizer.structured_output.json_schema import MAX_INTEGER
 from tgi.tokenizer.structured_output.json_schema_lark import field_sequence
 
 # Says nothing about what is valid.
@@ -33,10 +34,9 @@ SchemaEntry = Callable[[dict[str, Any]], str]
 class LarkRules:
     """The rules, terminals and further grammars of one grammar. Methods return names, or the text of a rule's body."""
 
-    def __init__(self, format_tokens: FormatTokens, only_text: bool = False) -> None:
-        """`only_text` writes special tokens as text, so that the grammar can be tried out with a table without them."""
+    def __init__(self, format_tokens: FormatTokens | None) -> None:
+        """None writes special tokens as text, so that the grammar can be tried out with a table without them."""
         self._format_tokens = format_tokens
-        self._only_text = only_text
         self._rules: dict[str, str] = {}  # names by body
         self._terminals: dict[str, str] = {}  # names by body
         self._grammars: dict[str, str] = {}  # names of further entries of `grammars`, by entry
@@ -68,7 +68,7 @@ class LarkRules:
 
     def parts(self, piece: str) -> list[str | int]:
         """A piece as texts and ids of special tokens."""
-        return [piece] if self._only_text else self._format_tokens.parts(piece)
+        return [piece] if self._format_tokens is None else self._format_tokens.parts(piece)
 
     def is_special(self, piece: str) -> bool:
         """Whether a piece contains a special token."""
@@ -98,7 +98,7 @@ class ArgumentRules:
 
     def tags(self, tags: ArgumentTags, schema: dict[str, Any], types: Mapping[str, list[str]]) -> str:
         """One element per argument, in the order of `properties`; "" if there are none."""
-        properties, required, others = _members(schema)
+        properties, required, others = _members(schema, schema)
         elements = []
         for name in properties | required:
             if tags_can_express(tags, name):
@@ -113,21 +113,24 @@ class ArgumentRules:
         return self._lark.rule(" ".join(elements)) if elements else ""
 
     def _element(self, tags: ArgumentTags, key: str, value: Any, root: dict[str, Any], types: list[str] | None) -> str:
-        head = self._join("GAP", tags.open, (key,), tags.key_end)
-        as_text = self._text(tags, value, root, types)
-        as_json = self._json(tags, value, root, types)
-        if tags.text_start != tags.json_start:
-            options = [] if is_never_text(types) else [f"{self._lark.piece(tags.text_start)} {as_text}"]
-            options += [] if is_text(types) else [f"{self._lark.piece(tags.json_start)} {as_json}"]
-            return self._lark.rule(f"{head} ({' | '.join(options)})")
-        gap = ("GAP", tags.text_start) if tags.text_start else ()
-        head = self._join("GAP", tags.open, (key,), tags.key_end, *gap, "\n" if tags.own_lines else "")
-        return self._lark.rule(f"{head} {as_json if is_never_text(types) else as_text}")
+        options = []  # how the value begins, and the rest
+        if not is_never_text(types):
+            options.append((tags.text_start, self._text(tags, value, root, types)))
+        if is_never_text(types) or (tags.text_start != tags.json_start and not is_text(types)):
+            options.append((tags.json_start, self._json(tags, value, root, types)))
+        head: list[str | tuple[str]] = [("GAP",), tags.open, (key,), tags.key_end]
+        if tags.text_start == tags.json_start:
+            ((start, rest),) = options
+            gap: list[str | tuple[str]] = [("GAP",), start] if start else []
+            opening = self._join(*head, *gap, "\n" if tags.own_lines else "")
+            return self._lark.rule(f"{opening} {rest}")
+        choices = (f"{self._lark.piece(start)} {rest}" for start, rest in options)
+        return self._lark.rule(f"{self._join(*head)} ({' | '.join(choices)})")
 
     def _json(self, tags: ArgumentTags, value: Any, root: dict[str, Any], types: list[str] | None) -> str:
         schema = _with_definitions(value, root)
-        if types is None and tags.text_start != tags.json_start:
-            schema = {"type": ["integer", "number", "boolean", "null", "object", "array"]}
+        if not is_never_text(types) and tags.text_start != tags.json_start:
+            schema = {"type": [one for one in types or JSON_TYPES if one != "string"]}
         options = [self._lark.object(self._entry(schema)), *_constants(value, root, types)]
         close = ("\n" if tags.own_lines else "") + tags.close
         return f"({' | '.join(options)}) {self._lark.piece(close)}"
@@ -135,12 +138,15 @@ class ArgumentRules:
     def _text(self, tags: ArgumentTags, value: Any, root: dict[str, Any], types: list[str] | None) -> str:
         """A value without quotes, and its closing tag."""
         close = ("\n" if tags.own_lines else "") + tags.close
+        return self.text_before(close, tags.close, resolve(value, root), types)
+
+    def text_before(self, close: str, tag: str, target: Any, types: list[str] | None) -> str:
+        """A text and what closes it; it cannot contain this tag."""
         first, *others = self._lark.parts(close)
-        target = resolve(value, root)
-        text = f"ANY & ~(ANY {_quoted(tags.close)} ANY)"
+        text = f"ANY & ~(ANY {_quoted(tag)} ANY)"
         if (listed := _listed(target)) is not None:
             texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in listed]
-            text = " | ".join(_quoted(one) for one in texts if tags.close not in one) or text
+            text = " | ".join(_quoted(one) for one in texts if tag not in one) or text
         elif is_text(types) and isinstance(target, dict):
             text = " & ".join([text, *_text_limits(target)])
         if isinstance(first, int):
@@ -150,8 +156,7 @@ class ArgumentRules:
         return f"{terminal} {self._lark.piece(rest)}" if others else terminal
 
     def _join(self, *pieces: "str | tuple[str]") -> str:
-        """Pieces without anything between them; adjacent texts become one terminal. "GAP" is the terminal, a tuple has
-        the body of one."""
+        """Pieces without anything between them; adjacent texts become one terminal. A tuple has the body of one."""
         run: list[str] = []
         written: list[str] = []
 
@@ -161,8 +166,8 @@ class ArgumentRules:
                 run.clear()
 
         for piece in pieces:
-            if isinstance(piece, tuple) or piece == "GAP":
-                run.append(piece if isinstance(piece, str) else piece[0])
+            if isinstance(piece, tuple):
+                run.append(piece[0])
                 continue
             for part in self._lark.parts(piece):
                 if isinstance(part, str):
@@ -175,7 +180,7 @@ class ArgumentRules:
 
     def keywords(self, schema: dict[str, Any], types: Mapping[str, list[str]]) -> str:
         """Python's keyword arguments, in the order of `properties`."""
-        properties, required, others = _members(schema)
+        properties, required, others = _members(schema, schema)
         fields = []
         for name in properties | required:
             if _IDENTIFIER.fullmatch(name):
@@ -205,6 +210,99 @@ class ArgumentRules:
         return f"({' | '.join(options)})"
 
 
+class LiteralRules:
+    """Writes the arguments of tools as objects whose keys have no quotes and whose texts stand between two quotes of
+    the model's own."""
+
+    def __init__(self, lark: LarkRules, arguments: ArgumentRules, entry: SchemaEntry, quote: str) -> None:
+        self.unenforced: list[str] = []  # pointers to keywords
+        self._lark = lark
+        self._arguments = arguments
+        self._entry = entry
+        self._quote = quote
+
+    def members(self, schema: dict[str, Any]) -> str:
+        """The members of the object of arguments, and its closing brace."""
+        return self._members(schema, schema, "#", 0)
+
+    def _members(self, schema: Any, root: dict[str, Any], path: str, depth: int) -> str:
+        properties, required, others = _members(schema, root)
+        fields = []
+        for name in properties | required:
+            if literals_can_express(name):
+                pointer = f"{path}/properties/{_pointer_token(name)}"
+                value = self._value(properties.get(name, True), root, pointer, depth + 1)
+                key = self._lark.terminal(_quoted(f"{name}:"))
+                fields.append((self._lark.rule(f"{key} {value}"), name in required))
+        if others:
+            if _constraints(others):
+                self.unenforced.append(f"{path}/additionalProperties")
+            known = "".join(f" & ~{_quoted(name)}" for name in properties | required)
+            pair = self._lark.rule(f"{self._lark.terminal(f'({_LITERAL_KEY}{known}) {_COLON}')} {self._any()}")
+            fields.append((f'{pair} ("," {pair})*', False))
+        self._report(schema, root, path, _OBJECT_KEYWORDS)
+        return self._lark.rule(f'{field_sequence(fields, _COMMA, self._lark.rule)} "}}"')
+
+    def _value(self, value: Any, root: dict[str, Any], path: str, depth: int) -> str:
+        target = resolve(value, root)
+        types = value_types(value, root)
+        if depth > MAX_LITERAL_DEPTH or not isinstance(target, dict) or types is None:
+            self.unenforced += [path] * bool(_constraints(target))
+            return self._any()
+        listed = _listed(target)
+        options = []
+        scalars = [one for one in types if one not in ("string", "array", "object")]
+        if "string" in types:
+            texts = {"enum": [one for one in listed if isinstance(one, str)]} if listed is not None else target
+            options.append(self._text(texts))
+        if scalars:
+            kept = {word: one for word, one in target.items() if word in _NUMBER_KEYWORDS}
+            if listed is not None:
+                kept = {"enum": [one for one in listed if not isinstance(one, (str, list, dict))]}
+            options.append(self._lark.object(self._entry({"type": scalars, **kept})))
+        if "array" in types:
+            item = self._value(target.get("items", True), root, f"{path}/items", depth + 1)
+            least, most = target.get("minItems", 0), target.get("maxItems")
+            further = f'{item} ("," {item}){{{max(0, least - 1)},{"" if most is None else max(0, most - 1)}}}'
+            items = further if least else f"({further})?"
+            options.append('"[" "]"' if most == 0 else f'"[" {items} "]"')
+        if "object" in types:
+            options.append(f'"{{" {self._members(target, root, path, depth)}')
+        self._report(target, root, path, _VALUE_KEYWORDS)
+        return self._lark.rule(" | ".join(options))
+
+    def _text(self, schema: dict[str, Any]) -> str:
+        quote = self._quote
+        return f"{self._lark.piece(quote)} {self._arguments.text_before(quote, quote, schema, ['string'])}"
+
+    def _any(self) -> str:
+        """Any value."""
+        scalar = self._lark.object(self._entry({"type": ["integer", "number", "boolean", "null"]}))
+        text, key = self._text({}), self._lark.terminal(f"{_LITERAL_KEY} {_COLON}")
+        return self._lark.recursive_rule(
+            lambda name: (
+                f'{scalar} | {text} | "[" ({name} ("," {name})*)? "]" | "{{" ({key} {name} ("," {key} {name})*)? "}}"'
+            )
+        )
+
+    def _report(self, schema: Any, root: dict[str, Any], path: str, enforced: Set[str]) -> None:
+        target = resolve(schema, root)
+        self.unenforced += [f"{path}/{word}" for word in _constraints(target) if word not in enforced]
+
+
+# Depth of objects and lists whose schemas are enforced.
+MAX_LITERAL_DEPTH = 6
+_COMMA, _COLON = '","', '":"'
+_LITERAL_KEY = r"/[A-Za-z_][A-Za-z0-9_.\-]{0,63}/"
+_NUMBER_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_VALUE_KEYWORDS = _OBJECT_KEYWORDS | _TEXT_KEYWORDS | _NUMBER_KEYWORDS | {"items", "minItems", "maxItems"}
+
+
+def literals_can_express(name: str) -> bool:
+    """Whether a name can be a key without quotes."""
+    return len(name) <= MAX_BARE_WORD and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.\-]*", name) is not None
+
+
 def tags_can_express(tags: ArgumentTags, name: str) -> bool:
     """Whether the parser can recover this name of an argument."""
     return bool(name) and name == name.strip(WHITESPACE) and tags.key_end not in name and "\n" not in name
@@ -220,7 +318,7 @@ def unenforced(schema: dict[str, Any], types: Mapping[str, list[str]], as_text: 
     values may be texts without quotes."""
     target = resolve(schema, schema)
     found = [f"#/{word}" for word in (target if isinstance(target, dict) else ()) if word not in _OBJECT_KEYWORDS]
-    properties, _, others = _members(schema)
+    properties, _, others = _members(schema, schema)
     if isinstance(others, dict) and set(others) - {"description", "title"}:
         found.append("#/additionalProperties")
     for name, value in properties.items() if as_text else ():
@@ -228,20 +326,40 @@ def unenforced(schema: dict[str, Any], types: Mapping[str, list[str]], as_text: 
         if is_never_text(types.get(name)) or not isinstance(words, dict):
             continue
         allowed = _TEXT_KEYWORDS if is_text(types.get(name)) else _ANNOTATIONS | {"enum", "const", "$ref"}
-        pointer = name.replace("~", "~0").replace("/", "~1")
-        is_union = set(words) - _ANNOTATIONS <= {"anyOf", "oneOf"} and all(
-            isinstance(branch, dict) and not set(branch) - _ANNOTATIONS
-            for word in ("anyOf", "oneOf")
-            for branch in words.get(word, ())
-        )
-        if not is_union:
-            found += [f"#/properties/{pointer}/{word}" for word in words if word not in allowed]
+        pointer = _pointer_token(name)
+        found += [f"#/properties/{pointer}/{word}" for word in _constraints(words) if word not in allowed]
     return found
 
 
-def _members(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, None], Any]:
-    """`properties`, `required` and `additionalProperties` (false: none) of the arguments."""
-    target = resolve(schema, schema)
+def _constraints(schema: Any) -> list[str]:
+    """The keywords that constrain values besides their types; the limits of 64 bits are those of all integers, and a
+    union of types is no more than its types."""
+    if not isinstance(schema, dict):
+        return [] if schema is True else ["not"]
+
+    def says_types_alone(word: str, value: Any) -> bool:
+        if word in ("anyOf", "oneOf"):
+            return not any(map(_constraints, value))
+        return word in _ANNOTATIONS or (word in ("minimum", "maximum") and abs(value) == MAX_INTEGER)
+
+    return [word for word, value in schema.items() if not says_types_alone(word, value)]
+
+
+def unenforced_literals(schema: dict[str, Any]) -> list[str]:
+    """Pointers to the keywords of a checked schema that LiteralRules does not enforce."""
+    lark = LarkRules(None)
+    literals = LiteralRules(lark, ArgumentRules(lark, json.dumps), json.dumps, "'")
+    literals.members(schema)
+    return [*dict.fromkeys(literals.unenforced)]
+
+
+def _pointer_token(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _members(schema: Any, root: dict[str, Any]) -> tuple[dict[str, Any], dict[str, None], Any]:
+    """`properties`, `required` and `additionalProperties` (false: none) of an object."""
+    target = resolve(schema, root)
     if not isinstance(target, dict):
         return {}, {}, True
     properties = {name: value for name, value in target.get("properties", {}).items() if value is not False}
