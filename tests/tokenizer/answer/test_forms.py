@@ -487,7 +487,7 @@ def test_values_without_quotes(name: str, schema: Any, values: dict[str, str | N
         (prompted,) = [message for message in harness.received_by(API) if isinstance(message, Prompted)]
         assert prompted.not_enforced == [f"f#/properties/a/{keyword}" for keyword in missing]
         opening, close = FORMS[name].reasoning
-        answer = f"{opening}So{close}" + WRITE[name].format(text)
+        answer = (f"{opening}So{close}" if opening else "") + WRITE[name].format(text)
         assert accepts(add, answer, vocabulary) == (value is not None), text
         if value is not None:
             found = parsed_answer(play_answer(harness, add, ids_of(answer, vocabulary))).parts
