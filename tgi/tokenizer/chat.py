@@ -16,6 +16,7 @@ absent everywhere.
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
@@ -46,6 +47,9 @@ MAX_ERROR_CHARACTERS = 2000
 SHORT_IDS = "length != 9"
 # A template that contains this (Kimi's) writes call ids, which the model knows as `functions.NAME:0`.
 NUMBERED_IDS = "<|tool_call_begin|>"
+
+# A template that contains this, and no `reasoning_content`, reads a message's reasoning from `thinking`.
+THINKING_KEY = re.compile(r"message\.thinking|message\[['\"]thinking['\"]\]")
 
 # Variables with which templates switch reasoning off.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -310,6 +314,11 @@ def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, templ
         message["content"] = _adapt_content(content, features.iterates_parts, features.tests_for_string)
         if message.get("role") == "developer" and "developer" not in template:
             message["role"] = "system"
+    if THINKING_KEY.search(template) and "reasoning_content" not in template:
+        for message in adapted:
+            # gpt-oss's template refuses both next to calls.
+            if "thinking" not in message and not (message.get("content") and message.get("tool_calls")):
+                message["thinking"] = message.get("reasoning_content")
     if SHORT_IDS in template:
         _replace_call_ids(adapted, lambda call_id, name: _short_id(call_id))
     elif NUMBERED_IDS in template:

@@ -125,3 +125,11 @@ def test_calls_are_numbered_for_kimi() -> None:
         ";<|tool_call_begin|>functions.weather:0;<|tool_call_begin|>functions.weather:1;;"
         "functions.weather:1;functions.weather:0;"
     )
+
+
+def test_reasoning_has_the_key_that_the_template_reads() -> None:
+    template = "{% for message in messages %}{{ message.thinking }};{{ message.content }}"
+    template += "{% if message.tool_calls %}!{% endif %}{% endfor %}"
+    assert rendered(template, TURNS[0], TURNS[1]) == ";How is Ulm?Ask.;!"
+    assert rendered(template, TURNS[0], {**TURNS[1], "content": "Hm"}) == ";How is Ulm?;Hm!"
+    assert rendered(template + "{# reasoning_content #}", TURNS[0], TURNS[1]) == ";How is Ulm?;!"
