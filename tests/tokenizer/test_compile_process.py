@@ -13,7 +13,7 @@ import pytest
 
 from tests.tokenizer.test_repetition import REJECTED
 from tgi.hub.model_config import read_model_config
-from tgi.tokenizer.answer_formats import FALLBACK_FORMATS, TOOL_CALL_FORMATS, AnswerFormat, ReasoningTags
+from tgi.tokenizer.answers.formats import FALLBACK_FORMATS, TOOL_CALL_FORMATS, AnswerFormat, ReasoningTags
 from tgi.tokenizer.chat import OfferedTool, RenderedChat
 from tgi.tokenizer.structured_output import compile_process
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder

@@ -51,6 +51,26 @@ GROUPS = MODEL, SERVING, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATIO
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+
+# Names of the forms of tool calls and of reasoning: those of vLLM and SGLang, where the form is known here. A test
+# compares them with the tables in tgi/tokenizer/answers/formats.py.
+TOOL_CALL_PARSERS = (
+    "auto", "hf", "apertus", "cohere_command3", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
+    "deepseek_v41", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "deepseekv41", "dots", "functiongemma",
+    "gemma4", "gigachat3", "glm", "glm45", "glm47", "gpt-oss", "granite", "granite-20b-fc", "granite4", "harmony",
+    "hermes", "hunyuan_a13b", "hy_v3", "internlm", "interns1", "jamba", "kimi_k2", "lfm2", "ling3", "llama3",
+    "llama3_json", "llama4_json", "llama4_pythonic", "longcat", "mimo", "minimax-m2", "minimax_m2", "mistral",
+    "mistral-args", "mistral-ids", "nanbeige", "nemotron_v3", "olmo3", "openai", "phi4_mini_json", "plamo3",
+    "poolside_v1", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_json", "qwen3_xml", "seed_oss", "step3",
+    "step3p5", "step5", "trinity", "xlam",
+)  # fmt: skip
+REASONING_PARSERS = (
+    "auto", "hf", "apertus", "cohere_command3", "deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41",
+    "deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "dots", "gemma4", "gigachat35", "glm45", "glm47",
+    "gpt-oss", "granite_thinking_parser", "holo2", "hy_v3", "interns1", "kimi_k2", "ling3", "mimo", "minimax",
+    "minimax_m2", "mistral", "nanbeige", "nemotron_3", "nemotron_v3", "none", "olmo3", "openai_gptoss", "plamo3",
+    "poolside_v1", "qwen3", "qwen3-thinking", "seed_oss", "step3", "step3p5", "step5", "think",
+)  # fmt: skip
 # Values of --kv-cache-dtype, by the device.
 GPU_KV_CACHE_DTYPES, CPU_KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2"), ("bfloat16", "int8")
 
@@ -137,6 +157,23 @@ class Settings:
         "A tokenizer_config.json whose entries replace the model's (the chat template, say), or a .jinja file.",
         text,
         unset="the model's own",
+    )
+    tool_call_parser: str = setting(
+        MODEL,
+        "auto",
+        "Form of tool calls, by vLLM's and SGLang's names; auto: what the chat template and the vocabulary show, else "
+        "the response_template of tokenizer_config.json; hf: the latter.",
+        text,
+        env=("TGI_TOOL_CALL_PARSER",),
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = setting(
+        MODEL,
+        "auto",
+        "Form of reasoning, by vLLM's and SGLang's names; none: reasoning is text; auto and hf as above.",
+        text,
+        env=("TGI_REASONING_PARSER",),
+        choices=REASONING_PARSERS,
     )
     generation_config: str = setting(
         MODEL,
@@ -703,9 +740,9 @@ DEFAULTS = Settings()
 # The settings that `tgi reload` can change: those of the model, which return to their defaults if they are not given,
 # and limits, which stay as they are.
 RELOADED_MODEL = (
-    "model_id", "revision", "dtype", "load_format", "tokenizer_config_path", "generation_config",
-    "weights_cache_override", "rope_scaling", "rope_factor", "quantize", "kv_cache_dtype", "lora_adapters", "speculate",
-    "draft_model_id", "draft_model_revision",
+    "model_id", "revision", "dtype", "load_format", "tokenizer_config_path", "tool_call_parser", "reasoning_parser",
+    "generation_config", "weights_cache_override", "rope_scaling", "rope_factor", "quantize", "kv_cache_dtype",
+    "lora_adapters", "speculate", "draft_model_id", "draft_model_revision",
 )  # fmt: skip
 # The settings of a worker that a `tgi worker` on another host is given.
 WORKER_GROUPS = (MODEL, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATION)

@@ -25,8 +25,7 @@ Token ids to text:
 - output_processor: the tokens of one step to Texts messages for the apis.
 - detokenizer: incremental detokenization of one request.
 - stop_strings: stop-string matcher, and the filter that hides stop strings.
-- answer_formats: tool call formats and reasoning tags of model families.
-- answer_parser: tool parser and reasoning parser of streamed answers.
+- answers: how models write tool calls and reasoning, as a table, and the parser of streamed answers.
 - prompt_logprobs: prompt tokens with logprobs for the api.
 
 Also: adapters (the LoRA adapters that a request may name).

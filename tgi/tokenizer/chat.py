@@ -16,20 +16,22 @@ absent everywhere.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from typing import Any, NamedTuple
 
 from tgi.hub.model_config import ModelConfig
 from tgi.hub.tokenizer_files import special_tokens
-from tgi.tokenizer.answer_formats import (
+from tgi.tokenizer.answers.arguments import argument_types
+from tgi.tokenizer.answers.formats import (
     FALLBACK_FORMATS,
     WHITESPACE,
     AnswerFormat,
+    FormatDetector,
     ReasoningTags,
     ToolCallFormat,
-    detect_reasoning_tags,
-    detect_tool_call_format,
 )
 from tgi.tokenizer.chat_template import ChatTemplates, TemplateError, TemplateFeatures
 
@@ -43,6 +45,11 @@ TOOL_PROMPT = (
 MAX_ERROR_CHARACTERS = 2000
 # A template that contains this (Mistral's) rejects call ids of other than nine characters.
 SHORT_IDS = "length != 9"
+# A template that contains this (Kimi's) writes call ids, which the model knows as `functions.NAME:0`.
+NUMBERED_IDS = "<|tool_call_begin|>"
+
+# A template that contains this, and no `reasoning_content`, reads a message's reasoning from `thinking`.
+THINKING_KEY = re.compile(r"message\.thinking|message\[['\"]thinking['\"]\]")
 
 # Variables with which templates switch reasoning off.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -77,14 +84,15 @@ class RenderedChat(NamedTuple):
 class ChatRenderer:
     """Renders the chats of one model."""
 
-    def __init__(self, templates: ChatTemplates) -> None:
+    def __init__(self, templates: ChatTemplates, formats: FormatDetector | None = None) -> None:
         self._templates = templates
+        self.formats = formats or FormatDetector()
         self._incomplete: set[str] = set()  # templates of which a lost text was logged
 
     @classmethod
-    def load(cls, config: ModelConfig) -> "ChatRenderer":
+    def load(cls, config: ModelConfig, formats: FormatDetector | None = None) -> "ChatRenderer":
         """Loads the templates and special tokens of a model directory."""
-        return cls(ChatTemplates(config.chat_templates, special_tokens(config.directory)))
+        return cls(ChatTemplates(config.chat_templates, special_tokens(config.directory)), formats)
 
     def render_chat(self, chat: bytes) -> RenderedChat:
         """Renders a chat (JSON). Its text must be encoded without further special tokens. Raises TemplateError."""
@@ -96,11 +104,14 @@ class ChatRenderer:
         except RecursionError as error:
             raise TemplateError("the chat is nested too deeply") from error
 
-    def _render(self, chat: JsonObject) -> RenderedChat:
+    def _render(self, chat: JsonObject, as_objects: bool = False) -> RenderedChat:
+        """`as_objects`: arguments of calls are objects even where they are no JSON."""
         given_tools = _object_list(chat, "tools")
         offered = [_offered_tool(tool) for tool in given_tools]
         tools = [adapt_tool(tool) for tool in given_tools] or None
         features = self._templates.features(tools is not None)
+        if as_objects:
+            features = features._replace(iterates_arguments=True)
         template = self._templates.source(tools is not None)
         original_messages = _object_list(chat, "messages")
         add_generation_prompt, continue_final = _ending(chat, original_messages)
@@ -108,22 +119,28 @@ class ChatRenderer:
         has_later_system = any(message.get("role") == "system" for message in messages[1:])
         if has_later_system and self._templates.refuses_later_system(tools is not None):
             messages = _with_one_system_message(messages)
-        call_format = detect_tool_call_format(template) if features.lists_tools else None
+        is_known = features.lists_tools or self.formats.is_named
+        call_format = self.formats.call_format(template) if is_known else None
         if tools is not None:
             instructions = _tool_instructions(
                 tools, chat.get("tool_prompt"), features.lists_tools, call_format is not None
             )
             _append_to_last(messages[:-1] if continue_final else messages, instructions)
-        tags = detect_reasoning_tags(template)
+        tags = self.formats.reasoning_tags(template)
         variables = _options(chat, features) | dict(chat.get("chat_template_kwargs") or {})
-        text = self._templates.render(
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final,
-            documents=variables.pop("documents", None),
-            kwargs=variables,
-        )
+        try:
+            text = self._templates.render(
+                messages,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final,
+                documents=variables.pop("documents", None),
+                kwargs=variables,
+            )
+        except TemplateError:
+            if features.iterates_arguments or not _has_malformed_arguments(messages):
+                raise
+            return self._render(chat, as_objects=True)  # a template may refuse arguments that are no object
         if template not in self._incomplete and (lost := _lost_role(messages, text, tags)) is not None:
             self._incomplete.add(template)
             log.warning("the chat template leaves out the text of a message with the role %s", ascii(lost[:64]))
@@ -132,7 +149,9 @@ class ChatRenderer:
         call_formats = () if tools is None else FALLBACK_FORMATS if call_format is None else (call_format,)
         return RenderedChat(
             text=text,
-            answer_format=_answer_format(call_formats, tags, text, continue_final),
+            answer_format=_answer_format(
+                call_formats, tags, text, continue_final, offered, self.formats.channels(template)
+            ),
             tools=offered,
             call_required=chat.get("tool_choice") == "required",
             parallel_calls=chat.get("parallel_tool_calls"),
@@ -173,7 +192,12 @@ def _ending(chat: JsonObject, messages: list[JsonObject]) -> tuple[bool, bool]:
 
 
 def _answer_format(
-    call_formats: tuple[ToolCallFormat, ...], tags: ReasoningTags | None, prompt: str, continue_final: bool
+    call_formats: tuple[ToolCallFormat, ...],
+    tags: ReasoningTags | None,
+    prompt: str,
+    continue_final: bool,
+    tools: list[OfferedTool],
+    channels: bool,
 ) -> AnswerFormat | None:
     """What the answer to a prompt may contain. With `continue_final` the prompt ends within the answer."""
     in_reasoning = False
@@ -184,7 +208,11 @@ def _answer_format(
             in_reasoning = prompt.rfind(tags.open) > prompt.rfind(tags.close)
         if not in_reasoning and (continue_final or end.endswith(tags.close)):
             tags = None  # the reasoning is complete
-    return AnswerFormat(call_formats, tags, in_reasoning) if call_formats or tags is not None else None
+    channels = channels and not continue_final  # a message that is continued has its header
+    if not call_formats and tags is None and not channels:
+        return None
+    types = {tool.name: argument_types(tool.schema) for tool in tools} if call_formats else None
+    return AnswerFormat(call_formats, tags, in_reasoning, channels=channels, tools=types)
 
 
 def _options(chat: JsonObject, features: TemplateFeatures) -> JsonObject:
@@ -233,12 +261,11 @@ def _tool_instructions(
     tools: list[JsonObject], tool_prompt: str | None, template_lists_tools: bool, has_call_format: bool
 ) -> str:
     """What the last message says about tools, besides what the template says."""
-    if has_call_format:
-        return f"\n---\n{tool_prompt}" if tool_prompt else ""
+    prompt = tool_prompt or ("" if has_call_format else TOOL_PROMPT)
     if template_lists_tools:
-        return f"\n---\n{tool_prompt or TOOL_PROMPT}"
+        return f"\n---\n{prompt}" if prompt else ""
     tool_list = json.dumps(tools, ensure_ascii=False, separators=(",", ":"))
-    return f"\n---\n{tool_list}\n{tool_prompt or TOOL_PROMPT}"
+    return f"\n---\n{tool_list}\n{prompt}"
 
 
 def _offered_tool(tool: JsonObject) -> OfferedTool:
@@ -287,8 +314,16 @@ def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, templ
         message["content"] = _adapt_content(content, features.iterates_parts, features.tests_for_string)
         if message.get("role") == "developer" and "developer" not in template:
             message["role"] = "system"
+    if THINKING_KEY.search(template) and "reasoning_content" not in template:
+        for message in adapted:
+            # gpt-oss's template refuses both next to calls.
+            if "thinking" not in message and not (message.get("content") and message.get("tool_calls")):
+                message["thinking"] = message.get("reasoning_content")
     if SHORT_IDS in template:
-        _shorten_call_ids(adapted)
+        _replace_call_ids(adapted, lambda call_id, name: _short_id(call_id))
+    elif NUMBERED_IDS in template:
+        numbers = count()
+        _replace_call_ids(adapted, lambda call_id, name: f"functions.{name}:{next(numbers)}")
     return adapted
 
 
@@ -341,6 +376,8 @@ def _parse_arguments(given: Any, as_object: bool) -> Any:
     if isinstance(given, str):
         with suppress(ValueError, RecursionError):
             value = json.loads(given) if given.strip() else {}
+            if "\\ud" in given.lower():  # half of a surrogate pair, as of a character that was cut, cannot be encoded
+                value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     if as_object and not isinstance(value, dict):
         value = {} if value is None else {MALFORMED_ARGUMENTS: given}
     return CallArguments(value) if isinstance(value, dict) else given
@@ -402,15 +439,29 @@ def _add_tool_names(messages: list[JsonObject]) -> None:
             message["name"] = names_by_call_id[call_id]
 
 
-def _shorten_call_ids(messages: list[JsonObject]) -> None:
-    """Replaces each call id by one of nine characters, consistently in calls and results."""
+def _replace_call_ids(messages: list[JsonObject], new_id: Callable[[str, Any], str]) -> None:
+    """Replaces each call id by `new_id(id, name of the tool)`, consistently in calls and results."""
+    replaced: dict[str, str] = {}
     for message in messages:
-        if isinstance(message.get("tool_call_id"), str):
-            message["tool_call_id"] = _short_id(message["tool_call_id"])
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else []:
             if isinstance(call, dict) and isinstance(call.get("id"), str):
-                call["id"] = _short_id(call["id"])
+                function = call.get("function")
+                name = function.get("name") if isinstance(function, dict) else None
+                replaced[call["id"]] = call["id"] = new_id(call["id"], name)
+        if isinstance(call_id := message.get("tool_call_id"), str):
+            message["tool_call_id"] = replaced.get(call_id) or new_id(call_id, message.get("name"))
+
+
+def _has_malformed_arguments(messages: list[JsonObject]) -> bool:
+    """Whether the arguments of a call are no object."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and not isinstance(function.get("arguments"), dict):
+                return True
+    return False
 
 
 def _short_id(call_id: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tgi.microkernel import tracing
 from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT8, pack_column, unpack_int32
 from tgi.microkernel.protocol import DeploymentLimits, FinishReason, Generate, Tokenize, Tokenized
-from tgi.tokenizer.answer_formats import FORMATS_BY_NAME, AnswerFormat, FormatTokens
+from tgi.tokenizer.answers.formats import MARKED_FORMATS, AnswerFormat, FormatTokens
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.chat_template import TemplateError
 from tgi.tokenizer.detokenizer import create_detokenizer
@@ -75,7 +75,7 @@ class PromptEncoder:
         self._vocabulary = vocabulary
         self._chats = chats
         self._tracer = tracer
-        self.format_tokens = FormatTokens(vocabulary)
+        self.format_tokens = FormatTokens(vocabulary, chats.formats.described)
 
     def encode_generate(self, generate: Generate) -> EncodedPrompt | UnconstrainedPrompt | PromptRejection:
         """Encodes the prompt of a request. The special tokens of a chat are written by its template.
@@ -122,7 +122,9 @@ class PromptEncoder:
             _log_not_enforced(", ".join(not_enforced))
         answer_format = prompt.answer_format
         if answer_format is not None and built.call_formats:
-            call_formats = tuple(FORMATS_BY_NAME[name] for name in built.call_formats)
+            given = answer_format.call_formats
+            known = {one.name: one for one in (*given, *MARKED_FORMATS.values())}
+            call_formats = tuple(known[name] for name in built.call_formats)
             answer_format = answer_format._replace(call_formats=call_formats, text_has_grammar=True)
         return prompt._replace(grammar=built.text, not_enforced=not_enforced, answer_format=answer_format)
 

@@ -7,15 +7,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from tgi.hub.model_config import read_model_config
+from tgi.hub.model_config import ModelConfig, read_model_config
 from tgi.microkernel import curve, tracing
 from tgi.microkernel.discovery import Discovery, DownstreamLinks, nth_address
+from tgi.microkernel.errors import UserError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, Place, end_sessions
 from tgi.microkernel.process import Process, work_in_hand
 from tgi.microkernel.progress import CHAT_TEMPLATE
 from tgi.microkernel.protocol import Hello, ModelSource
 from tgi.microkernel.rundir import scheduler_socket, tokenizer_socket
+from tgi.microkernel.settings import Settings
+from tgi.tokenizer.answers.formats import RESPONSE_TEMPLATE, FormatDetector
+from tgi.tokenizer.answers.response_template import described_formats
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.encoding_jobs import JobExecutors
 from tgi.tokenizer.pool import TokenizerPool
@@ -43,7 +47,7 @@ def main(process: Process) -> None:
     vocabulary = Vocabulary.load(config)
     pool = TokenizerPool(
         vocabulary,
-        ChatRenderer.load(config),
+        ChatRenderer.load(config, load_formats(process.settings, config, vocabulary)),
         tracer=tracer,
         recorder=RingRecorder(ring_path(process.run_dir, process.name)),
         build_grammar=compiler.build,
@@ -90,6 +94,21 @@ def main(process: Process) -> None:
     compiler.close()
     if tracer is not None:
         tracer.close()
+
+
+def load_formats(settings: Settings, config: ModelConfig, vocabulary: Vocabulary) -> FormatDetector:
+    """The formats of the model's answers. Raises UserError if settings ask for a description that cannot be served."""
+    described, fault = described_formats(config.directory)
+    if fault and RESPONSE_TEMPLATE in (settings.tool_call_parser, settings.reasoning_parser):
+        raise UserError(f"`tool_call_parser` and `reasoning_parser` cannot be {RESPONSE_TEMPLATE}: {fault}.")
+    tokens = [token.content for token in vocabulary.tokenizer.get_added_tokens_decoder().values()]
+    formats = FormatDetector(settings.tool_call_parser, settings.reasoning_parser, tokens, described)
+    template = config.chat_templates.get("tool_use") or config.chat_templates.get("default")
+    if template is not None:
+        call_format, tags = formats.call_format(template), formats.reasoning_tags(template)
+        reasoning = "channels" if formats.channels(template) else "none" if tags is None else tags.open
+        log.info("tool calls: %s; reasoning: %s", "TGI's form" if call_format is None else call_format.name, reasoning)
+    return formats
 
 
 class SchedulerLinks:

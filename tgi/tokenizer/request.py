@@ -19,8 +19,8 @@ from tgi.microkernel.protocol import (
     Texts,
     encode,
 )
-from tgi.tokenizer.answer_formats import FormatTokens
-from tgi.tokenizer.answer_parser import StreamingAnswerParser
+from tgi.tokenizer.answers.formats import FormatTokens
+from tgi.tokenizer.answers.parser import StreamingAnswerParser
 from tgi.tokenizer.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, create_detokenizer
 from tgi.tokenizer.encoder import EncodedPrompt
 from tgi.tokenizer.prompt_logprobs import PromptTokensStream

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tgi.microkernel.codec import UINT32
-from tgi.tokenizer.answer_formats import WHITESPACE
+from tgi.tokenizer.answers.formats import WHITESPACE
 
 
 class StopStringMatch(NamedTuple):

@@ -100,3 +100,36 @@ def test_malformed_tool_calls_in_history(calls: Any) -> None:
         )
         with suppress(TemplateError):  # a template may reject them
             assert chats.render_chat(json.dumps({"messages": [TURNS[0], odd]}).encode()).text
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "U', "[1]", "", '{"city": "\\ud83d"}', "null"])
+@pytest.mark.parametrize("written", [
+    "{% if c.function.arguments is not mapping %}{{ raise_exception('no mapping') }}{% endif %}",
+    "{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}", "{{ c.function.arguments }}",
+])  # fmt: skip
+def test_arguments_that_are_no_json_are_served(written: str, arguments: str) -> None:
+    """Agents keep calls that were cut in their history."""
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}{% endfor %}."
+    call = {"id": ID, "type": "function", "function": {"name": SUN[0], "arguments": arguments}}
+    assert rendered(template, TURNS[0], {**TURNS[1], "tool_calls": [call]}).encode()
+
+
+def test_calls_are_numbered_for_kimi() -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}<|tool_call_begin|>{{ c.id }};{% endfor %}"
+        "{{ m.tool_call_id }};{% endfor %}"
+    )
+    twice = {**TURNS[1], "tool_calls": [TURNS[1]["tool_calls"][0], {**TURNS[1]["tool_calls"][0], "id": "other"}]}
+    results = [TURNS[2], {**TURNS[2], "tool_call_id": "other"}]
+    assert rendered(template, TURNS[0], twice, *reversed(results)) == (
+        ";<|tool_call_begin|>functions.weather:0;<|tool_call_begin|>functions.weather:1;;"
+        "functions.weather:1;functions.weather:0;"
+    )
+
+
+def test_reasoning_has_the_key_that_the_template_reads() -> None:
+    template = "{% for message in messages %}{{ message.thinking }};{{ message.content }}"
+    template += "{% if message.tool_calls %}!{% endif %}{% endfor %}"
+    assert rendered(template, TURNS[0], TURNS[1]) == ";How is Ulm?Ask.;!"
+    assert rendered(template, TURNS[0], {**TURNS[1], "content": "Hm"}) == ";How is Ulm?;Hm!"
+    assert rendered(template + "{# reasoning_content #}", TURNS[0], TURNS[1]) == ";How is Ulm?;!"

@@ -21,14 +21,14 @@ from tests.tokenizer.answer.model_families import FAMILIES, MARKERS, NOW, SUN, V
 from tests.tokenizer.harness import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
 from tgi.microkernel.protocol import FinishReason, Stop
-from tgi.tokenizer.answer_formats import (
+from tgi.tokenizer.answers.formats import (
     FALLBACK_FORMATS,
     REASONING_TAGS,
     AnswerFormat,
     FormatTokens,
     detect_tool_call_format,
 )
-from tgi.tokenizer.answer_parser import AnswerParser, StreamingAnswerParser
+from tgi.tokenizer.answers.parser import AnswerParser, StreamingAnswerParser
 
 TEXTS = st.lists(
     st.sampled_from(["Hi", " ", "\n", "<", "<tool", "[", "{", '{"', "é", "</think>", "}", '"']), max_size=6
@@ -130,8 +130,12 @@ def test_stop_strings_cut_the_answer_and_are_not_shown(key: str, kind: str, data
 
 def test_format_violations_are_text() -> None:
     hermes = AnswerFormat((detect_tool_call_format(FAMILIES["hermes"].template),))  # type: ignore[arg-type]
-    assert parts(hermes, ["a <tool_call>nonsense"]) == [("text", "anonsense")]
-    assert parts(hermes, ['<tool_call>{"name": "\\q"}</tool_call>']) == [("text", "}</tool_call>")]
+    for prose in ("a <tool_call>nonsense", '<tool_call>{"name": "\\q"}</tool_call>', "a <tool_call> or <tool_call>\n"):
+        assert parts(hermes, [prose]) == [("text", prose.removesuffix("<tool_call>\n").rstrip())]
+    assert parts(hermes, ["Use <tool_call>: " + FAMILIES["hermes"].write(NOW)])[:2] == [
+        ("text", "Use <tool_call>:"),
+        ("call", NOW[0]),
+    ]
     assert parts(hermes, [FAMILIES["hermes"].write(NOW) + "\nThat was it."])[-1] == ("text", "That was it.")
     assert parts(AnswerFormat(FALLBACK_FORMATS), ['{"name": "Bob"}'])[:1] == [("call", "Bob")]
     assert parts(AnswerFormat(FALLBACK_FORMATS), ['{"names": []}']) == [("text", '{"names": []}')]

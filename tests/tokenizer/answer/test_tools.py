@@ -19,7 +19,7 @@ from tests.tokenizer.answer.model_families import FAMILIES, SUN, VOCABULARIES, c
 from tests.tokenizer.harness import API, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level
 from tgi.microkernel.protocol import Add, End, FinishReason, Prompted
-from tgi.tokenizer.answer_formats import TOOL_CALL_FORMATS, detect_reasoning_tags, detect_tool_call_format
+from tgi.tokenizer.answers.formats import TOOL_CALL_FORMATS, detect_reasoning_tags, detect_tool_call_format
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.chat_template import ChatTemplates
 from tgi.tokenizer.structured_output.answer_grammar import MAX_TOOL_PROPERTIES, MAX_TOOLS
@@ -232,7 +232,7 @@ def test_formats_are_detected_from_templates() -> None:
         "mistral-args": "mistral-args",
     }  # fmt: skip
     assert len({format.name for format in TOOL_CALL_FORMATS}) == len(TOOL_CALL_FORMATS)
-    assert detect_tool_call_format("<tool_call>\n<function=f>\n<parameter=a>") is None
+    assert detect_tool_call_format("<tool_call>\n<parameter=a>") is None
     assert detect_reasoning_tags("") is None
     tags = detect_reasoning_tags("a [THINK] b")
     assert tags is not None

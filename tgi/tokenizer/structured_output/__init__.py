@@ -8,5 +8,6 @@ Read `grammar` first.
 - patterns: regular expressions of strings within JSON, and formats.
 - repetition: how often a grammar repeats a part.
 - compile_process: child processes that compile grammars within limits on time and memory.
+- argument_grammar: arguments of calls that are not one JSON object.
 - answer_grammar: the grammar of a chat's answer, with reasoning, tool calls and the client's grammar.
 """

@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel.codec import Codec
-from tgi.tokenizer.answer_formats import FORMATS_BY_NAME, AnswerFormat, ReasoningTags
+from tgi.tokenizer.answers.formats import FORMATS_BY_NAME, AnswerFormat, ReasoningTags, ToolCallFormat
+from tgi.tokenizer.answers.response_template import described_formats
 from tgi.tokenizer.chat import OfferedTool, RenderedChat
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
 from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError
@@ -56,6 +57,7 @@ class GrammarRequest(NamedTuple):
     call_formats: list[str] = []  # names
     reasoning_tags: list[str] = []  # open, close
     starts_in_reasoning: bool = False
+    channels: bool = False
 
 
 class GrammarAnswer(NamedTuple):
@@ -203,17 +205,19 @@ def _request(grammar: bytes, chat: RenderedChat | None) -> GrammarRequest:
         call_formats=[call_format.name for call_format in answer_format.call_formats],
         reasoning_tags=list(answer_format.reasoning_tags or ()),
         starts_in_reasoning=answer_format.starts_in_reasoning,
+        channels=answer_format.channels,
     )
 
 
-def _rendered_chat(request: GrammarRequest) -> RenderedChat | None:
-    """The chat of a request, without its text."""
+def _rendered_chat(request: GrammarRequest, formats: Mapping[str, ToolCallFormat]) -> RenderedChat | None:
+    """The chat of a request, without its text. `formats` by name."""
     if not request.has_chat:
         return None
     answer_format = AnswerFormat(
-        call_formats=tuple(FORMATS_BY_NAME[name] for name in request.call_formats),
+        call_formats=tuple(formats[name] for name in request.call_formats),
         reasoning_tags=ReasoningTags(*request.reasoning_tags) if request.reasoning_tags else None,
         starts_in_reasoning=request.starts_in_reasoning,
+        channels=request.channels,
     )
     return RenderedChat(
         text="",
@@ -251,11 +255,14 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not get among the answers
     requests: queue.SimpleQueue[GrammarRequest] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests,), daemon=True).start()
-    builder = AnswerGrammarBuilder(Vocabulary.load(read_model_config(model_dir, weights=False)))
+    config = read_model_config(model_dir, weights=False)
+    described, _ = described_formats(config.directory)
+    formats = FORMATS_BY_NAME | {known.name: known for known in (described.call_formats if described else ())}
+    builder = AnswerGrammarBuilder(Vocabulary.load(config), described)
     while True:
         request = requests.get()
         signal.setitimer(signal.ITIMER_PROF, max_seconds)  # SIGPROF ends the process, whatever it computes
-        answer = _answer(builder, request)
+        answer = _answer(builder, request, formats)
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(_frame(_codec.encode(answer)))
         answers.flush()
@@ -268,9 +275,11 @@ def _receive(requests: "queue.SimpleQueue[GrammarRequest]") -> None:
     os._exit(0)
 
 
-def _answer(builder: AnswerGrammarBuilder, request: GrammarRequest) -> GrammarAnswer:
+def _answer(
+    builder: AnswerGrammarBuilder, request: GrammarRequest, formats: Mapping[str, ToolCallFormat]
+) -> GrammarAnswer:
     try:
-        built = builder.build(request.grammar, _rendered_chat(request))
+        built = builder.build(request.grammar, _rendered_chat(request, formats))
         return GrammarAnswer(built.text, "", built.not_enforced, built.call_formats)
     except GrammarError as error:
         return GrammarAnswer("", str(error))

@@ -7,7 +7,7 @@ digits are not limited. If one of them contains a `$ref`, the whole schema is le
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import unquote
 
@@ -143,17 +143,8 @@ class _LarkWriter:
                 key = self._rule(f"STRING & ~({taken})", "K")
             pair = self._rule(f'{key} ":" {self._value(others)}')
             fields.append((f'{pair} ("," {pair})*', False))
-        return f'"{{" {self._field_sequence(fields)} "}}"'
-
-    def _field_sequence(self, fields: list[tuple[str, bool]]) -> str:
-        """Fields in order, separated by commas; fields that are not required are optional."""
-        after_field = ""  # the remaining fields, if one was written already
-        at_start = ""  # the remaining fields, if none was written yet
-        for field, is_required in reversed(fields):
-            with_field = f"{field} {after_field}"
-            at_start = with_field if is_required else self._rule(f"{with_field} | {at_start}")
-            after_field = f'"," {with_field}' if is_required else self._rule(f'("," {field})? {after_field}')
-        return at_start
+        sequence = field_sequence(fields, '","', self._rule)
+        return f'"{{" {sequence} "}}"'
 
     def _json(self, schema: dict[str, Any]) -> str:
         """A schema as `%json`. Raises NotExpressible if it contains a `$ref`, which could not be resolved there."""
@@ -177,6 +168,17 @@ class _LarkWriter:
             else:
                 raise NotExpressible
         return found
+
+
+def field_sequence(fields: Iterable[tuple[str, bool]], comma: str, rule: Callable[[str], str]) -> str:
+    """Fields (body, whether it is required) in order, separated by commas. `rule` names the body of a rule."""
+    after_field = ""  # the remaining fields, if one was written already
+    at_start = ""  # the remaining fields, if none was written yet
+    for field, is_required in reversed([*fields]):
+        with_field = f"{field} {after_field}"
+        at_start = with_field if is_required else rule(f"{with_field} | {at_start}")
+        after_field = f"{comma} {with_field}" if is_required else rule(f"({comma} {field})? {after_field}")
+    return at_start
 
 
 def _quoted(name: str) -> str:
