@@ -6,16 +6,16 @@ from json.encoder import encode_basestring as quote
 from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
+from tgi.api.answer import Answer, VisibleText, incomplete_tool_call
 from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
 from tgi.api.errors import ApiError
 from tgi.api.float32 import float32_to_json
 from tgi.api.generation import (
+    AnswerFormatter,
     FinishedGeneration,
     PromptInput,
+    answer_generations,
     create_generations,
-    run_generations,
-    set_result_headers,
-    stream_generations,
 )
 from tgi.api.json_body import JsonBody
 from tgi.api.openai_output import (
@@ -23,10 +23,8 @@ from tgi.api.openai_output import (
     AssistantMessage,
     ResponseIdentity,
     TokenUsage,
-    VisibleText,
     failure_events,
     finish_reason_json,
-    incomplete_tool_call,
     top_n_tokens,
     with_running_usage,
 )
@@ -41,8 +39,8 @@ from tgi.api.validation import OPENAI_RULES, check_rules
 from tgi.microkernel.protocol import End
 
 
-class ChatEvents:
-    """Formats a stream: one chunk per token, each with one choice, and a last chunk with the usage if requested. Of an
+class ChatFormatter(AnswerFormatter):
+    """A stream has one chunk per token, each with one choice, and a last chunk with the usage if requested. Of an
     answer that consists of parts, a token has a chunk for each part, or one if it has none."""
 
     def __init__(
@@ -57,13 +55,11 @@ class ChatEvents:
         """With `running_usage` each event has the usage so far. Without `openai_errors` the events are TGI's, which
         always have a usage, null before the last."""
         self._generations = generations
+        self._identity = identity
         self._openai_errors = openai_errors
         self._visible_texts = [VisibleText() for _ in generations]
         self._messages = [AssistantMessage(partial(identity.call_id, index)) for index in range(len(generations))]
-        self._chunk_start = (
-            f'data: {{"object":"chat.completion.chunk","id":{identity.id},"created":{identity.created},'
-            f'"model":{identity.model},"system_fingerprint":{identity.fingerprint},"choices":['
-        )
+        self._chunk_start = f'data: {{{identity.members_json("chat.completion.chunk")},"choices":['
         self._choice_starts = [f'{self._chunk_start}{{"index":{index},"delta":{{' for index in range(len(generations))]
         self._logprobs = logprobs
         self._top_n = generations[0].message.sampling.top_n
@@ -112,6 +108,26 @@ class ChatEvents:
         usage = f'{self._chunk_start}],"usage":{self._usage.to_json()}}}\n\n' if self._usage else ""
         return usage + DONE_EVENT
 
+    async def response_json(self, finished: list[FinishedGeneration]) -> str:
+        """The response that is sent as a whole."""
+        usage = TokenUsage(len(finished))
+        choices = []
+        for index, (generation, end) in enumerate(finished):
+            usage.add_generation(index, end, generation.generated_count)
+            content, reason = f'"content":{quote(end.text)}', finish_reason_json(end)
+            if generation.has_parts:
+                message = AssistantMessage(partial(self._identity.call_id, index), Answer.whole(generation, end))
+                content, reason = message.members_json(), message.finish_reason_json(end)
+            items = "null"
+            if self._logprobs:
+                token_items = _logprob_items(generation, generation.take_tokens(), self._top_n)
+                items = f'{{"content":[{",".join(token_items)}]}}'
+            choices.append(
+                f'{{"index":{index},"message":{{"role":"assistant",{content}}},"logprobs":{items},'
+                f'"finish_reason":{reason}}}'
+            )
+        return self._identity.response_json("chat.completion", choices, usage)
+
     def _event(self, index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
         if self._unsent_roles and (role := self._unsent_roles.pop(index, "")):
             delta = f"{role},{delta}" if delta else role
@@ -119,30 +135,6 @@ class ChatEvents:
             f'{self._choice_starts[index]}{delta}}},"logprobs":{logprobs},'
             f'"finish_reason":{reason}}}]{self._no_usage}}}\n\n'
         )
-
-
-def response_json(finished: list[FinishedGeneration], identity: ResponseIdentity, logprobs: bool) -> str:
-    """The response that is sent as a whole."""
-    usage = TokenUsage(len(finished))
-    choices = []
-    for index, (generation, end) in enumerate(finished):
-        usage.add_generation(index, end, generation.generated_count)
-        content, reason = f'"content":{quote(end.text)}', finish_reason_json(end)
-        if generation.has_parts:
-            message = AssistantMessage.from_generation(generation, end, partial(identity.call_id, index))
-            content, reason = message.members_json(), message.finish_reason_json(end)
-        items = "null"
-        if logprobs:
-            token_items = _logprob_items(generation, generation.take_tokens(), generation.message.sampling.top_n)
-            items = f'{{"content":[{",".join(token_items)}]}}'
-        choices.append(
-            f'{{"index":{index},"message":{{"role":"assistant",{content}}},"logprobs":{items},'
-            f'"finish_reason":{reason}}}'
-        )
-    return (
-        f'{{"object":"chat.completion","id":{identity.id},"created":{identity.created},"model":{identity.model},'
-        f'"system_fingerprint":{identity.fingerprint},"choices":[{",".join(choices)}],"usage":{usage.to_json()}}}'
-    )
 
 
 def _logprob_items(generation: Generation, columns: TokenColumns, top_n: int) -> list[str]:
@@ -174,22 +166,21 @@ class ChatResource(Resource):
     async def answer(self, request: ChatRequest, req: Request, resp: Response) -> None:
         """Answers a decoded request."""
         request_metrics.count_request(req)
-        service, logprobs = self._service, bool(request.logprobs)
+        service = self._service
         generations = create_chat_generations(service, req, request)
-        choices = len(generations)
-        identity = ResponseIdentity.create(
-            service, response_key(req), "chatcmpl", generations[0].message.sampling.adapter
+        adapter = generations[0].message.sampling.adapter
+        formatter = ChatFormatter(
+            generations,
+            ResponseIdentity.create(service, response_key(req), "chatcmpl", adapter),
+            bool(request.logprobs),
+            request.usage_wanted,
+            service.has_openai_errors(req),
+            request.running_usage_wanted,
         )
-        if request.stream:
-            openai_errors = service.has_openai_errors(req)
-            formatter = ChatEvents(
-                generations, identity, logprobs, request.usage_wanted, openai_errors, request.running_usage_wanted
-            )
-            await stream_generations(service, req, resp, generations, formatter, choices)
-            return
-        finished = await run_generations(service, req, generations, incomplete_tool_call)
-        set_result_headers(service, resp, finished, choices)
-        resp.text = response_json(finished, identity, logprobs)
+        choices = len(generations)
+        await answer_generations(
+            service, req, resp, generations, formatter, choices=choices, check_result=incomplete_tool_call
+        )
 
 
 def create_chat_generations(service: Service, req: Request, request: ChatRequest) -> list[Generation]:
