@@ -1,6 +1,7 @@
 """The answer of one generation as the routes below /v1 write it: parts (text, reasoning, tool calls with their
 arguments) by token or as a whole, and why it has ended. A route formats what it reads here."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import repeat
 from json.encoder import encode_basestring as quote
@@ -63,6 +64,26 @@ class VisibleText:
             pieces[-1] = end.text[before:]
             self._shown, self._pending = len(end.text), ""
         return pieces
+
+
+class StopStringMatch:
+    """Finds which stop string has ended a text that excludes it."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._texts: list[str] = []
+
+    def add(self, columns: TokenColumns) -> None:
+        """Adds the next tokens."""
+        if self._stops:
+            self._texts += [text for text, special in zip(columns.texts, columns.special, strict=True) if not special]
+
+    def find(self, end: End) -> str | None:
+        """The stop string; None if the text has ended otherwise."""
+        if end.reason != FinishReason.STOP:
+            return None
+        rest = "".join(self._texts)[len(end.text) :]
+        return next((stop for stop in self._stops if stop and rest.startswith(stop)), None)
 
 
 class Answer:

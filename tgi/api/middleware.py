@@ -68,7 +68,7 @@ class RequestIdMiddleware:
 
 class ClientMiddleware:
     """Identifies the client of every POST, as `req.context.client`. If the server has keys, `Authorization: Bearer
-    KEY` is required, except on `open_path`."""
+    KEY` or `X-Api-Key: KEY` is required, except on `open_path`."""
 
     def __init__(self, clients: Clients, open_path: str | None = None) -> None:
         self._clients = clients

@@ -14,14 +14,16 @@ from tgi.api.routes.chat import ChatResource
 from tgi.api.routes.completions import CompletionsResource
 from tgi.api.routes.info import HealthResource, InfoResource, MetricsResource
 from tgi.api.routes.kserve import InferResource, LiveResource, ModelVersionResource, ServerResource
+from tgi.api.routes.messages import CountTokensResource, MessagesResource
 from tgi.api.routes.models import ModelResource, ModelsResource
 from tgi.api.routes.native import GenerateResource, GenerateStreamResource, RootResource
 from tgi.api.routes.sagemaker import SagemakerResource
 from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
 from tgi.api.routes.vertex import VertexResource
-from tgi.api.service import Resource
+from tgi.api.service import Resource, in_messages
 from tgi.api.shapes import adapters, cloud, kserve
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
+from tgi.api.shapes.messages import AnsweredMessage, MessageError, MessageEvent, MessageTokensCount
 from tgi.api.shapes.native_responses import ChatTokenizeResponse, GenerateResponse, StreamResponse, TokenizeResponse
 from tgi.api.shapes.openai_responses import (
     ChatCompletion,
@@ -61,6 +63,14 @@ class OperationResponse(NamedTuple):
         if isinstance(self.error, Rejection):
             return (MediaBody(TEXT, (str,), example.decode()),) if example else ()
         return (MediaBody(JSON, (ErrorResponse,), msgspec.json.decode(example)),)
+
+    @property
+    def anthropic(self) -> "OperationResponse":
+        """The response on routes with Anthropic's error format."""
+        if self.error is None:
+            return self
+        body = MediaBody(JSON, (MessageError,), msgspec.json.decode(self.error.anthropic_body("4bd3")))
+        return self._replace(status=self.error.anthropic_status, bodies=(body,))
 
     @property
     def openai_bodies(self) -> tuple[MediaBody, ...]:
@@ -108,6 +118,8 @@ class Operation(NamedTuple):
         """`responses` and INTERNAL, with the error bodies of this path."""
         has_500 = any(response.status == INTERNAL.status for response in self.responses)
         responses = self.responses if has_500 else (*self.responses, INTERNAL)
+        if in_messages(self.path):
+            return tuple(response.anthropic for response in responses)
         openai = self.path.startswith("/v1/")
         return tuple(
             response._replace(bodies=response.openai_bodies if openai else response.native_bodies)
@@ -223,6 +235,16 @@ OPERATIONS = (
             ok("Generated Completion", json(CompletionFinal), events(Completion, OpenAiStreamErrorResponse)),
             *GENERATION,
         ),
+    ),
+    Operation(
+        "post", "/v1/messages", "messages", "Generate the next message, in Anthropic's protocol",
+        MessagesResource,
+        (ok("Generated message", json(AnsweredMessage), events(MessageEvent)), *GENERATION),
+    ),
+    Operation(
+        "post", "/v1/messages/count_tokens", "count_message_tokens", "Count the tokens of a prompt",
+        CountTokensResource,
+        (ok("Number of tokens", json(MessageTokensCount)), *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING),
     ),
     Operation(
         "post", "/tokenize", "tokenize", "Tokenize inputs",

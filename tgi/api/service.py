@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from falcon.asgi import Request
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ErrorForm = Literal["native", "openai", "anthropic"]
 
 # What uvicorn holds of a body that is not read.
 SMALL_BODY_BYTES = 64 << 10
@@ -100,6 +101,10 @@ class Service:
         path = f"/{req.path.lstrip('/')}"
         vertex = (self.settings.aip_predict_route, self.settings.aip_health_route)
         return f"{path}/".startswith("/v1/") and path not in vertex
+
+    def error_form(self, req: Request) -> ErrorForm:
+        """The format of this request's errors."""
+        return "anthropic" if in_messages(req.path) else "openai" if self.has_openai_errors(req) else "native"
 
     def next_fingerprints(self, req: Request, count: int) -> list[bytes]:
         """The names of the next `count` requests to the tokenizers that this HTTP request makes: the same for the same
@@ -232,6 +237,11 @@ class Resource:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+
+
+def in_messages(path: str) -> bool:
+    """Whether a path has errors in Anthropic's format."""
+    return f"/{path.lstrip('/')}/".startswith("/v1/messages/")
 
 
 def request_fingerprints(body: bytes) -> Iterator[bytes]:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
 
+import msgspec
+
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import DisconnectWatcher
 from tgi.api.errors import ApiError, ClientDisconnected
@@ -19,6 +21,11 @@ MAX_EVENTS_PER_WRITE = 256
 
 
 Cancel = Callable[[Sequence[Generation]], None]
+
+
+def named_event(body: msgspec.Struct) -> str:
+    """An event whose name is the tag of its data."""
+    return f"event: {body.__struct_config__.tag}\ndata: {msgspec.json.encode(body).decode()}\n\n"
 
 
 class EventFormatter:

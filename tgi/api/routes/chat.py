@@ -1,7 +1,9 @@
 """POST /v1/chat/completions: the next message of a chat, whole or as a stream of deltas."""
 
+from collections.abc import Mapping
 from functools import partial
 from json.encoder import encode_basestring as quote
+from types import MappingProxyType
 
 from falcon.asgi import Request, Response
 
@@ -183,8 +185,11 @@ class ChatResource(Resource):
         )
 
 
-def create_chat_generations(service: Service, req: Request, request: ChatRequest) -> list[Generation]:
-    """The generations of a chat, one for each choice. Raises ApiError as create_generations, and 422 for its tools."""
+def create_chat_generations(
+    service: Service, req: Request, request: ChatRequest, names: Mapping[str, str] = MappingProxyType({})
+) -> list[Generation]:
+    """The generations of a chat, one for each choice. `names` maps TGI's parameter names where those of the request are
+    not those of a ChatRequest. Raises ApiError as create_generations, and 422 for its tools."""
     apply_model_defaults(request, service.router.defaults)
     selection = ToolSelection.from_request(request)
     chat = chat_prompt_json(request, selection)
@@ -200,5 +205,5 @@ def create_chat_generations(service: Service, req: Request, request: ChatRequest
         choices=request.n or 1,
         hide_stop=not request.include_stop_str_in_output,
         sampling=RequestedSampling.from_openai(request, request.top_logprobs or 0),
-        names=request.names,
+        names={**request.names, **names},
     )
