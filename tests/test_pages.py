@@ -13,6 +13,7 @@ from tgi.api import errors, http_server, rejected_fields, request_parameters, ss
 from tgi.api.shapes import openai
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.messages import MessagesRequest
+from tgi.api.shapes.responses import ResponsesRequest
 from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, RULES_AFTER_ADMISSION
 from tgi.hub.llguidance_tables import LIMITS
 from tgi.launcher import main
@@ -190,7 +191,10 @@ def test_rejected_fields_are_listed_completely() -> None:
     assert re.findall(r"`(.+?)`", accepted) == sorted(rejected_fields.IGNORED_FIELDS)
 
 
-PROTOCOLS = {"Messages": (MessagesRequest, rejected_fields.MESSAGES_FIELDS)}
+PROTOCOLS = {
+    "Messages": (MessagesRequest, rejected_fields.MESSAGES_FIELDS),
+    "Responses": (ResponsesRequest, rejected_fields.RESPONSES_FIELDS),
+}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -37,10 +37,16 @@ CASES = Path(__file__).parent / "cases"
 PLACEHOLDERS = {
     "version": re.escape(tgi.__version__),
     "created": r"\d{10}",  # Unix seconds; the test also compares them with the clock
+    "completed": r"\d{10}",
     "chat id": r"chatcmpl-[0-9A-Za-z_-]{8,}",
     "completion id": r"cmpl-[0-9A-Za-z_-]{8,}",
     "call id": r"call_[0-9A-Za-z_-]{8,}",
     "other call id": r"call_[0-9A-Za-z_-]{8,}",
+    "response id": r"resp_[0-9A-Za-z_-]{8,}",
+    "item id": r"(msg|rs|fc)_[0-9A-Za-z_-]{8,}",
+    "other item id": r"(msg|rs|fc)_[0-9A-Za-z_-]{8,}",
+    "third item id": r"(msg|rs|fc)_[0-9A-Za-z_-]{8,}",
+    "conversation id": r"conv_[0-9A-Za-z_-]{8,}",
     "message id": r"msg_[0-9A-Za-z_-]{8,}",
     "tool use id": r"toolu_[0-9A-Za-z_-]{8,}",
     "digest": r"[0-9a-f]{8,}",

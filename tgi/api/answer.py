@@ -94,6 +94,8 @@ class Answer:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self.calls: list[GeneratedCall] = []
+        self.reasoning_tokens = 0  # up to the last one that shows reasoning
+        self._first_tokens = 0  # of the reasoning at the beginning; -1: it is over
 
     @classmethod
     def whole(cls, generation: Generation, end: End) -> "Answer":
@@ -125,17 +127,22 @@ class Answer:
         return [*parts[:-1], [*parts[-1], *end.parts]] if end is not None and end.parts else parts
 
     def add(self, parts: list[AnswerPart]) -> None:
-        """Adds the next parts."""
+        """Adds the parts of the next token."""
+        if self._first_tokens >= 0:
+            self._first_tokens += 1
         for part in parts:
             match part.kind:
                 case PartKind.TEXT:
                     self._text.append(part.text)
                 case PartKind.REASONING:
                     self._reasoning.append(part.text)
+                    self.reasoning_tokens = self._first_tokens
+                    continue
                 case PartKind.CALL:
                     self.calls.append(GeneratedCall(part.text))
                 case _:
                     self.calls[-1].add_arguments(part.text)
+            self._first_tokens = -1
 
     def outcome(self, end: End) -> Outcome:
         """Why the answer has ended."""

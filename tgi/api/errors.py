@@ -165,7 +165,7 @@ PATHS_OF_OTHERS = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/v1/completions",
     "/models": "/v1/models",
-    "/responses": "/v1/chat/completions",
+    "/responses": "/v1/responses",
     "/embeddings": "",
     "/messages": "/v1/messages",  # Anthropic's
     "/api/chat": "/v1/chat/completions",  # Ollama's, up to /api/embed
@@ -294,6 +294,12 @@ def forbidden(text: str) -> ApiError:
 def model_not_found(param: str) -> ApiError:
     """404: neither the served model nor an adapter has the name in the field `param`."""
     return ApiError(404, "not_found", "Model not found", param=param)
+
+
+def not_kept(kind: str, name: str, param: str | None = None) -> ApiError:
+    """404: this client has not stored such a response or conversation, or not any more."""
+    text = f"The {kind} {name[:128]} is not kept by this server, or not any more (--response-ttl)"
+    return ApiError(404, "not_found", text, param=param)
 
 
 def suffix_not_supported() -> ApiError:

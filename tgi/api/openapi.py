@@ -22,10 +22,11 @@ from tgi.api.shapes import (
     native,
     native_responses,
     openai_responses,
+    responses,
 )
 from tgi.api.shapes.types import ref
 
-SHAPES = (native, native_responses, chat, completions, openai_responses, messages, info, adapters, cloud)
+SHAPES = (native, native_responses, chat, completions, openai_responses, messages, responses, info, adapters, cloud)
 TAG = "Text Generation Inference"
 KEY = "key"
 
@@ -123,7 +124,11 @@ class _Schemas:
 def _structs(module: ModuleType) -> list[Any]:
     """The Struct classes that a module defines."""
     own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    return [value for value in own if isinstance(value, type) and issubclass(value, msgspec.Struct)]
+    return [
+        value
+        for value in own
+        if isinstance(value, type) and issubclass(value, msgspec.Struct) and not value.__name__.startswith("_")
+    ]
 
 
 def _extract_titled(schema: Any, components: dict[str, Any]) -> Any:

@@ -28,6 +28,7 @@ from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.messages import MessagesTool, OutputConfig, OutputFormat, ThinkingConfig, ToolUseChoice
 from tgi.api.shapes.native import GrammarType, JsonSchemaConfig
 from tgi.api.shapes.openai import StreamOptions
+from tgi.api.shapes.responses import ReasoningConfig, ResponsesTool, TextConfig, TextFormat
 
 log = logging.getLogger(__name__)
 
@@ -277,6 +278,28 @@ MESSAGES_FIELDS = ProtocolFields(
         ),
         "thinking": _members(ThinkingConfig, "display"),
         "output_config": _members(OutputConfig, format=_members(OutputFormat)),
+    },
+)
+
+
+RESPONSES_FIELDS = ProtocolFields(
+    {
+        "access_programs": "about OpenAI's models",
+        "background_options": "background responses have no options here",
+        "max_tool_calls": "it limits the built-in tools, which are refused",
+        "prompt_cache_key": "every prefix of a prompt is cached",
+        "prompt_cache_options": "every prefix of a prompt is cached",
+        "prompt_cache_retention": "every prefix of a prompt is cached",
+        "safety_identifier": "bookkeeping",
+        "service_tier": "keys have [priorities](fairness.md)",
+        "stream_options": "there is no obfuscation to switch off",
+        "user": "bookkeeping",
+    },
+    {"context_management": ([],), "image": (), "moderation": (), "prompt": ()},
+    {
+        "reasoning": _members(ReasoningConfig, "context", "mode"),
+        "text": _members(TextConfig, format=_members(TextFormat)),
+        "tools": _members(ResponsesTool, "allowed_callers", "async", "defer_loading", "output_schema"),
     },
 )
 

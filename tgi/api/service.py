@@ -5,21 +5,23 @@ import codecs
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from falcon.asgi import Request
 
 from tgi.api import errors, request_metrics
-from tgi.api.asgi import ABORT_KEY, FINGERPRINTS_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe
+from tgi.api.asgi import ABORT_KEY, FINGERPRINTS_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe, never
 from tgi.api.body_reader import BodyReader, decompress
 from tgi.api.clients import Clients
 from tgi.api.errors import ClientDisconnected, Rejection
 from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest, RequestRecord
+from tgi.api.response_store import ResponseStore
 from tgi.api.router import Router
 from tgi.microkernel.options import MAX_SECONDS, seconds
 from tgi.microkernel.settings import Settings
@@ -48,10 +50,13 @@ class Service:
     model_id: str
     compute_type: str
     tracer: "Tracer | None" = None
+    responses_path: Path | None = None  # of stored responses; None: they are in memory
     clients: Clients = field(init=False)
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.settings)
+        self.responses = ResponseStore(self.responses_path, self.settings.response_ttl)
+        self._background: set[asyncio.Task[None]] = set()
         self.bodies = BodyReader(self.settings.payload_limit, self.settings.read_timeout)
 
     @property
@@ -63,6 +68,25 @@ class Service:
     def model_pipeline_tag(self) -> str | None:
         """The model's task on the Hub, by the settings or by what tokenizers tell."""
         return self.settings.model_pipeline_tag or self.router.source.pipeline_tag or None
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs work that belongs to no connection. What it raises is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._on_background_end)
+
+    def _on_background_end(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("A background response has failed", exc_info=error)
+
+    async def close(self, timeout_seconds: float) -> None:
+        """Waits for background work, and ends what is not done in time."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=timeout_seconds)
+        for task in [*self._background]:
+            task.cancel()
+        self.responses.close()
 
     async def read_generation_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
         """As read_body, for requests that need permits: while none is free, a large body is not read. The permit of a
@@ -118,9 +142,9 @@ class Service:
                 raise errors.quarantined(entry.reason, self.router.quarantine.minutes_left(entry))
         return names
 
-    def submit(self, requests: Sequence[LiveRequest], req: Request) -> DisconnectWatcher:
+    def submit(self, requests: Sequence[LiveRequest], req: Request, detached: bool = False) -> DisconnectWatcher:
         """Submits the tokenizer requests of an HTTP request. The watcher cancels the active ones at a disconnect: those
-        that the client may resume continue in the tokenizer for a while."""
+        that the client may resume continue in the tokenizer for a while. `detached`: they do not need their client."""
         record = RequestRecord.of(req)
 
         def release() -> None:
@@ -140,7 +164,7 @@ class Service:
             except Exception:
                 self.cancel(requests[:index])
                 raise
-        watcher = DisconnectWatcher(req.scope[RECEIVE_KEY], release)
+        watcher = DisconnectWatcher(never if detached else req.scope[RECEIVE_KEY], release)
         if isinstance(requests[0], Generation) and requests[0].timeout is not None:
             watcher.call_later(requests[0].timeout, partial(self._expire, requests))
         return watcher
@@ -234,6 +258,7 @@ class Resource:
     """The handlers of one path. The table of operations (operations.py) names the class of each path."""
 
     body: ClassVar[BodyDecoder[Any] | None] = None  # of POST requests
+    private: ClassVar[bool] = False  # all methods need a key, not POST alone
 
     def __init__(self, service: Service) -> None:
         self._service = service

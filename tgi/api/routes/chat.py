@@ -79,7 +79,7 @@ class ChatFormatter(AnswerFormatter):
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of some tokens of one choice."""
         logprobs = (
-            [f'{{"content":[{item}]}}' for item in _logprob_items(self._generations[index], columns, self._top_n)]
+            [f'{{"content":[{item}]}}' for item in logprob_items(self._generations[index], columns, self._top_n)]
             if self._logprobs
             else ()
         )
@@ -122,7 +122,7 @@ class ChatFormatter(AnswerFormatter):
                 content, reason = message.members_json(), message.finish_reason_json(end)
             items = "null"
             if self._logprobs:
-                token_items = _logprob_items(generation, generation.take_tokens(), self._top_n)
+                token_items = logprob_items(generation, generation.take_tokens(), self._top_n)
                 items = f'{{"content":[{",".join(token_items)}]}}'
             choices.append(
                 f'{{"index":{index},"message":{{"role":"assistant",{content}}},"logprobs":{items},'
@@ -139,7 +139,7 @@ class ChatFormatter(AnswerFormatter):
         )
 
 
-def _logprob_items(generation: Generation, columns: TokenColumns, top_n: int) -> list[str]:
+def logprob_items(generation: Generation, columns: TokenColumns, top_n: int) -> list[str]:
     """Each token with its logprob and the top-n tokens at its position. The bytes of a part of a character are its own;
     its text is what the stream shows for it."""
 
