@@ -206,7 +206,8 @@ NO_CHAT = error(404, "Failed to tokenize ChatRequest (TGI's; never sent)", "temp
 NO_MODEL = error(404, "Model not found", "not_found")
 NOT_KEPT = OperationResponse(404, "Not kept, or not any more", error=errors.not_kept("response", "resp_1"))
 UNAUTHORIZED = OperationResponse(401, "No key, or a wrong one, where the server has keys", error=errors.unauthorized())
-STORED = (NOT_KEPT, UNAUTHORIZED)
+UNAVAILABLE = error(503, "The kept responses cannot be read or written", "unavailable")
+STORED = (NOT_KEPT, UNAUTHORIZED, UNAVAILABLE)
 NO_UPDATES = error(403, "The server runs without --allow-adapter-updates", "forbidden")
 NO_ADAPTER = error(422, "The adapter cannot be loaded", "adapter_error", "Adapter error: the reason")
 HEALTH = (OperationResponse(200, "Everything is working fine"), UNHEALTHY)
@@ -272,7 +273,7 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/conversations", "create_conversation", "Begin a conversation that responses go on with",
-        ConversationsResource, (ok("The conversation", json(ConversationObject)), *UNREADABLE),
+        ConversationsResource, (ok("The conversation", json(ConversationObject)), *UNREADABLE, UNAVAILABLE),
     ),
     Operation(
         "get", "/v1/conversations/{conversation_id}", "get_conversation", "A conversation",

@@ -2,7 +2,8 @@
 host share, or the memory of one front end. Each client sees its own only. All are dropped after --response-ttl seconds
 without use, the oldest of the client that stores most before, if all together need more than MAX_STORED_BYTES.
 
-The calls run one after the other in a thread of their own, so that no lock of the file holds up the event loop."""
+The calls run one after the other in a thread of their own, so that no lock of the file holds up the event loop. All
+raise StoreUnavailable."""
 
 import asyncio
 import json
@@ -14,6 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from tgi.api.errors import ApiError
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,13 @@ class StoredResponse(NamedTuple):
 
 class HistoryTooLong(Exception):
     """A conversation is longer than a request may be."""
+
+
+class StoreUnavailable(ApiError):
+    """503: the store cannot be read or written, as on a full disk."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(503, "unavailable", f"The kept responses cannot be read or written: {error}")
 
 
 class ResponseStore:
@@ -216,13 +226,16 @@ class ResponseStore:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transaction, work)
 
     def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        if self._connection is None:
-            self._connection = self._open()
-        with self._connection as db:  # commits, or rolls back after an exception
-            if time.monotonic() >= self._next_purge:
-                self._next_purge = time.monotonic() + PURGE_SECONDS
-                _purge(db, self.ttl)
-            return work(db)
+        try:
+            if self._connection is None:
+                self._connection = self._open()
+            with self._connection as db:  # commits, or rolls back after an exception
+                if time.monotonic() >= self._next_purge:
+                    self._next_purge = time.monotonic() + PURGE_SECONDS
+                    _purge(db, self.ttl)
+                return work(db)
+        except (sqlite3.Error, OSError) as error:
+            raise StoreUnavailable(error) from error
 
     def _open(self) -> sqlite3.Connection:
         if self._path is None:

@@ -392,3 +392,16 @@ def test_a_damaged_file_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFix
 
     run(work, tmp_path / "s")
     assert "are damaged and begin anew" in caplog.text
+
+
+def test_a_store_that_cannot_be_written(front: Front, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "none" / "s", 60)
+    monkeypatch.setattr(front.service, "responses", store)
+    assert post(front, input="x")["store"] is False
+    for body in ({"background": True}, {"previous_response_id": "resp_1"}):
+        reply = front.post(PATH, json.dumps({"input": "x"} | body), **MINE)
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, error["type"]) == (503, "unavailable")
+        assert error["message"].startswith("The kept responses cannot be read or written: ")
+    assert get(front, f"{PATH}/resp_1").status == 503
+    store.close()

@@ -3,6 +3,7 @@ whole or as events. stored_responses.py has the routes for what is kept."""
 
 import base64
 import binascii
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from tgi.api.generation import FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
 from tgi.api.rejected_fields import RESPONSES_FIELDS, FieldChecker
 from tgi.api.requests import Generation
-from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse
+from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse, StoreUnavailable
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations, logprob_items
 from tgi.api.routes.stored_responses import (
@@ -47,6 +48,8 @@ from tgi.api.shapes.responses import InputItem, ResponsesRequest
 from tgi.api.sse import named_event
 from tgi.api.token_columns import TokenColumns
 from tgi.microkernel.protocol import AnswerPart, DeploymentLimits, End, PartKind
+
+log = logging.getLogger(__name__)
 
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 # The names of parameters in this protocol, for error messages.
@@ -415,8 +418,12 @@ class ResponsesResource(Resource):
         )  # fmt: skip
 
         async def keep() -> None:
-            """Keeps the response once it is complete, before its client knows."""
-            await service.responses.put(formatter.complete(record), conversation_id)
+            """Keeps the response once it is complete, before its client knows. It is answered in any case."""
+            try:
+                await service.responses.put(formatter.complete(record), conversation_id)
+            except StoreUnavailable as error:
+                log.error("The response %s is not kept: %s", response.id, error)
+                response.store = False
 
         if request.background:
             await background_response(service, req, resp, generation, formatter, record, conversation_id)
@@ -426,6 +433,7 @@ class ResponsesResource(Resource):
             resp.stream = StoredStream(resp.stream, lambda: response.status not in RUNNING, keep)
         elif stored:
             await keep()
+            resp.data, resp.text = msgspec.json.encode(response), None
 
     async def _previous(self, client: Client, request: ResponsesRequest, conversation_id: str | None) -> str | None:
         """The response that this one goes on from. Raises ApiError: 422, and 404 for an unknown conversation."""
