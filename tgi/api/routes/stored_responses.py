@@ -199,7 +199,7 @@ class ResponseResource(PrivateResource):
         """Answers with the response. `?stream=true` replays and continues the events of a background response, from the
         one behind `starting_after` on."""
         stored = await self._stored(req, response_id)
-        if req.get_param("stream") != "true":
+        if req.get_param("stream") != "true" or req.method == "HEAD":
             resp.content_type, resp.text = "application/json", current_body(stored)
             return
         if not (stored.background and stored.streamed):
@@ -208,6 +208,8 @@ class ResponseResource(PrivateResource):
         after = query_number(req, "starting_after", -1, 1 << 31)
         watcher = DisconnectWatcher(req.scope[RECEIVE_KEY], lambda: None)
         _set_stream(resp, StoredEvents(self._service.responses, stored, after + 1, watcher))
+
+    on_head = on_get  # falcon omits the body
 
     async def on_delete(self, req: Request, resp: Response, response_id: str) -> None:
         """Forgets the response. One that is computed in the background ends."""
@@ -241,6 +243,8 @@ class InputItemsResource(PrivateResource):
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(item_list(req, json.loads(stored.input)))
 
+    on_head = on_get  # falcon omits the body
+
 
 class ConversationsResource(PrivateResource):
     """POST /v1/conversations."""
@@ -270,6 +274,8 @@ class ConversationResource(PrivateResource):
         if found is None:
             raise errors.not_kept("conversation", conversation_id)
         resp.content_type, resp.text = "application/json", found[0]
+
+    on_head = on_get  # falcon omits the body
 
     async def on_delete(self, req: Request, resp: Response, conversation_id: str) -> None:
         """Forgets the conversation."""
