@@ -85,7 +85,11 @@ async def serve(process: Process) -> None:
 
     server = HttpServer(application, settings, certificate, tick)
 
+    stopped_at = 0.0
+
     def stop() -> None:
+        nonlocal stopped_at
+        stopped_at = stopped_at or loop.time()
         process.stop()
         process.publish_state("draining")
         process.extend_deadline(settings.graceful_termination_timeout + 10)
@@ -127,7 +131,7 @@ async def serve(process: Process) -> None:
         while router.health.can_compute and not (probe_task.done() or router.health.probe_failure or process.stopping):
             await asyncio.sleep(0.005)
         await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])
-        await service.close(settings.graceful_termination_timeout)
+        await service.close(max(0.0, stopped_at + settings.graceful_termination_timeout - loop.time()))
     finally:
         for task in list(tasks):
             task.cancel()
