@@ -94,15 +94,15 @@ class Answer:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self.calls: list[GeneratedCall] = []
-        self.reasoning_tokens = 0  # up to the last one that shows reasoning
-        self._first_tokens = 0  # of the reasoning at the beginning; -1: it is over
+        self.reasoning_tokens = 0  # the delimiters of the reasoning do not count
+        self._undecided_tokens = 0  # within it or behind it, without a part: count if more reasoning follows
 
     @classmethod
     def whole(cls, generation: Generation, end: End) -> "Answer":
         """The answer of a generation none of whose tokens were taken."""
         answer = cls()
         if generation.has_parts:
-            for parts in (*generation.unread_tokens.parts, end.parts):
+            for parts in answer.read(generation.unread_tokens, end) if generation.unread_tokens.parts else [end.parts]:
                 answer.add(parts)
         else:
             answer._text.append(end.text)
@@ -128,21 +128,22 @@ class Answer:
 
     def add(self, parts: list[AnswerPart]) -> None:
         """Adds the parts of the next token."""
-        if self._first_tokens >= 0:
-            self._first_tokens += 1
+        self._undecided_tokens += 1
         for part in parts:
+            if part.kind == PartKind.REASONING:
+                self.reasoning_tokens += self._undecided_tokens
+            self._undecided_tokens = 0
             match part.kind:
                 case PartKind.TEXT:
                     self._text.append(part.text)
                 case PartKind.REASONING:
                     self._reasoning.append(part.text)
-                    self.reasoning_tokens = self._first_tokens
-                    continue
                 case PartKind.CALL:
                     self.calls.append(GeneratedCall(part.text))
                 case _:
                     self.calls[-1].add_arguments(part.text)
-            self._first_tokens = -1
+        if not self.reasoning_tokens:
+            self._undecided_tokens = 0
 
     def outcome(self, end: End) -> Outcome:
         """Why the answer has ended."""

@@ -130,7 +130,7 @@ class AssistantMessage:
         deltas: list[str] = []
         delta_logprobs: list[str] = []
         for parts, logprob in zip(self._answer.read(columns, end), logprobs or repeat("null"), strict=False):
-            added = [self._delta_json(part) for part in parts] or [""]
+            added = self._added_deltas(parts) or [""]
             deltas += added
             delta_logprobs += [logprob, *["null"] * (len(added) - 1)]
         return deltas, delta_logprobs
@@ -151,19 +151,24 @@ class AssistantMessage:
         """`tool_calls` if there are tool calls and all are complete; null before the end."""
         return "null" if end is None else f'"{self._answer.outcome(end)}"'
 
-    def _delta_json(self, part: AnswerPart) -> str:
-        """Adds the next part. Returns the members of its delta."""
-        self._answer.add([part])
-        match part.kind:
-            case PartKind.TEXT:
-                return f'"content":{quote(part.text)}'
-            case PartKind.REASONING:
-                return f'"reasoning_content":{quote(part.text)}'
-            case _:
-                number = len(self._answer.calls) - 1
-                arguments = f'"function":{{"arguments":{quote(part.text)}}}'
-                call = self._call_json(number, "") if part.kind == PartKind.CALL else arguments
-                return f'"tool_calls":[{{"index":{number},{call}}}]'
+    def _added_deltas(self, parts: list[AnswerPart]) -> list[str]:
+        """Adds the parts of the next token. Returns the members of their deltas."""
+        number = len(self._answer.calls) - 1  # of the latest call
+        self._answer.add(parts)
+        deltas = []
+        for part in parts:
+            match part.kind:
+                case PartKind.TEXT:
+                    deltas.append(f'"content":{quote(part.text)}')
+                case PartKind.REASONING:
+                    deltas.append(f'"reasoning_content":{quote(part.text)}')
+                case PartKind.CALL:
+                    number += 1
+                    deltas.append(f'"tool_calls":[{{"index":{number},{self._call_json(number, "")}}}]')
+                case _:
+                    arguments = f'"function":{{"arguments":{quote(part.text)}}}'
+                    deltas.append(f'"tool_calls":[{{"index":{number},{arguments}}}]')
+        return deltas
 
     def _call_json(self, number: int, arguments: str) -> str:
         """The members of a call: in a message with all arguments, in its first delta with none."""
