@@ -12,6 +12,8 @@ from tests.test_cli import FLAGS
 from tgi.api import errors, http_server, rejected_fields, request_parameters, sse
 from tgi.api.shapes import openai
 from tgi.api.shapes.chat import ChatRequest
+from tgi.api.shapes.messages import MessagesRequest
+from tgi.api.shapes.responses import ResponsesRequest
 from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, RULES_AFTER_ADMISSION
 from tgi.hub.llguidance_tables import LIMITS
 from tgi.launcher import main
@@ -182,11 +184,34 @@ def refused(one: rejected_fields.RejectedFields) -> str:
 
 
 def test_rejected_fields_are_listed_completely() -> None:
-    section = COMPATIBILITY.partition("### Fields of requests to `/v1`")[2]
+    section = COMPATIBILITY.partition("### Fields of requests to `/v1`")[2].partition("\n## ")[0]
     _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
     assert rows == [refused(one) for one in rejected_fields.REJECTED_FIELDS]
     accepted = section.partition("Accepted without effect: ")[2].partition(".\n")[0]
     assert re.findall(r"`(.+?)`", accepted) == sorted(rejected_fields.IGNORED_FIELDS)
+
+
+PROTOCOLS = {
+    "Messages": (MessagesRequest, rejected_fields.MESSAGES_FIELDS),
+    "Responses": (ResponsesRequest, rejected_fields.RESPONSES_FIELDS),
+}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_field_of_a_protocol_is_listed(protocol: str) -> None:
+    shape, fields = PROTOCOLS[protocol]
+    section = COMPATIBILITY.partition(f"## Fields of {protocol}\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE))
+    served = set(shape.__struct_encode_fields__)
+    assert {name for name, here in rows.items() if here.startswith("served")} == served
+    assert {name: here for name, here in rows.items() if here.startswith("ignored")} == {
+        name: f"ignored: {reason}" for name, reason in fields.ignored.items()
+    }
+    assert {name: here for name, here in rows.items() if here.startswith("refused")} == {
+        name: "refused" + "".join(f", unless it is `{json.dumps(value)}`" for value in neutral)
+        for name, neutral in fields.rejected.items()
+    }
+    assert rows.keys() == served | fields.ignored.keys() | fields.rejected.keys()
 
 
 @pytest.mark.parametrize(("page", "said"), NUMBERS)

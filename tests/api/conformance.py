@@ -59,5 +59,5 @@ def bodies(reply: Any, media: str) -> list[Any]:
         return [json.loads(reply.body)]
     if media != "text/event-stream":
         return [reply.body.decode()]
-    events = [event.removeprefix("data: ") for event in reply.body.decode().split("\n\n") if event.startswith("data: ")]
+    events = re.findall(r"^data: (.*)$", reply.body.decode(), re.MULTILINE)
     return [json.loads(event) for event in events if event != "[DONE]"]

@@ -9,8 +9,8 @@ from tgi.api.asgi import DisconnectWatcher
 from tgi.api.openai_output import ResponseIdentity
 from tgi.api.requests import Generation, WakeEvent
 from tgi.api.resumption import ResponseKey
-from tgi.api.routes.chat import ChatEvents
-from tgi.api.routes.completions import CompletionEvents
+from tgi.api.routes.chat import ChatFormatter
+from tgi.api.routes.completions import CompletionFormatter
 from tgi.api.routes.native import NativeEvents
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.sse import EventFormatter, EventStream
@@ -23,8 +23,8 @@ IDENTITY = ResponseIdentity('"id"', 1, '"m"', '"f"', ResponseKey.new())
 COMPLETION = msgspec.json.decode(b'{"prompt": "a", "stream": true}', type=CompletionRequest)
 ROUTES: dict[str, Callable[[Generation], EventFormatter]] = {
     "native": lambda generation: NativeEvents(generation, False, ""),
-    "chat": lambda generation: ChatEvents([generation], IDENTITY, False, False),
-    "completions": lambda generation: CompletionEvents([generation], COMPLETION, IDENTITY),
+    "chat": lambda generation: ChatFormatter([generation], IDENTITY, False, False),
+    "completions": lambda generation: CompletionFormatter([generation], COMPLETION, IDENTITY),
 }
 
 

@@ -44,6 +44,12 @@ ERROR_TYPES = {
     },
     429: {"overloaded"},
 }  # fmt: skip
+ANTHROPIC_TYPES = {
+    400: {"invalid_request_error"},
+    404: {"not_found_error"},
+    413: {"request_too_large"},
+    429: {"rate_limit_error"},
+}
 KSERVE_INFER = "/v2/models/m/versions/1/infer"
 DEEP = 10_000
 MEGABYTES = "é" * 1_000_000
@@ -80,11 +86,17 @@ def bodies(path: str, make: Callable[[Any], st.SearchStrategy[Any]]) -> st.Searc
 
 def check_response(path: str, reply: Reply) -> None:
     """Checks a response, which conforms to the document (Front.post). An error is text or JSON of a known type; below
-    /v1 it always has OpenAI's format."""
+    /v1 it always has OpenAI's format, below /v1/messages Anthropic's."""
     assert reply.status in DOCUMENTED, reply.body
     if reply.status == 200:
         return
-    if path.startswith("/v1/"):
+    if path.startswith("/v1/messages"):
+        body = json.loads(reply.body)
+        assert body["type"] == "error"
+        assert body["error"]["type"] in ANTHROPIC_TYPES[reply.status]
+        assert body["error"]["message"]
+        assert body["request_id"] == reply.headers["x-request-id"]
+    elif path.startswith("/v1/"):
         body = json.loads(reply.body)
         error = body["error"]
         assert body == openai_error(reply.status, body["error_type"], error["message"], error["param"])

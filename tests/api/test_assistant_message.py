@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.api.openai_output import AssistantMessage, incomplete_tool_call
+from tgi.api.answer import Answer, incomplete_tool_call
+from tgi.api.openai_output import AssistantMessage
 from tgi.api.requests import Generation, WakeEvent
 from tgi.api.token_columns import NO_TOKENS, TokenColumns
 from tgi.microkernel.protocol import AnswerPart, End, FinishReason, Generate, PartKind
@@ -85,7 +86,7 @@ def test_deltas_join_to_the_message(data: st.DataObject) -> None:
     last, beside_last = reply.deltas(columns(parts[cut:]), end, names[cut:])
     streamed = joined(first + last)
     call = generation(parts)
-    whole = AssistantMessage.from_generation(call, end)
+    whole = AssistantMessage(str, Answer.whole(call, end))
     message = json.loads(f"{{{whole.members_json()}}}")
     assert message.pop("content") == (streamed.pop("content", None if "tool_calls" in streamed else ""))
     for calls in (message.get("tool_calls", ()), streamed.get("tool_calls", ())):
@@ -116,7 +117,7 @@ def test_deltas_join_to_the_message(data: st.DataObject) -> None:
 def test_tool_calls_that_are_cut_off(arguments: str, reason: FinishReason, told: str, why: str | None) -> None:
     parts = [[AnswerPart(0, PartKind.CALL, "f"), AnswerPart(0, PartKind.ARGUMENTS, arguments)]]
     end = End(0, reason, text='f("')
-    assert AssistantMessage.from_generation(generation(parts), end).finish_reason_json(end) == f'"{told}"'
+    assert Answer.whole(generation(parts), end).outcome(end) == told
     error = incomplete_tool_call(generation(parts), end)
     assert (None if error is None else error.message) == (
         None if why is None else f'Tool error: Failed to parse generated text: {why} "f(\\""'

@@ -1,9 +1,12 @@
 """The api process, as the supervisor starts it."""
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import socket
+import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,6 +35,7 @@ class Api:
     """The process, its port and its only tokenizer."""
 
     def __init__(self, run: Path) -> None:
+        self.run = run
         settings = Settings(validation_workers=1, hostname="127.0.0.1", model_id="m")
         settings = replace(settings, run_dir=run)
         rundir.create_run_dir(run)
@@ -111,6 +115,24 @@ def test_sigterm_finishes_requests_in_flight(api: Api) -> None:
         end += more
     assert b'"generated_text":"ab"' in end
     assert api.until_ended() == 0
+
+
+def test_sigterm_finishes_background_responses(api: Api) -> None:
+    api.until_ready()
+    body = b'{"input":"x","background":true}'
+    head = {"content-type": "application/json", "content-length": str(len(body))}
+    response = json.loads(api.send(request("POST", "/v1/responses", body, head)).body)
+    rid = api.tokenizer.next(Generate).rid
+    os.kill(api.child.pid, signal.SIGTERM)
+    while api.open():  # until it accepts no more connections
+        time.sleep(0.01)
+    assert api.child.poll() is None
+    api.tokenizer.send(texts(rid, (1, "a", -1.0, False)), End(rid, FinishReason.LENGTH, "", "a", 1, 1))
+    assert api.until_ended() == 0
+    (file,) = Path(api.run).glob("responses*.sqlite")
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        [(kept,)] = db.execute("SELECT body FROM responses WHERE id=?", (response["id"],))
+    assert json.loads(kept)["output"][0]["content"][0]["text"] == "a"
 
 
 def test_memory_and_heartbeats_of_an_idle_process(api: Api) -> None:

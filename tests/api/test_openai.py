@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tgi.api import request_parameters
+from tgi.api.answer import VisibleText
 from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
 from tgi.api.json_body import JsonBody
-from tgi.api.openai_output import AssistantMessage, TokenUsage, VisibleText
+from tgi.api.openai_output import AssistantMessage, TokenUsage
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.token_columns import NO_TOKENS, TokenColumns
 from tgi.microkernel.protocol import AnswerPart, End, FinishReason, PartKind

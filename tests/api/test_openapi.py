@@ -62,7 +62,20 @@ def test_operation_ids_are_unique() -> None:
     assert len(set(ids)) == len(ids)
 
 
-@pytest.mark.parametrize("path", [path for path in OURS["paths"] if path.startswith("/v1/")])
+@pytest.mark.parametrize("path", [path for path in OURS["paths"] if path.startswith("/v1/messages")])
+def test_errors_below_v1_messages_have_anthropics_form(path: str) -> None:
+    responses = OURS["paths"][path]["post"]["responses"]
+    assert {"400", "401", "429", "500", "503"} < {*responses}
+    assert "422" not in responses
+    for status in responses.keys() - {"200"}:
+        content = responses[status]["content"]["application/json"]
+        assert content["schema"] == {"$ref": "#/components/schemas/MessageError"}
+        assert content["example"]["type"] == "error"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in OURS["paths"] if path.startswith("/v1/") and "/messages" not in path]
+)
 def test_errors_below_v1_have_openais_form(path: str) -> None:
     for described in OURS["paths"][path].values():
         for status, response in described["responses"].items():

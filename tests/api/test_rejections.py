@@ -439,7 +439,9 @@ def test_paths_of_other_servers_name_the_path_to_use(front: Front, end: str) -> 
         assert (f"Use {here}" if here else "makes no embeddings") in message
     assert not here or front.get(here).status in (200, 405), "the path exists"
     twice = json.loads(front.post(f"/v1/v1{end}", "{}").body)["error"]["message"]
-    assert not here.startswith("/v1") or "the base URL of OpenAI's clients ends in /v1." in twice
+    anthropic = here == "/v1/messages"
+    base = "the base URL of Anthropic's clients does not end" if anthropic else "the base URL of OpenAI's clients ends"
+    assert not here.startswith("/v1") or f"{base} in /v1." in twice
 
 
 def test_browsers_get_a_page_at_the_root_and_probes_do_not(front: Front) -> None:

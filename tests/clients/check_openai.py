@@ -343,8 +343,8 @@ def test_models(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as refusal:
         client.models.retrieve("gpt-17")
     assert (refusal.value.message, refusal.value.param) == ("Error code: 404 - Model not found", "model")
-    with pytest.raises(openai.NotFoundError, match="There is no route POST /v1/responses"):
-        client.responses.create(model="tgi", input="Hi")
+    with pytest.raises(openai.NotFoundError, match="There is no route POST /v1/moderations"):
+        client.moderations.create(input="Hi")
     without_v1 = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
     with pytest.raises(openai.NotFoundError, match="Use /v1/chat/completions; the base URL"):
         without_v1.chat.completions.create(model="tgi", messages=[{"role": "user", "content": "Hi"}])

@@ -126,6 +126,9 @@ def test_the_files_cover_every_route() -> None:
     covered = {" ".join(each.request.split(" ", 2)[:2]) for each in ALL}
     routes = [
         "POST /", "POST /generate", "POST /generate_stream", "POST /v1/chat/completions", "POST /v1/completions",
+        "POST /v1/messages", "POST /v1/messages/count_tokens",
+        "POST /v1/responses", "GET /v1/responses/resp_1", "DELETE /v1/responses/resp_1",
+        "POST /v1/responses/resp_1/cancel", "GET /v1/responses/resp_1/input_items", "POST /v1/conversations",
         "POST /vertex", "POST /invocations", "POST /tokenize", "POST /chat_tokenize", "GET /", "GET /health",
         "GET /ping", "GET /info", "GET /metrics", "GET /v1/models", "GET /v1/models/m", "GET /docs",
         "GET /api-doc/openapi.json", "GET /v2", "GET /v2/health/live", "GET /v2/health/ready",

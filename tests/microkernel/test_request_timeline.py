@@ -61,6 +61,8 @@ def test_a_request_is_found_by_each_of_its_names() -> None:
     for name in (
         "mine",
         "chatcmpl-0123456789abcdef" + "0" * 16,
+        "resp_0123456789abcdef" + "0" * 16,
+        "msg_0123456789abcdef" + "0" * 16,
         "cmpl-0123456789abcdef" + "f" * 16,
         "0123456789abcdef",
     ):

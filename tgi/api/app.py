@@ -165,7 +165,12 @@ class ErrorHandlers:
         resp.set_headers(error.headers)
         if (record := RequestRecord.of(req)) is not None:
             record.error = error
-        if self._service.has_openai_errors(req):
-            resp.content_type, resp.data = "application/json", error.openai_body()
-        elif body := error.native_body():
-            resp.content_type, resp.data = error.native_type, body
+        match self._service.error_form(req):
+            case "anthropic":
+                resp.status = error.anthropic_status
+                resp.content_type, resp.data = "application/json", error.anthropic_body(req.context.request_id)
+            case "openai":
+                resp.content_type, resp.data = "application/json", error.openai_body()
+            case _:
+                if body := error.native_body():
+                    resp.content_type, resp.data = error.native_type, body

@@ -23,6 +23,12 @@ def is_probe(req: Request) -> bool:
     return PROBE_KEY in req.scope
 
 
+async def never() -> dict[str, Any]:
+    """Receives nothing: for requests that do not need their client."""
+    await asyncio.Event().wait()
+    return {}
+
+
 class DisconnectWatcher:
     """Watches the client of one request whose body has been read.
 

@@ -61,11 +61,11 @@ class Clients:
     def identify(self, req: Request, *, needs_key: bool) -> Client:
         """The client of a request. Raises Rejection, a 401, if a key is needed and the request has no valid one."""
         if self._by_digest:
-            scheme, _, given = (req.get_header("authorization") or "").partition(" ")
-            # Digests are compared, so the time tells nothing about a key.
-            found = self._by_digest.get(_digest(given.encode("latin-1", "replace")))
-            if found is not None and scheme.lower() == "bearer":
-                return found
+            scheme, _, bearer = (req.get_header("authorization") or "").partition(" ")
+            for given in (bearer if scheme.lower() == "bearer" else "", req.get_header("x-api-key") or ""):
+                # Digests are compared, so the time tells nothing about a key.
+                if (found := self._by_digest.get(_digest(given.encode("latin-1", "replace")))) is not None:
+                    return found
             if needs_key:
                 raise errors.unauthorized()
         return client_at(self.address_of(req))

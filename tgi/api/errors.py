@@ -1,11 +1,12 @@
-"""Errors of requests: status, type and message of each, and their bodies. Below /v1 a body has OpenAI's format, on all
-other routes TGI's (Service.has_openai_errors)."""
+"""Errors of requests: status, type and message of each, and their bodies. Below /v1/messages a body has Anthropic's
+format, below /v1 OpenAI's, on all other routes TGI's (Service.error_form)."""
 
 import math
 from typing import Annotated
 
 import msgspec
 
+from tgi.api.shapes.messages import MessageError, MessageFailure
 from tgi.api.shapes.types import doc
 from tgi.microkernel.protocol import End, FinishReason
 
@@ -51,6 +52,19 @@ class OpenAiStreamErrorResponse(msgspec.Struct):
     error_type: str
 
 
+# Anthropic's error types by status; else that of its class. Its clients know 400 where others know 422.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    424: "api_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class ApiError(Exception):
     """A request that is rejected or has failed. `param` is the path of the field that the error is about, in the
     request's own names. `counted` is its label in tgi_request_failure, or "" if it is not counted."""
@@ -83,6 +97,16 @@ class ApiError(Exception):
         """The body in OpenAI's format."""
         error = OpenAiError(self.message, self.error_type, self.param, self.status)
         return msgspec.json.encode(OpenAiErrorResponse(error, self.error_type))
+
+    @property
+    def anthropic_status(self) -> int:
+        """The status on routes of Anthropic's protocol."""
+        return 400 if self.status == 422 else self.status
+
+    def anthropic_body(self, request_id: str | None = None) -> bytes:
+        """The body in Anthropic's format, which is the data of an event, too."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return msgspec.json.encode(MessageError(MessageFailure(kind, self.message), request_id))
 
     def openai_event_data(self) -> bytes:
         """The data of an event in OpenAI's format."""
@@ -141,9 +165,9 @@ PATHS_OF_OTHERS = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/v1/completions",
     "/models": "/v1/models",
-    "/responses": "/v1/chat/completions",
+    "/responses": "/v1/responses",
     "/embeddings": "",
-    "/messages": "/v1/chat/completions",  # Anthropic's
+    "/messages": "/v1/messages",  # Anthropic's
     "/api/chat": "/v1/chat/completions",  # Ollama's, up to /api/embed
     "/api/generate": "/v1/completions",
     "/api/tags": "/v1/models",
@@ -178,6 +202,8 @@ def no_such_route(method: str, path: str) -> Rejection:
     if not (here := PATHS_OF_OTHERS[end]):
         return PathOfOthers(404, f"{text}This server makes no embeddings; {lists}")
     base = "; the base URL of OpenAI's clients ends in /v1" if here.startswith("/v1/") else ""
+    if here == "/v1/messages":
+        base = "; the base URL of Anthropic's clients does not end in /v1"
     return PathOfOthers(404, f"{text}Use {here}{base}. {lists}")
 
 
@@ -268,6 +294,12 @@ def forbidden(text: str) -> ApiError:
 def model_not_found(param: str) -> ApiError:
     """404: neither the served model nor an adapter has the name in the field `param`."""
     return ApiError(404, "not_found", "Model not found", param=param)
+
+
+def not_kept(kind: str, name: str, param: str | None = None) -> ApiError:
+    """404: this client has not stored such a response or conversation, or not any more."""
+    text = f"The {kind} {name[:128]} is not kept by this server, or not any more (--response-ttl)"
+    return ApiError(404, "not_found", text, param=param)
 
 
 def suffix_not_supported() -> ApiError:

@@ -187,6 +187,34 @@ def _generate_message(
     )
 
 
+class AnswerFormatter(EventFormatter):
+    """How a route writes its answer: as events, or as a whole."""
+
+    async def response_json(self, finished: list[FinishedGeneration]) -> str:
+        """The response that is sent as a whole."""
+        raise NotImplementedError
+
+
+async def answer_generations(
+    service: Service,
+    req: Request,
+    resp: Response,
+    generations: Sequence[Generation],
+    formatter: AnswerFormatter,
+    *,
+    choices: int = 1,
+    check_result: ResultCheck = lambda generation, end: None,
+) -> None:
+    """Submits generations and answers as the request wants it: with a stream of events, or as a whole. `choices` as in
+    set_result_headers. Raises ApiError and ClientDisconnected as stream_generations and run_generations."""
+    if generations[0].stream:
+        await stream_generations(service, req, resp, generations, formatter, choices)
+        return
+    finished = await run_generations(service, req, generations, check_result)
+    set_result_headers(service, resp, finished, choices)
+    resp.text = await formatter.response_json(finished)
+
+
 async def run_generations(
     service: Service,
     req: Request,

@@ -64,7 +64,15 @@ async def serve(process: Process) -> None:
     assert settings.model_id is not None  # the command line has set the default
     assert process.listen_fd is not None  # and opened the port
     tracer = tracing.create_tracer(settings, process.name)
-    service = Service(settings, router, settings.model_id, settings.compute_type or "", tracer=tracer)
+    in_memory = settings.response_store == "memory"
+    service = Service(
+        settings,
+        router,
+        settings.model_id,
+        settings.compute_type or "",
+        tracer=tracer,
+        responses_path=None if in_memory else process.run_dir / "responses-1.sqlite",
+    )
     service.clients.reload_if_readable()  # another front end may have reloaded since the settings were read
     application = app.build(service)
     certificate = await load_certificate(settings, process)
@@ -76,7 +84,11 @@ async def serve(process: Process) -> None:
 
     server = HttpServer(application, settings, certificate, tick)
 
+    stopped_at = 0.0
+
     def stop() -> None:
+        nonlocal stopped_at
+        stopped_at = stopped_at or loop.time()
         process.stop()
         process.publish_state("draining")
         process.extend_deadline(settings.graceful_termination_timeout + 10)
@@ -118,6 +130,7 @@ async def serve(process: Process) -> None:
         while router.health.can_compute and not (probe_task.done() or router.health.probe_failure or process.stopping):
             await asyncio.sleep(0.005)
         await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])
+        await service.close(max(0.0, stopped_at + settings.graceful_termination_timeout - loop.time()))
     finally:
         for task in list(tasks):
             task.cancel()

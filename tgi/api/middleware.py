@@ -38,7 +38,8 @@ class CorsMiddleware:
         elif origin in self._origins:
             resp.set_header("access-control-allow-origin", origin)
         if req.method == "OPTIONS":
-            resp.set_header("access-control-allow-methods", "GET,POST")
+            stored = "/v1/responses/" in req.path or "/v1/conversations/" in req.path
+            resp.set_header("access-control-allow-methods", "GET,POST,DELETE" if stored else "GET,POST")
             wanted = (req.get_header("access-control-request-headers") or "").lower().split(",")
             names = [name for part in wanted if _HEADER_NAME.fullmatch(name := part.strip())]
             resp.set_header("access-control-allow-headers", ",".join(dict.fromkeys([*ALLOWED_HEADERS, *names])))
@@ -67,8 +68,8 @@ class RequestIdMiddleware:
 
 
 class ClientMiddleware:
-    """Identifies the client of every POST, as `req.context.client`. If the server has keys, `Authorization: Bearer
-    KEY` is required, except on `open_path`."""
+    """Identifies the client of every POST, and of requests for what clients have stored, as `req.context.client`. If
+    the server has keys, `Authorization: Bearer KEY` or `X-Api-Key: KEY` is required, except on `open_path`."""
 
     def __init__(self, clients: Clients, open_path: str | None = None) -> None:
         self._clients = clients
@@ -81,7 +82,7 @@ class ClientMiddleware:
 
     async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
         """Raises Rejection: 401."""
-        if req.method == "POST":
+        if req.method == "POST" or getattr(resource, "private", False):
             req.context.client = self._clients.identify(req, needs_key=req.path != self._open_path)
             if (record := RequestRecord.of(req)) is not None:
                 record.client = req.context.client.name

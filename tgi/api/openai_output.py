@@ -1,17 +1,14 @@
-"""What the responses of OpenAI's routes consist of, as JSON text: ids, usage, finish reasons, visible text, and chat
-messages with reasoning and tool calls."""
+"""What the responses of chats and completions consist of, as JSON text: the members that responses and chunks share,
+usage, finish reasons, and chat messages with reasoning and tool calls."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from json.encoder import encode_basestring as quote
 from typing import NamedTuple
 
-import msgspec
-
 import tgi
-from tgi.api import errors
+from tgi.api.answer import Answer
 from tgi.api.errors import ApiError
-from tgi.api.json_body import describe_syntax_error
 from tgi.api.requests import Generation
 from tgi.api.resumption import ResponseKey
 from tgi.api.service import Service
@@ -42,6 +39,17 @@ class ResponseIdentity(NamedTuple):
             fingerprint=quote(f"{tgi.__version__}-{service.settings.docker_label or 'native'}"),
             key=key,
         )
+
+    def members_json(self, kind: str) -> str:
+        """The members that each response or chunk of this kind begins with."""
+        return (
+            f'"object":"{kind}","id":{self.id},"created":{self.created},"model":{self.model},'
+            f'"system_fingerprint":{self.fingerprint}'
+        )
+
+    def response_json(self, kind: str, choices: Sequence[str], usage: "TokenUsage") -> str:
+        """The response that is sent as a whole."""
+        return f'{{{self.members_json(kind)},"choices":[{",".join(choices)}],"usage":{usage.to_json()}}}'
 
     def call_id(self, choice: int, number: int) -> str:
         """The id of a tool call: `number` counts those of one choice."""
@@ -124,77 +132,13 @@ def top_n_tokens(columns: TokenColumns, position: int, top_n: int) -> list[TopTo
     return columns.tops[position][:top_n] if columns.tops else []
 
 
-class VisibleText:
-    """The text of a generation that a client may see, token by token: without special tokens, and without what may be
-    the beginning of a stop string until that is decided."""
-
-    def __init__(self) -> None:
-        self._shown = 0  # characters
-        self._pending = ""
-
-    def pieces(self, columns: TokenColumns, end: End | None) -> list[str]:
-        """The text that each token makes visible. With the `end`, the last one includes all the rest."""
-        pieces = []
-        for text, special, held in zip(columns.texts, columns.special, columns.held or repeat(0), strict=False):
-            if not special:
-                self._pending += text
-            visible = max(0, len(self._pending) - held)
-            pieces.append(self._pending[:visible])
-            self._pending = self._pending[visible:]
-            self._shown += visible
-        if end is not None:
-            before = self._shown - len(pieces[-1])
-            pieces[-1] = end.text[before:]
-            self._shown, self._pending = len(end.text), ""
-        return pieces
-
-
-class _ToolCall:
-    """A tool call, whose arguments may be incomplete."""
-
-    def __init__(self, call_id: str, name: str) -> None:
-        self.id = call_id
-        self.name = name
-        self._pieces: list[str] = []
-
-    def add_arguments(self, piece: str) -> None:
-        self._pieces.append(piece)
-
-    @property
-    def arguments(self) -> str:
-        """JSON text."""
-        return "".join(self._pieces)
-
-    def members_json(self, arguments: str) -> str:
-        """The members of its JSON object: in a message with all arguments, in its first delta with none."""
-        return (
-            f'"id":"{self.id}","type":"function",'
-            f'"function":{{"name":{quote(self.name)},"arguments":{quote(arguments)}}}'
-        )
-
-
 class AssistantMessage:
-    """The chat message of a generation that consists of parts (text, reasoning, tool calls), whole or as deltas."""
+    """The JSON of the chat message of a generation that consists of parts, whole or as deltas."""
 
-    def __init__(self, call_id: Callable[[int], str]) -> None:
+    def __init__(self, call_id: Callable[[int], str], answer: Answer | None = None) -> None:
         """`call_id` returns the id of the tool call with a number."""
         self._call_id = call_id
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._tool_calls: list[_ToolCall] = []
-        self.reasoning_tokens = 0  # the delimiters of the reasoning do not count
-        self._undecided_tokens = 0  # within it or behind it, without a part: count if more reasoning follows
-
-    @classmethod
-    def from_generation(
-        cls, generation: Generation, end: End, call_id: Callable[[int], str] = str
-    ) -> "AssistantMessage":
-        """The whole message of a generation none of whose tokens were taken."""
-        message = cls(call_id)
-        for parts in generation.unread_tokens.parts:
-            message._add_token(parts)
-        message._add_last(end.parts)
-        return message
+        self._answer = Answer() if answer is None else answer
 
     def deltas(self, columns: TokenColumns, end: End | None, logprobs: Sequence[str]) -> tuple[list[str], list[str]]:
         """The members of the deltas that these tokens add, and the logprobs of each delta. `logprobs` are JSON, one per
@@ -205,90 +149,55 @@ class AssistantMessage:
         """
         deltas: list[str] = []
         delta_logprobs: list[str] = []
-        for parts, logprob in zip(columns.parts, logprobs or repeat("null"), strict=False):
-            added = self._add_token(parts) or [""]
+        for parts, logprob in zip(self._answer.read(columns, end), logprobs or repeat("null"), strict=False):
+            added = self._added_deltas(parts) or [""]
             deltas += added
             delta_logprobs += [logprob, *["null"] * (len(added) - 1)]
-        if end is not None and end.parts:
-            added = self._add_last(end.parts)
-            if not deltas[-1]:
-                deltas[-1] = added.pop(0)
-            deltas += added
-            delta_logprobs += ["null"] * len(added)
         return deltas, delta_logprobs
 
     def members_json(self) -> str:
         """The members of the whole message. The content is null if there are tool calls only, as OpenAI's."""
-        text = "".join(self._text)
-        members = [f'"content":{quote(text) if text or not self._tool_calls else "null"}']
-        if self._reasoning:
-            members.append(f'"reasoning_content":{quote("".join(self._reasoning))}')
-        if self._tool_calls:
-            calls = ",".join(f"{{{call.members_json(call.arguments)}}}" for call in self._tool_calls)
-            members.append(f'"tool_calls":[{calls}]')
+        answer = self._answer
+        text, reasoning = answer.text, answer.reasoning
+        members = [f'"content":{quote(text) if text or not answer.calls else "null"}']
+        if reasoning:
+            members.append(f'"reasoning_content":{quote(reasoning)}')
+        if answer.calls:
+            calls = (f"{{{self._call_json(number, call.arguments)}}}" for number, call in enumerate(answer.calls))
+            members.append(f'"tool_calls":[{",".join(calls)}]')
         return ",".join(members)
 
     def finish_reason_json(self, end: End | None) -> str:
         """`tool_calls` if there are tool calls and all are complete; null before the end."""
-        if (
-            end is None
-            or end.reason == FinishReason.LENGTH
-            or not self._tool_calls
-            or self.argument_error() is not None
-        ):
-            return finish_reason_json(end)
-        return '"tool_calls"'
+        return "null" if end is None else f'"{self._answer.outcome(end)}"'
 
-    def argument_error(self) -> str | None:
-        """Why the arguments of the last tool call are not JSON, or None. Those of the earlier ones are complete."""
-        if not self._tool_calls:
-            return None
-        arguments = self._tool_calls[-1].arguments.encode()
-        try:
-            msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, RecursionError) as error:
-            return describe_syntax_error(arguments, error)
-        return None
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far."""
+        return self._answer.reasoning_tokens
 
-    def _add_token(self, parts: Iterable[AnswerPart]) -> list[str]:
-        """Adds the parts of a token. Returns the members of their deltas."""
-        self._undecided_tokens += 1
-        deltas = self._add_last(parts)
-        if not self.reasoning_tokens:
-            self._undecided_tokens = 0
-        return deltas
-
-    def _add_last(self, parts: Iterable[AnswerPart]) -> list[str]:
-        """Adds the parts that complete the last token."""
+    def _added_deltas(self, parts: list[AnswerPart]) -> list[str]:
+        """Adds the parts of the next token. Returns the members of their deltas."""
+        number = len(self._answer.calls) - 1  # of the latest call
+        self._answer.add(parts)
         deltas = []
         for part in parts:
-            if part.kind == PartKind.REASONING:
-                self.reasoning_tokens += self._undecided_tokens
-            self._undecided_tokens = 0
-            deltas.append(self._add_part(part))
+            match part.kind:
+                case PartKind.TEXT:
+                    deltas.append(f'"content":{quote(part.text)}')
+                case PartKind.REASONING:
+                    deltas.append(f'"reasoning_content":{quote(part.text)}')
+                case PartKind.CALL:
+                    number += 1
+                    deltas.append(f'"tool_calls":[{{"index":{number},{self._call_json(number, "")}}}]')
+                case _:
+                    arguments = f'"function":{{"arguments":{quote(part.text)}}}'
+                    deltas.append(f'"tool_calls":[{{"index":{number},{arguments}}}]')
         return deltas
 
-    def _add_part(self, part: AnswerPart) -> str:
-        """Adds the next part. Returns the members of its delta."""
-        match part.kind:
-            case PartKind.TEXT:
-                self._text.append(part.text)
-                return f'"content":{quote(part.text)}'
-            case PartKind.REASONING:
-                self._reasoning.append(part.text)
-                return f'"reasoning_content":{quote(part.text)}'
-            case PartKind.CALL:
-                self._tool_calls.append(_ToolCall(self._call_id(len(self._tool_calls)), part.text))
-                return f'"tool_calls":[{{"index":{len(self._tool_calls) - 1},{self._tool_calls[-1].members_json("")}}}]'
-            case _:
-                self._tool_calls[-1].add_arguments(part.text)
-                arguments = f'"function":{{"arguments":{quote(part.text)}}}'
-                return f'"tool_calls":[{{"index":{len(self._tool_calls) - 1},{arguments}}}]'
-
-
-def incomplete_tool_call(generation: Generation, end: End) -> ApiError | None:
-    """The error that answers a request whose last tool call was cut off; not used in streams."""
-    if not generation.has_parts:
-        return None
-    reason = AssistantMessage.from_generation(generation, end).argument_error()
-    return None if reason is None else errors.tool_error(f"Failed to parse generated text: {reason} {quote(end.text)}")
+    def _call_json(self, number: int, arguments: str) -> str:
+        """The members of a call: in a message with all arguments, in its first delta with none."""
+        return (
+            f'"id":"{self._call_id(number)}","type":"function",'
+            f'"function":{{"name":{quote(self._answer.calls[number].name)},"arguments":{quote(arguments)}}}'
+        )

@@ -11,10 +11,22 @@ import msgspec
 import tgi
 from tgi.api.errors import ErrorResponse
 from tgi.api.operations import JSON, KSERVE, OPERATIONS, Operation, OperationResponse
-from tgi.api.shapes import adapters, chat, cloud, completions, info, kserve, native, native_responses, openai_responses
+from tgi.api.shapes import (
+    adapters,
+    chat,
+    cloud,
+    completions,
+    info,
+    kserve,
+    messages,
+    native,
+    native_responses,
+    openai_responses,
+    responses,
+)
 from tgi.api.shapes.types import ref
 
-SHAPES = (native, native_responses, chat, completions, openai_responses, info, adapters, cloud)
+SHAPES = (native, native_responses, chat, completions, openai_responses, messages, responses, info, adapters, cloud)
 TAG = "Text Generation Inference"
 KEY = "key"
 
@@ -112,7 +124,11 @@ class _Schemas:
 def _structs(module: ModuleType) -> list[Any]:
     """The Struct classes that a module defines."""
     own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    return [value for value in own if isinstance(value, type) and issubclass(value, msgspec.Struct)]
+    return [
+        value
+        for value in own
+        if isinstance(value, type) and issubclass(value, msgspec.Struct) and not value.__name__.startswith("_")
+    ]
 
 
 def _extract_titled(schema: Any, components: dict[str, Any]) -> Any:

@@ -14,14 +14,24 @@ from tgi.api.routes.chat import ChatResource
 from tgi.api.routes.completions import CompletionsResource
 from tgi.api.routes.info import HealthResource, InfoResource, MetricsResource
 from tgi.api.routes.kserve import InferResource, LiveResource, ModelVersionResource, ServerResource
+from tgi.api.routes.messages import CountTokensResource, MessagesResource
 from tgi.api.routes.models import ModelResource, ModelsResource
 from tgi.api.routes.native import GenerateResource, GenerateStreamResource, RootResource
+from tgi.api.routes.responses import ResponsesResource
 from tgi.api.routes.sagemaker import SagemakerResource
+from tgi.api.routes.stored_responses import (
+    CancelResponseResource,
+    ConversationResource,
+    ConversationsResource,
+    InputItemsResource,
+    ResponseResource,
+)
 from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
 from tgi.api.routes.vertex import VertexResource
-from tgi.api.service import Resource
+from tgi.api.service import Resource, in_messages
 from tgi.api.shapes import adapters, cloud, kserve
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
+from tgi.api.shapes.messages import AnsweredMessage, MessageError, MessageEvent, MessageTokensCount
 from tgi.api.shapes.native_responses import ChatTokenizeResponse, GenerateResponse, StreamResponse, TokenizeResponse
 from tgi.api.shapes.openai_responses import (
     ChatCompletion,
@@ -30,6 +40,7 @@ from tgi.api.shapes.openai_responses import (
     CompletionFinal,
     StreamErrorResponse,
 )
+from tgi.api.shapes.responses import ConversationObject, ItemList, ResponseDeleted, ResponseEvent, ResponseObject
 
 JSON = "application/json"
 EVENTS = "text/event-stream"  # its schema is that of the data of one event
@@ -61,6 +72,14 @@ class OperationResponse(NamedTuple):
         if isinstance(self.error, Rejection):
             return (MediaBody(TEXT, (str,), example.decode()),) if example else ()
         return (MediaBody(JSON, (ErrorResponse,), msgspec.json.decode(example)),)
+
+    @property
+    def anthropic(self) -> "OperationResponse":
+        """The response on routes with Anthropic's error format."""
+        if self.error is None:
+            return self
+        body = MediaBody(JSON, (MessageError,), msgspec.json.decode(self.error.anthropic_body("4bd3")))
+        return self._replace(status=self.error.anthropic_status, bodies=(body,))
 
     @property
     def openai_bodies(self) -> tuple[MediaBody, ...]:
@@ -101,13 +120,15 @@ class Operation(NamedTuple):
     @property
     def requires_key(self) -> bool:
         """Whether it needs a key if the server has keys (ApiKeyMiddleware)."""
-        return self.method == "post"
+        return self.method == "post" or self.resource.private
 
     @property
     def documented_responses(self) -> tuple[OperationResponse, ...]:
         """`responses` and INTERNAL, with the error bodies of this path."""
         has_500 = any(response.status == INTERNAL.status for response in self.responses)
         responses = self.responses if has_500 else (*self.responses, INTERNAL)
+        if in_messages(self.path):
+            return tuple(response.anthropic for response in responses)
         openai = self.path.startswith("/v1/")
         return tuple(
             response._replace(bodies=response.openai_bodies if openai else response.native_bodies)
@@ -183,6 +204,10 @@ AS_EVENTS = tuple(
 NO_TOKENIZER = error(404, "No tokenizer found (TGI's; never sent)", "", "No fast tokenizer available")
 NO_CHAT = error(404, "Failed to tokenize ChatRequest (TGI's; never sent)", "template_error", "Template error")
 NO_MODEL = error(404, "Model not found", "not_found")
+NOT_KEPT = OperationResponse(404, "Not kept, or not any more", error=errors.not_kept("response", "resp_1"))
+UNAUTHORIZED = OperationResponse(401, "No key, or a wrong one, where the server has keys", error=errors.unauthorized())
+UNAVAILABLE = error(503, "The kept responses cannot be read or written", "unavailable")
+STORED = (NOT_KEPT, UNAUTHORIZED, UNAVAILABLE)
 NO_UPDATES = error(403, "The server runs without --allow-adapter-updates", "forbidden")
 NO_ADAPTER = error(422, "The adapter cannot be loaded", "adapter_error", "Adapter error: the reason")
 HEALTH = (OperationResponse(200, "Everything is working fine"), UNHEALTHY)
@@ -223,6 +248,50 @@ OPERATIONS = (
             ok("Generated Completion", json(CompletionFinal), events(Completion, OpenAiStreamErrorResponse)),
             *GENERATION,
         ),
+    ),
+    Operation(
+        "post", "/v1/responses", "create_response", "Generate a response to items, which the server may keep",
+        ResponsesResource,
+        (ok("The response", json(ResponseObject), events(ResponseEvent)), NOT_KEPT, *GENERATION),
+    ),
+    Operation(
+        "get", "/v1/responses/{response_id}", "get_response", "A kept response; with `stream=true` its events",
+        ResponseResource,
+        (ok("The response", json(ResponseObject), events(ResponseEvent)), *STORED, VALIDATION),
+    ),
+    Operation(
+        "delete", "/v1/responses/{response_id}", "delete_response", "Forget a response",
+        ResponseResource, (ok("It is not kept any more", json(ResponseDeleted)), *STORED),
+    ),
+    Operation(
+        "post", "/v1/responses/{response_id}/cancel", "cancel_response", "End a background response",
+        CancelResponseResource, (ok("The response", json(ResponseObject)), *STORED, VALIDATION),
+    ),
+    Operation(
+        "get", "/v1/responses/{response_id}/input_items", "list_input_items", "The items of the request of a response",
+        InputItemsResource, (ok("Some of the items", json(ItemList)), *STORED, VALIDATION),
+    ),
+    Operation(
+        "post", "/v1/conversations", "create_conversation", "Begin a conversation that responses go on with",
+        ConversationsResource, (ok("The conversation", json(ConversationObject)), *UNREADABLE, UNAVAILABLE),
+    ),
+    Operation(
+        "get", "/v1/conversations/{conversation_id}", "get_conversation", "A conversation",
+        ConversationResource, (ok("The conversation", json(ConversationObject)), *STORED),
+    ),
+    Operation(
+        "delete", "/v1/conversations/{conversation_id}", "delete_conversation", "Forget a conversation",
+        ConversationResource, (ok("It is not kept any more", json(ResponseDeleted)), *STORED),
+    ),
+    Operation(
+        "post", "/v1/messages", "messages", "Generate the next message, in Anthropic's protocol",
+        MessagesResource,
+        (ok("Generated message", json(AnsweredMessage), events(MessageEvent)), *GENERATION),
+    ),
+    Operation(
+        "post", "/v1/messages/count_tokens", "count_message_tokens", "Count the tokens of a prompt",
+        CountTokensResource,
+        (ok("Number of tokens", json(MessageTokensCount)), *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING),
     ),
     Operation(
         "post", "/tokenize", "tokenize", "Tokenize inputs",

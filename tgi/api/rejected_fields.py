@@ -25,8 +25,10 @@ from tgi.api.shapes.chat import (
     ToolChoiceObject,
 )
 from tgi.api.shapes.completions import CompletionRequest
+from tgi.api.shapes.messages import MessagesTool, OutputConfig, OutputFormat, ThinkingConfig, ToolUseChoice
 from tgi.api.shapes.native import GrammarType, JsonSchemaConfig
 from tgi.api.shapes.openai import StreamOptions
+from tgi.api.shapes.responses import ReasoningConfig, ResponsesTool, TextConfig, TextFormat
 
 log = logging.getLogger(__name__)
 
@@ -248,14 +250,71 @@ def _unknown_members(raw: Raw, members: Members, path: str) -> Iterator[str]:
                 yield from _unknown_members(inner, members.inner[name], f"{path}.{name}")
 
 
-class FieldChecker:
-    """Checks the field names in the bodies of one request type."""
+class ProtocolFields(NamedTuple):
+    """The fields of a protocol that its request type lacks."""
 
-    def __init__(self, shape: type[Struct]) -> None:
-        self._known = IGNORED_FIELDS.union(shape.__struct_encode_fields__)
-        self._rejected = {
-            name: neutral for one in REJECTED_FIELDS if shape in one.bodies for name, neutral in one.fields.items()
-        }
+    ignored: Mapping[str, str]  # name -> why they have no effect
+    rejected: Mapping[str, tuple[Any, ...]]  # name -> neutral values
+    nested: Mapping[str, Members] = {}
+
+
+MESSAGES_FIELDS = ProtocolFields(
+    {
+        "cache_control": "every prefix of a prompt is cached",
+        "context_management": "the history is used as it is sent",
+        "diagnostics": "about Anthropic's cache",
+        "inference_geo": "there is one place",
+        "metadata": "bookkeeping",
+        "service_tier": "keys have [priorities](fairness.md)",
+        "speed": "there is one speed",
+        "user_profile_id": "bookkeeping",
+        "workspace_id": "bookkeeping",
+    },
+    {"container": (), "mcp_servers": ([],)},
+    {
+        "tool_choice": _members(ToolUseChoice),
+        "tools": _members(
+            MessagesTool, "cache_control", "allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"
+        ),
+        "thinking": _members(ThinkingConfig, "display"),
+        "output_config": _members(OutputConfig, format=_members(OutputFormat)),
+    },
+)
+
+
+RESPONSES_FIELDS = ProtocolFields(
+    {
+        "access_programs": "about OpenAI's models",
+        "background_options": "background responses have no options here",
+        "max_tool_calls": "it limits the built-in tools, which are refused",
+        "prompt_cache_key": "every prefix of a prompt is cached",
+        "prompt_cache_options": "every prefix of a prompt is cached",
+        "prompt_cache_retention": "every prefix of a prompt is cached",
+        "safety_identifier": "bookkeeping",
+        "service_tier": "keys have [priorities](fairness.md)",
+        "stream_options": "there is no obfuscation to switch off",
+        "user": "bookkeeping",
+    },
+    {"context_management": ([],), "image": (), "moderation": (), "prompt": ()},
+    {
+        "reasoning": _members(ReasoningConfig, "context", "mode"),
+        "text": _members(TextConfig, format=_members(TextFormat)),
+        "tools": _members(ResponsesTool, "allowed_callers", "async", "defer_loading", "output_schema"),
+    },
+)
+
+
+class FieldChecker:
+    """Checks the field names in the bodies of one request type: of a protocol, else of chats or completions."""
+
+    def __init__(self, shape: type[Struct], protocol: ProtocolFields | None = None) -> None:
+        if protocol is None:
+            rejected = [one.fields for one in REJECTED_FIELDS if shape in one.bodies]
+            names = {name: neutral for fields in rejected for name, neutral in fields.items()}
+            protocol = ProtocolFields(dict.fromkeys(IGNORED_FIELDS, ""), names, NESTED_MEMBERS)
+        self._known = frozenset(protocol.ignored).union(shape.__struct_encode_fields__)
+        self._rejected = protocol.rejected
+        self._nested = protocol.nested
 
     def check(self, body: bytes) -> None:
         """Checks a body of which the request type has been decoded.
@@ -266,7 +325,7 @@ class FieldChecker:
         members = _decode_members(body)
         unknown = [
             path
-            for name, nested in NESTED_MEMBERS.items()
+            for name, nested in self._nested.items()
             if name in self._known and name in members
             for path in _unknown_members(members[name], nested, name)
         ]

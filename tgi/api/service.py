@@ -5,21 +5,23 @@ import codecs
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from falcon.asgi import Request
 
 from tgi.api import errors, request_metrics
-from tgi.api.asgi import ABORT_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe
+from tgi.api.asgi import ABORT_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe, never
 from tgi.api.body_reader import BodyReader, decompress
 from tgi.api.clients import Client, Clients
 from tgi.api.errors import ClientDisconnected, Rejection
 from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest, RequestRecord
+from tgi.api.response_store import ResponseStore
 from tgi.api.router import Router
 from tgi.microkernel.options import MAX_SECONDS, seconds
 from tgi.microkernel.protocol import RequestContext
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ErrorForm = Literal["native", "openai", "anthropic"]
 
 # In the scope of a request: an iterator over the names of its generations in crash isolation.
 FINGERPRINTS_KEY = "tgi.fingerprints"
@@ -50,10 +53,13 @@ class Service:
     model_id: str
     compute_type: str
     tracer: "Tracer | None" = None
+    responses_path: Path | None = None  # of stored responses; None: they are in memory
     clients: Clients = field(init=False)
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.settings)
+        self.responses = ResponseStore(self.responses_path, self.settings.response_ttl)
+        self._background: set[asyncio.Task[None]] = set()
         self.bodies = BodyReader(self.settings.payload_limit, self.settings.read_timeout)
 
     @property
@@ -65,6 +71,25 @@ class Service:
     def model_pipeline_tag(self) -> str | None:
         """The model's task on the Hub, by the settings or by what tokenizers tell."""
         return self.settings.model_pipeline_tag or self.router.source.pipeline_tag or None
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs work that belongs to no connection. What it raises is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._on_background_end)
+
+    def _on_background_end(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("A background response has failed", exc_info=error)
+
+    async def close(self, timeout_seconds: float) -> None:
+        """Waits for background work, and ends what is not done in time."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=timeout_seconds)
+        for task in [*self._background]:
+            task.cancel()
+        self.responses.close()
 
     async def read_generation_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
         """As read_body, for requests that need permits: while none is free, a large body is not read. The permit of a
@@ -104,6 +129,10 @@ class Service:
         vertex = (self.settings.aip_predict_route, self.settings.aip_health_route)
         return f"{path}/".startswith("/v1/") and path not in vertex
 
+    def error_form(self, req: Request) -> ErrorForm:
+        """The format of this request's errors."""
+        return "anthropic" if in_messages(req.path) else "openai" if self.has_openai_errors(req) else "native"
+
     def next_contexts(self, req: Request, count: int) -> list[RequestContext]:
         """The contexts of the next `count` requests to the tokenizers that this HTTP request makes. Their fingerprints
         are the same for the same body, whatever seeds are drawn; the readiness probe has none, so that it is never in
@@ -121,9 +150,9 @@ class Service:
                 raise errors.quarantined(entry.reason, self.router.quarantine.minutes_left(entry))
         return contexts
 
-    def submit(self, requests: Sequence[LiveRequest], req: Request) -> DisconnectWatcher:
+    def submit(self, requests: Sequence[LiveRequest], req: Request, detached: bool = False) -> DisconnectWatcher:
         """Submits the tokenizer requests of an HTTP request. The watcher cancels the active ones at a disconnect: those
-        that the client may resume continue in the tokenizer for a while."""
+        that the client may resume continue in the tokenizer for a while. `detached`: they do not need their client."""
         record = RequestRecord.of(req)
 
         def release() -> None:
@@ -143,7 +172,7 @@ class Service:
             except Exception:
                 self.cancel(requests[:index])
                 raise
-        watcher = DisconnectWatcher(req.scope[RECEIVE_KEY], release)
+        watcher = DisconnectWatcher(never if detached else req.scope[RECEIVE_KEY], release)
         if isinstance(requests[0], Generation) and requests[0].timeout is not None:
             watcher.call_later(requests[0].timeout, partial(self._expire, requests))
         return watcher
@@ -237,9 +266,15 @@ class Resource:
     """The handlers of one path. The table of operations (operations.py) names the class of each path."""
 
     body: ClassVar[BodyDecoder[Any] | None] = None  # of POST requests
+    private: ClassVar[bool] = False  # all methods need a key, not POST alone
 
     def __init__(self, service: Service) -> None:
         self._service = service
+
+
+def in_messages(path: str) -> bool:
+    """Whether a path has errors in Anthropic's format."""
+    return f"/{path.lstrip('/')}/".startswith("/v1/messages/")
 
 
 def request_fingerprints(body: bytes) -> Iterator[bytes]:

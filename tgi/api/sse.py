@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
-from typing import Protocol
+
+import msgspec
 
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import DisconnectWatcher
@@ -22,21 +23,33 @@ MAX_EVENTS_PER_WRITE = 256
 Cancel = Callable[[Sequence[Generation]], None]
 
 
-class EventFormatter(Protocol):
-    """How a route writes its events. An event is `data: `, one line of JSON, and an empty line."""
+def named_event(body: msgspec.Struct) -> str:
+    """An event whose name is the tag of its data."""
+    return f"event: {body.__struct_config__.tag}\ndata: {msgspec.json.encode(body).decode()}\n\n"
+
+
+class EventFormatter:
+    """How a route writes its events. An event is `data: `, one line of JSON, and an empty line; a line `event: ` with
+    its name may come before."""
+
+    keep_alive = KEEP_ALIVE_EVENT  # after the opening events, in place of events of tokens
 
     def opening_events(self) -> list[str]:
         """The events before the first token of any generation: none, or one of each."""
+        return []
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of these tokens of generation `index`; `end` comes with its last ones. There is at least one
         token, or none at all if none was to be generated."""
+        raise NotImplementedError
 
     def failure_events(self, error: ApiError) -> str:
         """The events that end a stream after an error."""
+        raise NotImplementedError
 
     def closing_events(self) -> str:
         """The events that end a stream whose generations are all complete."""
+        raise NotImplementedError
 
 
 class EventStream:
@@ -101,7 +114,7 @@ class EventStream:
             if self._keep_alive_due:
                 self._keep_alive_due = False
                 self._last_event_time = self._loop.time()
-                return KEEP_ALIVE_EVENT
+                return self._formatter.keep_alive if self._is_open else KEEP_ALIVE_EVENT
         raise StopAsyncIteration
 
     async def close(self) -> None:

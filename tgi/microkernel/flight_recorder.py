@@ -36,7 +36,7 @@ _HEADER_BYTES = 32
 EVERY_REQUEST = 1
 KEY_DIGITS = 16
 # A response id of OpenAI's routes, or what the key of a request is printed as.
-_RESPONSE_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{16})(?:[0-9a-f]{16})?")
+_RESPONSE_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-f]{16})(?:[0-9a-f]{16})?")
 
 
 class Event(IntEnum):

@@ -275,6 +275,21 @@ class Settings:
         number,
         env=("TGI_RESUME_WINDOW",),
     )
+    response_ttl: float = setting(
+        SERVING,
+        3600.0,
+        "Seconds without use after which a response of /v1/responses is forgotten; 0: none is kept.",
+        number,
+        env=("TGI_RESPONSE_TTL",),
+    )
+    response_store: str = setting(
+        SERVING,
+        "file",
+        "Where such responses are kept: file, in the run directory, or memory, of the only front end.",
+        text,
+        env=("TGI_RESPONSE_STORE",),
+        choices=("file", "memory"),
+    )
     disable_grammar_support: bool = setting(SERVING, False, "Reject requests with a grammar.", boolean)
     watermark_gamma: float = setting(
         SERVING, 0.5, "Share of green tokens of the vocabulary in a watermark.", proper_share

@@ -135,6 +135,9 @@ def _reject_contradictions(settings: Settings) -> None:
     batch = settings.max_batch_total_tokens
     if total is not None and batch is not None and total > batch:
         raise _invalid(f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {batch}")
+    if settings.response_store == "memory" and settings.api_workers > 1:
+        text = "`response_store` memory is that of one front end: use `file`, or one of `api_workers`"
+        raise _invalid(f"{text}. Given: {settings.api_workers}")
     for given, name in ((settings.ngrok_authtoken, "ngrok-authtoken"), (settings.ngrok_edge, "ngrok-edge")):
         if settings.ngrok and given is None:
             raise _invalid(f"`{name}` must be set when using ngrok tunneling")

@@ -1,21 +1,23 @@
 """POST /v1/chat/completions: the next message of a chat, whole or as a stream of deltas."""
 
+from collections.abc import Mapping
 from functools import partial
 from json.encoder import encode_basestring as quote
+from types import MappingProxyType
 
 from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
+from tgi.api.answer import Answer, VisibleText, incomplete_tool_call
 from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
 from tgi.api.errors import ApiError
 from tgi.api.float32 import float32_to_json
 from tgi.api.generation import (
+    AnswerFormatter,
     FinishedGeneration,
     PromptInput,
+    answer_generations,
     create_generations,
-    run_generations,
-    set_result_headers,
-    stream_generations,
 )
 from tgi.api.json_body import JsonBody
 from tgi.api.openai_output import (
@@ -23,10 +25,8 @@ from tgi.api.openai_output import (
     AssistantMessage,
     ResponseIdentity,
     TokenUsage,
-    VisibleText,
     failure_events,
     finish_reason_json,
-    incomplete_tool_call,
     top_n_tokens,
     with_running_usage,
 )
@@ -41,8 +41,8 @@ from tgi.api.validation import OPENAI_RULES, check_rules
 from tgi.microkernel.protocol import End
 
 
-class ChatEvents:
-    """Formats a stream: one chunk per token, each with one choice, and a last chunk with the usage if requested. Of an
+class ChatFormatter(AnswerFormatter):
+    """A stream has one chunk per token, each with one choice, and a last chunk with the usage if requested. Of an
     answer that consists of parts, a token has a chunk for each part, or one if it has none."""
 
     def __init__(
@@ -57,13 +57,11 @@ class ChatEvents:
         """With `running_usage` each event has the usage so far. Without `openai_errors` the events are TGI's, which
         always have a usage, null before the last."""
         self._generations = generations
+        self._identity = identity
         self._openai_errors = openai_errors
         self._visible_texts = [VisibleText() for _ in generations]
         self._messages = [AssistantMessage(partial(identity.call_id, index)) for index in range(len(generations))]
-        self._chunk_start = (
-            f'data: {{"object":"chat.completion.chunk","id":{identity.id},"created":{identity.created},'
-            f'"model":{identity.model},"system_fingerprint":{identity.fingerprint},"choices":['
-        )
+        self._chunk_start = f'data: {{{identity.members_json("chat.completion.chunk")},"choices":['
         self._choice_starts = [f'{self._chunk_start}{{"index":{index},"delta":{{' for index in range(len(generations))]
         self._logprobs = logprobs
         self._top_n = generations[0].message.sampling.top_n
@@ -81,7 +79,7 @@ class ChatEvents:
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of some tokens of one choice."""
         logprobs = (
-            [f'{{"content":[{item}]}}' for item in _logprob_items(self._generations[index], columns, self._top_n)]
+            [f'{{"content":[{item}]}}' for item in logprob_items(self._generations[index], columns, self._top_n)]
             if self._logprobs
             else ()
         )
@@ -113,6 +111,27 @@ class ChatEvents:
         usage = f'{self._chunk_start}],"usage":{self._usage.to_json()}}}\n\n' if self._usage else ""
         return usage + DONE_EVENT
 
+    async def response_json(self, finished: list[FinishedGeneration]) -> str:
+        """The response that is sent as a whole."""
+        usage = TokenUsage(len(finished), details=self._openai_errors, reasoning=True)
+        choices = []
+        for index, (generation, end) in enumerate(finished):
+            content, reason, reasoning_tokens = f'"content":{quote(end.text)}', finish_reason_json(end), 0
+            if generation.has_parts:
+                message = AssistantMessage(partial(self._identity.call_id, index), Answer.whole(generation, end))
+                content, reason = message.members_json(), message.finish_reason_json(end)
+                reasoning_tokens = message.reasoning_tokens
+            usage.add_generation(index, end, generation.generated_count, reasoning_tokens)
+            items = "null"
+            if self._logprobs:
+                token_items = logprob_items(generation, generation.take_tokens(), self._top_n)
+                items = f'{{"content":[{",".join(token_items)}]}}'
+            choices.append(
+                f'{{"index":{index},"message":{{"role":"assistant",{content}}},"logprobs":{items},'
+                f'"finish_reason":{reason}}}'
+            )
+        return self._identity.response_json("chat.completion", choices, usage)
+
     def _event(self, index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
         if self._unsent_roles and (role := self._unsent_roles.pop(index, "")):
             delta = f"{role},{delta}" if delta else role
@@ -122,34 +141,7 @@ class ChatEvents:
         )
 
 
-def response_json(
-    finished: list[FinishedGeneration], identity: ResponseIdentity, logprobs: bool, usage_details: bool
-) -> str:
-    """The response that is sent as a whole."""
-    usage = TokenUsage(len(finished), details=usage_details, reasoning=True)
-    choices = []
-    for index, (generation, end) in enumerate(finished):
-        content, reason, reasoning_tokens = f'"content":{quote(end.text)}', finish_reason_json(end), 0
-        if generation.has_parts:
-            message = AssistantMessage.from_generation(generation, end, partial(identity.call_id, index))
-            content, reason = message.members_json(), message.finish_reason_json(end)
-            reasoning_tokens = message.reasoning_tokens
-        usage.add_generation(index, end, generation.generated_count, reasoning_tokens)
-        items = "null"
-        if logprobs:
-            token_items = _logprob_items(generation, generation.take_tokens(), generation.message.sampling.top_n)
-            items = f'{{"content":[{",".join(token_items)}]}}'
-        choices.append(
-            f'{{"index":{index},"message":{{"role":"assistant",{content}}},"logprobs":{items},'
-            f'"finish_reason":{reason}}}'
-        )
-    return (
-        f'{{"object":"chat.completion","id":{identity.id},"created":{identity.created},"model":{identity.model},'
-        f'"system_fingerprint":{identity.fingerprint},"choices":[{",".join(choices)}],"usage":{usage.to_json()}}}'
-    )
-
-
-def _logprob_items(generation: Generation, columns: TokenColumns, top_n: int) -> list[str]:
+def logprob_items(generation: Generation, columns: TokenColumns, top_n: int) -> list[str]:
     """Each token with its logprob and the top-n tokens at its position. The bytes of a part of a character are its own;
     its text is what the stream shows for it."""
 
@@ -178,26 +170,28 @@ class ChatResource(Resource):
     async def answer(self, request: ChatRequest, req: Request, resp: Response) -> None:
         """Answers a decoded request."""
         request_metrics.count_request(req)
-        service, logprobs = self._service, bool(request.logprobs)
+        service = self._service
         generations = create_chat_generations(service, req, request)
-        choices = len(generations)
-        identity = ResponseIdentity.create(
-            service, response_key(req), "chatcmpl", generations[0].message.sampling.adapter
+        adapter = generations[0].message.sampling.adapter
+        formatter = ChatFormatter(
+            generations,
+            ResponseIdentity.create(service, response_key(req), "chatcmpl", adapter),
+            bool(request.logprobs),
+            request.usage_wanted,
+            service.has_openai_errors(req),
+            request.running_usage_wanted,
         )
-        if request.stream:
-            openai_errors = service.has_openai_errors(req)
-            formatter = ChatEvents(
-                generations, identity, logprobs, request.usage_wanted, openai_errors, request.running_usage_wanted
-            )
-            await stream_generations(service, req, resp, generations, formatter, choices)
-            return
-        finished = await run_generations(service, req, generations, incomplete_tool_call)
-        set_result_headers(service, resp, finished, choices)
-        resp.text = response_json(finished, identity, logprobs, service.has_openai_errors(req))
+        choices = len(generations)
+        await answer_generations(
+            service, req, resp, generations, formatter, choices=choices, check_result=incomplete_tool_call
+        )
 
 
-def create_chat_generations(service: Service, req: Request, request: ChatRequest) -> list[Generation]:
-    """The generations of a chat, one for each choice. Raises ApiError as create_generations, and 422 for its tools."""
+def create_chat_generations(
+    service: Service, req: Request, request: ChatRequest, names: Mapping[str, str] = MappingProxyType({})
+) -> list[Generation]:
+    """The generations of a chat, one for each choice. `names` maps TGI's parameter names where those of the request are
+    not those of a ChatRequest. Raises ApiError as create_generations, and 422 for its tools."""
     apply_model_defaults(request, service.router.defaults)
     selection = ToolSelection.from_request(request)
     chat = chat_prompt_json(request, selection)
@@ -213,5 +207,5 @@ def create_chat_generations(service: Service, req: Request, request: ChatRequest
         choices=request.n or 1,
         hide_stop=not request.include_stop_str_in_output,
         sampling=RequestedSampling.from_openai(request, request.top_logprobs or 0),
-        names=request.names,
+        names={**request.names, **names},
     )

@@ -9,22 +9,21 @@ from typing import NamedTuple
 from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
+from tgi.api.answer import VisibleText
 from tgi.api.errors import ApiError
 from tgi.api.float32 import float32_to_json
 from tgi.api.generation import (
+    AnswerFormatter,
     FinishedGeneration,
     PromptInput,
+    answer_generations,
     create_generations,
-    run_generations,
-    set_result_headers,
-    stream_generations,
 )
 from tgi.api.json_body import JsonBody
 from tgi.api.openai_output import (
     DONE_EVENT,
     ResponseIdentity,
     TokenUsage,
-    VisibleText,
     failure_events,
     finish_reason_json,
     top_n_tokens,
@@ -42,8 +41,8 @@ from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, check_rules
 from tgi.microkernel.protocol import End
 
 
-class CompletionEvents:
-    """Formats a stream: one event per token. The last one of each choice has its finish reason and usage."""
+class CompletionFormatter(AnswerFormatter):
+    """A stream has one event per token. The last one of each choice has its finish reason and usage."""
 
     def __init__(
         self,
@@ -53,6 +52,7 @@ class CompletionEvents:
         openai_errors: bool = True,
     ) -> None:
         self._generations = generations
+        self._identity = identity
         self._openai_errors = openai_errors
         self._request = request
         self._choices = len(generations) // len(request.prompts)
@@ -65,10 +65,6 @@ class CompletionEvents:
         self._top_n = request.logprobs or 0
         self._running_usage = request.running_usage_wanted
         self._usage = TokenUsage(self._choices, details=openai_errors)
-
-    def opening_events(self) -> list[str]:
-        """Nothing."""
-        return []
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of some tokens of one prompt."""
@@ -111,6 +107,26 @@ class CompletionEvents:
             return DONE_EVENT
         return f'{self._event_start}{self._model},"choices":[],"usage":{self._usage.to_json()}}}\n\n{DONE_EVENT}'
 
+    async def response_json(self, finished: list[FinishedGeneration]) -> str:
+        """The response that is sent as a whole. Other tasks have turns while the logprobs of a prompt are written."""
+        request, choices = self._request, []
+        for index, (generation, end) in enumerate(finished):
+            self._usage.add_generation(index, end, generation.generated_count)
+            echo = generation.prompt_text if request.echo else ""
+            logprobs = "null"
+            if request.logprobs is not None:
+                prompt_lists = []
+                for lists in _prompt_logprob_lists(generation.prompt_columns):
+                    prompt_lists.append(lists)
+                    await asyncio.sleep(0)
+                columns = generation.take_tokens()
+                logprobs = _logprobs_json(generation, columns, slice(None), request.logprobs, len(echo), prompt_lists)
+            choices.append(
+                f'{{"index":{index},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
+                f'"finish_reason":{finish_reason_json(end)}}}'
+            )
+        return self._identity.response_json("text_completion", choices, self._usage)
+
     def _logprobs_json(self, index: int, columns: TokenColumns) -> list[str]:
         """The logprobs of each event. The tokens of the prompt are part of the first."""
         tokens = len(columns.texts)
@@ -127,33 +143,6 @@ class CompletionEvents:
             if tokens:
                 self._offsets[index] += _visible_characters(columns, position)
         return logprobs
-
-
-async def response_json(
-    finished: list[FinishedGeneration], request: CompletionRequest, identity: ResponseIdentity, usage_details: bool
-) -> str:
-    """The response that is sent as a whole. Other tasks have turns while the logprobs of a prompt are written."""
-    usage = TokenUsage(len(finished) // len(request.prompts), details=usage_details)
-    choices = []
-    for index, (generation, end) in enumerate(finished):
-        usage.add_generation(index, end, generation.generated_count)
-        echo = generation.prompt_text if request.echo else ""
-        logprobs = "null"
-        if request.logprobs is not None:
-            prompt_lists = []
-            for lists in _prompt_logprob_lists(generation.prompt_columns):
-                prompt_lists.append(lists)
-                await asyncio.sleep(0)
-            columns = generation.take_tokens()
-            logprobs = _logprobs_json(generation, columns, slice(None), request.logprobs, len(echo), prompt_lists)
-        choices.append(
-            f'{{"index":{index},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
-            f'"finish_reason":{finish_reason_json(end)}}}'
-        )
-    return (
-        f'{{"object":"text_completion","id":{identity.id},"created":{identity.created},"model":{identity.model},'
-        f'"system_fingerprint":{identity.fingerprint},"choices":[{",".join(choices)}],"usage":{usage.to_json()}}}'
-    )
 
 
 class _LogprobLists(NamedTuple):
@@ -237,17 +226,12 @@ class CompletionsResource(Resource):
     async def answer(self, request: CompletionRequest, req: Request, resp: Response) -> None:
         """Answers a decoded request."""
         request_metrics.count_request(req)
-        service, choices = self._service, request.n or 1
+        service = self._service
         generations = self._create_generations(req, request)
         identity = ResponseIdentity.create(service, response_key(req), "cmpl", generations[0].message.sampling.adapter)
-        if request.stream:
-            formatter = CompletionEvents(generations, request, identity, service.has_openai_errors(req))
-            await stream_generations(service, req, resp, generations, formatter, choices)
-            return
-        finished = await run_generations(service, req, generations)
-        set_result_headers(service, resp, finished, choices)
+        formatter = CompletionFormatter(generations, request, identity, service.has_openai_errors(req))
+        await answer_generations(service, req, resp, generations, formatter, choices=request.n or 1)
         resp.delete_header("x-compute-time")  # TGI has it on its other routes only
-        resp.text = await response_json(finished, request, identity, service.has_openai_errors(req))
 
     def _create_generations(self, req: Request, request: CompletionRequest) -> list[Generation]:
         """`n` generations for each prompt, in order. Raises ApiError as create_generations."""

@@ -20,6 +20,7 @@ from tgi.api.requests import Generation
 from tgi.api.routes.info import HealthResource
 from tgi.api.service import Resource, Service
 from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters, GenerateRequest
+from tgi.api.sse import EventFormatter
 from tgi.api.token_columns import TokenColumns, prefill_json, tokens_json, top_tokens_json
 from tgi.microkernel.progress import example_request
 from tgi.microkernel.protocol import End, FinishReason
@@ -36,7 +37,7 @@ the address of this page with <code>v1</code>. Try it in a terminal:</p>
 """
 
 
-class NativeEvents:
+class NativeEvents(EventFormatter):
     """Formats a stream: one event per token. The last one has the whole text and, if requested, the details."""
 
     def __init__(self, generation: Generation, details: bool, text_prefix: str) -> None:
@@ -44,10 +45,6 @@ class NativeEvents:
         self._details = details
         self._text_prefix = text_prefix  # the prompt, if it is part of the text
         self._index = 0
-
-    def opening_events(self) -> list[str]:
-        """Nothing."""
-        return []
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of some tokens."""

@@ -17,8 +17,8 @@ from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.protocol import FinishReason, Tokenized
 
 
-class _TokenizationResource(Resource):
-    """What both routes share."""
+class TokenizationResource(Resource):
+    """What all such routes share."""
 
     async def _tokenize(self, req: Request, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> Tokenized:
         """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has
@@ -41,7 +41,7 @@ class _TokenizationResource(Resource):
         return request.result
 
 
-class TokenizeResource(_TokenizationResource):
+class TokenizeResource(TokenizationResource):
     """POST /tokenize."""
 
     body = JsonBody(TokenizeRequest)
@@ -54,7 +54,7 @@ class TokenizeResource(_TokenizationResource):
         resp.text = f"[{await join_in_turns(token_items(request.inputs, tokenized))}]"
 
 
-class ChatTokenizeResource(_TokenizationResource):
+class ChatTokenizeResource(TokenizationResource):
     """POST /chat_tokenize."""
 
     body = JsonBody(ChatRequest)
