@@ -10,16 +10,31 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scripts import make_model as maker
+from scripts import make_pooling_model as pooling_maker
 from tgi.hub.resolver import model_directory
 
 
 def model(kind: str, **options: Any) -> Path:
     """The directory of a model of `kind`, created on first use. Other processes never see an incomplete one."""
-    script = Path(maker.__file__).read_bytes()
+    return _made(kind, options, maker.make_model, Path(maker.__file__).read_bytes())
+
+
+def pooling_model(kind: str, **options: Any) -> Path:
+    """The same of a model that ends in a vector; the arguments are those of scripts/make_pooling_model.py."""
+    scripts = Path(maker.__file__).read_bytes() + Path(pooling_maker.__file__).read_bytes()
+
+    def make(name: str, directory: Path, **given: Any) -> Path:
+        return pooling_maker.make_pooling_model(kind, directory, **given)
+
+    return _made(f"pooling-{kind}", options, make, scripts)
+
+
+def _made(kind: str, options: dict[str, Any], make: Callable[..., Path], script: bytes) -> Path:
     key = hashlib.sha256(script + repr((kind, sorted(options.items()))).encode()).hexdigest()[:16]
     store = Path(tempfile.gettempdir()) / f"tgi-test-models-{os.getuid()}"
     directory = store / f"{kind}-{key}"
@@ -28,7 +43,7 @@ def model(kind: str, **options: Any) -> Path:
     store.mkdir(mode=0o700, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=store))
     try:
-        maker.make_model(kind, building, **options)
+        make(kind, building, **options)
         building.rename(directory)
     except OSError:
         if not directory.is_dir():  # otherwise another process finished first

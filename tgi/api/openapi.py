@@ -11,10 +11,21 @@ import msgspec
 import tgi
 from tgi.api.errors import ErrorResponse
 from tgi.api.operations import JSON, KSERVE, OPERATIONS, Operation, OperationResponse
-from tgi.api.shapes import adapters, chat, cloud, completions, info, kserve, native, native_responses, openai_responses
+from tgi.api.shapes import (
+    adapters,
+    chat,
+    cloud,
+    completions,
+    info,
+    kserve,
+    native,
+    native_responses,
+    openai_responses,
+    pooling,
+)
 from tgi.api.shapes.types import ref
 
-SHAPES = (native, native_responses, chat, completions, openai_responses, info, adapters, cloud)
+SHAPES = (native, native_responses, chat, completions, openai_responses, info, adapters, cloud, pooling)
 TAG = "Text Generation Inference"
 KEY = "key"
 

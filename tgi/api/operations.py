@@ -16,11 +16,20 @@ from tgi.api.routes.info import HealthResource, InfoResource, MetricsResource
 from tgi.api.routes.kserve import InferResource, LiveResource, ModelVersionResource, ServerResource
 from tgi.api.routes.models import ModelResource, ModelsResource
 from tgi.api.routes.native import GenerateResource, GenerateStreamResource, RootResource
+from tgi.api.routes.pooling import (
+    ClassifyResource,
+    EmbeddingsResource,
+    EmbedResource,
+    PredictResource,
+    RerankResource,
+    ScoreResource,
+    SimilarityResource,
+)
 from tgi.api.routes.sagemaker import SagemakerResource
 from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
 from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource
-from tgi.api.shapes import adapters, cloud, kserve
+from tgi.api.shapes import adapters, cloud, kserve, pooling
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
 from tgi.api.shapes.native_responses import ChatTokenizeResponse, GenerateResponse, StreamResponse, TokenizeResponse
 from tgi.api.shapes.openai_responses import (
@@ -183,6 +192,7 @@ AS_EVENTS = tuple(
 NO_TOKENIZER = error(404, "No tokenizer found (TGI's; never sent)", "", "No fast tokenizer available")
 NO_CHAT = error(404, "Failed to tokenize ChatRequest (TGI's; never sent)", "template_error", "Template error")
 NO_MODEL = error(404, "Model not found", "not_found")
+OTHER_TASK = error(404, "The model does not serve this route", "not_found")
 NO_UPDATES = error(403, "The server runs without --allow-adapter-updates", "forbidden")
 NO_ADAPTER = error(422, "The adapter cannot be loaded", "adapter_error", "Adapter error: the reason")
 HEALTH = (OperationResponse(200, "Everything is working fine"), UNHEALTHY)
@@ -236,6 +246,30 @@ OPERATIONS = (
             ok("Templated and tokenized ChatRequest", json(ChatTokenizeResponse)),
             NO_CHAT, *UNREADABLE, VALIDATION, STARTING,
         ),
+    ),
+    *(
+        Operation("post", route, name, summary, resource, (ok("Result", *bodies), OTHER_TASK, *GENERATION))
+        for route, name, summary, resource, bodies in (
+            ("/v1/embeddings", "embeddings", "Make embeddings of texts", EmbeddingsResource,
+             (json(pooling.EmbeddingList),)),
+            ("/embed", "embed", "Make embeddings of texts, as Text Embeddings Inference", EmbedResource,
+             (json(list[list[float]]),)),
+            ("/rerank", "rerank", "Rank documents by a query", RerankResource,
+             (json(pooling.RerankResponse, list[pooling.Rank]),)),
+            ("/v1/rerank", "v1_rerank", "Rank documents by a query", RerankResource,
+             (json(pooling.RerankResponse, list[pooling.Rank]),)),
+            ("/v2/rerank", "v2_rerank", "Rank documents by a query", RerankResource,
+             (json(pooling.RerankResponse, list[pooling.Rank]),)),
+            ("/score", "score", "Score pairs of texts", ScoreResource, (json(pooling.ScoreList),)),
+            ("/v1/score", "v1_score", "Score pairs of texts", ScoreResource, (json(pooling.ScoreList),)),
+            ("/similarity", "similarity", "Score a sentence against others, as Text Embeddings Inference",
+             SimilarityResource, (json(list[float]),)),
+            ("/classify", "classify", "Classify texts", ClassifyResource, (json(pooling.ClassificationList),)),
+            ("/v1/classify", "v1_classify", "Classify texts", ClassifyResource,
+             (json(pooling.ClassificationList),)),
+            ("/predict", "predict", "Classify texts, as Text Embeddings Inference", PredictResource,
+             (json(list[pooling.Prediction], list[list[pooling.Prediction]]),)),
+        )
     ),
     Operation(
         "post", "/invocations", "sagemaker_compatibility", "Generate tokens from Sagemaker request",

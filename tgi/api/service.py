@@ -22,6 +22,7 @@ from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest, RequestRecord
 from tgi.api.router import Router
 from tgi.microkernel.options import MAX_SECONDS, seconds
+from tgi.microkernel.protocol import ModelTask
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
 
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# What a request to a route that the model does not serve is told.
+ROUTES_OF_TASKS = {
+    ModelTask.GENERATE: "it generates text: use /v1/chat/completions, /v1/completions or /generate",
+    ModelTask.EMBED: "it makes embeddings: use /v1/embeddings, /embed, /rerank, /score or /similarity",
+    ModelTask.CLASSIFY: "it classifies and ranks: use /classify, /predict, /rerank or /score",
+}
 
 # What uvicorn holds of a body that is not read.
 SMALL_BODY_BYTES = 64 << 10
@@ -62,6 +70,12 @@ class Service:
     def model_pipeline_tag(self) -> str | None:
         """The model's task on the Hub, by the settings or by what tokenizers tell."""
         return self.settings.model_pipeline_tag or self.router.source.pipeline_tag or None
+
+    def require_task(self, *tasks: ModelTask) -> None:
+        """Raises ApiError, a 404 in words, if the served model does something else."""
+        if (served := self.router.source.task) not in tasks:
+            words = ROUTES_OF_TASKS.get(ModelTask(served), "")
+            raise errors.other_task(f"The model {self.model_id} does not serve this route: {words}")
 
     async def read_generation_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
         """As read_body, for requests that need permits: while none is free, a large body is not read. The permit of a

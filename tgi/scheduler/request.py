@@ -85,6 +85,7 @@ class Request:
         "owner",
         "pages",
         "planned",
+        "pooling",
         "prefix",
         "priority",
         "prompt_logprobs_from",
@@ -103,6 +104,7 @@ class Request:
         "stop_ids",
         "token_ids",
         "valid_from_step",
+        "vector",
         "weight",
     )
 
@@ -127,7 +129,7 @@ class Request:
         (
             self.rid, prompt_ids, max_new_tokens, self.sampling, stop_ids, resume_ids, self.cache_salt, _, _,
             prompt_logprobs_from, prompt_top_n, fingerprint, self.request_key, self.request_index, self.owner,
-            self.weight, self.priority, deadline_ms, self.generation_id, self.attempt, waited_ms,
+            self.weight, self.priority, deadline_ms, self.generation_id, self.attempt, waited_ms, self.pooling,
         ) = add  # fmt: skip
         if not 0 <= self.rid <= MAX_RID:
             raise ValueError(f"rid is {self.rid}")
@@ -160,6 +162,7 @@ class Request:
         self.missing_pages = 0  # pages that were needed when its admission last failed; 0: not tried
         self.lane: Lane | None = None  # while it decodes
         self.slot = NO_SLOT
+        self.vector = b""  # what it ends in, with `pooling`
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
 
     def _set_prompt_logprobs(self, begin: int, top_n: int) -> None:
@@ -187,7 +190,7 @@ class Request:
 
     @property
     def prompt_only(self) -> bool:
-        """Whether no token is drawn: it ends when all logprobs of its prompt are sent."""
+        """Whether no token is drawn: it ends when all logprobs of its prompt are sent, or with its vector."""
         return self.max_total_tokens == self.prompt_tokens
 
     def finish_reason(self) -> FinishReason | None:
@@ -209,6 +212,7 @@ class Request:
             queue_us=int((begun - self.received_at) * 1e6),
             inference_us=int((now - begun) * 1e6),
             retry_after_ms=retry_after_ms,
+            vector=self.vector,
         )
 
 
@@ -260,7 +264,7 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
     tokens, total = request.prompt_tokens, request.max_total_tokens
     if not tokens:
         return "`inputs` cannot be empty"
-    if total <= tokens and not (request.prompt_only and request.lacks_prompt_logprobs):
+    if total <= tokens and not (request.prompt_only and (request.lacks_prompt_logprobs or request.pooling)):
         return "`max_new_tokens` must be strictly positive"
     if limits is None:
         return ""

@@ -39,6 +39,8 @@ def check_generate(generate: Generate) -> None:
     for name, most in RANGES.items():
         if (value := getattr(generate, name)) is not None and not 0 <= value <= most:
             raise ProtocolError(f"`{name}` is {value}")
+    if (pooling := generate.pooling) is not None and not 0 <= (pooling.truncate or 0) <= MAX_INT32:
+        raise ProtocolError(f"`pooling.truncate` is {pooling.truncate}")
     if not MIN_WEIGHT <= generate.weight <= MAX_WEIGHT:
         raise ProtocolError(f"`weight` is {generate.weight}")
 

@@ -30,6 +30,7 @@ from tgi.worker.lora.registry import load_adapters
 
 if TYPE_CHECKING:
     from tgi.worker.engine.engine import TorchEngine
+    from tgi.worker.engine.pooling_engine import PoolingEngine
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def _start_engine(
 
 def _start_torch_engine(
     process: Process, progress: Callable[[str, int], None], place: RankPlace | None
-) -> "TorchEngine":
+) -> "TorchEngine | PoolingEngine":
     settings = process.settings
     configure_thread_waiting()
     limit_instruction_set(settings.cpu)
