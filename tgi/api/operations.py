@@ -172,10 +172,12 @@ TIMED_OUT = error(504, "The timeout of the request has passed", "timeout", "Requ
 STARTING = error(503, "The server is still starting", "healthcheck", "unhealthy")
 UNHEALTHY = error(503, "Text generation inference is down", "healthcheck", "unhealthy")
 INTERNAL = error(500, "A defect of the server", "internal", "Internal server error")
-GENERATION = (*UNREADABLE, VALIDATION, FAILED, OVERLOADED, INCOMPLETE, STARTING, TIMED_OUT)
+OTHER_TASK = error(404, "The model does not serve this route", "not_found")
+GENERATION = (*UNREADABLE, OTHER_TASK, VALIDATION, FAILED, OVERLOADED, INCOMPLETE, STARTING, TIMED_OUT)
 # Vertex and KServe routes do not tell what failed.
 COLLAPSED = (
     *UNREADABLE,
+    OTHER_TASK,
     VALIDATION,
     OVERLOADED,
     error(500, "Incomplete generation", "Incomplete generation"),
@@ -192,7 +194,6 @@ AS_EVENTS = tuple(
 NO_TOKENIZER = error(404, "No tokenizer found (TGI's; never sent)", "", "No fast tokenizer available")
 NO_CHAT = error(404, "Failed to tokenize ChatRequest (TGI's; never sent)", "template_error", "Template error")
 NO_MODEL = error(404, "Model not found", "not_found")
-OTHER_TASK = error(404, "The model does not serve this route", "not_found")
 NO_UPDATES = error(403, "The server runs without --allow-adapter-updates", "forbidden")
 NO_ADAPTER = error(422, "The adapter cannot be loaded", "adapter_error", "Adapter error: the reason")
 HEALTH = (OperationResponse(200, "Everything is working fine"), UNHEALTHY)
@@ -248,7 +249,7 @@ OPERATIONS = (
         ),
     ),
     *(
-        Operation("post", route, name, summary, resource, (ok("Result", *bodies), OTHER_TASK, *GENERATION))
+        Operation("post", route, name, summary, resource, (ok("Result", *bodies), *GENERATION))
         for route, name, summary, resource, bodies in (
             ("/v1/embeddings", "embeddings", "Make embeddings of texts", EmbeddingsResource,
              (json(pooling.EmbeddingList),)),

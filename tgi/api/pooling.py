@@ -1,6 +1,5 @@
 """What the routes of models that end in a vector share: from inputs to their vectors, embeddings and scores."""
 
-import asyncio
 import math
 from array import array
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from falcon.asgi import Request, Response
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import is_probe
 from tgi.api.clients import Client
-from tgi.api.errors import ApiError, ClientDisconnected
+from tgi.api.errors import ClientDisconnected
 from tgi.api.request_metrics import RequestTimings
 from tgi.api.requests import Generation, WakeEvent
 from tgi.api.resumption import response_key
@@ -26,10 +25,8 @@ from tgi.microkernel.sampling_params import SamplingParams
 
 # Inputs of one HTTP request: as many as OpenAI allows.
 MAX_INPUTS = 2048
-# Of these so many are in flight at once, so that those of one client leave permits to others.
+# Of these so many are in flight at once, which is enough to keep a worker busy. The others wait here.
 WINDOW = 64
-# While others hold all permits, and no input of the request is in flight.
-RETRY_SECONDS = 0.05
 
 
 class TextInput(NamedTuple):
@@ -83,7 +80,8 @@ def truncation(truncate: bool | None, tokens: int | None, direction: str | None)
 async def run_inputs(
     service: Service, req: Request, inputs: Sequence[TextInput], options: InputOptions
 ) -> PooledResults:
-    """Computes the vectors of a request's inputs, each a request of its own to the tokenizers.
+    """Computes the vectors of a request's inputs, each a request of its own to the tokenizers. All of them share one of
+    the server's permits.
 
     Raises ApiError: 422 for too many inputs or one that is invalid, 424 as Service.next_fingerprints, 429 and 503 as
     Admission.acquire_permits; and ClientDisconnected.
@@ -91,12 +89,12 @@ async def run_inputs(
     if len(inputs) > MAX_INPUTS:
         raise errors.validation_error(f"at most {MAX_INPUTS} inputs can be sent at once. Given: {len(inputs)}")
     request_metrics.count_request(req)
-    probe = is_probe(req)
+    probe, admission = is_probe(req), service.router.admission
     fingerprints = iter([b""] * len(inputs) if probe else service.next_fingerprints(req, len(inputs)))
     client: Client = req.context.client
     timeout = None if probe else service.request_timeout(req)
     if not probe:
-        service.router.admission.acquire_permits(client)
+        admission.acquire_permits(client)
     wake_event = WakeEvent()
     recorder = service.router.recorder
     key = 0 if probe else request_key(response_key(req).response_id)
@@ -119,8 +117,15 @@ async def run_inputs(
             pooling=PoolingInput(one.pair, options.truncate, options.keep_end, options.prompt),
         )
         recorder.stamp(Event.RECEIVED, key, index, *client_number(client.name))
-        generations.append(Generation(message, False, wake_event, probe, client, timeout))
-    await _run(service, req, generations, wake_event)
+        generations.append(Generation(message, False, wake_event, probe, client, timeout, holds_permit=False))
+    if probe:
+        await _run(service, req, generations, wake_event)
+    else:
+        admission.take_permit(client)
+        try:
+            await _run(service, req, generations, wake_event)
+        finally:
+            admission.release_permit(client)
     for generation in generations:
         if generation.end is not None and (error := errors.from_end(generation.end, streaming=False)):
             raise error
@@ -134,25 +139,19 @@ async def run_inputs(
 
 async def _run(service: Service, req: Request, generations: list[Generation], wake_event: WakeEvent) -> None:
     """Submits the inputs in order, up to WINDOW at once, and waits until all have ended. One that fails cancels the
-    others. The first one has a permit; later ones wait until there is one for each."""
-    submitted = generations[:1]
+    others. Raises ClientDisconnected."""
+    submitted = generations[:WINDOW]
     watcher = service.submit(submitted, req)
-    record, running, waiting = submitted[0].record, list(submitted), generations[:0:-1]
+    record, running, waiting = submitted[0].record, list(submitted), generations[: WINDOW - 1 : -1]
     try:
         while running or waiting:
             while waiting and len(running) < WINDOW:
-                following = waiting[-1]
+                following = waiting.pop()
                 following.record = record
-                try:
-                    service.router.submit(following)
-                except ApiError:
-                    break  # no permit is free
-                submitted.append(waiting.pop())
+                service.router.submit(following)
+                submitted.append(following)
                 running.append(following)
-            if not running:
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                await wake_event.wait()
+            await wake_event.wait()
             if watcher.disconnected:
                 raise ClientDisconnected
             if any(one.failed for one in running):

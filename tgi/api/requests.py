@@ -139,9 +139,12 @@ class Generation(LiveRequest):
         probe: bool = False,
         client: Client = ANONYMOUS,
         timeout: float | None = None,
+        holds_permit: bool = True,
     ) -> None:
+        """`holds_permit`: while it is active; otherwise its HTTP request has one for all of its generations."""
         super().__init__(wake_event)
         self.client = client
+        self.holds_permit = holds_permit and not probe
         self.timeout = timeout  # seconds from `arrival_time` on
         self.parking: Parking | None = None  # of a stream whose client may read slowly
         self.parked = False

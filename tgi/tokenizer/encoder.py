@@ -258,12 +258,12 @@ def token_limit_error(limits: DeploymentLimits, prompt_tokens: int, max_new_toke
     return ""
 
 
-def pooled_limit_error(limits: DeploymentLimits, tokens: int) -> str:
-    """TEI's message for a text that ends in a vector and exceeds the limits, or ""."""
+def pooled_limit_error(limits: DeploymentLimits, tokens: int, about: str = "") -> str:
+    """The message for a text that ends in a vector and exceeds the limits, or "". `about` precedes a lower bound."""
     if tokens == 0:
         return "`inputs` cannot be empty"
     if tokens > limits.max_input_tokens:
-        return f"`inputs` must have at most {limits.max_input_tokens} tokens. Given: {tokens}"
+        return f"`inputs` must have at most {limits.max_input_tokens} tokens. Given: {about}{tokens}"
     return ""
 
 

@@ -298,9 +298,10 @@ class TokenizerPool:
         )
         if self._limits is None or truncates or generate.chat or generate.input_ids:
             return ""
-        return min_token_limit_error(
-            self._limits, self._vocabulary.min_token_count(generate.inputs), generate.max_new_tokens
-        )
+        least = self._vocabulary.min_token_count(generate.inputs)
+        if generate.pooling is not None:
+            return pooled_limit_error(self._limits, least, "at least ") if least else ""
+        return min_token_limit_error(self._limits, least, generate.max_new_tokens)
 
     def run_trials(self) -> None:
         """Encodes the texts on trial. To be called while no job runs, so that each is alone in hand."""
