@@ -10,13 +10,13 @@ with a single class ranks pairs. The weights come from transformers' classes; th
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-if __package__:
-    from scripts.make_model import fill, make_tokenizer, write_json
-else:
-    from make_model import fill, make_tokenizer, write_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.make_model import fill, make_tokenizer, write_json
 
 CONTEXT = 512
 VOCAB = 512

@@ -14,7 +14,7 @@ from tgi.microkernel.discovery import Discovery, DownstreamLinks, nth_address
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, Place, end_sessions
 from tgi.microkernel.process import Process, work_in_hand
-from tgi.microkernel.progress import CHAT_TEMPLATE
+from tgi.microkernel.progress import CHAT_TEMPLATE, TASK
 from tgi.microkernel.protocol import Hello, ModelSource
 from tgi.microkernel.rundir import scheduler_socket, tokenizer_socket
 from tgi.tokenizer.chat import ChatRenderer
@@ -74,7 +74,7 @@ def main(process: Process) -> None:
     schedulers.follow(pool)
     gc.collect()
     gc.freeze()
-    process.facts = {CHAT_TEMPLATE: bool(config.chat_templates)}
+    process.facts = {CHAT_TEMPLATE: bool(config.chat_templates), TASK: source.task}
     process.publish_state("ready")
     executors = JobExecutors(process.wake_loop, process.work_register.units)
     streams = ResumableStreams(pool.handle)

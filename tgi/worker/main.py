@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tgi.hub.model_config import read_model_config
+from tgi.hub.pooling import read_pooling_config
 from tgi.microkernel.link import Link, end_sessions
 from tgi.microkernel.process import Process
 from tgi.microkernel.progress import WorkerFacts
@@ -144,6 +145,10 @@ def _start_torch_engine(
         take_cores(settings.replica_index * ranks + rank, replicas * ranks)
     defer_imports()
     progress("importing torch", 0)
+    if (pooling := read_pooling_config(settings.model_dir)) is not None:
+        from tgi.worker.engine.pooling_startup import start_pooling_engine
+
+        return start_pooling_engine(settings, pooling, progress)
     from tgi.worker.engine.startup import start_engine  # imports torch, which the fake worker does not need
 
     return start_engine(settings, progress, place)

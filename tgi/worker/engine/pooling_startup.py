@@ -23,6 +23,7 @@ from tgi.worker.decoder_config import UnsupportedConfig
 from tgi.worker.deferred_imports import load_deferred
 from tgi.worker.engine import memory
 from tgi.worker.engine.pooling_engine import PoolingEngine, Vectors
+from tgi.worker.engine.startup import choose_device
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.host_cpu import kernel_set
 from tgi.worker.models.config_reader import read_config
@@ -63,8 +64,9 @@ class PooledModel(NamedTuple):
     footprint: WeightFootprint
 
 
-def start_pooling_engine(settings: Settings, pooling: PoolingConfig, device: str, progress: Progress) -> PoolingEngine:
-    """Returns the engine, ready to serve. Raises UserError where model or settings do not allow it."""
+def start_pooling_engine(settings: Settings, pooling: PoolingConfig, progress: Progress) -> PoolingEngine:
+    """Returns the engine, ready to serve. Raises UserError where model, device or settings do not allow it."""
+    device = choose_device(settings.device)
     directory = settings.model_dir
     config = read_config(directory)
     dtype = resolve_dtype(config, settings.dtype)

@@ -14,7 +14,6 @@ from llguidance import LLTokenizer
 
 from tgi.hub.llguidance_tables import token_table
 from tgi.hub.model_config import read_model_config
-from tgi.hub.pooling import read_pooling_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column
 from tgi.microkernel.control_groups import available_memory
@@ -36,8 +35,6 @@ from tgi.worker.engine import memory
 from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, graph_batch_sizes
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
-from tgi.worker.engine.pooling_engine import PoolingEngine
-from tgi.worker.engine.pooling_startup import start_pooling_engine
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set, numa_nodes, usable_cores
@@ -75,11 +72,10 @@ class LoadedModels(NamedTuple):
         return model.kv._replace(stored_dtype=self.kv_cache_dtype)
 
 
-def start_engine(settings: Settings, progress: Progress, place: RankPlace | None = None) -> TorchEngine | PoolingEngine:
+def start_engine(settings: Settings, progress: Progress, place: RankPlace | None = None) -> TorchEngine:
     """Returns the engine, ready to serve; that of one rank, if it has a `place` among several. Raises UserError where
     model, device or memory do not allow it."""
-    device = _device(settings.device)
-    pooling = read_pooling_config(settings.model_dir)
+    device = choose_device(settings.device)
     if place is not None and device != "cpu":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # fewer if each rank sees its own only
     if device != "cpu":
@@ -96,8 +92,6 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
                 "its part of the model, from memory of its own",
                 *(nodes, nodes),
             )
-    if pooling is not None:
-        return start_pooling_engine(settings, pooling, device, progress)
     models = _load_models(settings, device, progress, place)
     progress("sizing the KV cache", 96)
     graph_sizes = _graph_batch_sizes(settings, models.served)
@@ -329,7 +323,8 @@ def _load_token_table(directory: Path, vocab_size: int) -> LLTokenizer:
     return token_table(read_tokenizer(config), config.eos_token_ids, vocab_size)
 
 
-def _device(name: str) -> str:
+def choose_device(name: str) -> str:
+    """The device of a --device: "cpu" or "cuda". Raises UserError if it is not there."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("There is no CUDA device that torch can use. Start with --device cpu.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
