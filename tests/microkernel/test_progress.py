@@ -11,8 +11,8 @@ import pytest
 from tgi.microkernel import rundir
 from tgi.microkernel.progress import (
     CHAT_TEMPLATE,
-    TASK,
     EXAMPLE_QUESTION,
+    TASK,
     Progress,
     WorkerFacts,
     exposure,
