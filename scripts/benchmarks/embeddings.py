@@ -93,7 +93,7 @@ def export(directory: Path, onnx: Path) -> None:
     names = ("input_ids", "attention_mask", "token_type_ids")
     dimensions = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)}
     torch.onnx.export(
-        model, (), onnx / "model.onnx", kwargs=dict.fromkeys(names, ids), input_names=list(names),
+        model, (), onnx / "model.onnx", kwargs={name: ids.clone() for name in names}, input_names=list(names),
         output_names=["last_hidden_state"], dynamic_shapes=dict.fromkeys(names, dimensions), dynamo=True,
         external_data=False,
     )  # fmt: skip
