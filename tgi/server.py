@@ -243,6 +243,7 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     """Adds the model directory, which is found, downloaded or imported here once for all roles, and what it implies."""
     from tgi.hub.model_config import pipeline_tag, read_model_config, read_sampling_defaults, snapshot_commit
     from tgi.hub.overrides import ModelOverrides, overridden_directory
+    from tgi.hub.pooling import read_pooling_config
     from tgi.hub.resolver import DEFAULT_MODEL, model_directory
 
     named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
@@ -274,11 +275,30 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     )
     directory = overridden_directory(directory, changes, settings.run_dir / "models")
     read_model_config(directory, weights=reads_weights)  # rejects an unsupported model before any process starts
+    if read_pooling_config(directory) is not None:
+        _require_no_generation_settings(settings)
     known = replace(known, model_dir=directory)
     if generation != "tgi":
         known = replace(known, sampling_defaults=read_sampling_defaults(directory))
     logger.debug("Sampling defaults of /v1: %s", known.sampling_defaults.given)
     return _with_adapters(_with_draft(known, fetch), progress) if has_worker else known
+
+
+# Settings that a model that ends in a vector does not have, with their values of "not set".
+GENERATION_SETTINGS = {
+    "draft_model_id": (None,), "speculate": (None, 0), "lora_adapters": (None,), "quantize": (None,),
+    "num_shard": (None, 1), "ray": (None,), "group": (None,),
+}  # fmt: skip
+
+
+def _require_no_generation_settings(settings: Settings) -> None:
+    """Raises UserError for a setting that needs a model that generates text."""
+    for name, unset in GENERATION_SETTINGS.items():
+        if getattr(settings, name) not in unset:
+            raise UserError(
+                f"--{name.replace('_', '-')} is for models that generate text: this one makes a vector of its input. "
+                "Start without it."
+            )
 
 
 def _source(settings: Settings, directory: Path, sha: str | None) -> str:

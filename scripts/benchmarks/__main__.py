@@ -27,6 +27,7 @@ MEASUREMENTS = {
     "stack": ("stack", "all processes on a known shape: start, throughput next to the engine alone, kill -9"),
     "offline": ("offline", "scheduler and engine in one process, under requests at once"),
     "families": ("families", "every family's tiny model on a device, compared with transformers there"),
+    "embeddings": ("embeddings", "texts per second of embeddings, next to transformers and fastembed"),
     "peer-gpu": ("peer_gpu", "continuous batching of transformers, on the shape and load of stack"),
     "quality": ("quality", "perplexity of quantized weights and of an 8-bit KV cache"),
 }

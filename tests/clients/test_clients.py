@@ -14,6 +14,7 @@ import pytest
 
 from tests.clients.environments import GROUPS, ROOT, environment
 from tests.live.server import Server, SharedServers
+from tests.models import pooling_model
 
 pytestmark = pytest.mark.live
 
@@ -36,7 +37,13 @@ def outcomes(
         demo = shared_server("--model-id", str(demo_model))
         guarded_server.wait_until_ready()
         # Without the user's proxies, tokens and client settings. served.py reads the addresses.
-        addresses = {"TGI_URL": demo.url, "TGI_GUARDED_URL": guarded_server.url, "TGI_KEY": KEY}
+        embeddings = shared_server("--model-id", str(pooling_model("bert")))
+        addresses = {
+            "TGI_EMBEDDINGS_URL": embeddings.url,
+            "TGI_URL": demo.url,
+            "TGI_GUARDED_URL": guarded_server.url,
+            "TGI_KEY": KEY,
+        }
         environ = {"PATH": os.environ["PATH"], "HOME": str(directory), **addresses}
         yield {group: pool.submit(check, group, pythons[group].result(), environ, demo) for group in GROUPS}
 

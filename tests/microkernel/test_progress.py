@@ -12,6 +12,7 @@ from tgi.microkernel import rundir
 from tgi.microkernel.progress import (
     CHAT_TEMPLATE,
     EXAMPLE_QUESTION,
+    TASK,
     Progress,
     WorkerFacts,
     exposure,
@@ -109,6 +110,8 @@ def test_summary_without_some_facts(settings: Settings) -> None:
     asked = summary_lines(keyed, {CHAT_TEMPLATE: False}, URL)[-1]
     assert f"{URL}/generate -H 'Content-Type: application/json' -H 'Authorization: Bearer YOUR_KEY' -d" in asked
     assert "secret" not in asked
+    facts = {CHAT_TEMPLATE: True, TASK: "embed"}
+    assert f"{URL}/v1/embeddings " in summary_lines(settings, facts, URL)[-1]
 
 
 @pytest.mark.parametrize(

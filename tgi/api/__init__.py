@@ -8,6 +8,7 @@ Read operations.py first: the table of all routes. A request then passes through
   resumption     ids of events, for clients that come back
   service        settings and router, and the steps that all routes share; body_reader: limits of incomplete bodies
   generation     from a decoded request to its generations, and from those to the response
+  pooling        the same of models that end in a vector
   requests       live requests to the tokenizers, and the record of an HTTP request
   admission      permits of the clients, and the limits of their keys
   router         which tokenizer has which request, and what happens when one is lost

@@ -160,13 +160,13 @@ class PathOfOthers(Rejection):
         return self.openai_body()
 
 
-# The ends of paths that clients of other servers send, or OpenAI's with a base URL without /v1 -> the path here, or "".
+# The ends of paths that clients of other servers send, or OpenAI's with a base URL without /v1 -> the path here.
 PATHS_OF_OTHERS = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/v1/completions",
     "/models": "/v1/models",
     "/responses": "/v1/responses",
-    "/embeddings": "",
+    "/embeddings": "/v1/embeddings",
     "/messages": "/v1/messages",  # Anthropic's
     "/api/chat": "/v1/chat/completions",  # Ollama's, up to /api/embed
     "/api/generate": "/v1/completions",
@@ -174,9 +174,10 @@ PATHS_OF_OTHERS = {
     "/api/ps": "/v1/models",
     "/api/show": "/info",
     "/api/version": "/info",
-    "/api/embed": "",
+    "/api/embed": "/v1/embeddings",
+    "/api/embeddings": "/v1/embeddings",
     "/completion": "/v1/completions",  # llama.cpp's, up to /props
-    "/embedding": "",
+    "/embedding": "/v1/embeddings",
     "/props": "/info",
 }
 
@@ -199,8 +200,7 @@ def no_such_route(method: str, path: str) -> Rejection:
     end = max((end for end in PATHS_OF_OTHERS if path.rstrip("/").endswith(end)), key=len, default=None)
     if end is None:
         return Rejection(404, text + lists, plain="")
-    if not (here := PATHS_OF_OTHERS[end]):
-        return PathOfOthers(404, f"{text}This server makes no embeddings; {lists}")
+    here = PATHS_OF_OTHERS[end]
     base = "; the base URL of OpenAI's clients ends in /v1" if here.startswith("/v1/") else ""
     if here == "/v1/messages":
         base = "; the base URL of Anthropic's clients does not end in /v1"
@@ -300,6 +300,11 @@ def not_kept(kind: str, name: str, param: str | None = None) -> ApiError:
     """404: this client has not stored such a response or conversation, or not any more."""
     text = f"The {kind} {name[:128]} is not kept by this server, or not any more (--response-ttl)"
     return ApiError(404, "not_found", text, param=param)
+
+
+def other_task(text: str) -> ApiError:
+    """404: the served model does something else than what the route asks for."""
+    return ApiError(404, "not_found", text)
 
 
 def suffix_not_supported() -> ApiError:

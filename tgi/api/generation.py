@@ -20,7 +20,7 @@ from tgi.api.sse import EventFormatter, EventStream
 from tgi.api.validation import RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, RuleContext, check_rules
 from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column
 from tgi.microkernel.flight_recorder import Event, client_number, name_digest, request_key
-from tgi.microkernel.protocol import End, Generate, RequestContext
+from tgi.microkernel.protocol import End, Generate, ModelTask, RequestContext
 from tgi.microkernel.sampling_params import SamplingParams
 
 # Of the messages to the tokenizer that one HTTP request makes, in bodies of the longest allowed: each choice has the
@@ -78,6 +78,7 @@ def create_generations(
     Raises ApiError: 422 for a broken rule, too many or too long generations or an invalid X-Request-Timeout, 424 as
     Service.next_contexts, 429 and 503 as Admission.acquire_permits.
     """
+    service.require_task(ModelTask.GENERATE)
     limits = service.router.limits
     sampling = RequestedSampling.from_native(parameters) if sampling is None else sampling
     contexts = [

@@ -22,11 +22,24 @@ from tgi.api.shapes import (
     native,
     native_responses,
     openai_responses,
+    pooling,
     responses,
 )
 from tgi.api.shapes.types import ref
 
-SHAPES = (native, native_responses, chat, completions, openai_responses, messages, responses, info, adapters, cloud)
+SHAPES = (
+    native,
+    native_responses,
+    chat,
+    completions,
+    openai_responses,
+    messages,
+    responses,
+    info,
+    adapters,
+    cloud,
+    pooling,
+)
 TAG = "Text Generation Inference"
 KEY = "key"
 

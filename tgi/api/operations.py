@@ -17,6 +17,15 @@ from tgi.api.routes.kserve import InferResource, LiveResource, ModelVersionResou
 from tgi.api.routes.messages import CountTokensResource, MessagesResource
 from tgi.api.routes.models import ModelResource, ModelsResource
 from tgi.api.routes.native import GenerateResource, GenerateStreamResource, RootResource
+from tgi.api.routes.pooling import (
+    ClassifyResource,
+    EmbeddingsResource,
+    EmbedResource,
+    PredictResource,
+    RerankResource,
+    ScoreResource,
+    SimilarityResource,
+)
 from tgi.api.routes.responses import ResponsesResource
 from tgi.api.routes.sagemaker import SagemakerResource
 from tgi.api.routes.stored_responses import (
@@ -29,7 +38,7 @@ from tgi.api.routes.stored_responses import (
 from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
 from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, in_messages
-from tgi.api.shapes import adapters, cloud, kserve
+from tgi.api.shapes import adapters, cloud, kserve, pooling
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
 from tgi.api.shapes.messages import AnsweredMessage, MessageError, MessageEvent, MessageTokensCount
 from tgi.api.shapes.native_responses import ChatTokenizeResponse, GenerateResponse, StreamResponse, TokenizeResponse
@@ -184,10 +193,12 @@ TIMED_OUT = error(504, "The timeout of the request has passed", "timeout", "Requ
 STARTING = error(503, "The server is still starting", "healthcheck", "unhealthy")
 UNHEALTHY = error(503, "Text generation inference is down", "healthcheck", "unhealthy")
 INTERNAL = error(500, "A defect of the server", "internal", "Internal server error")
-GENERATION = (*UNREADABLE, VALIDATION, FAILED, OVERLOADED, INCOMPLETE, STARTING, TIMED_OUT)
+OTHER_TASK = error(404, "The model does not serve this route", "not_found")
+GENERATION = (*UNREADABLE, OTHER_TASK, VALIDATION, FAILED, OVERLOADED, INCOMPLETE, STARTING, TIMED_OUT)
 # Vertex and KServe routes do not tell what failed.
 COLLAPSED = (
     *UNREADABLE,
+    OTHER_TASK,
     VALIDATION,
     OVERLOADED,
     error(500, "Incomplete generation", "Incomplete generation"),
@@ -305,6 +316,30 @@ OPERATIONS = (
             ok("Templated and tokenized ChatRequest", json(ChatTokenizeResponse)),
             NO_CHAT, *UNREADABLE, VALIDATION, STARTING,
         ),
+    ),
+    *(
+        Operation("post", route, name, summary, resource, (ok("Result", *bodies), *GENERATION))
+        for route, name, summary, resource, bodies in (
+            ("/v1/embeddings", "embeddings", "Make embeddings of texts", EmbeddingsResource,
+             (json(pooling.EmbeddingList),)),
+            ("/embed", "embed", "Make embeddings of texts, as Text Embeddings Inference", EmbedResource,
+             (json(list[list[float]]),)),
+            ("/rerank", "rerank", "Rank documents by a query", RerankResource,
+             (json(pooling.RerankResponse, list[pooling.Rank]),)),
+            ("/v1/rerank", "v1_rerank", "Rank documents by a query", RerankResource,
+             (json(pooling.RerankResponse, list[pooling.Rank]),)),
+            ("/v2/rerank", "v2_rerank", "Rank documents by a query", RerankResource,
+             (json(pooling.RerankResponse, list[pooling.Rank]),)),
+            ("/score", "score", "Score pairs of texts", ScoreResource, (json(pooling.ScoreList),)),
+            ("/v1/score", "v1_score", "Score pairs of texts", ScoreResource, (json(pooling.ScoreList),)),
+            ("/similarity", "similarity", "Score a sentence against others, as Text Embeddings Inference",
+             SimilarityResource, (json(list[float]),)),
+            ("/classify", "classify", "Classify texts", ClassifyResource, (json(pooling.ClassificationList),)),
+            ("/v1/classify", "v1_classify", "Classify texts", ClassifyResource,
+             (json(pooling.ClassificationList),)),
+            ("/predict", "predict", "Classify texts, as Text Embeddings Inference", PredictResource,
+             (json(list[pooling.Prediction], list[list[pooling.Prediction]]),)),
+        )
     ),
     Operation(
         "post", "/invocations", "sagemaker_compatibility", "Generate tokens from Sagemaker request",

@@ -1,9 +1,9 @@
 """The readiness probe: a front end admits clients once it has answered requests of its own.
 
 The status of the other processes does not show that a request would be answered: in any process, this one included, a
-module may be missing or shadowed. So as soon as a request could be computed, one token is generated through the routes
-of this front end, a tokenizer, the scheduler and the worker. PROBE_KEY in the ASGI scope marks such a request: it holds
-no permit, and is not counted, logged or traced.
+module may be missing or shadowed. So as soon as a request could be computed, one token is generated, or one vector
+made, through the routes of this front end, a tokenizer, the scheduler and the worker. PROBE_KEY in the ASGI scope marks
+such a request: it holds no permit, and is not counted, logged or traced.
 """
 
 import asyncio
@@ -13,13 +13,21 @@ from typing import Any
 
 from tgi.api.asgi import PROBE_KEY, AsgiApp
 from tgi.api.service import Service
+from tgi.microkernel.protocol import ModelTask
 
 log = logging.getLogger(__name__)
 
 # Valid for every model and limit: the prompt has characters of any vocabulary, and is truncated to one token. The limit
 # of request bodies does not apply.
 GENERATE_BODY = b'{"inputs":"Is 1 + 1 = 2?","parameters":{"max_new_tokens":1,"truncate":1,"details":true}}'
-PROBES = (("POST", "/generate", GENERATE_BODY), ("GET", "/info", b""))
+POOLING_BODY = b'{"inputs":"Is 1 + 1 = 2?","truncate":true}'
+# By what the model does.
+PROBES = {
+    ModelTask.GENERATE: ("POST", "/generate", GENERATE_BODY),
+    ModelTask.EMBED: ("POST", "/embed", POOLING_BODY),
+    ModelTask.CLASSIFY: ("POST", "/predict", POOLING_BODY),
+}
+INFO_PROBE = ("GET", "/info", b"")
 # Between two attempts: doubled after each failure.
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
 MAX_REASON_CHARACTERS = 300
@@ -37,7 +45,7 @@ async def run_readiness_probe(app: AsgiApp, service: Service, report: Callable[[
         await health.wait_until_computing()
         report(health.stage)
         request = reason = ""
-        for method, path, body in PROBES:
+        for method, path, body in (PROBES[ModelTask(service.router.source.task)], INFO_PROBE):
             request = f"{method} {path}"
             if reason := await _probe_failure(app, service, method, path, body):
                 break

@@ -151,9 +151,12 @@ class Generation(LiveRequest):
         probe: bool = False,
         client: Client = ANONYMOUS,
         timeout: float | None = None,
+        holds_permit: bool = True,
     ) -> None:
+        """`holds_permit`: while it is active; otherwise its HTTP request has one for all of its generations."""
         super().__init__(wake_event, message.context._replace(generation_id=secrets.randbits(63) + 1))
         self.client = client
+        self.holds_permit = holds_permit and not probe
         self.timeout = timeout  # seconds from `arrival_time` on
         self.parking: Parking | None = None  # of a stream whose client may read slowly
         self.parked = False

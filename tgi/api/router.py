@@ -98,7 +98,7 @@ class Router:
 
         Raises ApiError: 429 if there is no permit for a generation.
         """
-        if isinstance(request, Generation) and not request.probe:
+        if isinstance(request, Generation) and request.holds_permit:
             self.admission.take_permit(request.client)
         try:
             self._submit(request)
@@ -379,7 +379,7 @@ class Router:
 
     def _deactivate(self, request: LiveRequest) -> None:
         request.active = False
-        if isinstance(request, Generation) and not request.probe:
+        if isinstance(request, Generation) and request.holds_permit:
             self.admission.release_permit(request.client)
 
     def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId, planned: bool) -> None:

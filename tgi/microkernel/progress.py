@@ -34,7 +34,7 @@ LINE_SECONDS = 10.0
 # After this time the rate of a stage is used to predict the time left.
 RATE_SECONDS = 1.0
 
-CHAT_TEMPLATE = "chat_template"  # name of the tokenizer's fact
+CHAT_TEMPLATE, TASK = "chat_template", "task"  # names of the tokenizer's facts
 TOKENIZERS = "tokenizers"  # name of the scheduler's fact: how many are connected
 
 EXAMPLE_QUESTION = "Name three primary colors."  # the demo model answers it with any seed
@@ -226,8 +226,9 @@ def summary_lines(settings: Settings, facts: dict[str, Any], url: str) -> list[s
             ("KV cache", f"{served.kv_cache_tokens:,} tokens, {_size(served.kv_cache_bytes)} at most"),
         ]
     if url:
+        chats = bool(facts.get(CHAT_TEMPLATE))
         rows += [("network", text)] if (text := exposure(settings)) else []
-        rows += [("docs", f"{url}/docs"), ("ask", example_request(settings, bool(facts.get(CHAT_TEMPLATE)), url))]
+        rows += [("docs", f"{url}/docs"), ("ask", example_request(settings, chats, url, facts.get(TASK, "")))]
     return [f"  {name:<9} {value}" for name, value in rows]
 
 
@@ -254,11 +255,21 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-def example_request(settings: Settings, chats: bool, url: str) -> str:
-    """A curl command that sends a chat if the model `chats`, else a prompt. It never contains a key."""
-    if chats:
+# Of models that end in a vector, by their task (protocol.ModelTask): path and body.
+EXAMPLES_OF_TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "embed": ("/v1/embeddings", {"input": "The capital of France is Paris."}),
+    "classify": ("/predict", {"inputs": "The capital of France is Paris."}),
+}
+
+
+def example_request(settings: Settings, chats: bool, url: str, task: str = "") -> str:
+    """A curl command that sends a chat if the model `chats`, else a prompt; to a model with a `task` of
+    EXAMPLES_OF_TASKS that example. It never contains a key."""
+    if task in EXAMPLES_OF_TASKS:
+        path, body = EXAMPLES_OF_TASKS[task]
+    elif chats:
         path = "/v1/chat/completions"
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}], "max_tokens": 50}
+        body = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}], "max_tokens": 50}
     else:
         path, body = "/generate", {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 20}}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""

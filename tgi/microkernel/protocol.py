@@ -93,12 +93,26 @@ class Inheritance(NamedTuple):
     last_exit: LastExit | None = None
 
 
+class ModelTask(StrEnum):
+    """What a model makes of a text."""
+
+    GENERATE = "generate"  # tokens
+    EMBED = "embed"  # one vector
+    CLASSIFY = "classify"  # one logit for each label, or one score of a pair of texts
+
+
 class ModelSource(NamedTuple):
-    """What /info shows of the served model's files; sha and tag are "" if it did not come from the Hub."""
+    """What /info shows of the served model's files; sha and tag are "" if it did not come from the Hub. Then what a
+    front end needs to know of a model that ends in a vector."""
 
     sha: str = ""  # commit
     pipeline_tag: str = ""
     eos_token_ids: list[int] = []  # ascending
+    task: str = ModelTask.GENERATE  # a ModelTask
+    normalizes: bool = False  # the model's vectors have length 1
+    labels: list[str] = []  # of a classifier, by index
+    multi_label: bool = False  # its labels do not exclude each other
+    prompts: list[str] = []  # names of the prompts that PoolingInput may ask for
 
 
 class Hello(NamedTuple):
@@ -382,6 +396,15 @@ CONTEXT_MAXIMA = {
 # --- api -> tokenizer -------------------------------------------------------------------------------------------------
 
 
+class PoolingInput(NamedTuple):
+    """A Generate that ends in a vector (End.vector) instead of tokens."""
+
+    pair: str | None = None  # a second text, which is encoded with `inputs` as one pair; None: there is none
+    truncate: int | None = None  # keep the first n tokens; 0: as many as the model takes
+    keep_end: bool = False  # `truncate` keeps the last ones instead
+    prompt: str = ""  # the name of one of the model's prompts, which precedes the text
+
+
 class Generate(NamedTuple):
     """A generation request. The prompt is `inputs`, or `chat` or `input_ids` if one of these is not empty.
 
@@ -428,6 +451,7 @@ class Generate(NamedTuple):
     resume_limit: int = 0  # this many of the client's streams may run without an api; 0: any number
     tells_prompt: bool = False  # Prompted is sent for a text, too: the client is told the prompt's length in a stream
     context: RequestContext = RequestContext()
+    pooling: PoolingInput | None = None  # with max_new_tokens 0: the request ends in a vector
 
 
 class Tokenize(NamedTuple):
@@ -499,7 +523,8 @@ class Add(NamedTuple):
     that computes the pages: the prefix cache matches pages of equal salt only.
 
     `prompt_logprobs_from` and `prompt_top_n` as in Generate, answered by PromptLogprobs; 0: not wanted. With
-    `max_new_tokens` 0 they are required, and the request ends when all prompt logprobs were sent.
+    `max_new_tokens` 0 they or `pooling` are required: the request ends when all prompt logprobs were sent, or with the
+    vector of its prompt.
     """
 
     rid: int
@@ -512,6 +537,7 @@ class Add(NamedTuple):
     prompt_logprobs_from: int = 0
     prompt_top_n: int = 0
     context: RequestContext = RequestContext()
+    pooling: bool = False  # the request ends in a vector (End.vector)
 
 
 class Stop(NamedTuple):
@@ -589,6 +615,9 @@ class StepResult(NamedTuple):
     prompt_top_logprobs: bytes = b""  # float32, same length
     row_errors: list[str] = []  # empty, or per row why it cannot continue (then its tokens are invalid), or ""
     out_of_memory: bool = False
+    # float32: a vector for each row that ends a prompt of which neither a token nor prompt logprobs are wanted, in the
+    # order of the rows; all of one length.
+    vectors: bytes = b""
 
 
 class HeldPages(NamedTuple):
@@ -728,6 +757,7 @@ class End(NamedTuple):
     inference_us: int = 0  # scheduler: first planned -> last token
     parts: list[AnswerPart] = []  # api link only: parts that the end of the text completes, after those of its tokens
     retry_after_ms: int = 0  # with OVERLOADED: until a request of this client should be admitted in time; 0: unknown
+    vector: bytes = b""  # float32: what a request with `pooling` ends in
 
 
 class Tokenized(NamedTuple):

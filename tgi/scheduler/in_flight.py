@@ -41,6 +41,7 @@ class InFlightStep(NamedTuple):
     finishing: list[Request]  # those of the drawing rows that draw their request's last token by length
     prefilling: list[Request]  # the requests of chunks that draw nothing
     prompt_logprob_rows: list[PromptLogprobRow]  # in the order of the step's rows
+    pooled: list[Request]  # those of `prefilling` that end in a vector, in the order of the step's rows
     decode_rows: int
     prefill_tokens: int
     admitted: int  # requests that came from the queue
@@ -92,6 +93,8 @@ class InFlightStep(NamedTuple):
             return f"the top-n columns in the result of step {number} do not fit its {drawn} tokens"
         if not prompt_logprobs_fit(result, self.prompt_logprob_rows, vocab_size):
             return f"the prompt logprobs in the result of step {number} do not fit its rows"
+        if not vectors_fit(result, len(self.pooled)):
+            return f"the vectors in the result of step {number} do not fit its {len(self.pooled)} pooled rows"
         return ""
 
     def _draft_counts_fit(self, counts: bytes) -> bool:
@@ -305,6 +308,22 @@ def distribute_token_runs(
 
 def _top_tokens_or_none(result: StepResult) -> Iterable[TopTokens | None]:
     return split_top_tokens(result) if result.top_counts else repeat(None)
+
+
+# --- vectors ----------------------------------------------------------------------------------------------------------
+
+
+def vectors_fit(result: StepResult, rows: int) -> bool:
+    """Whether a result has a vector for each of these rows."""
+    size = len(result.vectors)
+    return size > 0 and size % (ITEM_BYTES * rows) == 0 if rows else not size
+
+
+def split_vectors(step: InFlightStep, result: StepResult) -> Iterator[tuple[Request, bytes]]:
+    """The vector of each pooled row."""
+    size = len(result.vectors) // max(1, len(step.pooled))
+    for index, request in enumerate(step.pooled):
+        yield request, result.vectors[index * size : (index + 1) * size]
 
 
 # --- prompt logprobs --------------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class Request:
         "missing_pages",
         "pages",
         "planned",
+        "pooling",
         "prefix",
         "prompt_logprobs_from",
         "prompt_tokens",
@@ -93,6 +94,7 @@ class Request:
         "token_ids",
         "tokenizer",
         "valid_from_step",
+        "vector",
         "work_number",
     )
 
@@ -122,6 +124,7 @@ class Request:
         self.context = add.context
         self.sampling = add.sampling
         self.cache_salt = add.cache_salt
+        self.pooling = add.pooling
         self.tokenizer = tokenizer
         self.charged_tokens = 0  # positions that its client's counter includes
         self.arrival = arrival
@@ -146,6 +149,7 @@ class Request:
         self.missing_pages = 0  # pages that were needed when its admission last failed; 0: not tried
         self.lane: Lane | None = None  # while it decodes
         self.slot = NO_SLOT
+        self.vector = b""  # what it ends in, with `pooling`
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
 
     def _set_prompt_logprobs(self, begin: int, top_n: int) -> None:
@@ -173,7 +177,7 @@ class Request:
 
     @property
     def prompt_only(self) -> bool:
-        """Whether no token is drawn: it ends when all logprobs of its prompt are sent."""
+        """Whether no token is drawn: it ends when all logprobs of its prompt are sent, or with its vector."""
         return self.max_total_tokens == self.prompt_tokens
 
     def finish_reason(self) -> FinishReason | None:
@@ -195,6 +199,7 @@ class Request:
             queue_us=int((begun - self.received_at) * 1e6),
             inference_us=int((now - begun) * 1e6),
             retry_after_ms=retry_after_ms,
+            vector=self.vector,
         )
 
 
@@ -213,7 +218,7 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
     tokens, total = request.prompt_tokens, request.max_total_tokens
     if not tokens:
         return "`inputs` cannot be empty"
-    if total <= tokens and not (request.prompt_only and request.lacks_prompt_logprobs):
+    if total <= tokens and not (request.prompt_only and (request.lacks_prompt_logprobs or request.pooling)):
         return "`max_new_tokens` must be strictly positive"
     if limits is None:
         return ""

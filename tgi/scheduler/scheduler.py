@@ -46,6 +46,7 @@ from tgi.scheduler.in_flight import (
     distribute_tokens,
     requests_in_hand,
     split_prompt_logprobs,
+    split_vectors,
 )
 from tgi.scheduler.peers import LoadReport, Outbox, TokenizerPeers, WorkerPeer
 from tgi.scheduler.request import Request, TokenizerPeer, validation_error
@@ -494,6 +495,8 @@ class Scheduler:
                 self._recorder.stamp(Event.PREFILLED, request.context)
         if step.prompt_logprob_rows:
             self._send_prompt_logprobs(step, result, vocab_size, now)
+        if step.pooled:
+            self._end_pooled(step, result, now)
         if step.drafts:
             make_message = token_runs_message
             finished = distribute_token_runs(step, result, planner.kv_cache, self.counters)
@@ -540,6 +543,15 @@ class Scheduler:
                 self._outbox.append(request.tokenizer.peer, message)
                 if request.prompt_only and not request.lacks_prompt_logprobs:
                     self._end_request(request, FinishReason.LENGTH, now)
+
+    def _end_pooled(self, step: InFlightStep, result: StepResult, now: float) -> None:
+        ended: FinishedRequests = []
+        for request, vector in split_vectors(step, result):
+            if step.message.number >= request.valid_from_step:
+                request.vector = vector
+                ended.append((request, FinishReason.LENGTH))
+        if ended:
+            self._end_requests(ended, now)
 
     # --- crashes ------------------------------------------------------------------------------------------------------
 

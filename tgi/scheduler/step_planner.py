@@ -294,6 +294,8 @@ class StepPlanner:
             elif request.prompt_only:
                 draws = False
                 builder.prefilling.append(request)
+                if request.pooling:
+                    builder.pooled.append(request)
             else:
                 builder.drawing.append(request)
                 builder.finishing.append(request)
@@ -318,8 +320,10 @@ class StepPlanner:
         prompt_logprobs = request.prompt_logprobs_from < request.prompt_tokens
         must_compute = request.prompt_logprobs_from if prompt_logprobs else len(request.token_ids)
         # Without its adapter the worker would fill the pages with other keys and values.
-        request.shares_pages = shares = self._prefix_caching and (
-            not request.cache_salt or self._adapters.is_loaded(request.cache_salt)
+        request.shares_pages = shares = (
+            self._prefix_caching
+            and not request.pooling
+            and (not request.cache_salt or self._adapters.is_loaded(request.cache_salt))
         )
         column = request.token_ids.tobytes()
         max_cached = (must_compute - 1) // self._page_size if shares else 0
@@ -471,6 +475,7 @@ class StepBuilder:
         self.finishing: list[Request] = []
         self.prefilling: list[Request] = []
         self.prompt_logprob_rows: list[PromptLogprobRow] = []
+        self.pooled: list[Request] = []
 
     def add_decode_row(self, request: Request) -> None:
         """A row for one request in a lane."""
@@ -542,6 +547,7 @@ class StepBuilder:
             finishing=self.finishing,
             prefilling=self.prefilling,
             prompt_logprob_rows=self.prompt_logprob_rows,
+            pooled=self.pooled,
             decode_rows=decode_rows,
             prefill_tokens=prefill_tokens,
             admitted=len(self.slots),

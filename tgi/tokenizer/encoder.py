@@ -6,9 +6,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from tgi.hub.pooling import PoolingConfig
 from tgi.microkernel import tracing
 from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT8, pack_column, unpack_int32
-from tgi.microkernel.protocol import DeploymentLimits, FinishReason, Generate, Tokenize, Tokenized
+from tgi.microkernel.protocol import DeploymentLimits, FinishReason, Generate, PoolingInput, Tokenize, Tokenized
 from tgi.tokenizer.answers.formats import MARKED_FORMATS, AnswerFormat, FormatTokens
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.chat_template import TemplateError
@@ -29,6 +30,9 @@ TGI_CHUNK_TOKENS = 1024
 MAX_NOT_ENFORCED_CHARACTERS = 2000
 MAX_LOGGED_SCHEMAS = 256
 
+
+NO_VECTORS = "this model generates text: it makes no embeddings, scores or classes of its inputs"
+NO_TEXT = "this model generates no text: it makes a vector of its input (see /v1/embeddings, /rerank and /classify)"
 
 # The grammar of an answer for the worker, from the client's as JSON and the chat. Raises GrammarError.
 BuildGrammar = Callable[[bytes, RenderedChat | None], CheckedGrammar]
@@ -71,11 +75,19 @@ class PromptRejection(NamedTuple):
 class PromptEncoder:
     """Encodes Generate and Tokenize messages. Thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary, chats: ChatRenderer, tracer: "Tracer | None" = None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        chats: ChatRenderer,
+        tracer: "Tracer | None" = None,
+        pooling: PoolingConfig | None = None,
+    ) -> None:
+        """`pooling`: of a model that ends in a vector."""
         self._vocabulary = vocabulary
         self._chats = chats
         self._tracer = tracer
         self.format_tokens = FormatTokens(vocabulary, chats.formats.described)
+        self._pooled = PooledPrompts(vocabulary, pooling)
 
     def encode_generate(self, generate: Generate) -> EncodedPrompt | UnconstrainedPrompt | PromptRejection:
         """Encodes the prompt of a request. The special tokens of a chat are written by its template.
@@ -83,12 +95,16 @@ class PromptEncoder:
         If the answer has a grammar, returns an UnconstrainedPrompt for `compile_grammar`.
         """
         try:
+            if generate.pooling is None and self._pooled.only:
+                raise EncodeError(NO_TEXT)
             text, add_special_tokens, chat = generate.inputs, generate.add_special_tokens, None
             if generate.chat:
                 with tracing.trace_span(self._tracer, "apply_chat_template", generate.context.traceparent):
                     chat = self._chats.render_chat(generate.chat)
                 text, add_special_tokens = chat.text, False
             with tracing.trace_span(self._tracer, "tokenize", generate.context.traceparent):
+                if generate.pooling is not None:
+                    return self._pooled.encode(generate, generate.pooling)
                 if generate.input_ids:
                     prompt = prompt_from_ids(self._vocabulary, generate.input_ids, generate.truncate)
                 else:
@@ -140,6 +156,75 @@ class PromptEncoder:
         return answer if answer.error else answer._replace(text=text)
 
 
+class PooledPrompts:
+    """Encodes the prompts of requests that end in a vector. Thread-safe.
+
+    Special tokens stay when a text is truncated, as in sentence-transformers: the tokens between them give way.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, pooling: PoolingConfig | None) -> None:
+        self._vocabulary = vocabulary
+        self._pooling = pooling
+        self._prompts = {} if pooling is None else dict(pooling.prompts)
+        self.only = pooling is not None  # the model makes nothing else
+
+    def encode(self, generate: Generate, wanted: PoolingInput) -> EncodedPrompt:
+        """The ids of a text, of a pair, or those that were given. Raises EncodeError."""
+        if self._pooling is None:
+            raise EncodeError(NO_VECTORS)
+        limit = self._pooling.longest if wanted.truncate is None else wanted.truncate or self._pooling.max_tokens
+        if generate.input_ids:
+            ids = unpack_int32(generate.input_ids)
+            if not all(0 <= token < self._pooling.vocab_size for token in ids):
+                raise EncodeError(f"`input` must hold token ids >= 0 and < {self._pooling.vocab_size}")
+            if wanted.truncate is not None:
+                ids = ids[-limit:] if wanted.keep_end else ids[:limit]
+            return EncodedPrompt(pack_column(INT32, ids), len(ids), 0)
+        if wanted.prompt and wanted.prompt not in self._prompts:
+            known = ", ".join(self._prompts) or "none"
+            raise EncodeError(f"`prompt_name` {wanted.prompt} is not one of the model's prompts: {known}")
+        text = self._prompts.get(wanted.prompt, "") + generate.inputs
+        given = [text] if wanted.pair is None else [(text, wanted.pair)]
+        try:
+            (encoding,) = self._vocabulary.tokenizer.encode_batch_fast(
+                given, add_special_tokens=generate.add_special_tokens
+            )
+        except Exception as error:  # see encode_prompt
+            raise EncodeError(f"tokenizer error {error}") from error
+        ids = encoding.ids
+        if self._pooling.typed and wanted.pair is not None:
+            offset = self._pooling.vocab_size
+            ids = [token + offset * kind for token, kind in zip(ids, encoding.type_ids, strict=True)]
+        if wanted.truncate is not None and len(ids) > limit:
+            ids = _shortened(ids, encoding.special_tokens_mask, encoding.sequence_ids, limit, wanted.keep_end)
+        return EncodedPrompt(pack_column(INT32, ids), len(ids), len(text) + len(wanted.pair or ""))
+
+
+def _shortened(
+    ids: list[int], special: list[int], sequences: list[int | None], limit: int, keep_end: bool
+) -> list[int]:
+    """At most `limit` ids: of a pair those of the longer sequence are dropped first, one by one, in front with
+    `keep_end`, else at the end. Special tokens are kept as long as others are left."""
+    places: dict[int, list[int]] = {}
+    for place, (mark, sequence) in enumerate(zip(special, sequences, strict=True)):
+        if not mark and sequence is not None:
+            places.setdefault(sequence, []).append(place)
+    lists = list(places.values())
+    excess = len(ids) - limit
+    keep = [len(one) for one in lists]
+    while excess and any(keep):
+        longest = max(range(len(keep)), key=lambda index: (keep[index], index))
+        others = [count for index, count in enumerate(keep) if index != longest]
+        cut = min(excess, max(1, keep[longest] - max(others, default=0)))
+        keep[longest] -= cut
+        excess -= cut
+    dropped = set()
+    for one, count in zip(lists, keep, strict=True):
+        dropped.update(one[: len(one) - count] if keep_end else one[count:])
+    kept = [token for place, token in enumerate(ids) if place not in dropped]
+    return kept[-limit:] if keep_end else kept[:limit]
+
+
 def _limited(keywords: list[str]) -> list[str]:
     """The first keywords, up to MAX_NOT_ENFORCED_CHARACTERS, and how many more there are."""
     ends = accumulate(len(keyword) + 2 for keyword in keywords)
@@ -172,6 +257,15 @@ def token_limit_error(limits: DeploymentLimits, prompt_tokens: int, max_new_toke
         )
     if prompt_tokens - (max_new_tokens == 0) > limits.max_input_tokens:
         return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {prompt_tokens}"
+    return ""
+
+
+def pooled_limit_error(limits: DeploymentLimits, tokens: int, about: str = "") -> str:
+    """The message for a text that ends in a vector and exceeds the limits, or "". `about` precedes a lower bound."""
+    if tokens == 0:
+        return "`inputs` cannot be empty"
+    if tokens > limits.max_input_tokens:
+        return f"`inputs` must have at most {limits.max_input_tokens} tokens. Given: {about}{tokens}"
     return ""
 
 

@@ -53,6 +53,8 @@ def encoding_size(message: Generate | Tokenize) -> int:
     """What the encoding of a request costs, in characters of a prompt."""
     size = len(message.inputs) + len(message.chat)
     if isinstance(message, Generate):
+        if message.pooling is not None:
+            size += len(message.pooling.pair or "")
         size += len(message.input_ids) + BAD_WORD_COST * sum(map(len, message.bad_words))
     return size
 

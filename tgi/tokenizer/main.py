@@ -8,13 +8,14 @@ from collections.abc import Callable
 from functools import partial
 
 from tgi.hub.model_config import ModelConfig, read_model_config
+from tgi.hub.pooling import read_pooling_config
 from tgi.microkernel import curve, tracing
 from tgi.microkernel.discovery import Discovery, DownstreamLinks, nth_address
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, Place, end_sessions
 from tgi.microkernel.process import Process, work_in_hand
-from tgi.microkernel.progress import CHAT_TEMPLATE
+from tgi.microkernel.progress import CHAT_TEMPLATE, TASK
 from tgi.microkernel.protocol import Hello, ModelSource
 from tgi.microkernel.rundir import scheduler_socket, tokenizer_socket
 from tgi.microkernel.settings import Settings
@@ -42,6 +43,7 @@ def main(process: Process) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: the package's threads would only disturb
     process.publish_state("starting", "loading the tokenizer")
     config = read_model_config(process.settings.model_dir, weights=False)
+    pooling = read_pooling_config(process.settings.model_dir)
     tracer = tracing.create_tracer(process.settings, process.name)
     compiler = GrammarCompiler(config.directory, process.settings.grammar_compile_limit)
     vocabulary = Vocabulary.load(config)
@@ -55,10 +57,16 @@ def main(process: Process) -> None:
         work_in_hand=partial(work_in_hand, process.run_dir),
         tokenizers=process.settings.validation_workers,
         allow_adapter_updates=process.settings.allow_adapter_updates,
+        pooling=pooling,
     )
     hello = process.hello(config.fingerprint)
     settings = process.settings
     source = ModelSource(settings.model_sha or "", settings.model_pipeline_tag or "", sorted(vocabulary.eos_ids))
+    if pooling is not None:
+        source = source._replace(
+            task=pooling.task, normalizes=pooling.normalizes, labels=list(pooling.labels),
+            multi_label=pooling.multi_label, prompts=[name for name, _ in pooling.prompts],
+        )  # fmt: skip
     api_hello = hello._replace(sampling_defaults=settings.sampling_defaults, source=source)
     api_links = [Link.bind(process.link_address(tokenizer_socket(process.replica)), api_hello)]
     if (listen := process.settings.tokenizer_listen) is not None:
@@ -70,7 +78,7 @@ def main(process: Process) -> None:
     schedulers.follow(pool)
     gc.collect()
     gc.freeze()
-    process.facts = {CHAT_TEMPLATE: bool(config.chat_templates)}
+    process.facts = {CHAT_TEMPLATE: bool(config.chat_templates), TASK: source.task}
     process.publish_state("ready")
     executors = JobExecutors(process.wake_loop, process.work_register)
     streams = ResumableStreams(pool.handle)

@@ -36,6 +36,8 @@ def check_generate(generate: Generate) -> None:
             raise ProtocolError(f"`{name}` is {value}")
     if fault := generate.context.out_of_range():
         raise ProtocolError(fault)
+    if (pooling := generate.pooling) is not None and not 0 <= (pooling.truncate or 0) <= MAX_INT32:
+        raise ProtocolError(f"`pooling.truncate` is {pooling.truncate}")
 
 
 def check_tokens(tokens: Tokens, ids: list[int], rids: list[int], counts: list[int]) -> None:

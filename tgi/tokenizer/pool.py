@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from tgi.hub.pooling import PoolingConfig
 from tgi.microkernel import metrics
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
@@ -37,6 +38,7 @@ from tgi.tokenizer.encoder import (
     UnconstrainedPrompt,
     max_generated_tokens,
     min_token_limit_error,
+    pooled_limit_error,
     token_limit_error,
 )
 from tgi.tokenizer.encoding_jobs import EncodingJob, EncodingQueue, ExecutorName, encoding_size, executor_for
@@ -94,16 +96,18 @@ class TokenizerPool:
         work_in_hand: Callable[[PeerId], bytes | None] = lambda peer: b"",
         tokenizers: int = 1,
         allow_adapter_updates: bool = True,
+        pooling: PoolingConfig | None = None,
     ) -> None:
         """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory.
         `work_in_hand`: what a scheduler has, or had, in hand, as WorkRegister.in_hand; None: not known.
-        `tokenizers`: how many the server has. `allow_adapter_updates`: whether front ends may change adapters."""
+        `tokenizers`: how many the server has. `allow_adapter_updates`: whether front ends may change adapters.
+        `pooling`: of a model that ends in a vector."""
         self._build_grammar = build_grammar or _build_in_process(AnswerGrammarBuilder(vocabulary))
         self.jobs = EncodingQueue()
         self._recorder = recorder
         self._work_register = WorkRegister() if work_register is None else work_register
         self._vocabulary = vocabulary
-        self._encoder = PromptEncoder(vocabulary, chats, tracer)
+        self._encoder = PromptEncoder(vocabulary, chats, tracer, pooling)
         self._tracer = tracer
         self._clock = clock
         self._apis: dict[
@@ -281,11 +285,15 @@ class TokenizerPool:
 
     def _length_error(self, generate: Generate) -> str:
         """Why a text is too long, if that is certain before it is encoded; else ""."""
-        if self._limits is None or generate.truncate is not None or generate.chat or generate.input_ids:
-            return ""
-        return min_token_limit_error(
-            self._limits, self._vocabulary.min_token_count(generate.inputs), generate.max_new_tokens
+        truncates = generate.truncate is not None or (
+            generate.pooling is not None and generate.pooling.truncate is not None
         )
+        if self._limits is None or truncates or generate.chat or generate.input_ids:
+            return ""
+        least = self._vocabulary.min_token_count(generate.inputs)
+        if generate.pooling is not None:
+            return pooled_limit_error(self._limits, least, "at least ") if least else ""
+        return min_token_limit_error(self._limits, least, generate.max_new_tokens)
 
     def run_trials(self) -> None:
         """Encodes the texts on trial. To be called while no job runs, so that each is alone in hand."""
@@ -482,11 +490,11 @@ class TokenizerPool:
     def _admit(self, request: TokenizerRequestState, limits: DeploymentLimits) -> None:
         """Validates an encoded request, and sends it to the scheduler or rejects it."""
         prompt, max_new_tokens = request.prompt, request.generate.max_new_tokens
-        error = (
-            token_limit_error(limits, prompt.token_count, max_new_tokens)
-            or prompt.grammar_error
-            or self._adapters.resolve_adapter(request)
-        )
+        if request.generate.pooling is None:
+            error = token_limit_error(limits, prompt.token_count, max_new_tokens)
+        else:
+            error = pooled_limit_error(limits, prompt.token_count)
+        error = error or prompt.grammar_error or self._adapters.resolve_adapter(request)
         if error:
             self._trace_validation(request, PromptRejection(FinishReason.INVALID, error))
             self._finish(request, FinishReason.INVALID, error)

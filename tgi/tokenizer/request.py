@@ -12,6 +12,7 @@ from tgi.microkernel.protocol import (
     End,
     FinishReason,
     Generate,
+    PoolingInput,
     Prompted,
     PromptLogprobs,
     PromptTokens,
@@ -99,6 +100,8 @@ class TokenizerRequestState:
         self.generate = self.generate._replace(
             inputs="", chat=b"", grammar=b"", input_ids=b"", bad_words=[], sampling=sampling
         )
+        if self.generate.pooling is not None:
+            self.generate = self.generate._replace(pooling=PoolingInput())
 
     def start(
         self, vocabulary: Vocabulary, format_tokens: FormatTokens, max_new_tokens: int, model_vocab_size: int
@@ -174,9 +177,13 @@ class TokenizerRequestState:
         self._finish_if_prompt_only()
 
     def _finish_if_prompt_only(self) -> None:
-        """With `max_new_tokens` 0, ends the request once all prompt tokens have been sent."""
+        """With `max_new_tokens` 0, ends the request when all prompt tokens are sent, unless a vector is to come."""
         stream = self.prompt_tokens_stream
-        if self.max_new_tokens == 0 and (stream is None or stream.next_position >= self.prompt.token_count):
+        if (
+            self.max_new_tokens == 0
+            and self.generate.pooling is None
+            and (stream is None or stream.next_position >= self.prompt.token_count)
+        ):
             self.finish_reason = FinishReason.LENGTH
 
     def append_token(self, token_id: int) -> str:
@@ -234,6 +241,7 @@ class TokenizerRequestState:
             prompt_logprobs_from=0 if stream is None else stream.next_position,
             prompt_top_n=self.generate.prompt_top_n,
             context=self.generate.context.after(int((now - self.received) * 1000)),
+            pooling=self.generate.pooling is not None,
         )
 
     def end_message(self, reason: str, message: str = "", scheduler_end: End | None = None) -> End:
@@ -252,4 +260,5 @@ class TokenizerRequestState:
             inference_us=scheduler_end.inference_us if scheduler_end else 0,
             parts=[AnswerPart(0, kind, text) for kind, text in parts],
             retry_after_ms=scheduler_end.retry_after_ms if scheduler_end else 0,
+            vector=scheduler_end.vector if scheduler_end else b"",
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tgi.hub.model_config import read_model_config
+from tgi.hub.pooling import read_pooling_config
 from tgi.microkernel.link import Link, end_sessions
 from tgi.microkernel.process import Process
 from tgi.microkernel.progress import WorkerFacts
@@ -29,6 +30,7 @@ from tgi.worker.lora.registry import load_adapters
 
 if TYPE_CHECKING:
     from tgi.worker.engine.engine import TorchEngine
+    from tgi.worker.engine.pooling_engine import PoolingEngine
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ def _start_engine(
 
 def _start_torch_engine(
     process: Process, progress: Callable[[str, int], None], place: RankPlace | None
-) -> "TorchEngine":
+) -> "TorchEngine | PoolingEngine":
     settings = process.settings
     configure_thread_waiting()
     limit_instruction_set(settings.cpu)
@@ -141,6 +143,10 @@ def _start_torch_engine(
     if ranks * replicas > 1:
         take_cores(settings.replica_index * ranks + rank, replicas * ranks)
     progress("importing torch", 0)
+    if (pooling := read_pooling_config(settings.model_dir)) is not None:
+        from tgi.worker.engine.pooling_startup import start_pooling_engine
+
+        return start_pooling_engine(settings, pooling, progress)
     from tgi.worker.engine.startup import start_engine  # imports torch, which the fake worker does not need
 
     return start_engine(settings, progress, place)

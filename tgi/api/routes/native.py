@@ -217,7 +217,7 @@ class RootResource(CompatResource):
         """As GET /health: an empty 200 or 503. A browser, which names text/html, gets a short page."""
         await self._health.on_get(req, resp)
         if "text/html" in (req.get_header("accept") or ""):
-            ask = example_request(self._service.settings, True, req.prefix)
+            ask = example_request(self._service.settings, True, req.prefix, self._service.router.source.task)
             resp.content_type = "text/html; charset=utf-8"
             resp.text = PAGE.format(model=escape(self._service.model_id), ask=escape(ask))
 

@@ -4,6 +4,7 @@ interface      ForwardBatch, KVCacheSpec and the protocols of a backend; read th
 torch_cpu      CPU, with torch's flash attention kernel
 tile_planner   divides a step into tiles for torch_cpu
 cpu_kernels    CPU, with our own kernels
+packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
 """
 

@@ -69,7 +69,8 @@ struct AttendJob final : Job {
         const int64_t rows = std::min(count * heads_per_kv - begin, TILE_ROWS),
             before = batch.context_lengths[row] - count;
         const int64_t lowest = call.window ? std::max<int64_t>(0, before + begin / heads_per_kv - call.window + 1) : 0;
-        return {row, head, begin, rows, lowest, before + (begin + rows - 1) / heads_per_kv + 1};
+        const int64_t last = before + (begin + rows - 1) / heads_per_kv + call.ahead;
+        return {row, head, begin, rows, lowest, std::min<int64_t>(last + 1, batch.context_lengths[row])};
     }
 
     void run_tile(const TileRange& at) const {

@@ -7,13 +7,15 @@
 
 namespace tgi {
 
-// y [tokens, heads * head_dim] = softmax(cap(scale * q k)) v, causal. A query sees the last `window` positions, its own
-// included, or all of them if `window` is 0; cap(s) = softcap * tanh(s / softcap), or s if softcap is 0.
+// y [tokens, heads * head_dim] = softmax(cap(scale * q k)) v. A query sees the last `window` positions, its own included,
+// or all of them if `window` is 0, and the next `ahead` ones, as far as the context goes; 0: causal attention.
+// cap(s) = softcap * tanh(s / softcap), or s if softcap is 0.
 struct AttentionCall {
     const Element* qkv;  // [tokens, (heads + 2 * kv_heads) * head_dim]: the queries, keys and values of each token
     Element* y;
     int64_t window;
     float scale, softcap;
+    int64_t ahead = 0;
 };
 
 // Writes the keys and values to their slots, then computes y.

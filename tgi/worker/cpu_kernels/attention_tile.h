@@ -283,8 +283,9 @@ class AttentionTile {
         for (int64_t r = first; r < last; r++) {
             if (SCALED) softmax.scale_scores(workspace.scores[r], scales);
             if (call.softcap) softmax.softcap_scores(workspace.scores[r], call.scale, call.softcap);
-            if (const uint64_t visible =
-                visible_positions(workspace.positions[r] - from); ~visible) softmax.mask(workspace.scores[r], visible);
+            const uint64_t visible =
+                visible_positions(workspace.positions[r] - from, batch.context_lengths[at.row] - from);
+            if (~visible) softmax.mask(workspace.scores[r], visible);
             maxima_of_lanes[r - first] = softmax.lane_maxima(workspace.scores[r]);
         }
         const Float highest = load(part.highest + first);
@@ -309,11 +310,13 @@ class AttentionTile {
         store(part.sums + r * LANES, load(part.sums + r * LANES) * less);
     }
 
-    // A mask of the positions of a block that are visible to position `last`, counted from the start of the block.
-    uint64_t visible_positions(int64_t last) const {
+    // A mask of the positions of a block that are visible to position `own`. Both are counted from the start of the
+    // block, as is `end`, that of the context.
+    uint64_t visible_positions(int64_t own, int64_t end) const {
+        const int64_t last = std::min(own + call.ahead, end - 1);
         if (last < 0) return 0;
         const uint64_t upper = last < BLOCK - 1 ? (uint64_t(2) << last) - 1 : ~uint64_t(0);
-        const int64_t hidden = call.window ? last - call.window + 1 : 0;
+        const int64_t hidden = call.window ? own - call.window + 1 : 0;
         if (hidden >= BLOCK) return 0;
         return hidden > 0 ? upper >> hidden << hidden : upper;
     }

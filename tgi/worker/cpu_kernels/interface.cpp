@@ -117,9 +117,9 @@ void tgi_rope(ThreadPool* pool, Element* x, const float* angles, const int64_t* 
 void tgi_attention(ThreadPool* pool, void* cache, int64_t form, int64_t heads, int64_t kv_heads, int64_t head_dim,
     const int64_t* slots,
                 const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
-                const Element* qkv, Element* y, int64_t window, float scale, float softcap) {
+                const Element* qkv, Element* y, int64_t window, float scale, float softcap, int64_t ahead) {
     attention(*pool, {cache, heads, kv_heads, head_dim, KvForm(form)}, {slots, bounds, contexts, pages, rows, width},
-           {qkv, y, window, scale, softcap});
+           {qkv, y, window, scale, softcap, ahead});
 }
 
 void tgi_lora(ThreadPool* pool, const Element* x, float* plus, const int64_t* tokens, const int64_t* tiles,

@@ -9,6 +9,7 @@
 - draft_runner: the draft model of speculative decoding
 - prompt_logprobs: logprobs of prompt tokens
 - memory: the size of the KV cache and the limits that follow from it
+- pooling_engine, pooling_startup: the engine of models that end in a vector, and its start
 - torch_threads: the number of threads of torch's CPU kernels
 - startup: loads the models, measures memory, warms up, captures CUDA graphs
 """

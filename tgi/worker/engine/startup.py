@@ -74,7 +74,7 @@ class LoadedModels(NamedTuple):
 def start_engine(settings: Settings, progress: Progress, place: RankPlace | None = None) -> TorchEngine:
     """Returns the engine, ready to serve; that of one rank, if it has a `place` among several. Raises UserError where
     model, device or memory do not allow it."""
-    device = _device(settings.device)
+    device = choose_device(settings.device)
     if place is not None and device != "cpu":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # fewer if each rank sees its own only
     if device != "cpu":
@@ -316,7 +316,8 @@ def _load_token_table(directory: Path, vocab_size: int) -> LLTokenizer:
     return token_table(read_tokenizer(config), config.eos_token_ids, vocab_size)
 
 
-def _device(name: str) -> str:
+def choose_device(name: str) -> str:
+    """The device of a --device: "cpu" or "cuda". Raises UserError if it is not there."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("There is no CUDA device that torch can use. Start with --device cpu.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

@@ -60,6 +60,11 @@ def fake_prompt_logprob(number: int, token: int, top_n: int, ids: range) -> Fake
     return token, logprob, tops[: min(top_n, len(ids))]
 
 
+def fake_vector(number: int) -> tuple[float, float]:
+    """The vector of a prompt with this hash."""
+    return float(number % 251), float(number % 65521)
+
+
 def fake_result(
     number: int, epoch: int, sampled: Sequence[Sequence[FakeToken]], prompt_logprobs: Sequence[FakeToken] = ()
 ) -> StepResult:

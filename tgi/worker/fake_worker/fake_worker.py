@@ -7,11 +7,12 @@ match it. Any directory with an adapter_config.json is an adapter; its content c
 """
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tgi.microkernel.codec import INT32, pack_column, unpack_float32, unpack_int32
+from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.protocol import (
     MAX_DRAFT_TOKENS,
@@ -31,6 +32,7 @@ from tgi.worker.fake_worker.fake_tokens import (
     fake_prompt_logprob,
     fake_result,
     fake_token,
+    fake_vector,
     fake_vocabulary,
     noise_key,
 )
@@ -213,11 +215,15 @@ class FakeWorker:
             self._check_row(slot, start, count, len(row_drafts))
         sampled: list[list[FakeToken]] = []
         prompt_logprobs: list[FakeToken] = []
+        vectors: array[float] = array(FLOAT32)
         for slot, start, count, draw, row_drafts in zip(rows, starts, counts, step.draws, drafts, strict=True):
             prompt_logprobs += self._compute(slot, start, count)
+            request = self._slots[slot]
             if draw:
                 sampled.append(self._sample(slot, row_drafts))
-        result = fake_result(step.number, step.epoch, sampled, prompt_logprobs)
+            elif start + count == len(request.ids) and not request.slot.prompt_logprobs_from:
+                vectors.extend(fake_vector(request.chain))
+        result = fake_result(step.number, step.epoch, sampled, prompt_logprobs)._replace(vectors=vectors.tobytes())
         faults = [self._slots[slot].fault for slot in rows]
         return result._replace(row_errors=faults) if any(faults) else result
 

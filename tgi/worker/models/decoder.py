@@ -88,7 +88,7 @@ class DecoderModel:
         self._program = write_program(config, weights, self._rotaries, self.kv, communicator, shards)
         # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
-        linears = [linear for layer in weights.layers for linear in _linears(layer)]
+        linears = [linear for layer in weights.layers for linear in layer_linears(layer)]
         self._row_counts = choose_row_counts([*linears, weights.head])
         # For LoRA on torch's kernels: per layer, the matrix with the activation, without its epilogue. Made on demand.
         self._without_epilogue: list[Linear | None] = []
@@ -250,7 +250,7 @@ def _activated_linear(mlp: Mlp | Experts) -> Linear | None:
     return mlp.gate or mlp.up if isinstance(mlp, Mlp) else None
 
 
-def _linears(layer: DecoderLayer) -> list[Linear]:
+def layer_linears(layer: DecoderLayer) -> list[Linear]:
     """All linear layers of a decoder layer."""
     if isinstance(layer.mlp, Mlp):
         mlps, router = [layer.mlp], []
