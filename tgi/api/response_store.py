@@ -24,6 +24,8 @@ T = TypeVar("T")
 Items = list[dict[str, Any]]
 
 MAX_STORED_BYTES = 256 << 20
+ROW_BYTES = 1 << 10  # that a response counts besides its text
+MAX_CONVERSATIONS = 1 << 14
 # Responses that one may go on from: what is read for a request is bounded in bytes, too.
 MAX_TURNS = 1000
 PURGE_SECONDS = 1.0
@@ -89,7 +91,7 @@ class ResponseStore:
         """Keeps a response; as the head of a conversation of its owner if one is named."""
 
         def write(db: sqlite3.Connection) -> None:
-            size = sum(map(len, (response.body, response.input, response.output)))
+            size = ROW_BYTES + sum(map(len, (response.body, response.input, response.output)))
             db.execute(
                 "INSERT OR REPLACE INTO responses VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
                 (*response[:9], size, time.time(), time.time()),
@@ -106,7 +108,7 @@ class ResponseStore:
         """As `put`, for a background response that still runs. Returns False if it was cancelled or deleted."""
 
         def write(db: sqlite3.Connection) -> bool:
-            size = sum(map(len, (response.body, response.input, response.output)))
+            size = ROW_BYTES + sum(map(len, (response.body, response.input, response.output)))
             found = db.execute(
                 "UPDATE responses SET status=?, body=?, output=?, size=?, used=? WHERE id=? AND status IN (?,?)",
                 (response.status, response.body, response.output, size, time.time(), response.id, *RUNNING),
@@ -277,8 +279,17 @@ def _purge(db: sqlite3.Connection, ttl: float) -> None:
     total = db.execute("SELECT COALESCE(SUM(size), 0) FROM responses").fetchone()[0]
     while total > MAX_STORED_BYTES:
         found = db.execute(
-            "DELETE FROM responses WHERE id IN (SELECT id FROM responses WHERE owner = (SELECT owner FROM responses "
-            "GROUP BY owner ORDER BY SUM(size) DESC LIMIT 1) ORDER BY used LIMIT 16) RETURNING size"
+            "DELETE FROM responses WHERE id IN (SELECT id FROM (SELECT id, SUM(size) OVER (ORDER BY used, id) - size "
+            "AS older FROM responses WHERE owner = (SELECT owner FROM responses GROUP BY owner ORDER BY SUM(size) DESC "
+            "LIMIT 1)) WHERE older < ?) RETURNING size",
+            (total - MAX_STORED_BYTES,),
         ).fetchall()
         total -= sum(size for (size,) in found)
+    too_many = db.execute("SELECT COUNT(*) FROM conversations").fetchone()[0] - MAX_CONVERSATIONS
+    if too_many > 0:
+        db.execute(
+            "DELETE FROM conversations WHERE id IN (SELECT id FROM conversations WHERE owner = (SELECT owner FROM "
+            "conversations GROUP BY owner ORDER BY COUNT(*) DESC LIMIT 1) ORDER BY used LIMIT ?)",
+            (too_many,),
+        )
     db.execute("DELETE FROM events WHERE id NOT IN (SELECT id FROM responses)")

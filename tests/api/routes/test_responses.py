@@ -364,7 +364,8 @@ def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 1000)
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 10_000)
+    monkeypatch.setattr(response_store, "MAX_CONVERSATIONS", 4)
     monkeypatch.setattr(response_store, "PURGE_SECONDS", 0)
 
     async def work(store: ResponseStore, _: ResponseStore) -> None:
@@ -374,6 +375,11 @@ def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert await store.get("me", "resp_39") is not None
         assert await store.get("me", "resp_0") is None
         assert await store.get("other", "small") is not None  # the client that keeps most loses its oldest
+        for owner, name in (("other", "theirs"), *(("me", f"conv_{number}") for number in range(9))):
+            await store.put_conversation(owner, name, "{}", None)
+        kept = [await store.conversation("me", f"conv_{number}") is not None for number in range(9)]
+        assert kept == [False] * 6 + [True] * 3
+        assert await store.conversation("other", "theirs") is not None
 
     run(work, tmp_path / "s")
 
