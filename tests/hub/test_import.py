@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import _type_traits, dequantize
@@ -16,7 +17,6 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Sequence, Split
-from transformers import AutoModelForCausalLM
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from scripts.make_gguf import add, write_gguf
@@ -52,7 +52,7 @@ def imported(source: Path, directory: Path) -> Path:
 
 
 def logits(directory: Path, ids: list[int]) -> torch.Tensor:
-    network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    network = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         return network(torch.tensor([ids])).logits[0]
 

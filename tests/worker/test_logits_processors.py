@@ -7,10 +7,10 @@ examples here and a reference in test_sampling.py.
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from transformers import MinPLogitsWarper
 
 from tests.worker.test_sampling import bias, draws, processed, run
 from tgi.microkernel.sampling_params import SamplingParams
@@ -146,7 +146,7 @@ def test_min_p_keeps_what_transformers_keeps(
     scores[:, 0] = 0.5  # never nothing
     got = kept(scores, *(SamplingParams(0, min_p=share) for share in shares))
     for row, share, stays in zip(scores.double(), shares, got, strict=True):
-        want = (MinPLogitsWarper(share)(None, row[None])[0] > -torch.inf).numpy()
+        want = (transformers.MinPLogitsWarper(share)(None, row[None])[0] > -torch.inf).numpy()
         margin = (row - row.max()).numpy() - np.log(share) if share else np.full(vocab, np.inf)
         assert ((stays == want) | (abs(margin) < 1e-5 * max(1.0, scale))).all()
         assert stays[row.argmax()]

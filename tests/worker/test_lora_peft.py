@@ -9,11 +9,10 @@ import transformers
 from tests.models import model as make
 from tests.worker.test_lora import load, prompts, run
 
-peft = pytest.importorskip("peft")
-
 
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_deltas_equal_weights_merged_by_peft(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")  # here, since it takes a second, which each process would need to collect this
     directory = make(kind)
     base = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     ranks = {"rank_pattern": {r"layers\.1\..*(o_proj|down_proj)": 3}, "alpha_pattern": {"down_proj": 5}}
