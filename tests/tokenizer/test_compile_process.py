@@ -13,7 +13,7 @@ import pytest
 
 from tests.tokenizer.test_repetition import REJECTED
 from tgi.hub.model_config import read_model_config
-from tgi.tokenizer.answers.formats import FALLBACK_FORMATS, TOOL_CALL_FORMATS, AnswerFormat, ReasoningTags
+from tgi.tokenizer.answers.formats import FALLBACK_FORMATS, FORMATS_BY_NAME, AnswerFormat, ReasoningTags
 from tgi.tokenizer.chat import OfferedTool, RenderedChat
 from tgi.tokenizer.structured_output import compile_process
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
@@ -29,7 +29,10 @@ TOOLS = [OfferedTool("weather", TOWN), OfferedTool("none", None, True)]
 CHATS = [
     None,
     RenderedChat("text"),
-    *(RenderedChat("", AnswerFormat((one,)), TOOLS, True, None) for one in TOOL_CALL_FORMATS),
+    *(
+        RenderedChat("", AnswerFormat((FORMATS_BY_NAME[one],), channels=one == "harmony"), TOOLS, True, None)
+        for one in ("hermes", "llama3", "qwen3_coder", "lfm2", "gemma4", "harmony")
+    ),
     RenderedChat("", AnswerFormat(FALLBACK_FORMATS, ReasoningTags("<think>", "</think>"), True), TOOLS, False, True),
     RenderedChat("", AnswerFormat((), ReasoningTags("<think>", "</think>"))),
 ]

@@ -60,9 +60,9 @@ TOOL_CALL_PARSERS = (
     "gemma4", "gigachat3", "glm", "glm45", "glm47", "gpt-oss", "granite", "granite-20b-fc", "granite4", "harmony",
     "hermes", "hunyuan_a13b", "hy_v3", "internlm", "interns1", "jamba", "kimi_k2", "lfm2", "ling3", "llama3",
     "llama3_json", "llama4_json", "llama4_pythonic", "longcat", "mimo", "minimax-m2", "minimax_m2", "mistral",
-    "mistral-args", "mistral-ids", "nanbeige", "nemotron_v3", "olmo3", "openai", "phi4_mini_json", "plamo3",
-    "poolside_v1", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_json", "qwen3_xml", "seed_oss", "step3",
-    "step3p5", "step5", "trinity", "xlam",
+    "mistral-args", "mistral-ids", "nanbeige", "nemotron_json", "nemotron_v3", "olmo3", "openai", "phi4_mini_json",
+    "plamo3", "poolside_v1", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_json", "qwen3_xml", "seed_oss",
+    "step3", "step3p5", "step5", "trinity", "xlam",
 )  # fmt: skip
 REASONING_PARSERS = (
     "auto", "hf", "apertus", "cohere_command3", "deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41",

@@ -213,6 +213,7 @@ FORMS = {
     ),
     "granite-20b-fc": Form(f"<function_call> {JSON} <function_call> {NOW}", "<function_call>"),
     "granite": Form(f"<|tool_call|>[{JSON}, {NOW}]", "<|tool_call|>"),
+    "nemotron_json": Form(f"<TOOLCALL>[{JSON}, {NOW}]</TOOLCALL>", "<TOOLCALL>[{{"),
     "phi4_mini_json": Form(f"functools[{JSON}, {NOW}]", 'functools[{"name": '),
     "hunyuan_a13b": Form(f"<tool_calls>[{JSON}, {NOW}]</tool_calls>", "<tool_calls>["),
     "hermes": Form(f"<tool_call>\n{JSON}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>",
@@ -573,3 +574,38 @@ def test_a_token_is_parsed_without_those_before_it(name: str, character: str) ->
             parser.parse_piece(character)
             searched += len(parser._rest)
         assert searched <= 100 * 300, whole[:size]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, []], ids=["tools", "no tools"])
+def test_final_message_matches_a_grammar(tools: list[Any]) -> None:
+    harness, vocabulary = harness_of(special(), template(FORMS["harmony"])), special()
+    grammar = json.dumps({"schema": {"properties": {"age": {"type": "integer"}}, "required": ["age"]}}).encode()
+    thought = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>"
+    answers = [
+        (thought + final + '{"age": 3}', [("reasoning", "So."), ("text", '{"age": 3}')]),
+        (final + '{"age": 3}', [("text", '{"age": 3}')]),
+        (final + '{"age": "x"}', None),
+        (final + "Hello", None),
+        (thought + FORMS["harmony"].calls, expected(FORMS["harmony"], "So.") if tools else None),
+    ]
+    for answer, parts in answers:
+        add = submit_valid_chat(harness, 1, chat(tools), grammar=grammar)
+        assert accepts(add, answer, vocabulary) == (parts is not None), answer
+        if parts is not None:
+            assert parsed_answer(play_answer(harness, add, ids_of(answer, vocabulary))).parts == parts
+
+
+def test_messages_of_an_answer_are_told_by_their_headers() -> None:
+    """Preambles and messages to other recipients, an answer without a header, and one that is cut in a header."""
+    answers = [
+        ("<|channel|>commentary<|message|>First.<|end|><|start|>assistant<|channel|>final<|message|>Then.<|return|>",
+         [("text", "First.\nThen.")]),
+        ("<|channel|>commentary to=browser.search<|message|>{}<|call|>", [("reasoning", "{}")]),
+        (" to=functions.now<|channel|>commentary json<|message|>{}<|call|>", [("call", "now"), ("arguments", "{}")]),
+        ("<|channel|>commentary to=functions.unknown<|message|>{}<|call|>", [("text", "{}")]),
+        ("Hello <there>", [("text", "Hello <there>")]),
+        ("<|channel|>final<|message|>Hi<|end|><|start|>assist", [("text", "Hi")]),
+    ]  # fmt: skip
+    for answer, result in answers:
+        assert parts("harmony", [answer]) == parts("harmony", list(answer)) == result

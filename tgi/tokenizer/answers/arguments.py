@@ -222,7 +222,8 @@ class PythonLiteral:
                 return ""
             if not self._closing or piece not in ",:":
                 raise ValueError(piece)
-        return piece
+            return piece + " "
+        return "" if match.lastgroup == "space" else piece
 
 
 def _begins_any(text: str, words: list[str]) -> bool:

@@ -390,6 +390,7 @@ TOOL_CALL_FORMATS = (
         marker_repeats=True,
     ),
     _json_list("granite", "<|tool_call|>", ""),
+    _json_list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
     _json_list("phi4_mini_json", "functools", "", "functools["),
     _json_list("hunyuan_a13b", "<tool_calls>", "</tool_calls>")._replace(also=("jamba",)),
     ToolCallFormat(
