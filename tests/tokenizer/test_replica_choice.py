@@ -17,14 +17,11 @@ from tgi.microkernel.sampling_params import SamplingParams
 from tgi.tokenizer.encoder import EncodedPrompt
 from tgi.tokenizer.replica_choice import (
     BLOCK_TOKENS,
-    MAX_HOLDERS,
-    MAX_PRICE,
-    PRICE_GRAIN,
+    MAX_KEYS,
     Candidate,
-    HashRing,
-    PrefixIndex,
-    Prices,
-    ReplicaChoice,
+    SentPrefixes,
+    best_candidate,
+    lasting_excess,
     prompt_keys,
 )
 from tgi.tokenizer.request import TokenizerRequestState
@@ -36,44 +33,42 @@ def ids(*numbers: int) -> bytes:
     return array("i", numbers).tobytes()
 
 
-def matched(index: PrefixIndex, prompt: bytes, digest: bytes = b"") -> int:
-    """What counts for the replica 0."""
-    levels = index.matches(prompt_keys(prompt, digest))
-    return max((tokens for tokens, numbers in levels if 0 in numbers), default=0)
+def matched(sent: SentPrefixes, prompt: bytes, digest: bytes = b"") -> int:
+    return sent.matched(prompt_keys(prompt, digest))
 
 
-def filled(capacity: int, *prompts: bytes, digest: bytes = b"") -> PrefixIndex:
-    index = PrefixIndex()
-    index.set_capacity(0, capacity)
+def filled(capacity: int, *prompts: bytes, digest: bytes = b"") -> SentPrefixes:
+    sent = SentPrefixes()
+    sent.capacity = capacity
     for prompt in prompts:
-        index.record(prompt_keys(prompt, digest), 0)
-    return index
+        sent.record(prompt_keys(prompt, digest))
+    return sent
 
 
 def test_prompts_match_in_whole_blocks_from_the_first_token_on() -> None:
-    index = filled(1000, ids(*range(40)))
-    assert matched(index, ids(*range(40))) == 2 * BLOCK_TOKENS
-    assert matched(index, ids(*range(20))) == BLOCK_TOKENS
-    assert matched(index, ids(*range(16), *range(50, 70))) == BLOCK_TOKENS
-    assert matched(index, ids(1, *range(40))) == 0
-    assert matched(index, ids(*range(16, 32))) == 0  # the second block, without the first
-    assert matched(index, b"") == 0
-    index.forget(0)
-    assert matched(index, ids(*range(40))) == 0
+    sent = filled(1000, ids(*range(40)))
+    assert matched(sent, ids(*range(40))) == 2 * BLOCK_TOKENS
+    assert matched(sent, ids(*range(20))) == BLOCK_TOKENS
+    assert matched(sent, ids(*range(16), *range(50, 70))) == BLOCK_TOKENS
+    assert matched(sent, ids(1, *range(40))) == 0
+    assert matched(sent, ids(*range(16, 32))) == 0  # the second block, without the first
+    assert matched(sent, b"") == 0
+    sent.clear()
+    assert matched(sent, ids(*range(40))) == 0
 
 
 def test_a_long_prompt_has_few_keys_and_most_of_its_match_counts() -> None:
-    index = filled(100_000, ids(*range(16_000)))
-    assert len(index) < 50
+    sent = filled(100_000, ids(*range(16_000)))
+    assert len(sent) < 50
     for common in (100, 1000, 5000, 15_000):
-        found = matched(index, ids(*range(common), *range(90_000, 100_000)))
+        found = matched(sent, ids(*range(common), *range(90_000, 100_000)))
         assert 0.75 * (common - BLOCK_TOKENS) < found <= common
 
 
 def test_prompts_of_another_adapter_do_not_match_but_its_use_counts() -> None:
-    index = filled(1000, ids(*range(40)), digest=b"first")
-    assert matched(index, ids(*range(50, 90)), b"first") > 0
-    assert matched(index, ids(*range(40)), b"other") == matched(index, ids(*range(40))) == 0
+    sent = filled(1000, ids(*range(40)), digest=b"first")
+    assert matched(sent, ids(*range(50, 90)), b"first") > 0
+    assert matched(sent, ids(*range(40)), b"other") == matched(sent, ids(*range(40))) == 0
 
 
 def test_a_prefix_counts_until_the_cache_should_have_evicted_it() -> None:
@@ -85,27 +80,20 @@ def test_a_prefix_counts_until_the_cache_should_have_evicted_it() -> None:
     assert [matched(again, one) for one in (first, second, third, fourth)] == [32, 0, 32, 32]
 
 
-def test_the_memory_of_an_index_is_bounded() -> None:
-    index = PrefixIndex(max_keys=100)
-    for number in range(MAX_HOLDERS + 50):
-        index.set_capacity(number, 1 << 30)
-        index.record(prompt_keys(ids(*range(16)), b""), number)
-    assert len(index._stamps[prompt_keys(ids(*range(16)), b"").keys[0]]) == MAX_HOLDERS
-    for start in range(1000):
-        index.record(prompt_keys(ids(*range(start, start + 16)), b""), 0)
-    assert len(index) == 100
+def test_the_memory_of_a_replica_is_bounded() -> None:
+    sent = filled(1 << 30, *(ids(*range(start, start + 32)) for start in range(MAX_KEYS)))
+    assert len(sent) == MAX_KEYS
+    assert matched(sent, ids(*range(MAX_KEYS - 1, MAX_KEYS + 31))) == 32
+    evicting = filled(100, *(ids(*range(start, start + 32)) for start in range(100)))
+    assert len(evicting) < 10
 
 
-def choose(candidates: dict[int, Candidate | None], prompt: bytes, known: dict[int, bytes]) -> int | None:
+def choose(loads: tuple[int, ...], slots: int, prompt: bytes, known: dict[int, bytes]) -> int:
     """What is chosen where these replicas were sent these prompts."""
-    choice = ReplicaChoice()
-    for number in candidates:
-        choice.ring.add(number)
-        choice.index.set_capacity(number, 1 << 20)
-    for number, sent in known.items():
-        choice.index.record(prompt_keys(sent, b""), number)
-    loads = [one.load for one in candidates.values() if one is not None]
-    return choice.choose(prompt_keys(prompt, b""), sum(loads) / len(loads) if loads else 0.0, candidates.get)
+    candidates = [
+        Candidate(number, load, slots, filled(1 << 20, known.get(number, b""))) for number, load in enumerate(loads)
+    ]
+    return best_candidate(prompt_keys(prompt, b""), candidates)
 
 
 @pytest.mark.parametrize(
@@ -126,91 +114,49 @@ def choose(candidates: dict[int, Candidate | None], prompt: bytes, known: dict[i
     ],
 )
 def test_the_best_replica(loads: tuple[int, ...], tokens: tuple[int, ...], slots: int, chosen: set[int]) -> None:
-    candidates: dict[int, Candidate | None] = {number: Candidate(load, slots) for number, load in enumerate(loads)}
     found = set()
     for seed in range(40):
         prompt = ids(*range(1000 * seed, 1000 * seed + 16_000))
-        found.add(choose(candidates, prompt, {number: prompt[: 4 * count] for number, count in enumerate(tokens)}))
+        known = {number: prompt[: 4 * count] for number, count in enumerate(tokens)}
+        found.add(choose(loads, slots, prompt, known))
     assert found == chosen
 
 
-def test_replicas_that_must_not_get_a_request_are_left_out() -> None:
-    prompt = ids(*range(500))
-    assert choose({0: None, 1: Candidate(9, 64)}, prompt, {0: prompt}) == 1
-    assert choose({0: None, 1: None}, prompt, {0: prompt}) is None
-
-
 def test_a_prompt_that_all_requests_have_is_shared_by_all_replicas() -> None:
-    choice, loads, prompt = ReplicaChoice(), dict.fromkeys(range(200), 0), prompt_keys(ids(*range(500)), b"")
-    for number in loads:
-        choice.ring.add(number)
-        choice.index.set_capacity(number, 1 << 20)
-    for sent in range(2000):
-        number = choice.choose(prompt, sent / len(loads), lambda number: Candidate(loads[number], 64))
-        assert number is not None
-        loads[number] += 1
-    assert max(loads.values()) < 25
-
-
-def test_the_price_of_a_replica_follows_its_load() -> None:
-    """It does not count while it is small, and is bounded; a replica that has gone has none."""
-    prices, lifetime = Prices(), 8 * 24
-    prices.observe({number: 24 if number else 30 for number in range(8)}, lifetime)
-    assert prices[0] == 0
-    for _ in range(4):
-        prices.observe({number: 24 if number else 30 for number in range(8)}, lifetime)
-    assert PRICE_GRAIN <= prices[0] < MAX_PRICE
-    assert prices[0] % PRICE_GRAIN == 0
-    assert {prices[number] for number in range(1, 8)} == {0}
-    for _ in range(100):
-        prices.observe({0: 40, 1: 8}, lifetime)
-    assert (prices[0], prices[1], prices[2]) == (MAX_PRICE, -MAX_PRICE, 0)
-    for _ in range(100):
-        prices.observe({0: 8, 1: 40}, lifetime)
-    assert (prices[0], prices[1]) == (-MAX_PRICE, MAX_PRICE)
-    prices.observe({0: 0, 1: 0}, lifetime)
-    assert (prices[0], prices[1]) == (-MAX_PRICE, MAX_PRICE)
+    prompt, loads, sent = prompt_keys(ids(*range(500)), b""), [0] * 64, [filled(1 << 20) for _ in range(64)]
+    for _ in range(640):
+        candidates = [Candidate(number, load, 64, sent[number]) for number, load in enumerate(loads)]
+        chosen = best_candidate(prompt, candidates)
+        sent[chosen].record(prompt)
+        loads[chosen] += 1
+    assert max(loads) < 25
 
 
 def test_a_popular_prefix_leaves_a_replica_whose_load_stays_above_the_mean() -> None:
     """Four requests above the bound are not worth computing 500 tokens again, but they are if that goes on."""
-    choice, loads = ReplicaChoice(), {0: 18, 1: 12, 2: 12, 3: 12}
-    mean = sum(loads.values()) / len(loads)
-    for number in loads:
-        choice.ring.add(number)
-        choice.index.set_capacity(number, 1 << 20)
-    popular = prompt_keys(ids(*range(500)), b"")
-    choice.index.record(popular, 0)
-    chosen = []
-    for _ in range(40):
-        chosen.append(choice.choose(popular, mean, lambda number: Candidate(loads[number], 64)))
-        choice.prices.observe(loads, sum(loads.values()))
-    assert set(chosen[:10]) == {0}
-    assert 0 not in chosen[30:]
+    prompt, loads = ids(*range(500)), (18, 12, 12, 12)
+    mean, lasting, chosen = sum(loads) / len(loads), [0.0] * len(loads), []
+    for _ in range(60):
+        candidates = [
+            Candidate(number, load, 64, filled(1 << 20, prompt if number == 0 else b""), lasting[number])
+            for number, load in enumerate(loads)
+        ]
+        chosen.append(best_candidate(prompt_keys(prompt, b""), candidates))
+        lasting = [lasting_excess(one, load - mean, 1.0) for one, load in zip(lasting, loads, strict=True)]
+    assert set(chosen[:3]) == {0}
+    assert 0 not in chosen[50:]
 
 
-def test_tokenizers_agree_on_a_new_prefix_without_asking_each_other() -> None:
+def test_tokenizers_agree_on_a_new_prefix_and_few_move_when_a_replica_comes() -> None:
     """The values are those of any process: strings have another hash in each."""
-    candidates: dict[int, Candidate | None] = {number: Candidate(2, 64) for number in range(4)}
-    found = [choose(candidates, ids(*range(key, key + 16)), {}) for key in range(12)]
-    assert found == [1, 2, 1, 1, 2, 1, 0, 2, 0, 0, 0, 1]
-
-
-def test_few_prefixes_move_when_a_replica_comes_or_goes() -> None:
-    ring, keys = HashRing(), [bytes([key, other]) for key in range(40) for other in range(10)]
-    for number in range(10):
-        ring.add(number)
-    before = [list(ring.walk(key)) for key in keys]
-    assert all(sorted(one) == list(range(10)) for one in before)
-    ring.add(10)
-    assert sum(next(ring.walk(key)) != one[0] for key, one in zip(keys, before, strict=True)) < len(keys) // 5
-    ring.remove(10)
-    assert [list(ring.walk(key)) for key in keys] == before
-    ring.remove(3)
-    assert [list(ring.walk(key)) for key in keys] == [[number for number in one if number != 3] for one in before]
-    for number in range(10):
-        ring.remove(number)
-    assert list(ring.walk(b"")) == []
+    prompts = [ids(*range(key, key + 16)) for key in range(400)]
+    before = [choose((2,) * 10, 64, one, {}) for one in prompts]
+    assert before[:6] == [1, 3, 0, 6, 3, 5]
+    assert max(map(before.count, range(10))) < 80
+    after = [choose((2,) * 11, 64, one, {}) for one in prompts]
+    moved = [new for old, new in zip(before, after, strict=True) if new != old]
+    assert set(moved) == {10}
+    assert 20 < len(moved) < 60
 
 
 def test_a_replica_that_was_retired_gets_no_request() -> None:

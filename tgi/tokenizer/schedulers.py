@@ -15,7 +15,7 @@ from tgi.microkernel.protocol import (
     limits_shortfall,
 )
 from tgi.microkernel.work_register import split_fingerprints
-from tgi.tokenizer.replica_choice import Candidate, PromptKeys, ReplicaChoice, prompt_keys
+from tgi.tokenizer.replica_choice import Candidate, SentPrefixes, best_candidate, lasting_excess, prompt_keys
 from tgi.tokenizer.request import TokenizerRequestState
 
 log = logging.getLogger(__name__)
@@ -24,8 +24,6 @@ NO_SCHEDULER = Status(False, True, "waiting for the scheduler", 0)
 SCHEDULER_SILENT = "the scheduler does not respond"
 SCHEDULER_DRAINS = "the scheduler finishes its requests and ends"
 LIMITS_DIFFER = Status(False, False, "a replica does not meet the limits of the others", 0)
-# The mean load is computed again after one choice per this many replicas.
-MEAN_SHARE = 16
 # How long the suspects of a replica that does not compute stay there: longer than a worker loads.
 SUSPECT_SECONDS = 600.0
 # A request that was in hand at a worker's loss at one replica, and then at another one before it had got this many more
@@ -33,9 +31,6 @@ SUSPECT_SECONDS = 600.0
 MOVED_PROGRESS = 8
 # What requests were promised. Other limits of replicas may be lower than those of the first one.
 MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens")
-# How able a replica is to compute a request, the best first: see `_rank`.
-Rank = tuple[int, bool, bool, bool]
-ABLE: Rank = (0, False, False, False)
 
 
 class SchedulerReplica(Neighbour[TokenizerRequestState]):
@@ -53,6 +48,8 @@ class SchedulerReplica(Neighbour[TokenizerRequestState]):
         self.unfit = False  # its limits differ from those of the others
         self.reported = NO_SCHEDULER  # the latest status, also of an unfit one
         self.slots = 1  # requests that it computes at once
+        self.sent = SentPrefixes()
+        self.lasting_excess = 0.0  # of its load, in prompt tokens that count against it
         self._tokenizers = tokenizers
         self._reported, self._own = 0, 0  # requests of all tokenizers, and of this one, when the status came
 
@@ -114,15 +111,11 @@ class Schedulers:
         known, as of processes on other hosts. `tokenizers`: how many share the replicas."""
         self.limits: DeploymentLimits | None = None
         self._replicas: dict[Place, SchedulerReplica] = {}
-        self._by_number: dict[int, SchedulerReplica] = {}
         self._connected: dict[PeerId, SchedulerReplica] = {}
         self._suspecting: set[SchedulerReplica] = set()  # those with `worker_suspects`
         self.assignments: Assignments[SchedulerReplica, TokenizerRequestState]
         self.assignments = Assignments(self._choose_replica, work_in_hand)
         self._tokenizers = tokenizers
-        self._choice = ReplicaChoice()
-        self._mean_load = 0.0
-        self._choices_with_mean = 0  # since it was computed
 
     def __getitem__(self, place: Place) -> SchedulerReplica:
         return self._replicas[place]
@@ -143,9 +136,7 @@ class Schedulers:
     def at(self, place: Place) -> SchedulerReplica:
         """The replica at this place, which is a new one if there was none."""
         if place not in self._replicas:
-            replica = self._replicas[place] = SchedulerReplica(place, self._tokenizers)
-            self._by_number[replica.number] = replica
-            self._choice.ring.add(replica.number)
+            self._replicas[place] = SchedulerReplica(place, self._tokenizers)
         return self._replicas[place]
 
     def connect(self, replica: SchedulerReplica, peer: PeerId, hello: Hello, now: float) -> None:
@@ -172,12 +163,7 @@ class Schedulers:
     def remove(self, place: Place) -> None:
         """A replica was retired. Does nothing if it is connected."""
         if place in self._replicas and self._replicas[place].peer is None:
-            retired = self._replicas.pop(place)
-            self.assignments.release(retired)
-            number = retired.number
-            self._by_number.pop(number, None)
-            self._choice.ring.remove(number)
-            self._choice.index.forget(number)
+            self.assignments.release(self._replicas.pop(place))
             self._suspecting = {one for one in self._suspecting if one.place != place}
             for replica in self:
                 if replica.unfit:  # perhaps no other is left
@@ -196,10 +182,9 @@ class Schedulers:
                     log.error("%s is not used: %s. Give all replicas the same memory and devices.", replica.peer, fault)
                 replica.unfit = bool(fault)
             # Other tokenizers send it as much as this one.
-            tokens = status.limits.pages * status.limits.page_size // self._tokenizers
-            self._choice.index.set_capacity(replica.number, tokens)
+            replica.sent.capacity = status.limits.pages * status.limits.page_size // self._tokenizers
         if not status.ready:  # without a worker there is no prefix cache
-            self._choice.index.forget(replica.number)
+            replica.sent.clear()
         replica.set_status(LIMITS_DIFFER if replica.unfit else status)
         if replica.worker_suspects:
             self._suspecting.add(replica)
@@ -216,49 +201,24 @@ class Schedulers:
         for replica in self._suspecting:
             if request.context.fingerprint in replica.worker_suspects and self._tries_suspects(replica, now):
                 return replica if replica.peer is not None else None
-        digest = request.generate.sampling.adapter_digest
-        prompt: PromptKeys | None = None
-        if len(self._replicas) > 1:
-            prompt = prompt_keys(request.prompt.ids, digest)
-            if (chosen := self._choose_of_rank(ABLE, digest, prompt)) is not None:
-                return chosen
         # Perhaps some start, do not respond or lack the adapter. Which are the best?
+        digest = request.generate.sampling.adapter_digest
         ranks = {replica: _rank(replica, digest) for replica in self if replica.takes_requests}
-        best = min(ranks.values(), default=ABLE)
+        best = min(ranks.values(), default=None)
         usable = [replica for replica, rank in ranks.items() if rank == best and replica.peer is not None]
-        if len(usable) < 2 or prompt is None:
+        if len(self._replicas) < 2 or not usable:
             return usable[0] if usable else None
-        # None of them may be among those that are looked at.
-        return self._choose_of_rank(best, digest, prompt) or min(usable, key=lambda replica: replica.load)
-
-    def _choose_of_rank(self, rank: Rank, digest: bytes, prompt: PromptKeys) -> SchedulerReplica | None:
-        """The best of the replicas of this rank; None: none of those that were looked at has it."""
-        if rank == ABLE:
-            mean = self._mean_of_able()
-        else:
-            loads = [one.load for one in self if one.takes_requests and _rank(one, digest) == rank]
-            mean = sum(loads) / len(loads) if loads else 0.0
-
-        def candidate(number: int) -> Candidate | None:
-            replica = self._by_number.get(number)  # None: it was retired
-            if replica is None or not replica.takes_requests or _rank(replica, digest) != rank:
-                return None
-            return Candidate(replica.load, replica.slots)
-
-        number = self._choice.choose(prompt, mean, candidate)
-        return None if number is None else self._by_number[number]
-
-    def _mean_of_able(self) -> float:
-        """The mean load of the replicas that compute. Now and then it is computed again, with the prices."""
-        sent = self._choices_with_mean
-        if not sent or sent * MEAN_SHARE >= len(self._replicas):
-            loads = {one.number: one.load for one in self if one.takes_requests and _rank(one, b"") == ABLE}
-            # Other tokenizers send as much as this one.
-            self._choice.prices.observe(loads, sent * self._tokenizers)
-            self._mean_load = sum(loads.values()) / len(loads) if loads else 0.0
-            self._choices_with_mean = 0
-        self._choices_with_mean += 1
-        return self._mean_load
+        prompt = prompt_keys(request.prompt.ids, digest)
+        candidates = [Candidate(one.number, one.load, one.slots, one.sent, one.lasting_excess) for one in usable]
+        chosen = usable[best_candidate(prompt, candidates)]
+        chosen.sent.record(prompt)
+        if total := sum(one.load for one in candidates):
+            # While a request is computed, about as many are sent as there are (Little's law), by all tokenizers. One
+            # more per replica keeps still where there are few, which share the load by chance.
+            mean, lifetimes = total / len(usable), self._tokenizers / (total + len(usable))
+            for replica, one in zip(usable, candidates, strict=True):
+                replica.lasting_excess = lasting_excess(one.lasting, one.load - mean, lifetimes)
+        return chosen
 
     def stranded(self, now: float) -> list[tuple[SchedulerReplica, TokenizerRequestState]]:
         """The requests at replicas that do not compute that another replica would compute now, with the replicas where
@@ -323,7 +283,7 @@ class Schedulers:
         )
 
 
-def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> Rank:
+def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> tuple[int, bool, bool, bool]:
     """Replicas of the lowest rank are equally able to compute a request. One that is ready and lacks its adapter would
     let it fail; one that is not ready may still load it."""
     lacks = 0 if replica.has_adapter(adapter_digest) else 2 if replica.status.ready else 1
