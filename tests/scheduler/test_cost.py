@@ -213,7 +213,7 @@ def test_cost_of_a_loop_iteration_for_one_stream(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("work", "calls", "instructions"),
-    [(arriving, 22, 505), (admitting, 27, 536), (entering, 32, 565), (ending, 5, 141), (leaving, 12, 356)],
+    [(arriving, 37, 620), (admitting, 35, 575), (entering, 32, 565), (ending, 12, 192), (leaving, 12, 356)],
 )
 def test_cost_of_a_request(work: Callable[[int], Callable[[], object]], calls: int, instructions: int) -> None:
     """As measured. The worker may wait for arrival, admission and end; it does not wait for `entering`, which appends a

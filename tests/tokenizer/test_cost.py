@@ -41,9 +41,9 @@ class Streams:
 
 def test_cost_of_one_more_row_in_a_step() -> None:
     cost = per_item(lambda count: Streams(count).step)
-    assert cost.within(calls=13, instructions=230), cost
+    assert cost.within(calls=19, instructions=291), cost
 
 
 def test_cost_of_a_step_with_one_row() -> None:
     cost = per_item(lambda count: partial(Streams(1).steps, count))
-    assert cost.within(calls=53, instructions=800), cost
+    assert cost.within(calls=59, instructions=848), cost
