@@ -204,7 +204,7 @@ class FakeWorker:
             self._check_row(slot, start, count, len(row_drafts))
         sampled: list[list[FakeToken]] = []
         prompt_logprobs: list[FakeToken] = []
-        vectors = array(FLOAT32)
+        vectors: array[float] = array(FLOAT32)
         for slot, start, count, draw, row_drafts in zip(rows, starts, counts, step.draws, drafts, strict=True):
             prompt_logprobs += self._compute(slot, start, count)
             request = self._slots[slot]
