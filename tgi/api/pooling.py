@@ -12,6 +12,7 @@ from tgi.api import errors, request_metrics
 from tgi.api.asgi import is_probe
 from tgi.api.clients import Client
 from tgi.api.errors import ClientDisconnected
+from tgi.api.generation import MAX_BODIES
 from tgi.api.request_metrics import RequestTimings
 from tgi.api.requests import Generation, WakeEvent
 from tgi.api.resumption import response_key
@@ -88,6 +89,9 @@ async def run_inputs(
     """
     if len(inputs) > MAX_INPUTS:
         raise errors.validation_error(f"at most {MAX_INPUTS} inputs can be sent at once. Given: {len(inputs)}")
+    size = sum(len(one.text) + len(one.pair or "") for one in inputs)
+    if size > (limit := MAX_BODIES * service.settings.payload_limit):  # each pair has the query in a message of its own
+        raise errors.validation_error(f"the texts of all pairs must have <= {limit} characters. Given: {size}")
     request_metrics.count_request(req)
     probe, admission = is_probe(req), service.router.admission
     contexts = service.next_contexts(req, len(inputs))

@@ -206,6 +206,12 @@ def test_invalid_requests(pooling: Callable[..., Front], body: dict[str, Any], w
     assert words in message
 
 
+def test_pairs_are_limited_in_characters(pooling: Callable[..., Front]) -> None:
+    front = pooling(RANK, payload_limit=4000)
+    status, message = failure(front, "/rerank", query="q" * 3000, texts=["a"] * 30)
+    assert (status, "the texts of all pairs must have <= 64000 characters. Given: 90030" in message) == (422, True)
+
+
 def test_inputs_of_a_request_share_a_permit(pooling: Callable[..., Front]) -> None:
     front = pooling(EMBED, max_concurrent_requests=1)
     texts = ["a" * (index % 9 + 1) for index in range(3 * WINDOW)]
