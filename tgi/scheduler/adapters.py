@@ -80,9 +80,8 @@ class WorkerAdapters:
 
     @property
     def settled(self) -> bool:
-        """Whether `loaded` says all: nothing is requested, or to be tried again, and no unloading is remembered."""
-        owed = self._requested or self._restoring or self._postponed or self._changing
-        return not owed and all(change.path for change in self.changes.values())
+        """Whether `loaded` and `changes` say all: nothing is requested, or to be tried again."""
+        return not (self._requested or self._restoring or self._postponed or self._changing)
 
     @property
     def has_unsent_updates(self) -> bool:

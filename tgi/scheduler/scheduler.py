@@ -325,12 +325,14 @@ class Scheduler:
         worker, counters = self.worker, self.counters
         assert worker.peer is not None
         status = worker.status._replace(limits=worker.limits, adapters=worker.adapters.loaded)
-        tokenizers = list(self._tokenizers.connected)
+        tokenizers, changes = list(self._tokenizers.connected), [*self.worker.adapters.changes.values()]
         config = self.config._replace(first_epoch=self.pipeline.epoch + 1)
         Scheduler.__init__(self, config, self._recorder, self.work_register)
         self.counters = counters
         messages = [(Hello(PROTOCOL, *worker.peer), worker.peer), (status, worker.peer)]
-        return messages + [(Hello(PROTOCOL, *peer), peer) for peer in tokenizers]
+        messages += [(Hello(PROTOCOL, *peer), peer) for peer in tokenizers]
+        # As a tokenizer tells a scheduler that may not know them.
+        return messages + [(change._replace(rid=0), peer) for peer in tokenizers[:1] for change in changes]
 
     def suspects(self, now: float) -> bytes:
         """The fingerprints of the requests that no other replica may compute: those on trial or convicted, and those
