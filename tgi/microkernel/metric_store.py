@@ -1,9 +1,8 @@
 """Samples of metrics: each process writes its own to memory-mapped files, and readers add up those of all processes.
 
-A process has two files, one for sums and one for gauges. A file is the number of bytes in use, then entries: the length
-of a key, the key, spaces up to a multiple of 8 bytes, and a double. A key is JSON: [series, label values, part]. The
-part of a counter or a gauge is null. A distribution has the part "sum", and one part per bucket that was hit (its upper
-bound) or, in a summary, per distinct value.
+A process has two files (prometheus_client's MmapedDict: keys and doubles), one for sums and one for gauges. A key is
+JSON: [series, label values, part]. The part of a counter or a gauge is null. A distribution has the part "sum", and one
+part per bucket that was hit (its upper bound) or, in a summary, per distinct value.
 
 When a process has ended, its gauges are deleted and its sums are added to one file for all ended processes, so the
 number of files does not grow with restarts. The directory is locked (flock) meanwhile, since a reader must find each
@@ -18,7 +17,6 @@ import json
 import logging
 import os
 import struct
-import sys
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -26,9 +24,10 @@ from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from math import fsum, inf, nextafter
-from mmap import mmap
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.mmap_dict import MmapedDict
 
 from tgi.microkernel.mapped_file import map_file
 
@@ -43,7 +42,8 @@ Parts = dict[Any, float]
 
 # Initial size of a file; it doubles when it is full.
 FILE_BYTES = 1 << 16
-WORD_BYTES = 8  # of lengths and doubles
+# What an entry of a file needs besides its key, at most.
+ENTRY_BYTES = 32
 
 
 class MetricStore:
@@ -60,12 +60,13 @@ class MetricStore:
         try:
             if kind not in self._files:
                 self._files[kind] = SampleFile(self.directory / f"{kind}_{os.getpid()}.db")
-            return StoredNumber(self._files[kind], self._files[kind].index(key))
+            self._files[kind].reserve(key)
         except OSError as error:
             if not self._complained:
                 self._complained = True
                 log.error("metrics are missing: cannot write to %s: %s", self.directory, error.strerror)
-            return StoredNumber(None, 0)
+            return StoredNumber(None, key)
+        return StoredNumber(self._files[kind].numbers, key)
 
 
 class SampleFile:
@@ -73,46 +74,39 @@ class SampleFile:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if the disk is full."""
+        map_file(path, FILE_BYTES).close()
+        numbers: Any = MmapedDict(str(path))  # type: ignore[no-untyped-call]
+        self.numbers = numbers
         self._path = path
-        self._map(max(FILE_BYTES, path.stat().st_size if path.exists() else 0))
-        self._indices = dict(_entries(self._bytes))  # of an ended process with this pid
-        self._used = max(WORD_BYTES, int.from_bytes(self._bytes[:WORD_BYTES], sys.byteorder))
+        self._size = path.stat().st_size
+        self._used = ENTRY_BYTES  # the head
+        for key, *_ in self.numbers.read_all_values():
+            self._used += ENTRY_BYTES + len(key)
 
-    def _map(self, size: int) -> None:
-        self._bytes = map_file(self._path, size)
-        self.doubles = memoryview(self._bytes).cast("d")  # the whole file; to be written at the `index` of a key
-
-    def index(self, key: str) -> int:
-        """The index in `doubles` of the key's number; that of a new key is 0. Raises OSError if the disk is full."""
-        if key not in self._indices:
-            encoded = key.encode()
-            entry = len(encoded).to_bytes(WORD_BYTES, sys.byteorder) + encoded
-            entry += b" " * (-len(entry) % WORD_BYTES) + bytes(WORD_BYTES)
-            end = self._used + len(entry)
-            while end > len(self._bytes):
-                self._map(2 * len(self._bytes))
-            self._bytes[self._used : end] = entry
-            self._bytes[:WORD_BYTES] = end.to_bytes(WORD_BYTES, sys.byteorder)  # from now on readers see the entry
-            self._indices[key] = end // WORD_BYTES - 1
-            self._used = end
-        return self._indices[key]
+    def reserve(self, key: str) -> None:
+        """Allocates the space for another entry. Raises OSError if the disk is full."""
+        used = self._used + ENTRY_BYTES + len(key)
+        if used > self._size:
+            map_file(self._path, 2 * self._size).close()
+            self._size *= 2
+        self._used = used
 
 
 class StoredNumber:
     """A double in a file. Keeps a copy, since reading the file is slow."""
 
-    __slots__ = ("_file", "_index", "_value")
+    __slots__ = ("_file", "_key", "_value")
 
-    def __init__(self, file: SampleFile | None, index: int) -> None:
-        """`file`: None: the number is not stored."""
-        self._file, self._index = file, index
-        self._value: float = 0.0 if file is None else file.doubles[index]
+    def __init__(self, file: Any, key: str) -> None:
+        """`file`: a MmapedDict; None: the number is not stored."""
+        self._file, self._key = file, key
+        self._value: float = 0.0 if file is None else file.read_value(key)[0]
 
     def set(self, value: float) -> None:
         """Sets the value."""
         self._value = value
         if self._file is not None:
-            self._file.doubles[self._index] = value  # the file may have grown, and `doubles` be another view
+            self._file.write_value(self._key, value, 0.0)
 
     def add(self, amount: float) -> None:
         """Adds to the value."""
@@ -246,8 +240,9 @@ def _fold(files: list[Path], into: Path) -> None:
     draft.unlink(missing_ok=True)  # left by a supervisor that was killed
     written = SampleFile(draft)
     for key, values in _collected([into, *files]).items():
-        index = written.index(key)
-        written.doubles[index] = _at_least(values)
+        written.reserve(key)
+        written.numbers.write_value(key, _at_least(values), 0.0)
+    written.numbers.close()
     draft.replace(into)
     for path in files:
         path.unlink()
@@ -286,27 +281,15 @@ def _collected(files: Iterable[Path]) -> dict[str, list[float]]:
 def _numbers(path: Path) -> Iterator[tuple[str, float]]:
     """The entries of one file, whose process may be writing, or have died during a write."""
     try:
-        data = path.read_bytes()
-        for key, index in _entries(data):
+        if path.stat().st_size == 0:
+            return  # just created
+        for key, value, _, _ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
             _parse(key)
-            yield key, struct.unpack_from("d", data, index * WORD_BYTES)[0]
+            yield key, value
     except FileNotFoundError:
         return  # the process has just ended
-    except (OSError, ValueError, TypeError, struct.error) as error:
+    except (OSError, RuntimeError, ValueError, TypeError, struct.error) as error:
         log.warning("The rest of %s cannot be read and is missing from the metrics: %s", path, error)
-
-
-def _entries(data: bytes | mmap) -> Iterator[tuple[str, int]]:
-    """The keys in a file, and the indices of their numbers in its doubles. Raises ValueError if it is damaged."""
-    begin, used = WORD_BYTES, int.from_bytes(data[:WORD_BYTES], sys.byteorder)
-    while begin < used:
-        key = begin + WORD_BYTES
-        length = int.from_bytes(data[begin:key], sys.byteorder)
-        index = -(-(key + length) // WORD_BYTES)
-        begin = (index + 1) * WORD_BYTES
-        if begin > min(used, len(data)):
-            raise ValueError("an entry ends behind the bytes in use")
-        yield data[key : key + length].decode(), index
 
 
 @lru_cache(maxsize=1 << 14)
