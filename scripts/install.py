@@ -25,7 +25,7 @@ from urllib.parse import unquote
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tgi.microkernel.progress import Progress, format_duration, format_megabytes
+from tgi.microkernel.observability.progress import Progress, format_duration, format_megabytes
 
 TICK_SECONDS = 0.25
 # Without a terminal, smaller packages get no line.

@@ -14,7 +14,7 @@ import pytest
 
 from tests.models import demo_model as demo
 from tests.models import model
-from tgi.microkernel import metrics
+from tgi.microkernel.observability import metrics
 from tgi.worker.host_cpu import CPU_VARIABLE, configure_thread_waiting, limit_instruction_set, request_reproducible_mkl
 
 if TYPE_CHECKING:

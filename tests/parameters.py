@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tgi.microkernel.sampling_params import NEUTRAL, PARAMETERS, RANGES, Range, SamplingParams
+from tgi.microkernel.messages.sampling_params import NEUTRAL, PARAMETERS, RANGES, Range, SamplingParams
 
 
 def accepted(name: str) -> list[Any]:

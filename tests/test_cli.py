@@ -20,8 +20,8 @@ from click.testing import CliRunner
 from tgi import __version__
 from tgi.cli import COMMANDS_OF_OTHERS, FLAGS_OF_OTHERS, SECTIONS, main, settings_options
 from tgi.launcher import main as launcher
-from tgi.microkernel.options import flag
-from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, Settings
+from tgi.microkernel.settings.options import flag
+from tgi.microkernel.settings.table import DEFAULTS, GROUPS, OPTIONS, Settings
 from tgi.server import WORKER_PACKAGES
 
 ROOT = Path(__file__).parent.parent
@@ -281,7 +281,7 @@ def test_launcher_has_tgi_s_name() -> None:
 
 
 @pytest.mark.parametrize("command", ["tgi", "text-generation-launcher"])
-@pytest.mark.parametrize("module", ["click", "tgi.microkernel.settings", "tgi.server", ""])
+@pytest.mark.parametrize("module", ["click", "tgi.microkernel.settings.table", "tgi.server", ""])
 def test_ctrl_c_during_imports_is_silent(command: str, module: str) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     entry, _, function = scripts[command].partition(":")

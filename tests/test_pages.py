@@ -17,12 +17,12 @@ from tgi.api.shapes.responses import ResponsesRequest
 from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, RULES_AFTER_ADMISSION
 from tgi.hub.llguidance_tables import LIMITS
 from tgi.launcher import main
-from tgi.microkernel import log
-from tgi.microkernel.options import flag
-from tgi.microkernel.progress import WorkerFacts
-from tgi.microkernel.protocol import MAX_TOP_TOKENS
-from tgi.microkernel.settings import DEFAULT_SPECULATED_TOKENS, MAX_SPECULATED_TOKENS, OPTIONS
-from tgi.microkernel.settings_loading import load_settings
+from tgi.microkernel.messages.protocol import MAX_TOP_TOKENS
+from tgi.microkernel.observability import log
+from tgi.microkernel.observability.progress import WorkerFacts
+from tgi.microkernel.settings.loading import load_settings
+from tgi.microkernel.settings.options import flag
+from tgi.microkernel.settings.table import DEFAULT_SPECULATED_TOKENS, MAX_SPECULATED_TOKENS, OPTIONS
 from tgi.tokenizer import chat_template
 from tgi.tokenizer.structured_output import answer_grammar, grammar, json_schema, json_schema_lark
 

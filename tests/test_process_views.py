@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tgi.microkernel import rundir
+from tgi.microkernel.host import rundir
 from tgi.process_views import Deployment, _repainted, headline, table
 
 

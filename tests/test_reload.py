@@ -3,7 +3,7 @@
 import pytest
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.table import Settings
 from tgi.server import reloaded_settings
 
 LISTENS = "A server with --listen or --tokenizer-listen cannot be reloaded"

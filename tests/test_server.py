@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.table import Settings
 from tgi.server import compute_type
 
 

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from tgi.microkernel.codec import unpack_float32, unpack_int32, unpack_uint32
-from tgi.microkernel.protocol import StepResult, Tokens
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32, unpack_uint32
+from tgi.microkernel.messages.protocol import StepResult, Tokens
 
 Tops = list[tuple[int, float]]  # (id, logprob) of the top tokens at one position
 

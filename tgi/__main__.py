@@ -38,8 +38,8 @@ def _begin(command: str, module: str) -> None:
 
 def _hide_secrets(command: str) -> None:
     """Hides secrets among the arguments in the list of processes, which all users can see."""
-    from tgi.microkernel.options import without_secrets
-    from tgi.microkernel.settings import OPTIONS
+    from tgi.microkernel.settings.options import without_secrets
+    from tgi.microkernel.settings.table import OPTIONS
 
     shown = without_secrets(sys.argv[1:], OPTIONS)
     if shown != sys.argv[1:]:

@@ -19,9 +19,9 @@ import click
 
 from tgi import INTERRUPTED, __version__
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.options import SettingOption, boolean, flag
-from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
-from tgi.microkernel.settings_loading import load_settings
+from tgi.microkernel.settings.loading import load_settings
+from tgi.microkernel.settings.options import SettingOption, boolean, flag
+from tgi.microkernel.settings.table import DEFAULTS, GROUPS, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {
@@ -251,7 +251,7 @@ def up(model: str | None, **flags: Any) -> None:
 
     Starts and supervises front ends, tokenizers, scheduler and worker. MODEL is short for --model-id MODEL.
     """
-    from tgi.microkernel.protocol import ROLES
+    from tgi.microkernel.messages.protocol import ROLES
     from tgi.server import run_server
 
     if model is not None:
@@ -336,7 +336,7 @@ def port_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _running_server(port: int | None) -> Path:
     """The run directory of the server that a command is for. Raises UserError if none runs, or if several do."""
-    from tgi.microkernel import rundir
+    from tgi.microkernel.host import rundir
 
     named = port is not None or bool(os.environ.get("TGI_RUN"))
     runs = [rundir.default_run_dir(port or 0)] if named else rundir.user_run_dirs()
@@ -399,7 +399,8 @@ def reload(drain_first: bool, port: int | None, **given: Any) -> None:
     The new model starts next to the old one and takes the new requests when it is ready; the old one finishes its own.
     Settings of the model that are not given return to their defaults, all others stay.
     """
-    from tgi.microkernel import control, rundir
+    from tgi.microkernel.host import rundir
+    from tgi.microkernel.processes import control
     from tgi.server import reloaded_settings
 
     if given["model_id"] is None:
@@ -417,7 +418,7 @@ def reload(drain_first: bool, port: int | None, **given: Any) -> None:
 
 def _supervisors_of(run: Path, process: str) -> list[int]:
     """The pids of the supervisors that run a role, or one process of it. Raises UserError if none does."""
-    from tgi.microkernel import rundir
+    from tgi.microkernel.host import rundir
 
     holders = rundir.lock_holders(run)
     single = rundir.role_of(process) in rundir.SINGLE_ROLES
@@ -430,7 +431,8 @@ def _supervisors_of(run: Path, process: str) -> list[int]:
 
 def _carry_out(run: Path, supervisor: int, command: dict[str, Any]) -> None:
     """Has a supervisor carry out a command, and prints what it does."""
-    from tgi.microkernel import control, rundir
+    from tgi.microkernel.host import rundir
+    from tgi.microkernel.processes import control
 
     for progress in control.carry_out(rundir.control_socket(run, supervisor), command):
         click.echo(progress)
@@ -441,7 +443,7 @@ def _carry_out(run: Path, supervisor: int, command: dict[str, Any]) -> None:
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait until it has ended.")
 def down(port: int | None, timeout: float) -> None:
     """Drain and stop a running server."""
-    from tgi.microkernel import rundir
+    from tgi.microkernel.host import rundir
 
     run = _running_server(port)
     asked: set[int] = set()
@@ -466,7 +468,8 @@ def why(request_id: str, port: int | None) -> None:
     REQUEST_ID is the header x-request-id of its answer, or the `id` in an answer or event of OpenAI's routes. The
     latest requests are known: about 3,000 of each process.
     """
-    from tgi.microkernel import flight_recorder, request_timeline, rundir
+    from tgi.microkernel.host import rundir
+    from tgi.microkernel.observability import flight_recorder, request_timeline
 
     named = port is not None or bool(os.environ.get("TGI_RUN"))
     runs = [rundir.default_run_dir(port or 0)] if named else rundir.user_run_dirs()
@@ -496,7 +499,7 @@ def keys_new(directory: Path) -> None:
 
     Copy to each host only the file that it needs. Keep scheduler.key on the hosts of schedulers.
     """
-    from tgi.microkernel import curve
+    from tgi.microkernel.links import curve
 
     scheduler, host, tokenizer, api = curve.create_keys(directory)
     click.echo(f"{scheduler}  for schedulers: tgi up --listen tcp://ADDRESS:PORT --keys {scheduler}")
@@ -532,7 +535,7 @@ def plan(devices: str, requests: int, tokens: int, as_json: bool, **given: Any) 
     GGUF files are planned too.
     """
     from tgi.hub.resolver import adapter_directory, plannable_model
-    from tgi.microkernel.lora_adapters import named_adapters
+    from tgi.microkernel.settings.lora_adapters import named_adapters
     from tgi.worker.planning.deployment_plan import PlanRequest, make_plan
     from tgi.worker.planning.devices import parse_devices
     from tgi.worker.planning.report import describe
@@ -570,7 +573,7 @@ def plan(devices: str, requests: int, tokens: int, as_json: bool, **given: Any) 
 def import_(file: Path, directory: Path) -> None:
     """Convert a GGUF FILE to a model DIRECTORY with safetensors."""
     from tgi.hub.resolver import import_gguf
-    from tgi.microkernel.progress import Progress
+    from tgi.microkernel.observability.progress import Progress
 
     import_gguf(file, directory, Progress(None, title="import").show_stage)
     click.echo(directory)
@@ -601,9 +604,9 @@ def download_weights(
     """
     from tgi.hub.model_config import read_model_config
     from tgi.hub.resolver import model_directory
-    from tgi.microkernel import log
-    from tgi.microkernel.progress import Progress
-    from tgi.microkernel.settings import Settings
+    from tgi.microkernel.observability import log
+    from tgi.microkernel.observability.progress import Progress
+    from tgi.microkernel.settings.table import Settings
 
     log.configure_logging("tgi", Settings(log_level=logger_level, json_output=json_output))
     if extension != ".safetensors":
@@ -661,7 +664,7 @@ def watermark(
     Model, gamma and device must be those of the server that generated the text: green tokens depend on them.
     """
     from tgi.hub.resolver import model_directory
-    from tgi.microkernel import interpreter
+    from tgi.microkernel.host import interpreter
     from tgi.server import WORKER_PACKAGES
 
     interpreter.require_packages(WORKER_PACKAGES, "`tgi watermark`")

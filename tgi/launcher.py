@@ -6,7 +6,7 @@ import click
 
 from tgi import __version__
 from tgi.cli import CONTEXT, SettingsCommand, settings_options, user_errors_reported
-from tgi.microkernel.settings_loading import load_settings
+from tgi.microkernel.settings.loading import load_settings
 
 
 @click.command("text-generation-launcher", cls=SettingsCommand, context_settings=CONTEXT)
@@ -15,7 +15,7 @@ from tgi.microkernel.settings_loading import load_settings
 def main(**flags: Any) -> None:
     """Run the whole server, with the flags and environment variables of TGI's launcher."""
     with user_errors_reported():
-        from tgi.microkernel.protocol import ROLES
+        from tgi.microkernel.messages.protocol import ROLES
         from tgi.server import run_server
 
         run_server(load_settings(flags), ROLES)

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tgi.microkernel import rundir
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.process_table import Load, ProcessRow, Sampler
-from tgi.microkernel.quarantine import Quarantine
-from tgi.microkernel.terminal import writable
+from tgi.microkernel.host import rundir
+from tgi.microkernel.host.terminal import writable
+from tgi.microkernel.processes.process_table import Load, ProcessRow, Sampler
+from tgi.microkernel.recovery.quarantine import Quarantine
 
 # Between the two samples of a single frame.
 SAMPLE_SECONDS = 1.0

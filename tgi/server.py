@@ -19,17 +19,20 @@ from urllib.parse import urlsplit
 from tgi import __version__
 from tgi.api.tls import ServerCertificate
 from tgi.hub import memory
-from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rollout, rundir, tracing
-from tgi.microkernel.child import ProcessSpec
-from tgi.microkernel.discovery import resolve_name
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.lora_adapters import named_adapters
-from tgi.microkernel.progress import Progress, abbreviated_path
-from tgi.microkernel.protocol import ROLES
-from tgi.microkernel.settings import GENERATION_CONFIGS, Settings
-from tgi.microkernel.settings_loading import ineffective_flags, non_default_settings, with_reloaded
-from tgi.microkernel.supervisor import Supervisor, listening_socket
-from tgi.microkernel.terminal import ControllingTerminal
+from tgi.microkernel.host import interpreter, rundir
+from tgi.microkernel.host.terminal import ControllingTerminal
+from tgi.microkernel.links import curve
+from tgi.microkernel.links.discovery import resolve_name
+from tgi.microkernel.messages.protocol import ROLES
+from tgi.microkernel.observability import flight_recorder, log, metrics, tracing
+from tgi.microkernel.observability.progress import Progress, abbreviated_path
+from tgi.microkernel.processes import rollout
+from tgi.microkernel.processes.child import ProcessSpec
+from tgi.microkernel.processes.supervisor import Supervisor, listening_socket
+from tgi.microkernel.settings.loading import ineffective_flags, non_default_settings, with_reloaded
+from tgi.microkernel.settings.lora_adapters import named_adapters
+from tgi.microkernel.settings.table import GENERATION_CONFIGS, Settings
 
 logger = logging.getLogger(__name__)
 

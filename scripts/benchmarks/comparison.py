@@ -18,7 +18,7 @@ from scripts.benchmarks.servers import Failed, Server
 from scripts.benchmarks.streams import BadStream, Stream, burst, median
 from scripts.benchmarks.workloads import FIRST, LENGTHS, STACK, WIDE, Model, Words, Workload
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.options import count
+from tgi.microkernel.settings.options import count
 
 
 class Measured(NamedTuple):

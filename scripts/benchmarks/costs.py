@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.benchmarks.scheduler import Bench
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
-from tgi.microkernel.link import Link
-from tgi.microkernel.protocol import PROTOCOL, Hello, Tokens, decode, encode
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.messages.protocol import PROTOCOL, Hello, Tokens, decode, encode
 
 ADDITIONS = 10_000  # of the loop that 100 µs stand for
 ROUNDS = 60

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from tgi.microkernel.codec import INT32, UINT8, pack_column
-from tgi.microkernel.protocol import PIPELINE_DEPTH, SlotAssignment, Step, StepResult, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import INT32, UINT8, pack_column
+from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, SlotAssignment, Step, StepResult, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.engine import PendingStep, TorchEngine
 
 

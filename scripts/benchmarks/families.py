@@ -25,8 +25,8 @@ import transformers
 
 from scripts.benchmarks.engine_driver import Requests, collected
 from scripts.make_model import KINDS, make_model
-from tgi.microkernel.options import count
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.options import count
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.startup import start_engine
 

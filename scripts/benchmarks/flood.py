@@ -25,7 +25,7 @@ from typing import Any
 
 from scripts.benchmarks.servers import Failed
 from scripts.benchmarks.serving import ROUTE, start
-from tgi.microkernel.options import count
+from tgi.microkernel.settings.options import count
 
 LIGHT, HEAVY = "127.0.0.1", "127.0.0.2"
 SETTLE_SECONDS = 2.0

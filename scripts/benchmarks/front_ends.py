@@ -26,7 +26,7 @@ from uuid import uuid4
 from scripts.benchmarks.servers import Failed, cpu_seconds
 from scripts.benchmarks.serving import ROUTE, bodies, start
 from scripts.benchmarks.streams import BadStream, Stream, median, stream
-from tgi.microkernel.options import count, counts
+from tgi.microkernel.settings.options import count, counts
 
 PERIOD = 10_000  # microseconds; the share applies to each period
 LEAST = 0.1  # the kernel's minimum is a millisecond

@@ -39,11 +39,11 @@ from torch.profiler import ProfilerActivity, profile
 from scripts.benchmarks.engine_driver import Alone, Flow, Requests, flow
 from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored, write_config
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.options import boolean, count, counts, flag
-from tgi.microkernel.protocol import Step
-from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.settings import OPTIONS, Settings
-from tgi.microkernel.settings_loading import load_settings
+from tgi.microkernel.messages.protocol import Step
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.settings.loading import load_settings
+from tgi.microkernel.settings.options import boolean, count, counts, flag
+from tgi.microkernel.settings.table import OPTIONS, Settings
 from tgi.server import nvidia_smi
 from tgi.worker.attention import page_bytes
 from tgi.worker.engine import startup

@@ -26,8 +26,8 @@ import torch
 from scripts.benchmarks import gpu
 from scripts.benchmarks.engine_driver import Requests, flow
 from scripts.benchmarks.shapes import CONFIG, SHAPES, write_config
-from tgi.microkernel.options import count, counts, flag
-from tgi.microkernel.settings import OPTIONS
+from tgi.microkernel.settings.options import count, counts, flag
+from tgi.microkernel.settings.table import OPTIONS
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.startup import start_engine
 

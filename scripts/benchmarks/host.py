@@ -27,10 +27,10 @@ import torch
 from scripts.benchmarks.engine_driver import Requests
 from scripts.benchmarks.gpu import SAMPLINGS
 from scripts.benchmarks.shapes import CONFIG, SHAPES, write_config
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.options import counts
-from tgi.microkernel.protocol import PROTOCOL, DeploymentLimits, Hello, Step, StepResult, decode, encode
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.protocol import PROTOCOL, DeploymentLimits, Hello, Step, StepResult, decode, encode
+from tgi.microkernel.settings.options import counts
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.loop import WorkerLoop

@@ -20,8 +20,8 @@ import psutil
 from scripts.benchmarks import workloads
 from scripts.benchmarks.servers import Server, free_port
 from scripts.benchmarks.serving import ROUTE
-from tgi.microkernel import rundir
-from tgi.microkernel.options import count
+from tgi.microkernel.host import rundir
+from tgi.microkernel.settings.options import count
 
 TIMEOUT_SECONDS = 60
 BODY = b'{"inputs":"Hello","parameters":{"max_new_tokens":1500}}'

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgi.microkernel.options import count, counts, seconds
+from tgi.microkernel.settings.options import count, counts, seconds
 from tgi.worker.cpu_kernels.build import KernelsUnavailable, build_library
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.layers.linear import reorders

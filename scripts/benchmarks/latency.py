@@ -25,9 +25,9 @@ from scripts.benchmarks.servers import free_port
 from scripts.benchmarks.serving import ROUTE, bodies
 from scripts.benchmarks.streams import BadStream, Stream, burst, median
 from scripts.make_model import make_model
-from tgi.microkernel.link import Link
-from tgi.microkernel.options import count
-from tgi.microkernel.protocol import PROTOCOL, Hello, Status, Step
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.messages.protocol import PROTOCOL, Hello, Status, Step
+from tgi.microkernel.settings.options import count
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 PATIENCE_SECONDS = 60.0

@@ -20,7 +20,7 @@ from scripts.benchmarks.serving import ROUTE, bodies
 from scripts.benchmarks.streams import BadStream, burst, median
 from scripts.make_model import make_model
 from scripts.reliability.network import Host, Network, missing_here
-from tgi.microkernel.options import count
+from tgi.microkernel.settings.options import count
 
 PORT, HTTP_PORT = 3100, 3000
 LINKS = (("front", "scheduler"), ("scheduler", "worker"))

@@ -17,9 +17,9 @@ import torch
 
 from scripts.benchmarks.engine_driver import Requests, collected, flow
 from scripts.benchmarks.shapes import CONFIG
-from tgi.microkernel.options import count, counts
-from tgi.microkernel.protocol import DeploymentLimits, LoadedAdapter
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.protocol import DeploymentLimits, LoadedAdapter
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.settings.options import count, counts
 from tgi.worker.attention import build_attention, page_size
 from tgi.worker.checkpoint import RandomCheckpoint
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels

@@ -30,8 +30,8 @@ from scripts.benchmarks.servers import Failed, Server, free_port
 from scripts.benchmarks.serving import ROUTE
 from scripts.benchmarks.streams import BadStream, burst
 from scripts.benchmarks.workloads import Model, Words, Workload
-from tgi.microkernel import rundir
-from tgi.microkernel.options import count
+from tgi.microkernel.host import rundir
+from tgi.microkernel.settings.options import count
 from tgi.worker.host_cpu import CPU_VARIABLE
 from tgi.worker.instruction_sets import BY_NAME
 

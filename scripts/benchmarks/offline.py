@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.benchmarks.http_load import Load, loads
-from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.options import count
-from tgi.microkernel.protocol import PROTOCOL, Add, End, FinishReason, Hello, Status, encode
-from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.settings import OPTIONS, Settings
-from tgi.microkernel.settings_loading import load_settings
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.protocol import PROTOCOL, Add, End, FinishReason, Hello, Status, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.settings.loading import load_settings
+from tgi.microkernel.settings.options import count
+from tgi.microkernel.settings.table import OPTIONS, Settings
 from tgi.scheduler.main import GC_THRESHOLD
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.engine.engine import TorchEngine

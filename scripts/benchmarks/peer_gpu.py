@@ -22,7 +22,7 @@ from scripts.benchmarks.http_load import Load, loads
 from scripts.benchmarks.offline import prompt_ids
 from scripts.benchmarks.shapes import CONFIG, SHAPES
 from scripts.benchmarks.stack import CONTEXT
-from tgi.microkernel.options import count
+from tgi.microkernel.settings.options import count
 
 PATIENCE = 240.0  # seconds without a finished request
 

@@ -25,7 +25,7 @@ from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import model_directory
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.options import count
+from tgi.microkernel.settings.options import count
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch

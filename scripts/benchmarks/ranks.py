@@ -24,8 +24,8 @@ import torch
 from scripts.benchmarks.engine_driver import Requests, collected
 from scripts.benchmarks.rank_processes import RankCall, Ranks, rank_group
 from tgi.hub.resolver import model_directory
-from tgi.microkernel.options import count, counts
-from tgi.microkernel.protocol import DeploymentLimits
+from tgi.microkernel.messages.protocol import DeploymentLimits
+from tgi.microkernel.settings.options import count, counts
 from tgi.worker.attention import build_attention
 from tgi.worker.cpu_kernels.build import build_library
 from tgi.worker.cpu_kernels.kernels import CpuKernels

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column
-from tgi.microkernel.options import count
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.settings.options import count
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import sample
 from tgi.worker.sampling.sampling_batch import SamplingBatch, SamplingColumns

@@ -27,10 +27,10 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
+from tgi.microkernel.messages.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.scheduler.kv_cache import PagePool
 from tgi.scheduler.main import GC_THRESHOLD
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig

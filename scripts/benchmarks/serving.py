@@ -22,7 +22,7 @@ from typing import Any
 from scripts.benchmarks import comparison
 from scripts.benchmarks.servers import Failed, Server, cpu_seconds, free_port
 from scripts.benchmarks.streams import BadStream, Stream, burst, median
-from tgi.microkernel.options import count, counts
+from tgi.microkernel.settings.options import count, counts
 from tgi.worker.host_cpu import CPU_VARIABLE
 from tgi.worker.instruction_sets import BY_NAME
 

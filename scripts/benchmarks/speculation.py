@@ -27,7 +27,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from tgi.microkernel.options import count, counts
+from tgi.microkernel.settings.options import count, counts
 
 TEXT = """The old bridge at the end of our street was built in 1874 by two brothers from the north. They had carried
 every stone from the quarry behind the hill, nearly four miles away, with a cart and a patient grey horse. When the

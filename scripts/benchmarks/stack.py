@@ -44,8 +44,8 @@ from scripts.benchmarks.http_load import (
 )
 from scripts.benchmarks.servers import Server, free_port
 from scripts.benchmarks.shapes import CONFIG, SHAPES, write_config, write_tokenizer
-from tgi.microkernel import rundir
-from tgi.microkernel.options import count
+from tgi.microkernel.host import rundir
+from tgi.microkernel.settings.options import count
 
 CONTEXT = 2048
 KILL_AFTER = 0.4  # of the time that the undisturbed streams take

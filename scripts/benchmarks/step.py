@@ -26,8 +26,8 @@ from scripts.benchmarks import lora
 from scripts.benchmarks.engine_driver import collected
 from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored
 from tgi.hub.resolver import model_directory
-from tgi.microkernel.options import count, counts
-from tgi.microkernel.settings import QUANTIZED_AT_LOAD
+from tgi.microkernel.settings.options import count, counts
+from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD
 from tgi.worker.attention import page_bytes, page_size
 from tgi.worker.checkpoint import Checkpoint, RandomCheckpoint
 from tgi.worker.cpu_kernels.arena import Arena

@@ -20,7 +20,7 @@ from scripts.benchmarks.servers import Failed, Server, free_port
 from scripts.benchmarks.serving import ROUTE
 from scripts.benchmarks.streams import BadStream, burst, median
 from scripts.benchmarks.workloads import Words
-from tgi.microkernel.options import count, counts
+from tgi.microkernel.settings.options import count, counts
 
 
 def first_token(server: Server, text: str) -> float:

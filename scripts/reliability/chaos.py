@@ -49,7 +49,7 @@ from scripts.make_model import make_model
 from scripts.reliability.adapter_changes import AdapterChanges
 from scripts.reliability.client import Answer, Client, Outcome
 from scripts.reliability.features import Asked, comparable, is_close, requests
-from tgi.microkernel import rundir
+from tgi.microkernel.host import rundir
 
 ROLES = ("api", "tokenizer", "scheduler", "worker")
 ADAPTERS = ("poems", "code")

@@ -18,7 +18,7 @@ from scripts.replica_simulation.fleet import (
     simulate,
 )
 from scripts.replica_simulation.workload import Mix
-from tgi.microkernel.options import count, integer, number
+from tgi.microkernel.settings.options import count, integer, number
 from tgi.scheduler.main import GC_THRESHOLD
 from tgi.tokenizer.replica_choice import BLOCK_TOKENS
 

@@ -15,9 +15,9 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from scripts.replica_simulation.workload import VOCAB_SIZE, Mix, Prompt, Workload, percentile
-from tgi.microkernel.codec import FLOAT32, INT32, unpack_int32
-from tgi.microkernel.link import PeerId, Place
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.messages.codec import FLOAT32, INT32, unpack_int32
+from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     Add,
     DeploymentLimits,
@@ -29,7 +29,7 @@ from tgi.microkernel.protocol import (
     Tokens,
     encode,
 )
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.scheduler.in_flight import InFlightStep
 from tgi.scheduler.peers import LOAD_REPORT_SECONDS
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig

@@ -9,7 +9,7 @@ from math import log
 from random import Random
 from typing import NamedTuple
 
-from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.messages.codec import INT32, pack_column
 
 # Ids of the tokens that the simulated worker draws, of system prompts, and of what is said by one request only.
 DRAWN_ID, FIRST_PROMPT_ID = 0, 1

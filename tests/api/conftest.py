@@ -23,11 +23,11 @@ from tgi.api.readiness import run_readiness_probe
 from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.api.tls import ServerCertificate
-from tgi.microkernel import metrics
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
-from tgi.microkernel.link import Link, PeerDisconnected
-from tgi.microkernel.permits import Permits
-from tgi.microkernel.protocol import (
+from tgi.microkernel.admission.permits import Permits
+from tgi.microkernel.admission.token_rates import TokenRates
+from tgi.microkernel.links.link import Link, PeerDisconnected
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     AdapterUpdated,
     Cancel,
@@ -44,10 +44,10 @@ from tgi.microkernel.protocol import (
     Tokenized,
     UpdateAdapter,
 )
-from tgi.microkernel.quarantine import Quarantine
-from tgi.microkernel.sampling_params import SamplingDefaults
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.token_rates import TokenRates
+from tgi.microkernel.messages.sampling_params import SamplingDefaults
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.recovery.quarantine import Quarantine
+from tgi.microkernel.settings.table import Settings
 
 LIMITS = DeploymentLimits(2048, 2047, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")
 READY = Status(True, True, "", 100, LIMITS)

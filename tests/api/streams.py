@@ -15,9 +15,9 @@ from tgi.api.routes.native import NativeEvents
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.sse import EventFormatter, EventStream
 from tgi.api.token_delivery import TokenDelivery
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
-from tgi.microkernel.protocol import Generate, Texts
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.messages.protocol import Generate, Texts
+from tgi.microkernel.messages.sampling_params import SamplingParams
 
 IDENTITY = ResponseIdentity('"id"', 1, '"m"', '"f"', ResponseKey.new())
 COMPLETION = msgspec.json.decode(b'{"prompt": "a", "stream": true}', type=CompletionRequest)

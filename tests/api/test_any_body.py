@@ -20,7 +20,7 @@ from tgi.api.shapes import cloud
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.native import CompatGenerateRequest
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.table import Settings
 
 pytestmark = pytest.mark.fuzz
 

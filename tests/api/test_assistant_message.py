@@ -12,8 +12,8 @@ from tgi.api.answer import Answer, incomplete_tool_call
 from tgi.api.openai_output import AssistantMessage
 from tgi.api.requests import Generation, WakeEvent
 from tgi.api.token_columns import NO_TOKENS, TokenColumns
-from tgi.microkernel.protocol import AnswerPart, End, FinishReason, Generate, PartKind
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.protocol import AnswerPart, End, FinishReason, Generate, PartKind
+from tgi.microkernel.messages.sampling_params import SamplingParams
 
 
 def columns(parts: list[list[AnswerPart]]) -> TokenColumns:

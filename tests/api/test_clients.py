@@ -11,9 +11,9 @@ from tests.api.conftest import Stream, request, silent, standard, word
 from tests.api.test_hostile_clients import until
 from tgi.api.clients import Clients
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import Cancel, Generate
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.settings_loading import load_settings
+from tgi.microkernel.messages.protocol import Cancel, Generate
+from tgi.microkernel.settings.loading import load_settings
+from tgi.microkernel.settings.table import Settings
 
 BODY = '{"inputs":"x"}'
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, standard
-from tgi.microkernel.protocol import Generate
-from tgi.microkernel.sampling_params import SamplingDefaults, SamplingParams
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.messages.protocol import Generate
+from tgi.microkernel.messages.sampling_params import SamplingDefaults, SamplingParams
+from tgi.microkernel.settings.table import Settings
 
 SAMPLING = (0.5, 20, 0.75, 0.125, 1.25)  # temperature, top_k, top_p, min_p, repetition_penalty
 DEFAULTS = SamplingDefaults(*SAMPLING, max_tokens=7)

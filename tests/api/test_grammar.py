@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, openai_error, two_tokens
-from tgi.microkernel.protocol import Generate, Prompted
+from tgi.microkernel.messages.protocol import Generate, Prompted
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
 NAMED = {"name": "n", "schema": SCHEMA, "strict": True}

@@ -15,7 +15,7 @@ from tests.api.conftest import Reply, Stream, request, silent, texts, word
 from tgi.api import body_reader
 from tgi.api.http_server import MAX_HEAD_BYTES, MAX_PIPELINED
 from tgi.api.requests import Generation
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate
 
 HALF_HEAD = b"POST /generate HTTP/1.1\r\nhost: a\r\nx-more: "
 HEAD = {"content-type": "application/json", "content-length": "1900000"}

@@ -12,8 +12,8 @@ from tests.api.conftest import FakeTokenizer, Front, Stream, events, request, si
 from tests.api.test_hostile_clients import until
 from tgi.api import sse
 from tgi.api.requests import Generation
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import (
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import (
     AnswerPart,
     Cancel,
     End,

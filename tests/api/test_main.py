@@ -21,14 +21,15 @@ from tests.api.conftest import FakeTokenizer, Reply, request, texts, two_tokens
 from tests.live.server import free_port
 from tests.microkernel.tcp import LoopedLink, hello
 from tgi.api.router import Router
-from tgi.microkernel import curve, rundir
-from tgi.microkernel.child import ChildProcess, ProcessSpec
-from tgi.microkernel.link import Link
-from tgi.microkernel.permits import Permits
-from tgi.microkernel.protocol import End, FinishReason, Generate
-from tgi.microkernel.quarantine import Quarantine
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.supervisor import listening_socket
+from tgi.microkernel.admission.permits import Permits
+from tgi.microkernel.host import rundir
+from tgi.microkernel.links import curve
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.messages.protocol import End, FinishReason, Generate
+from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
+from tgi.microkernel.processes.supervisor import listening_socket
+from tgi.microkernel.recovery.quarantine import Quarantine
+from tgi.microkernel.settings.table import Settings
 
 
 class Api:

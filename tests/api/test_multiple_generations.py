@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.api.conftest import Front, Stream, openai_error, silent, texts
 from tgi.api import sse
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate
 
 TWO = '{"prompt":["a","b"],"seed":1%s}'
 

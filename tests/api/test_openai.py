@@ -14,7 +14,7 @@ from tgi.api.json_body import JsonBody
 from tgi.api.openai_output import AssistantMessage, TokenUsage
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.token_columns import NO_TOKENS, TokenColumns
-from tgi.microkernel.protocol import AnswerPart, End, FinishReason, PartKind
+from tgi.microkernel.messages.protocol import AnswerPart, End, FinishReason, PartKind
 
 decode = JsonBody(ChatRequest).decode
 

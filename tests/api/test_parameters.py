@@ -11,8 +11,8 @@ from tgi.api import float32
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.shapes.openai import OpenAiRequest
 from tgi.api.shapes.parameters import NATIVE, OPENAI
-from tgi.microkernel.protocol import Generate
-from tgi.microkernel.sampling_params import FIELDS, NEUTRAL, PARAMETERS, SAMPLED_BY, SamplingParams
+from tgi.microkernel.messages.protocol import Generate
+from tgi.microkernel.messages.sampling_params import FIELDS, NEUTRAL, PARAMETERS, SAMPLED_BY, SamplingParams
 
 ROUTES = {
     "/generate": {"inputs": "x"},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import READY, Front, Stream, silent, word
-from tgi.microkernel.protocol import End, FinishReason, Generate
+from tgi.microkernel.messages.protocol import End, FinishReason, Generate
 
 
 def until_status(front: Front, wait_ms: int) -> None:

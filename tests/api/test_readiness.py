@@ -8,8 +8,8 @@ import pytest
 import tgi
 from tests.api.conftest import LIMITS, Front, silent, standard, texts
 from tgi.api.clients import client_at
-from tgi.microkernel import metrics
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Status
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate, Status
+from tgi.microkernel.observability import metrics
 
 pytestmark = pytest.mark.slow
 

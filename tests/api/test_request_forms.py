@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front
-from tgi.microkernel.codec import pack_column
-from tgi.microkernel.protocol import Generate
+from tgi.microkernel.messages.codec import pack_column
+from tgi.microkernel.messages.protocol import Generate
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "Hi"}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.api.conftest import Front, Stream, two_tokens
 from tgi.api import request_metrics
-from tgi.microkernel.protocol import End, FinishReason, Generate
+from tgi.microkernel.messages.protocol import End, FinishReason, Generate
 
 TARGET = request_metrics.__name__
 KEY = "Bearer secret"

@@ -11,9 +11,9 @@ from tgi.api import request_metrics
 from tgi.api.request_parameters import RequestedSampling, sent_biases
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.parameters import OPENAI
-from tgi.microkernel.codec import unpack_float32, unpack_int32
-from tgi.microkernel.protocol import Generate, decode, encode
-from tgi.microkernel.sampling_params import SAMPLED_BY, SamplingParams
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import Generate, decode, encode
+from tgi.microkernel.messages.sampling_params import SAMPLED_BY, SamplingParams
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 ROUTES = pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.api.conftest import Stream, request, silent, word
-from tgi.microkernel.protocol import DETACHED, Cancel, End, FinishReason, Generate
+from tgi.microkernel.messages.protocol import DETACHED, Cancel, End, FinishReason, Generate
 
 CHOICES = '{"prompt":"x","n":2,"stream":true}'
 

@@ -5,9 +5,9 @@ import time
 from typing import Any
 
 from tests.api.conftest import READY, Stream, events, silent, texts, word
-from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.liveness import BEAT_SECONDS
-from tgi.microkernel.protocol import Beat, Cancel, End, FinishReason, Generate, LastExit
+from tgi.microkernel.links.liveness import BEAT_SECONDS
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.protocol import Beat, Cancel, End, FinishReason, Generate, LastExit
 
 
 def until(condition: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.api.conftest import Stream, silent, word
 from tgi.api.requests import Generation
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate
 
 BODY = '{"inputs":"x"}'
 ERROR = {"error": "Request timed out: no end within 0.2 s", "error_type": "timeout"}

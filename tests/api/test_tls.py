@@ -124,7 +124,7 @@ import asyncio, socket, sys
 import uvloop
 from tgi.api.http_server import HttpServer
 from tgi.api.tls import ServerCertificate
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.table import Settings
 
 async def main():
     listening = socket.create_server(("127.0.0.1", 0))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tgi.api.requests import Generation, WakeEvent
 from tgi.api.token_columns import PromptColumns, TextsColumns, TopToken
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
-from tgi.microkernel.protocol import AnswerPart, Generate, PartKind, PromptTokens, Texts
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.messages.protocol import AnswerPart, Generate, PartKind, PromptTokens, Texts
+from tgi.microkernel.messages.sampling_params import SamplingParams
 
 
 def message(count: int, **optional: Any) -> Texts:

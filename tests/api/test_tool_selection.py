@@ -11,7 +11,7 @@ from tgi.api.chat_prompt import ToolSelection
 from tgi.api.errors import ApiError
 from tgi.api.json_body import JsonBody
 from tgi.api.shapes.chat import ChatRequest
-from tgi.microkernel.protocol import Generate, Tokenize
+from tgi.microkernel.messages.protocol import Generate, Tokenize
 
 ADD, SUB = ({"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "sub"))
 NAMED = {"type": "function", "function": {"name": "add"}}

@@ -9,8 +9,8 @@ import click
 from tests.deploy.kustomize import KUSTOMIZATION, render
 from tgi.cli import main as tgi
 from tgi.launcher import main as launcher
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.settings_loading import load_settings
+from tgi.microkernel.settings.loading import load_settings
+from tgi.microkernel.settings.table import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"

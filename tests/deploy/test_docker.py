@@ -22,8 +22,8 @@ from tests.deploy.dockerfile import lineage, read_stages
 from tests.deploy.shapes import DEPLOY, ROOT, settings_of
 from tests.deploy.test_kubernetes import MORE_VARIABLES, VARIABLES
 from tests.test_wheel import SOURCES
-from tgi.microkernel.metrics import OWN_SERIES, TGI_SERIES
-from tgi.microkernel.supervisor import ROLE_GRACE_SECONDS
+from tgi.microkernel.observability.metrics import OWN_SERIES, TGI_SERIES
+from tgi.microkernel.processes.supervisor import ROLE_GRACE_SECONDS
 from tgi.server import ROLES
 
 pytestmark = pytest.mark.slow

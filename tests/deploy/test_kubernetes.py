@@ -24,9 +24,9 @@ from tests.deploy.shapes import (
     pod_specs,
     settings_of,
 )
-from tgi.microkernel.metrics import OWN_SERIES, TGI_SERIES
-from tgi.microkernel.settings import OPTIONS
-from tgi.microkernel.supervisor import ROLE_GRACE_SECONDS
+from tgi.microkernel.observability.metrics import OWN_SERIES, TGI_SERIES
+from tgi.microkernel.processes.supervisor import ROLE_GRACE_SECONDS
+from tgi.microkernel.settings.table import OPTIONS
 from tgi.server import ROLES
 
 # The first release with sidecars (docs/deployment.md names it), and the latest that the package has.

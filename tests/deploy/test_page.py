@@ -15,7 +15,7 @@ from tests.deploy.shapes import DEPLOY, KUBERNETES, ROOT, settings_of
 from tests.deploy.test_docker import IMAGES, environment_of
 from tests.deploy.test_kubernetes import LATEST, MORE_VARIABLES, OLDEST, VARIABLES
 from tests.test_pages import blocks
-from tgi.microkernel.supervisor import ROLE_GRACE_SECONDS
+from tgi.microkernel.processes.supervisor import ROLE_GRACE_SECONDS
 
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 LINES = [line for block in blocks(PAGE, "sh") for line in block.replace("\\\n", " ").splitlines()]

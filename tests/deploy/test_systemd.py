@@ -10,7 +10,7 @@ import pytest
 from tests.deploy.shapes import DEPLOY, settings_of
 from tests.deploy.test_kubernetes import MORE_VARIABLES, VARIABLES
 from tgi import INTERRUPTED
-from tgi.microkernel.supervisor import ROLE_GRACE_SECONDS
+from tgi.microkernel.processes.supervisor import ROLE_GRACE_SECONDS
 from tgi.server import ROLES
 
 UNIT = DEPLOY / "systemd" / "tgi.service"

@@ -10,8 +10,8 @@ import pytest
 from tests.api.conftest import LIMITS, READY, Front, request
 from tests.golden.reader import Exchange
 from tests.golden.scripts import SCRIPTS
-from tgi.microkernel.protocol import Cancel, Generate, Status
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.messages.protocol import Cancel, Generate, Status
+from tgi.microkernel.settings.table import Settings
 
 LOADING = Status(False, True, "loading weights", 40)
 STALLED = Status(True, False, "the worker finishes no step", 100, LIMITS)

@@ -7,8 +7,8 @@ Every answer says that the prompt has 3 tokens (a chat's: 12 characters), and th
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
-from tgi.microkernel.protocol import (
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.messages.protocol import (
     AnswerPart,
     End,
     FinishReason,

@@ -13,7 +13,7 @@ from tests.api.conftest import Front, Reply
 from tests.golden.conftest import in_flight
 from tests.golden.reader import Exchange, exchanges, placeholder_values
 from tests.golden.scripts import SCRIPTS
-from tgi.microkernel.protocol import Generate
+from tgi.microkernel.messages.protocol import Generate
 
 ALL = list(exchanges())
 KEEP_ALIVE = b":\n\n"

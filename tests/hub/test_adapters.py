@@ -12,7 +12,7 @@ from tests.hub.test_hub_download import COMMIT, ROOT, Hub, fetch, hub, surroundi
 from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import adapter_directory
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.lora_adapters import NamedAdapter
+from tgi.microkernel.settings.lora_adapters import NamedAdapter
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ FILES = {
 FETCH = textwrap.dedent("""
     import sys
     from tgi.hub.resolver import adapter_directory
-    from tgi.microkernel.lora_adapters import named_adapters
+    from tgi.microkernel.settings.lora_adapters import named_adapters
     from tgi.microkernel.errors import UserError
     try:
         print(*(adapter_directory(adapter) for adapter in named_adapters(sys.argv[1])))

@@ -15,7 +15,7 @@ from tgi.hub.default_model import SMOLLM2, default_model
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import model_directory
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.sampling_params import SamplingDefaults
+from tgi.microkernel.messages.sampling_params import SamplingDefaults
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.models import model
 from tgi.hub.model_config import read_model_config
-from tgi.microkernel.rundir import read_states
+from tgi.microkernel.host.rundir import read_states
 
 pytestmark = pytest.mark.slow
 

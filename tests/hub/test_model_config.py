@@ -15,7 +15,7 @@ from tests.models import model
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import model_directory
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.sampling_params import PARAMETERS, SamplingDefaults
+from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingDefaults
 from tgi.worker.decoder_config import UnsupportedConfig
 from tgi.worker.models.config_reader import read_decoder_config
 

@@ -10,7 +10,7 @@ import pytest
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.overrides import ModelOverrides, overridden_directory
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.sampling_params import SamplingDefaults
+from tgi.microkernel.messages.sampling_params import SamplingDefaults
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 from tests.models import model, pooling_model
 from tgi.hub.pooling import PoolingConfig, read_pooling_config
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import ModelTask
+from tgi.microkernel.messages.protocol import ModelTask
 
 TYPE = "sentence_transformers.models."
 BERT = {"model_type": "bert", "vocab_size": 9, "type_vocab_size": 2, "max_position_embeddings": 64}

@@ -28,7 +28,7 @@ import psutil
 
 from scripts.reliability.network import Host
 from tests.network import HostTransport
-from tgi.microkernel import rundir
+from tgi.microkernel.host import rundir
 
 TIMEOUT_SECONDS = 120
 # Without settings from the environment, and without certificates, which take 24 ms to read for each client.

@@ -15,7 +15,7 @@ import pytest
 
 from tests.live.faults import sitecustomize as faults
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server
-from tgi.microkernel.crash_isolation import CONVICTING_STRIKES
+from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
 
 pytestmark = pytest.mark.live
 

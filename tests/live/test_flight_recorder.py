@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.live.server import Server
-from tgi.microkernel.flight_recorder import (
+from tgi.microkernel.messages.protocol import RequestContext
+from tgi.microkernel.observability.flight_recorder import (
     RING_STAMPS,
     Event,
     RingRecorder,
@@ -21,8 +22,7 @@ from tgi.microkernel.flight_recorder import (
     read_stamps,
     ring_path,
 )
-from tgi.microkernel.protocol import RequestContext
-from tgi.microkernel.request_timeline import explain
+from tgi.microkernel.observability.request_timeline import explain
 
 pytestmark = pytest.mark.live
 

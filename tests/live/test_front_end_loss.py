@@ -9,7 +9,7 @@ import pytest
 
 from tests.live.server import Server
 from tests.live.test_tree import token_ids
-from tgi.microkernel import metrics
+from tgi.microkernel.observability import metrics
 
 pytestmark = pytest.mark.live
 

@@ -14,9 +14,9 @@ import zmq
 
 from tests.live.server import Server
 from tests.live.test_hosts import SCRIPTED, Hosts
-from tgi.microkernel import curve
-from tgi.microkernel.codec import MAX_FRAME_BYTES
-from tgi.microkernel.protocol import MESSAGES, PROTOCOL, Add, Hello, SamplingParams, StepResult, encode
+from tgi.microkernel.links import curve
+from tgi.microkernel.messages.codec import MAX_FRAME_BYTES
+from tgi.microkernel.messages.protocol import MESSAGES, PROTOCOL, Add, Hello, SamplingParams, StepResult, encode
 
 pytestmark = pytest.mark.live
 

@@ -13,8 +13,8 @@ import pytest
 from tests.live.server import TIMEOUT_SECONDS, Server, free_port
 from tests.live.test_operating import succeed
 from tests.microkernel.tcp import cable
-from tgi.microkernel import rundir
-from tgi.microkernel.discovery import nth_address
+from tgi.microkernel.host import rundir
+from tgi.microkernel.links.discovery import nth_address
 
 pytestmark = pytest.mark.live
 

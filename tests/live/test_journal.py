@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.live.server import Server
-from tgi.microkernel.protocol import Add
+from tgi.microkernel.messages.protocol import Add
 from tgi.scheduler.journal import SUFFIX, read_journal
 from tgi.scheduler.replay import replay, verdict
 

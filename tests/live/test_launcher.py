@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, free_port
-from tgi.microkernel import rundir
-from tgi.microkernel.progress import WorkerFacts
+from tgi.microkernel.host import rundir
+from tgi.microkernel.observability.progress import WorkerFacts
 
 pytestmark = pytest.mark.live
 
@@ -106,7 +106,7 @@ def test_environment_variables_configure_the_server(tiny_llama: Path, tmp_path: 
         "docs": f"http://127.0.0.1:{port}/docs", "kernels": "none: the worker is scripted",
     }  # fmt: skip
     assert set(WorkerFacts._fields) <= ready.keys()
-    stages = {entry["message"] for entry in logged if entry["target"] == "tgi.microkernel.progress"}
+    stages = {entry["message"] for entry in logged if entry["target"] == "tgi.microkernel.observability.progress"}
     expected = {*stages, warning, arguments["message"], "Sampling defaults of /v1: {}"}
     assert [entry for entry in logged if entry["message"] not in expected] == []
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.live.server import Server, free_port
 from tests.live.test_hosts import SCRIPTED, tokens_of
-from tgi.microkernel.process import read_progress
+from tgi.microkernel.processes.process import read_progress
 
 pytestmark = pytest.mark.live
 

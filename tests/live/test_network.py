@@ -18,7 +18,7 @@ import pytest
 from scripts.reliability.network import Network
 from tests.live.server import Server, still_running
 from tests.network import network
-from tgi.microkernel.process import read_progress
+from tgi.microkernel.processes.process import read_progress
 
 pytestmark = pytest.mark.live
 

@@ -18,7 +18,7 @@ import pytest
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, free_port
 from tests.models import model
 from tests.worker.loras import make_adapter
-from tgi.microkernel import rundir
+from tgi.microkernel.host import rundir
 
 pytestmark = pytest.mark.live
 

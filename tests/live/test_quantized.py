@@ -7,7 +7,7 @@ import pytest
 
 from tests.live.server import Server
 from tests.models import model
-from tgi.microkernel import rundir
+from tgi.microkernel.host import rundir
 
 pytestmark = pytest.mark.live
 

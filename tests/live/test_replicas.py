@@ -9,8 +9,8 @@ import pytest
 
 from tests.live.server import Server, SharedServers
 from tests.live.test_tree import SCRIPTED, all_streams, token_ids
-from tgi.microkernel import rundir
-from tgi.microkernel.control import carry_out
+from tgi.microkernel.host import rundir
+from tgi.microkernel.processes.control import carry_out
 
 pytestmark = pytest.mark.live
 

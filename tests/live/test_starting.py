@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server
-from tgi.microkernel import rundir
-from tgi.microkernel.link import Link
-from tgi.microkernel.protocol import PROTOCOL, Hello, Status, Step, StepResult
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.host import rundir
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.messages.protocol import PROTOCOL, Hello, Status, Step, StepResult
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.fake_worker.fake_worker import FakeEngine
 from tgi.worker.main import _fake_worker_config
 

@@ -9,7 +9,7 @@ import pytest
 from tests.live.server import Server
 from tests.live.test_tree import all_streams, token_ids
 from tests.worker.loras import make_adapter
-from tgi.microkernel import rundir
+from tgi.microkernel.host import rundir
 
 pytestmark = pytest.mark.live
 

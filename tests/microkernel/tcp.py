@@ -11,9 +11,9 @@ from typing import Any
 
 import zmq
 
-from tgi.microkernel import curve
-from tgi.microkernel.link import Link, PeerId
-from tgi.microkernel.protocol import PROTOCOL, Hello
+from tgi.microkernel.links import curve
+from tgi.microkernel.links.link import Link, PeerId
+from tgi.microkernel.messages.protocol import PROTOCOL, Hello
 
 TIMEOUT_SECONDS = 60.0
 

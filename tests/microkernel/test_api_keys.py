@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel.api_keys import ApiKey, parse_api_key, read_api_key_file
+from tgi.microkernel.admission.api_keys import ApiKey, parse_api_key, read_api_key_file
 from tgi.microkernel.errors import UserError
 
 

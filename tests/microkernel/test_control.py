@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tgi.microkernel.control import MAX_COMMAND_BYTES, ControlServer, Operation, carry_out
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.processes.control import MAX_COMMAND_BYTES, ControlServer, Operation, carry_out
 
 
 def operation(command: dict[str, Any]) -> Operation:

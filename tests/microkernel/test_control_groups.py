@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel.control_groups import memory_left_in_groups, oom_kills, usable_cpus
+from tgi.microkernel.host.control_groups import memory_left_in_groups, oom_kills, usable_cpus
 
 MB = 1 << 20
 V2 = "40 31 0:38 {root} {mount} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate"
@@ -92,7 +92,7 @@ def test_no_limit_is_known(tmp_path: Path, mounts: list[str], groups: str) -> No
 
 LIMITED = """
 import resource, sys
-from tgi.microkernel.control_groups import available_memory
+from tgi.microkernel.host.control_groups import available_memory
 kind = getattr(resource, sys.argv[1])
 resource.setrlimit(kind, (int(sys.argv[2]), resource.RLIM_INFINITY))
 left = available_memory()

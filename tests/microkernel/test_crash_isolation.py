@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tgi.microkernel.crash_isolation import (
+from tgi.microkernel.recovery.crash_isolation import (
     CONVICTING_STRIKES,
     MEMORY_SECONDS,
     OUTSIDE_PROGRESS,

@@ -14,12 +14,12 @@ import zmq
 
 from tests.live.server import free_port
 from tests.microkernel.tcp import Deployment, LoopedLink, cable, hello, until
-from tgi.microkernel import curve
-from tgi.microkernel.curve import MAX_STRANGERS
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.link import Link
-from tgi.microkernel.log import ComplaintLimit
-from tgi.microkernel.protocol import Cancel, encode
+from tgi.microkernel.links import curve
+from tgi.microkernel.links.curve import MAX_STRANGERS
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.messages.protocol import Cancel, encode
+from tgi.microkernel.observability.log import ComplaintLimit
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.live.server import free_port
 from tests.microkernel.tcp import Deployment, LoopedLink, cable, hello, until
-from tgi.microkernel import discovery
-from tgi.microkernel.discovery import Discovery, DownstreamLinks, nth_address
-from tgi.microkernel.link import Link, Place
+from tgi.microkernel.links import discovery
+from tgi.microkernel.links.discovery import Discovery, DownstreamLinks, nth_address
+from tgi.microkernel.links.link import Link, Place
 
 
 @pytest.fixture

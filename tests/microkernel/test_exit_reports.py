@@ -13,18 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tgi.microkernel.child import ChildProcess, ProcessSpec
-from tgi.microkernel.exit_causes import OOM_SECONDS, OomKills, is_lack_of_memory, oom_kills
-from tgi.microkernel.process import work_register_path
-from tgi.microkernel.protocol import LastExit
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.work_register import WorkRegister, fingerprint_number, split_fingerprints
+from tgi.microkernel.messages.protocol import LastExit
+from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
+from tgi.microkernel.processes.process import work_register_path
+from tgi.microkernel.recovery.exit_causes import OOM_SECONDS, OomKills, is_lack_of_memory, oom_kills
+from tgi.microkernel.recovery.work_register import WorkRegister, fingerprint_number, split_fingerprints
+from tgi.microkernel.settings.table import Settings
 
 # A child that takes its work register, as Process does, and states that it works on one request.
 CHILD = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.recovery.work_register import WorkRegister
 register = WorkRegister.open(Path(sys.argv[1]))
 register.begin_life(b"12345678")
 register.units[3] = int.from_bytes(b"poison!!", "little")
@@ -38,7 +38,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChildProcess:
     """A supervised process that has one request in hand."""
     path = work_register_path(tmp_path, "tokenizer-0")
     command = [sys.executable, "-c", CHILD, str(path)]
-    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: command)
+    monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: command)
     child = ChildProcess(ProcessSpec("tokenizer", 0), Settings(run_dir=tmp_path))
     while WorkRegister.open(path).in_hand() != b"poison!!":
         time.sleep(0.01)
@@ -75,7 +75,7 @@ def test_signals_from_outside_are_told_from_faults(child: ChildProcess, number: 
 
 def test_a_kill_for_lack_of_memory_comes_from_outside(child: ChildProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     before = oom_kills()
-    monkeypatch.setattr("tgi.microkernel.exit_causes.oom_kills", lambda: before + 1)
+    monkeypatch.setattr("tgi.microkernel.recovery.exit_causes.oom_kills", lambda: before + 1)
     os.kill(child.pid, signal.SIGKILL)
     report = report_after(child)
     assert (report.cause, report.outside) == ("was killed for lack of memory", True)
@@ -100,7 +100,7 @@ def test_exceptions_for_lack_of_memory_are_known(allocate: Callable[[], object])
 
 def test_an_earlier_kill_for_lack_of_memory_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     now, count = 100.0, 3
-    monkeypatch.setattr("tgi.microkernel.exit_causes.oom_kills", lambda: count)
+    monkeypatch.setattr("tgi.microkernel.recovery.exit_causes.oom_kills", lambda: count)
     kills = OomKills(lambda: now)
     assert not kills.has_risen()
     count = 4
@@ -139,7 +139,7 @@ def test_a_process_that_is_stopped_while_it_loads_is_overdue_long_before_its_dea
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     program = "import subprocess; subprocess.run(['sleep', '600'])"
-    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: [sys.executable, "-c", program])
     child = ChildProcess(ProcessSpec("worker", 0), Settings(run_dir=tmp_path, start_timeout=600, hang_timeout=0.5))
     process = psutil.Process(child.pid)
     while not (ranks := process.children()):
@@ -177,7 +177,7 @@ def test_a_process_that_never_took_the_register_passes_on_the_earlier_report(
     register.units[0] = fingerprint_number(b"in hand!")
     earlier = LastExit(b"earlier!", "was killed by SIGSEGV", False, b"in hand!")
     monkeypatch.setattr(
-        "tgi.microkernel.interpreter.python_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
+        "tgi.microkernel.host.interpreter.python_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
     )
     child = ChildProcess(ProcessSpec("tokenizer", 0), Settings(run_dir=tmp_path), earlier)
     while (code := child.poll()) is None:
@@ -195,7 +195,7 @@ def test_a_process_that_dies_while_loading_passes_on_the_earlier_report(
     earlier = LastExit(b"earlier!", "was killed by SIGSEGV", False, b"in hand!")
     program = CHILD.replace('register.units[3] = int.from_bytes(b"poison!!", "little")', "sys.exit(7)")
     command = [sys.executable, "-c", program, str(work_register_path(tmp_path, f"{role}-0"))]
-    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: command)
+    monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: command)
     child = ChildProcess(ProcessSpec(role, 0), Settings(run_dir=tmp_path), earlier)
     while (code := child.poll()) is None:
         time.sleep(0.01)

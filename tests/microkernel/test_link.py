@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId, end_sessions
-from tgi.microkernel.protocol import PROTOCOL, Cancel, Hello
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, end_sessions
+from tgi.microkernel.messages.protocol import PROTOCOL, Cancel, Hello
 
 
 def hello(role: str, replica: int = 0, model: str = "", protocol: int = PROTOCOL) -> Hello:

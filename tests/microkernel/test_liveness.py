@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.microkernel.test_link import until
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent
-from tgi.microkernel.liveness import SILENT_TICKS, ProgressClock, SilenceDetector
-from tgi.microkernel.process import Heartbeat
-from tgi.microkernel.protocol import PROTOCOL, Beat, Cancel, Hello, Status
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.links.liveness import SILENT_TICKS, ProgressClock, SilenceDetector
+from tgi.microkernel.messages.protocol import PROTOCOL, Beat, Cancel, Hello, Status
+from tgi.microkernel.processes.process import Heartbeat
 
 NOTHING: tuple[list[str], list[str]] = ([], [])
 

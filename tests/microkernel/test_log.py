@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tgi.microkernel import log
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.observability import log
+from tgi.microkernel.settings.table import Settings
 
 pytestmark = pytest.mark.slow
 

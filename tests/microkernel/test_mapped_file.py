@@ -4,13 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tgi.microkernel.flight_recorder import RingRecorder
-from tgi.microkernel.mapped_file import map_file
-from tgi.microkernel.metric_store import FILE_BYTES, SUMS, MetricStore, fold_ended_processes
-from tgi.microkernel.permits import Permits
-from tgi.microkernel.process import Heartbeat
-from tgi.microkernel.token_rates import TokenRates
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.admission.permits import Permits
+from tgi.microkernel.admission.token_rates import TokenRates
+from tgi.microkernel.host.mapped_file import map_file
+from tgi.microkernel.observability.flight_recorder import RingRecorder
+from tgi.microkernel.observability.metric_store import FILE_BYTES, SUMS, MetricStore, fold_ended_processes
+from tgi.microkernel.processes.process import Heartbeat
+from tgi.microkernel.recovery.work_register import WorkRegister
 
 
 def test_every_file_has_its_disk_space_before_it_is_written(tmp_path: Path) -> None:
@@ -42,9 +42,9 @@ def test_a_file_is_never_shortened(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from tgi.microkernel.metric_store import SUMS, MetricStore
-from tgi.microkernel.permits import Permits
-from tgi.microkernel.token_rates import TokenRates
+from tgi.microkernel.observability.metric_store import SUMS, MetricStore
+from tgi.microkernel.admission.permits import Permits
+from tgi.microkernel.admission.token_rates import TokenRates
 directory = Path(sys.argv[1])
 store = MetricStore(directory)
 store.number(SUMS, "tgi_request_count", ()).add(1)

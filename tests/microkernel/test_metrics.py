@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tgi.microkernel import metrics
-from tgi.microkernel.metric_store import Distribution, MetricStore, SampleFile
-from tgi.microkernel.metrics import DURATION, SERIES
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.observability.metric_store import Distribution, MetricStore, SampleFile
+from tgi.microkernel.observability.metrics import DURATION, SERIES
 
 WRITER = """
 import sys
 from pathlib import Path
-from tgi.microkernel import metrics
+from tgi.microkernel.observability import metrics
 metrics.use_directory(Path(sys.argv[1]))
 metrics.set_length_limits(1000, 2000)
 metrics.tgi_request_count.inc()

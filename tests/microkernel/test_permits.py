@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tgi.microkernel.permits import Permits
+from tgi.microkernel.admission.permits import Permits
 
 HOLDER = """
 import sys
 from pathlib import Path
-from tgi.microkernel.permits import Permits
+from tgi.microkernel.admission.permits import Permits
 permits = Permits(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 for line in sys.stdin:
     name, count = line.split()
@@ -25,7 +25,7 @@ for line in sys.stdin:
 RACER = """
 import random, sys
 from pathlib import Path
-from tgi.microkernel.permits import Permits
+from tgi.microkernel.admission.permits import Permits
 folder, limit, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 permits = Permits(folder / "permits", limit, limit * (seed - 1) // 3)
 marks = (folder / "marks").open("r+b", buffering=0)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel import process as process_module
-from tgi.microkernel.process import Heartbeat, StartStages, served_model_id
+from tgi.microkernel.processes import process as process_module
+from tgi.microkernel.processes.process import Heartbeat, StartStages, served_model_id
 
 WRITER = """
 import sys
 from pathlib import Path
-from tgi.microkernel.process import Heartbeat
+from tgi.microkernel.processes.process import Heartbeat
 beat = Heartbeat(Path(sys.argv[1]))
 beat.set_deadline(1.0)
 print(flush=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel import rundir
-from tgi.microkernel.progress import (
+from tgi.microkernel.host import rundir
+from tgi.microkernel.observability.progress import (
     CHAT_TEMPLATE,
     EXAMPLE_QUESTION,
     TASK,
@@ -21,7 +21,7 @@ from tgi.microkernel.progress import (
     summary_fields,
     summary_lines,
 )
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.table import Settings
 
 SERVED = WorkerFacts(
     source="the demo model, imported to ~/x",
@@ -237,8 +237,8 @@ def test_ready_is_written_once_where_both_outputs_are_one_file(settings: Setting
     program = """
 import sys
 from pathlib import Path
-from tgi.microkernel import log, progress
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.observability import log, progress
+from tgi.microkernel.settings.table import Settings
 settings = Settings(run_dir=Path(sys.argv[1]), model_id="m", log_level=sys.argv[2])
 log.configure_logging("tgi", settings)
 progress.Progress(settings, "tgi").show_process_states(["api-0"])

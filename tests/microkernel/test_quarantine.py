@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel.quarantine import MAX_ENTRIES, QUARANTINE_SECONDS, Quarantine, QuarantinedRequest
+from tgi.microkernel.recovery.quarantine import MAX_ENTRIES, QUARANTINE_SECONDS, Quarantine, QuarantinedRequest
 
 
 def test_all_front_ends_refuse_what_one_has_added(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What `tgi why` tells, from stamps that are made here."""
 
-from tgi.microkernel.flight_recorder import (
+from tgi.microkernel.observability.flight_recorder import (
     EVERY_REQUEST,
     Event,
     Stamp,
@@ -9,7 +9,7 @@ from tgi.microkernel.flight_recorder import (
     find_requests,
     name_digest,
 )
-from tgi.microkernel.request_timeline import MAX_IDS, Timeline, explain
+from tgi.microkernel.observability.request_timeline import MAX_IDS, Timeline, explain
 
 KEY = 0x0123456789ABCDEF
 ALICE, BOB = client_number("key 00000000000000a1"), client_number("192.0.2.7")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel import rundir
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.host import rundir
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_leftovers_of_killed_supervisors_are_removed(run: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from tgi.microkernel import rundir
+from tgi.microkernel.host import rundir
 claim = rundir.claim_process(Path(sys.argv[1]), "tokenizer")
 print(f"{claim.role}-{claim.replica}", flush=True)
 sys.stdin.readline()

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.lora_adapters import named_adapters
-from tgi.microkernel.options import HIDDEN, resolve_value, tcp_address, tcp_addresses
-from tgi.microkernel.settings import DEFAULTS, OPTIONS, Settings
-from tgi.microkernel.settings_loading import (
+from tgi.microkernel.settings.loading import (
     count_visible_devices,
     ineffective_flags,
     load_settings,
@@ -19,6 +16,9 @@ from tgi.microkernel.settings_loading import (
     to_environment,
     worker_settings,
 )
+from tgi.microkernel.settings.lora_adapters import named_adapters
+from tgi.microkernel.settings.options import HIDDEN, resolve_value, tcp_address, tcp_addresses
+from tgi.microkernel.settings.table import DEFAULTS, OPTIONS, Settings
 
 # TGI's names without a flag, and those that are read for a flag: variable, text, setting, value.
 # fmt: off

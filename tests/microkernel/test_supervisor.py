@@ -6,19 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel import metrics, rundir
+from tgi.microkernel.admission.token_bucket import TokenBucket
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.exit_causes import oom_kills
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.supervisor import (
+from tgi.microkernel.host import rundir
+from tgi.microkernel.host.terminal import ControllingTerminal
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.processes.supervisor import (
     MAX_BACKOFF_SECONDS,
     RESTART_PERIOD_SECONDS,
     RESTARTS_IN_A_ROW,
     Backoff,
     Supervisor,
 )
-from tgi.microkernel.terminal import ControllingTerminal
-from tgi.microkernel.token_bucket import TokenBucket
+from tgi.microkernel.recovery.exit_causes import oom_kills
+from tgi.microkernel.settings.table import Settings
 
 
 def test_token_bucket_allows_a_burst_and_then_its_rate() -> None:
@@ -63,7 +64,7 @@ def test_a_crash_loop_of_a_process_that_becomes_ready_is_slowed_down() -> None:
 def test_a_process_that_cannot_be_added_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rundir.create_run_dir(tmp_path)
     supervisor = Supervisor(Settings(run_dir=tmp_path), [], ControllingTerminal())
-    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: [str(tmp_path / "missing")])
+    monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: [str(tmp_path / "missing")])
     files = len(os.listdir("/dev/fd"))
     for _ in range(3):
         with pytest.raises(UserError, match="Cannot start tokenizer-0: No such file"):
@@ -91,14 +92,14 @@ def test_a_kill_for_lack_of_memory_names_what_to_lower(
 ) -> None:
     rundir.create_run_dir(tmp_path)
     metrics.use_directory(tmp_path / "metrics")
-    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: ["sleep", "600"])
+    monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: ["sleep", "600"])
     supervisor = Supervisor(Settings(run_dir=tmp_path), [], ControllingTerminal())
     spec = supervisor.add("worker")
     supervisor.confirm(spec)
     child = supervisor._children[spec.name]
     rundir.write_state(tmp_path, rundir.ProcessState("worker", 0, child.pid, "", state))
     before = oom_kills()
-    monkeypatch.setattr("tgi.microkernel.exit_causes.oom_kills", lambda: before + 1)
+    monkeypatch.setattr("tgi.microkernel.recovery.exit_causes.oom_kills", lambda: before + 1)
     child.signal(signal.SIGKILL)
     child._process.wait()
     supervisor._reap(("worker",))

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel.token_rates import MAX_CLIENTS, TokenRates
+from tgi.microkernel.admission.token_rates import MAX_CLIENTS, TokenRates
 
 CHARGER = """
 import sys
 from pathlib import Path
-from tgi.microkernel.token_rates import TokenRates
+from tgi.microkernel.admission.token_rates import TokenRates
 rates = TokenRates(Path(sys.argv[1]), clock=lambda: 0.0)
 for _ in range(500):
     rates.charge(7, 60, 1)

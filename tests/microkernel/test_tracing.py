@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from tests.collector import run_collector
-from tgi.microkernel import otlp, tracing
-from tgi.microkernel.otlp import Tracer
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.observability import otlp, tracing
+from tgi.microkernel.observability.otlp import Tracer
+from tgi.microkernel.settings.table import Settings
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -112,7 +112,7 @@ def test_opentelemetry_is_not_imported_by_default() -> None:
     assert tracing.create_tracer(Settings(), "api-0") is None
     code = (
         "import sys, tgi.cli, tgi.server, tgi.api.main, tgi.tokenizer.main, tgi.scheduler.main\n"
-        "import tgi.microkernel.process\n"
+        "import tgi.microkernel.processes.process\n"
         "sys.exit(str([name for name in sys.modules if name.split('.')[0] in ('opentelemetry', 'grpc')] or ''))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -9,8 +9,8 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from tests.microkernel.test_link import hello
-from tgi.microkernel.link import Link
-from tgi.microkernel.watched_link import WatchedLink
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.processes.watched_link import WatchedLink
 
 address = "ipc://" + sys.argv[1]
 process = SimpleNamespace(wake_loop=lambda: None, run_dir=Path(sys.argv[1]).parent)

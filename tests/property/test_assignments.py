@@ -6,15 +6,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tgi.microkernel.assignments import (
+from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.messages.protocol import PROTOCOL, Hello, LastExit, RequestContext
+from tgi.microkernel.recovery.assignments import (
     EXIT_REPORT_SECONDS,
     RESUBMISSION_BURST,
     RESUBMISSIONS_PER_SECOND,
     Assignments,
     Neighbour,
 )
-from tgi.microkernel.link import PeerId, Place
-from tgi.microkernel.protocol import PROTOCOL, Hello, LastExit, RequestContext
 
 NEIGHBOURS = 4
 

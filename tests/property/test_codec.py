@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.microkernel.codec import pack_column, unpack_float32, unpack_int32, unpack_uint32
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.protocol import MESSAGES, Cancel, Hello, decode, encode
+from tgi.microkernel.messages.codec import pack_column, unpack_float32, unpack_int32, unpack_uint32
+from tgi.microkernel.messages.protocol import MESSAGES, Cancel, Hello, decode, encode
 
 pytestmark = pytest.mark.fuzz
 

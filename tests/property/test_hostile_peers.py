@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from tests.property.test_codec import messages, values
 from tests.scheduler.simulation import Simulation, expected_ids
 from tests.tokenizer.harness import API, OTHER, READY, PoolHarness, ids_of
-from tgi.microkernel.codec import INT32, UINT32, pack_column
-from tgi.microkernel.flight_recorder import RingRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId
+from tgi.microkernel.messages.codec import INT32, UINT32, pack_column
+from tgi.microkernel.messages.protocol import (
     MESSAGES,
     PROTOCOL,
     AdapterUpdated,
@@ -41,6 +40,7 @@ from tgi.microkernel.protocol import (
     decode,
     encode,
 )
+from tgi.microkernel.observability.flight_recorder import RingRecorder
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.scheduler.kv_cache import PagePool
 
 pytestmark = pytest.mark.fuzz

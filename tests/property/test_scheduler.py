@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.scheduler.adapter_updates import PATHS
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, expected_answer, replay
-from tgi.microkernel.protocol import Cancel, FinishReason, StepResult, Stop
+from tgi.microkernel.messages.protocol import Cancel, FinishReason, StepResult, Stop
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 

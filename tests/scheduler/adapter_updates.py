@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, Status, UpdateAdapter
+from tgi.microkernel.messages.protocol import AdapterUpdated, LoadedAdapter, Status, UpdateAdapter
 from tgi.worker.lora.registry import AdapterRegistry, FakeAdapter
 
 if TYPE_CHECKING:

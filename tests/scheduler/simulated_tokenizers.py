@@ -3,10 +3,10 @@
 from typing import Any
 
 from tests.tops import Tops, split_tops
-from tgi.microkernel.codec import unpack_float32, unpack_int32, unpack_uint32
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import End, FinishReason, PromptLogprobs, RequestContext, Status, Tokens, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32, unpack_uint32
+from tgi.microkernel.messages.protocol import End, FinishReason, PromptLogprobs, RequestContext, Status, Tokens, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(1)
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from tests.scheduler.adapter_updates import PATHS, AdapterUpdates
 from tests.scheduler.simulated_tokenizers import GREEDY, SimulatedTokenizer, SubmittedRequest
 from tests.tops import Tops, split_tops
-from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column, unpack_float32, unpack_int32
-from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column, unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     AdapterUpdated,
     Add,
@@ -31,7 +31,7 @@ from tgi.microkernel.protocol import (
     decode,
     encode,
 )
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.scheduler.adapter_updates import directory
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.protocol import MAX_ADAPTER_CHANGES, FinishReason, UpdateAdapter
+from tgi.microkernel.messages.protocol import MAX_ADAPTER_CHANGES, FinishReason, UpdateAdapter
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(

@@ -4,8 +4,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, column_slice, pack_column, unpack_int32, unpack_uint32
-from tgi.microkernel.protocol import StepResult
+from tgi.microkernel.messages.codec import (
+    FLOAT32,
+    INT32,
+    UINT32,
+    column_slice,
+    pack_column,
+    unpack_int32,
+    unpack_uint32,
+)
+from tgi.microkernel.messages.protocol import StepResult
 from tgi.scheduler.columns import (
     NO_TOKENS,
     DrawnTokens,

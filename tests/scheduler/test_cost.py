@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from tests.counting import cost
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
+from tgi.microkernel.messages.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.simulation import Simulation
-from tgi.microkernel.protocol import EQUAL_LIMITS, limits_shortfall
+from tgi.microkernel.messages.protocol import EQUAL_LIMITS, limits_shortfall
 from tgi.scheduler.peers import MINIMUM_LIMITS
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 

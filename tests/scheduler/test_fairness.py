@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tests.scheduler.timed_worker import TimedWorker, tokens_of
-from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.protocol import Add, FinishReason, RequestContext, Step
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.protocol import Add, FinishReason, RequestContext, Step
 from tgi.scheduler.request import INPUT_WEIGHT, OUTPUT_WEIGHT
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.scheduler.waiting_queue import MAX_IDLE_CLIENTS

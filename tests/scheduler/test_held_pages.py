@@ -1,9 +1,9 @@
 """A restarted scheduler finds the pages that the worker has computed for the previous one."""
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import PROTOCOL, HeldPages, Hello
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import PROTOCOL, HeldPages, Hello
 from tgi.scheduler.kv_cache import KVCacheManager
 from tgi.scheduler.peers import HELD_MESSAGE_BYTES, MAX_HELD_BYTES
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig

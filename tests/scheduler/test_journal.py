@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.scheduler.simulation import Simulation
-from tgi.microkernel.flight_recorder import RingRecorder
-from tgi.microkernel.protocol import Add
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.messages.protocol import Add
+from tgi.microkernel.observability.flight_recorder import RingRecorder
+from tgi.microkernel.recovery.work_register import WorkRegister
 from tgi.scheduler.journal import MAX_FILES, SUFFIX, JournalWriter, RecordedScheduler, read_journal
 from tgi.scheduler.replay import replay
 from tgi.scheduler.scheduler import SchedulerConfig

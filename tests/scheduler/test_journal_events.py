@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
-from tgi.microkernel.protocol import Cancel
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.messages.protocol import Cancel
 from tgi.scheduler.journal import JournalWriter, read_journal
 from tgi.scheduler.scheduler import SchedulerConfig
 

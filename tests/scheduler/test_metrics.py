@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.scheduler.simulation import Simulation
-from tgi.microkernel import metrics
-from tgi.microkernel.metric_store import MetricStore
-from tgi.microkernel.metrics import FLUSH_SECONDS
-from tgi.microkernel.protocol import StepResult
+from tgi.microkernel.messages.protocol import StepResult
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.observability.metric_store import MetricStore
+from tgi.microkernel.observability.metrics import FLUSH_SECONDS
 from tgi.scheduler.metrics import SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig

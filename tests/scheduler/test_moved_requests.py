@@ -1,9 +1,9 @@
 """A generation that its front end moves to another tokenizer while the first one is stopped: computed once."""
 
-from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import PROTOCOL, Add, End, FinishReason, Hello, RequestContext, Status, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.protocol import PROTOCOL, Add, End, FinishReason, Hello, RequestContext, Status, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 

@@ -5,7 +5,7 @@ from array import array
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from tgi.microkernel.codec import INT32
+from tgi.microkernel.messages.codec import INT32
 from tgi.scheduler.speculation import MAX_CANDIDATES, MAX_MATCH, NgramProposer
 
 

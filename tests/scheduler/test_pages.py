@@ -2,7 +2,7 @@
 
 import pytest
 
-from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.scheduler.kv_cache import PagePool
 
 A, B, C = pack_column(INT32, [1, 2]), pack_column(INT32, [3, 4]), pack_column(INT32, [5, 6])

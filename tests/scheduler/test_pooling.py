@@ -4,8 +4,8 @@ import pytest
 
 from tests.scheduler.simulated_tokenizers import GREEDY, SubmittedRequest
 from tests.scheduler.simulation import Simulation
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column
-from tgi.microkernel.protocol import Add, Cancel, End, FinishReason, StepResult
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
+from tgi.microkernel.messages.protocol import Add, Cancel, End, FinishReason, StepResult
 from tgi.scheduler.in_flight import vectors_fit
 from tgi.worker.fake_worker.fake_tokens import fake_vector
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.messages.codec import unpack_int32
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 

@@ -1,8 +1,8 @@
 """Chunked prefill: steps mix decode rows and prefill chunks, within the token limit and a target time."""
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.protocol import Step
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.protocol import Step
 from tgi.scheduler.estimators import PrefillBudget
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig

@@ -8,8 +8,8 @@ import pytest
 from tests.counting import per_item
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import SlotAssignment
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import SlotAssignment
 from tgi.scheduler.kv_cache import PagePool
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig

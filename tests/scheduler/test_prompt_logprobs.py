@@ -6,8 +6,8 @@ import pytest
 
 from tests.scheduler.simulated_tokenizers import GREEDY, SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column
-from tgi.microkernel.protocol import Add, FinishReason, PromptLogprobs, encode
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
+from tgi.microkernel.messages.protocol import Add, FinishReason, PromptLogprobs, encode
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 

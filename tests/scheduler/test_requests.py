@@ -7,9 +7,9 @@ import pytest
 
 from tests.scheduler.simulated_tokenizers import GREEDY, SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.link import PeerDisconnected
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.protocol import (
     CHUNK,
     END,
     PROTOCOL,

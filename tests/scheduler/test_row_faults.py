@@ -1,7 +1,7 @@
 """Row errors: a row that cannot draw a token ends its own request only, with the reason."""
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.protocol import FinishReason
+from tgi.microkernel.messages.protocol import FinishReason
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone, expected_ids
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import FinishReason, StepResult
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import FinishReason, StepResult
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.scheduler.speculation import INDEX_BUDGET
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig

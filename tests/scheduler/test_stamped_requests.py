@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.flight_recorder import RingRecorder
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import PROTOCOL, Add, End, FinishReason, Hello, RequestContext, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.protocol import PROTOCOL, Add, End, FinishReason, Hello, RequestContext, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.observability.flight_recorder import RingRecorder
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
 TOKENIZER = PeerId("tokenizer", 0, b"12345678")

@@ -4,7 +4,7 @@ import pytest
 
 from tests.scheduler.simulation import Simulation
 from tests.scheduler.timed_worker import TimedWorker
-from tgi.microkernel.link import PeerSilent
+from tgi.microkernel.links.link import PeerSilent
 from tgi.scheduler.estimators import HANG_SECONDS, LATE_SECONDS, UNSEEN_RATIO, SizeClass, StepLimits
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig

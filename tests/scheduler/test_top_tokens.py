@@ -6,8 +6,8 @@ import pytest
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tests.tops import split_tops
-from tgi.microkernel.codec import INT32, UINT32, pack_column, unpack_uint32
-from tgi.microkernel.protocol import FinishReason, Tokens
+from tgi.microkernel.messages.codec import INT32, UINT32, pack_column, unpack_uint32
+from tgi.microkernel.messages.protocol import FinishReason, Tokens
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 

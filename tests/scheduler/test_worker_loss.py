@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone, fingerprint_of
-from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.crash_isolation import MEMORY_SECONDS, OUTSIDE_PROGRESS, TRIAL_TOKENS
-from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
-from tgi.microkernel.protocol import PROTOCOL, End, FinishReason, Hello, LastExit, Status, StepResult
-from tgi.microkernel.rundir import suspects_path
-from tgi.microkernel.work_register import split_fingerprints
+from tgi.microkernel.host.rundir import suspects_path
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.protocol import PROTOCOL, End, FinishReason, Hello, LastExit, Status, StepResult
+from tgi.microkernel.recovery.crash_isolation import MEMORY_SECONDS, OUTSIDE_PROGRESS, TRIAL_TOKENS
+from tgi.microkernel.recovery.work_register import split_fingerprints
 from tgi.scheduler.estimators import GROWTH_STEPS
 from tgi.scheduler.main import SuspectsFile
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation
-from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.protocol import Step, StepResult
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.protocol import Step, StepResult
 
 
 class TimedWorker:

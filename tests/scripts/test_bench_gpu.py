@@ -14,7 +14,7 @@ from scripts.benchmarks.engine_driver import Alone, flow
 from scripts.benchmarks.gpu import decodes, longest, prefill_flop
 from scripts.benchmarks.shapes import CONFIG, SHAPES
 from tests.worker.gpu_kernels.test_cuda_graphs import Tapes, build, engines
-from tgi.microkernel.protocol import StepResult
+from tgi.microkernel.messages.protocol import StepResult
 from tgi.worker.engine.engine import PendingStep
 
 pytestmark = pytest.mark.slow

@@ -3,10 +3,9 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from tgi.microkernel.codec import unpack_uint32
-from tgi.microkernel.flight_recorder import Event, FlightRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId, Place
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, Place
+from tgi.microkernel.messages.codec import unpack_uint32
+from tgi.microkernel.messages.protocol import (
     ROLES,
     AdapterUpdated,
     Add,
@@ -23,7 +22,8 @@ from tgi.microkernel.protocol import (
     Tokens,
     UpdateAdapter,
 )
-from tgi.microkernel.work_register import split_fingerprints
+from tgi.microkernel.observability.flight_recorder import Event, FlightRecorder
+from tgi.microkernel.recovery.work_register import split_fingerprints
 
 if TYPE_CHECKING:
     from tests.simulation.processes import SchedulerProcess, SimulatedProcess, TokenizerProcess

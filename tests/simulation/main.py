@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.simulation.simulation import Simulation, SimulationFailed, draw_config
-from tgi.microkernel import metrics
+from tgi.microkernel.observability import metrics
 
 REQUESTS_PER_SEED = 1000
 # Time between two lines on the progress of an exploration.

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import zmq
 
 from tests.simulation.clock import VirtualClock
-from tgi.microkernel.link import Link
-from tgi.microkernel.protocol import Hello
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.messages.protocol import Hello
 
 # As plain integers: combining pyzmq's enums costs more than the rest of a send.
 _MORE, _READABLE = int(zmq.SNDMORE), int(zmq.POLLIN)

@@ -10,9 +10,9 @@ from tgi.api.admission import Admission
 from tgi.api.health import Health
 from tgi.api.requests import Generation, TokenizationRequest
 from tgi.api.router import Router
-from tgi.microkernel.link import Link, PeerDisconnected
-from tgi.microkernel.liveness import SilenceDetector
-from tgi.microkernel.protocol import Cancel, End, FinishReason
+from tgi.microkernel.links.link import Link, PeerDisconnected
+from tgi.microkernel.links.liveness import SilenceDetector
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.in_flight import StepPipeline
 from tgi.scheduler.kv_cache import KVCacheManager

@@ -11,10 +11,11 @@ from tests.simulation.network import Crashed, Killed, Monitor, SimulatedSocket
 from tests.tokenizer.vocabularies import byte_level
 from tgi.api.requests import Generation, WakeEvent
 from tgi.api.router import Router
-from tgi.microkernel.codec import FLOAT32, INT32, ITEM_BYTES, pack_column, unpack_int32
-from tgi.microkernel.link import Link, PeerId
-from tgi.microkernel.liveness import BEAT_SECONDS
-from tgi.microkernel.protocol import (
+from tgi.microkernel.host.rundir import scheduler_socket
+from tgi.microkernel.links.link import Link, PeerId
+from tgi.microkernel.links.liveness import BEAT_SECONDS
+from tgi.microkernel.messages.codec import FLOAT32, INT32, ITEM_BYTES, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     Add,
     Beat,
@@ -31,9 +32,8 @@ from tgi.microkernel.protocol import (
     SuspectRecord,
     UpdateAdapter,
 )
-from tgi.microkernel.rundir import scheduler_socket
-from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.work_register import WorkRegister, fingerprint_number, split_fingerprints
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.recovery.work_register import WorkRegister, fingerprint_number, split_fingerprints
 from tgi.scheduler import main as scheduler_main
 from tgi.scheduler.metrics import SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler

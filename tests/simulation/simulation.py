@@ -24,10 +24,10 @@ from tests.simulation.processes import (
     WorkerProcess,
 )
 from tests.simulation.workload import ADDED_ADAPTER, UNREADABLE, VOCAB_SIZE, ClientRequest, Workload
-from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import decode
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.protocol import decode
 from tgi.scheduler.adapters import MAX_RETRY_SECONDS
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.tokenizer import encoding_jobs

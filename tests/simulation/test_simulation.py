@@ -13,7 +13,7 @@ import pytest
 
 from tests.simulation.planted_bugs import NO_FAULTS, PLANTED_BUGS
 from tests.simulation.simulation import Simulation, SimulationConfig, SimulationFailed, draw_config
-from tgi.microkernel.crash_isolation import CONVICTING_STRIKES
+from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
 
 pytestmark = pytest.mark.slow
 

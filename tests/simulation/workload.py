@@ -22,10 +22,18 @@ from tgi.api.clients import Client
 from tgi.api.errors import ApiError
 from tgi.api.requests import AdapterUpdateRequest, Generation, TokenizationRequest
 from tgi.api.router import Router
-from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import DETACHED, End, FinishReason, Generate, RequestContext, Tokenize, UpdateAdapter
-from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.work_register import FINGERPRINT_BYTES
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import (
+    DETACHED,
+    End,
+    FinishReason,
+    Generate,
+    RequestContext,
+    Tokenize,
+    UpdateAdapter,
+)
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.recovery.work_register import FINGERPRINT_BYTES
 from tgi.worker.fake_worker.fake_tokens import (
     PROMPT_KEY,
     FakeToken,

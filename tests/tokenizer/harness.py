@@ -3,9 +3,17 @@
 from typing import Any
 
 from tests.tokenizer.vocabularies import byte_level
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column, unpack_float32, unpack_int32, unpack_uint32
-from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId
+from tgi.microkernel.messages.codec import (
+    FLOAT32,
+    INT32,
+    UINT32,
+    pack_column,
+    unpack_float32,
+    unpack_int32,
+    unpack_uint32,
+)
+from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     Add,
     DeploymentLimits,
@@ -17,7 +25,7 @@ from tgi.microkernel.protocol import (
     Texts,
     Tokens,
 )
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.chat_template import ChatTemplates
 from tgi.tokenizer.encoding_jobs import ExecutorName

@@ -3,10 +3,17 @@
 import pytest
 
 from tests.tokenizer.harness import API, LIMITS, OTHER, READY, PoolHarness, ids_of
-from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.link import PeerDisconnected
-from tgi.microkernel.protocol import AdapterUpdated, FinishReason, Generate, LoadedAdapter, UpdateAdapter, decode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.links.link import PeerDisconnected
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.protocol import (
+    AdapterUpdated,
+    FinishReason,
+    Generate,
+    LoadedAdapter,
+    UpdateAdapter,
+    decode,
+)
+from tgi.microkernel.messages.sampling_params import SamplingParams
 
 POEMS, CODE = LoadedAdapter("poems", "/lora/poems", b"\1" * 16), LoadedAdapter("code", "/lora/code", b"\2" * 16)
 ASKS = SamplingParams(5, adapter="poems")

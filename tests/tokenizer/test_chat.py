@@ -7,9 +7,9 @@ import pytest
 
 from tests.tokenizer.harness import API, PoolHarness, end_messages, ids_of
 from tests.tokenizer.vocabularies import byte_level
-from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import FinishReason, Generate, Prompted, Tokenize
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import FinishReason, Generate, Prompted, Tokenize
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer import chat_template as templates
 from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer
 from tgi.tokenizer.chat_template import ChatTemplates, TemplateError

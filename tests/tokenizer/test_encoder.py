@@ -13,8 +13,8 @@ from scripts.make_model import TEXT
 from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import special_tokens
-from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.messages.codec import unpack_int32
 from tgi.tokenizer import encoder
 from tgi.tokenizer.vocabulary import Vocabulary
 

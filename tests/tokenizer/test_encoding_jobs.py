@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.harness import API, LIMITS, OTHER, PoolHarness, end_messages
-from tgi.microkernel import metrics
-from tgi.microkernel.link import PeerDisconnected
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, RequestContext, Tokenize, Tokenized
-from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.links.link import PeerDisconnected
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate, RequestContext, Tokenize, Tokenized
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.recovery.work_register import WorkRegister
 from tgi.tokenizer import encoding_jobs
 from tgi.tokenizer.encoding_jobs import (
     MAX_INLINE_SIZE,

@@ -20,8 +20,8 @@ from tests.tokenizer.vocabularies import KINDS, byte_level
 from tgi.hub.llguidance_tables import new_matcher, piece_table, token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
-from tgi.microkernel.protocol import FinishReason, Generate, decode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.protocol import FinishReason, Generate, decode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer.encoding_jobs import ExecutorName
 from tgi.tokenizer.structured_output.grammar import (
     MAX_CACHED_GRAMMARS,

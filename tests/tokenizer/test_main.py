@@ -15,10 +15,10 @@ import zmq
 from tokenizers import Tokenizer
 
 from tests.tokenizer.harness import READY, end_messages, streamed_output
-from tgi.microkernel.child import ChildProcess, ProcessSpec
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column, unpack_int32
-from tgi.microkernel.link import Link
-from tgi.microkernel.protocol import (
+from tgi.microkernel.host.rundir import create_run_dir
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     Add,
     Beat,
@@ -34,9 +34,9 @@ from tgi.microkernel.protocol import (
     Tokenized,
     Tokens,
 )
-from tgi.microkernel.rundir import create_run_dir
-from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
+from tgi.microkernel.settings.table import Settings
 
 TIMEOUT = 60.0
 MEGABYTE = 1 << 20

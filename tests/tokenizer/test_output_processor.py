@@ -6,9 +6,17 @@ import pytest
 
 from tests.tokenizer.harness import API, OTHER, PoolHarness, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column, unpack_float32, unpack_int32, unpack_uint32
-from tgi.microkernel.protocol import AnswerPart, Generate, PartKind, Prompted, Tokens
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import (
+    FLOAT32,
+    INT32,
+    UINT32,
+    pack_column,
+    unpack_float32,
+    unpack_int32,
+    unpack_uint32,
+)
+from tgi.microkernel.messages.protocol import AnswerPart, Generate, PartKind, Prompted, Tokens
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer.output_processor import TextsBuilder
 
 

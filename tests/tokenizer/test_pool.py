@@ -14,9 +14,9 @@ from tests.tokenizer.harness import (
     ids_of,
     streamed_output,
 )
-from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.protocol import (
     Cancel,
     End,
     FinishReason,
@@ -28,7 +28,7 @@ from tgi.microkernel.protocol import (
     Tokenized,
     decode,
 )
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer.encoding_jobs import MAX_INLINE_SIZE
 
 TOGETHER = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: "

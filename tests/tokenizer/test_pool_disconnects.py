@@ -6,11 +6,11 @@ import pytest
 
 from tests.tokenizer.harness import API, EOS, OTHER, PoolHarness, end_messages, hello, ids_of, streamed_output
 from tests.tokenizer.vocabularies import byte_level, sentencepiece
-from tgi.microkernel.assignments import RESUBMISSION_BURST
-from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.link import PeerDisconnected, PeerResponds, PeerSilent
-from tgi.microkernel.protocol import Add, Beat, Cancel, End, FinishReason, Generate, RequestContext, Status
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.links.link import PeerDisconnected, PeerResponds, PeerSilent
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import Add, Beat, Cancel, End, FinishReason, Generate, RequestContext, Status
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.recovery.assignments import RESUBMISSION_BURST
 from tgi.tokenizer.schedulers import SCHEDULER_SILENT
 from tgi.tokenizer.vocabulary import Vocabulary
 

@@ -4,10 +4,10 @@ import pytest
 
 from tests.tokenizer.harness import API, EOS, LIMITS, OTHER, READY, PoolHarness, end_messages, ids_of, streamed_output
 from tests.tokenizer.vocabularies import byte_level
-from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.link import PeerDisconnected
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Stop, Texts, decode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.links.link import PeerDisconnected
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate, Stop, Texts, decode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer.encoder import encode_bad_words
 
 

@@ -11,9 +11,9 @@ from scripts.make_pooling_model import VOCAB
 from tests.models import pooling_model
 from tgi.hub.model_config import read_model_config
 from tgi.hub.pooling import PoolingConfig, read_pooling_config
-from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import Generate, PoolingInput
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import Generate, PoolingInput
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.encoder import NO_TEXT, NO_VECTORS, EncodedPrompt, PromptEncoder, PromptRejection
 from tgi.tokenizer.vocabulary import Vocabulary

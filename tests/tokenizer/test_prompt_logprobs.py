@@ -7,9 +7,18 @@ import pytest
 
 from tests.tokenizer.harness import API, LIMITS, OTHER, PoolHarness, end_messages, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Prompted, PromptLogprobs, PromptTokens, Texts
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import (
+    Cancel,
+    End,
+    FinishReason,
+    Generate,
+    Prompted,
+    PromptLogprobs,
+    PromptTokens,
+    Texts,
+)
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer import encoder, prompt_logprobs
 
 TEXT = "Hello, world of many tokens 👍🏽 and é"

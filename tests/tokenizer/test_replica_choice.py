@@ -11,9 +11,9 @@ import pytest
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation
 from tests.tokenizer.harness import API, LIMITS, hello
-from tgi.microkernel.link import PeerId, Place
-from tgi.microkernel.protocol import End, Generate, Status, Tokens
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.messages.protocol import End, Generate, Status, Tokens
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer.encoder import EncodedPrompt
 from tgi.tokenizer.replica_choice import (
     BLOCK_TOKENS,

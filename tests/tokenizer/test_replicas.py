@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.harness import API, LIMITS, PoolHarness, end_messages, hello, ids_of, streamed_output
-from tgi.microkernel.assignments import EXIT_REPORT_SECONDS
-from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
-from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.messages.protocol import (
     AdapterUpdated,
     Add,
     Beat,
@@ -25,7 +24,8 @@ from tgi.microkernel.protocol import (
     Tokens,
     UpdateAdapter,
 )
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.recovery.assignments import EXIT_REPORT_SECONDS
 from tgi.tokenizer.schedulers import MOVED_PROGRESS, SUSPECT_SECONDS
 
 READY = Status(True, True, "", 100, LIMITS)

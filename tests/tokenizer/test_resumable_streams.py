@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.harness import API, OTHER, PoolHarness, hello, ids_of, streamed_output
-from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.protocol import (
     DETACHED,
     Add,
     Cancel,
@@ -20,7 +20,7 @@ from tgi.microkernel.protocol import (
     Status,
     Texts,
 )
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer import resumable_streams
 from tgi.tokenizer.resumable_streams import ResumableStreams
 

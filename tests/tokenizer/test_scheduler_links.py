@@ -13,7 +13,7 @@ import pytest
 from tests.live.server import free_port
 from tests.microkernel.tcp import TIMEOUT_SECONDS, Deployment, hello
 from tests.tokenizer.harness import PoolHarness
-from tgi.microkernel.link import Link, Place
+from tgi.microkernel.links.link import Link, Place
 from tgi.tokenizer import main
 from tgi.tokenizer.resumable_streams import ResumableStreams
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from tests.tokenizer.vocabularies import KINDS
-from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.messages.codec import unpack_int32
 from tgi.tokenizer import segment_cache
 from tgi.tokenizer.segment_cache import SegmentCache
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tokenizer.harness import API, EOS, PoolHarness, end_messages, ids_of
-from tgi.microkernel.codec import INT32, pack_column, unpack_uint32
-from tgi.microkernel.protocol import End, FinishReason, Stop, Texts
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_uint32
+from tgi.microkernel.messages.protocol import End, FinishReason, Stop, Texts
 from tgi.tokenizer.stop_strings import StopStringFilter
 
 Piece = tuple[str, bool]  # a token's text, and whether it is special

@@ -8,9 +8,9 @@ import torch
 
 from tests.tops import split_tops
 from tests.worker.test_fake_worker import slot, step
-from tgi.microkernel.codec import unpack_float32, unpack_int32
-from tgi.microkernel.protocol import DeploymentLimits, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import DeploymentLimits, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.engine.draft_runner import DraftModel

@@ -9,8 +9,8 @@ import pytest
 from tests.worker.test_fake_worker import SCRIPT, good, slot, step
 from tests.worker.test_loop import Running
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, Status, UpdateAdapter, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.protocol import AdapterUpdated, LoadedAdapter, Status, UpdateAdapter, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorker
 from tgi.worker.lora import registry as registry_module
 from tgi.worker.lora.registry import AdapterRegistry, FakeAdapter, load_adapters

@@ -17,9 +17,9 @@ from tests.worker.test_sampling import bad_words
 from tgi.hub.llguidance_tables import token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_uint32
-from tgi.microkernel.protocol import FinishReason, LoadedAdapter, Step, StepResult, Tokens
-from tgi.microkernel.sampling_params import NEUTRAL, PARAMETERS, SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_uint32
+from tgi.microkernel.messages.protocol import FinishReason, LoadedAdapter, Step, StepResult, Tokens
+from tgi.microkernel.messages.sampling_params import NEUTRAL, PARAMETERS, SamplingParams
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.attention import build_attention
 from tgi.worker.engine.engine import TorchEngine

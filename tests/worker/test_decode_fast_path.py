@@ -7,9 +7,9 @@ import pytest
 from tests.worker.cpu_kernels.test_models import load, prompts
 from tests.worker.driving import drive, make_engine
 from tests.worker.test_fake_worker import slot, step
-from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.protocol import Step, StepResult, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.protocol import Step, StepResult, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.decode_fast_path import SPARE_PAGES
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.interface import BadStep

@@ -14,9 +14,9 @@ from tests.worker.cpu_kernels.test_models import load as load_native
 from tests.worker.driving import drive, make_engine
 from tests.worker.test_fake_worker import slot, step
 from tests.worker.test_speculation import COUNT, VOCAB, engine_of, load, requests
-from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.engine.draft_runner import DRAFT_PREFILL_INTERVAL
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.startup import LoadedModels, _cache_requirements, quantization_by_directory, start_engine

@@ -10,7 +10,7 @@ import torch
 
 from tests.models import model
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.table import Settings
 from tgi.worker import host_cpu
 from tgi.worker.engine.startup import DTYPE_FILE, start_engine
 from tgi.worker.host_cpu import CPU_VARIABLE

@@ -9,9 +9,9 @@ import torch
 from tests.tops import split_tops
 from tests.worker.test_fake_worker import slot, step
 from tests.worker.test_sampling import bias, draws
-from tgi.microkernel.codec import unpack_float32, unpack_int32
-from tgi.microkernel.protocol import DeploymentLimits, StepResult, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import DeploymentLimits, StepResult, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned

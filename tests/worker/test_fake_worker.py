@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 
-from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column, unpack_float32, unpack_int32, unpack_uint32
-from tgi.microkernel.protocol import MAX_DRAFT_TOKENS, SlotAssignment, Step, StepResult, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import (
+    FLOAT32,
+    INT32,
+    UINT8,
+    pack_column,
+    unpack_float32,
+    unpack_int32,
+    unpack_uint32,
+)
+from tgi.microkernel.messages.protocol import MAX_DRAFT_TOKENS, SlotAssignment, Step, StepResult, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.fake_worker.fake_tokens import ID_COUNT
 from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorker, FakeWorkerConfig
 

@@ -14,7 +14,7 @@ from scripts.make_model import fill
 from tests.models import model
 from tests.worker.driving import Drawn, drive, generate_with, make_engine
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.models.transformers_model import TransformersModel, build_transformers_model
 
 pytestmark = pytest.mark.slow

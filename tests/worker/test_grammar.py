@@ -15,9 +15,9 @@ from tests.worker.test_sampling import bad_words, bias
 from tgi.hub.llguidance_tables import piece_table, token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import StepResult, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import StepResult, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.engine import NO_TOKEN_LEFT, TorchEngine
 from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.grammar import MAX_COMPILED_GRAMMARS, GrammarManager

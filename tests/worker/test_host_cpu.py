@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import OPTIONS
+from tgi.microkernel.settings.table import OPTIONS
 from tgi.worker import host_cpu
 from tgi.worker.host_cpu import CPU_VARIABLE, MKL_MODE, kernel_set, limit_instruction_set, request_reproducible_mkl
 from tgi.worker.instruction_sets import BY_NAME, INSTRUCTION_SETS

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.worker.test_sampling import bias, draws, processed, run
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.sampling.logits_processors import (
     LOGITS_PROCESSORS,
     TOP_P_WIDTHS,

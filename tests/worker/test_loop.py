@@ -12,11 +12,11 @@ import zmq
 
 from tests.models import model
 from tests.worker.test_fake_worker import SCRIPT, good, slot, step
-from tgi.microkernel import rundir
-from tgi.microkernel.child import ChildProcess, ProcessSpec
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId
-from tgi.microkernel.protocol import PIPELINE_DEPTH, PROTOCOL, Hello, Status, Step, StepResult
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.host import rundir
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, PROTOCOL, Hello, Status, Step, StepResult
+from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.engine.interface import OutOfMemory, Poisoned
 from tgi.worker.engine.loop import WorkerLoop
 from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorker

@@ -8,9 +8,9 @@ from tests.models import model as make
 from tests.worker.driving import drive, make_engine
 from tests.worker.loras import make_adapter
 from tests.worker.test_fake_worker import slot, step
-from tgi.microkernel.codec import unpack_float32, unpack_int32
-from tgi.microkernel.protocol import encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.loader import build_model

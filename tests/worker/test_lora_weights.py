@@ -19,7 +19,7 @@ from tests.worker.batches import prefill
 from tests.worker.loras import CONFIG, WEIGHTS, make_adapter
 from tgi.hub.resolver import adapter_directory
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.lora_adapters import NamedAdapter
+from tgi.microkernel.settings.lora_adapters import NamedAdapter
 from tgi.worker.attention import build_attention
 from tgi.worker.lora.registry import adapter_digest
 from tgi.worker.lora.weights import LoraWeights, read_adapter

@@ -16,15 +16,15 @@ from tests.worker.driving import drive, make_engine
 from tests.worker.test_fake_worker import good, slot, step
 from tests.worker.test_loop import TIMEOUT, Scheduler
 from tests.worker.test_sampling import bias
-from tgi.microkernel import rundir
-from tgi.microkernel.child import ChildProcess, ProcessSpec
-from tgi.microkernel.codec import unpack_float32, unpack_int32
 from tgi.microkernel.errors import FATAL, UserError
-from tgi.microkernel.process import fatal_error_path
-from tgi.microkernel.progress import WorkerFacts
-from tgi.microkernel.protocol import Status, Step, encode
-from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.host import rundir
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import Status, Step, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.observability.progress import WorkerFacts
+from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
+from tgi.microkernel.processes.process import fatal_error_path
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.engine import startup
 from tgi.worker.engine.startup import PAGES_FILE, start_engine
 from tgi.worker.models.loader import build_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.engine import memory
 from tgi.worker.engine.memory import (
     MAX_CPU_CACHE_BYTES,

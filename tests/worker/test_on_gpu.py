@@ -15,8 +15,8 @@ from tests.worker.driving import Drawn, drive
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.weights import random_floats, random_weight, random_whole
 from tests.worker.test_sampling import draws
-from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.cuda import CudaAttention

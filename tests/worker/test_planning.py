@@ -19,7 +19,7 @@ from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Awq, Compressed, Form, Fp8, Gptq, write
 from tgi.cli import main
 from tgi.hub.gguf.convert import convert
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import page_size
 from tgi.worker.checkpoint import SINGLE_FILE, Checkpoint
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer

@@ -16,8 +16,8 @@ from torch import Tensor
 from scripts.make_pooling_model import CONFIGS, VOCAB
 from tests.models import pooling_model
 from tgi.hub.pooling import read_pooling_config
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column
-from tgi.microkernel.protocol import DeploymentLimits, SlotAssignment, Step
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
+from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step
 from tgi.worker.attention.packed import PackedSequences
 from tgi.worker.cpu_kernels.build import build_library
 from tgi.worker.cpu_kernels.kernels import CpuKernels

@@ -13,9 +13,9 @@ from tests.models import model as make
 from tests.worker.driving import make_engine
 from tests.worker.test_fake_worker import slot, step
 from tests.worker.test_fallback import OTHERS, build, prompts, save
-from tgi.microkernel.codec import unpack_float32, unpack_int32
-from tgi.microkernel.protocol import MAX_PROMPT_TOP_TOKENS, SlotAssignment, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import MAX_PROMPT_TOP_TOKENS, SlotAssignment, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.interface import BadStep
 from tgi.worker.models.loader import build_model

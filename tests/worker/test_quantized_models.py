@@ -17,7 +17,7 @@ from tests.worker.cpu_kernels.test_models import prompts
 from tests.worker.driving import drive, make_engine
 from tests.worker.loras import make_adapter
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.distributed.sharding import whole_model

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.parameters import all_sampling_params
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.greedy import argmax
 from tgi.worker.sampling.logits_processors import TOP_P_WIDTHS, XTC_SEED
 from tgi.worker.sampling.noise import Noise, noise_keys

@@ -8,9 +8,9 @@ import torch
 
 from tests.worker.test_sampling import bad_words, bias
 from tgi.hub.llguidance_tables import piece_table
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column
-from tgi.microkernel.protocol import MAX_TOP_TOKENS, SlotAssignment, Step, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
+from tgi.microkernel.messages.protocol import MAX_TOP_TOKENS, SlotAssignment, Step, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.input_batch import Slots
 from tgi.worker.engine.interface import BadStep
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS

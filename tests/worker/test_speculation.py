@@ -16,9 +16,9 @@ from tests.worker.test_sampling import bad_words, bias
 from tgi.hub.llguidance_tables import piece_table, token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
-from tgi.microkernel.codec import unpack_float32, unpack_int32
-from tgi.microkernel.protocol import MAX_DRAFT_TOKENS, encode
-from tgi.microkernel.sampling_params import NEUTRAL, PARAMETERS, SamplingParams
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import MAX_DRAFT_TOKENS, encode
+from tgi.microkernel.messages.sampling_params import NEUTRAL, PARAMETERS, SamplingParams
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.interface import BadStep
 from tgi.worker.models.interface import Model

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from tests.parameters import sampling_params
 from tests.worker.test_sampling import draws, processed
-from tgi.microkernel.codec import unpack_float32, unpack_int32, unpack_uint32
-from tgi.microkernel.protocol import MAX_TOP_TOKENS
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32, unpack_uint32
+from tgi.microkernel.messages.protocol import MAX_TOP_TOKENS
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import SampledTokens, sample
 from tgi.worker.sampling.top_logprobs import BLOCK_ROWS, MAX_TIES, TopLogprobs, find_top_logprobs, top_logprobs_columns

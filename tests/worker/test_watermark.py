@@ -12,7 +12,7 @@ from tests.worker.test_sampling import CPU, DELTA, GAMMA, draws, green
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.logits_processors import apply_watermark

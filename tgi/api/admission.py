@@ -7,8 +7,8 @@ from collections import Counter
 from tgi.api import errors
 from tgi.api.clients import Client
 from tgi.api.health import Health
-from tgi.microkernel.permits import Permits
-from tgi.microkernel.token_rates import TokenRates
+from tgi.microkernel.admission.permits import Permits
+from tgi.microkernel.admission.token_rates import TokenRates
 
 
 class Admission:

@@ -13,7 +13,7 @@ from tgi.api.errors import ApiError
 from tgi.api.json_body import describe_syntax_error
 from tgi.api.requests import Generation
 from tgi.api.token_columns import TokenColumns
-from tgi.microkernel.protocol import AnswerPart, End, FinishReason, PartKind
+from tgi.microkernel.messages.protocol import AnswerPart, End, FinishReason, PartKind
 
 
 class Outcome(StrEnum):

@@ -18,7 +18,7 @@ from tgi.api.routes.native import RootResource
 from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, Service
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings.table import Settings
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from falcon.asgi import Request
 
 from tgi.api import errors
-from tgi.microkernel.api_keys import ApiKey, parse_api_key
+from tgi.microkernel.admission.api_keys import ApiKey, parse_api_key
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.settings_loading import reread_api_keys
+from tgi.microkernel.settings.loading import reread_api_keys
+from tgi.microkernel.settings.table import Settings
 
 log = logging.getLogger(__name__)
 

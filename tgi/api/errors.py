@@ -8,7 +8,7 @@ import msgspec
 
 from tgi.api.shapes.messages import MessageError, MessageFailure
 from tgi.api.shapes.types import doc
-from tgi.microkernel.protocol import End, FinishReason
+from tgi.microkernel.messages.protocol import End, FinishReason
 
 # Upper bound of the Retry-After header.
 MAX_RETRY_AFTER_SECONDS = 60

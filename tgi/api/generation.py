@@ -18,10 +18,10 @@ from tgi.api.service import Service
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import EventFormatter, EventStream
 from tgi.api.validation import RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, RuleContext, check_rules
-from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column
-from tgi.microkernel.flight_recorder import Event, client_number, name_digest, request_key
-from tgi.microkernel.protocol import End, Generate, ModelTask, RequestContext
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, pack_column
+from tgi.microkernel.messages.protocol import End, Generate, ModelTask, RequestContext
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.observability.flight_recorder import Event, client_number, name_digest, request_key
 
 # Of the messages to the tokenizer that one HTTP request makes, in bodies of the longest allowed: each choice has the
 # prompt, the grammar and the stop strings in a message of its own.

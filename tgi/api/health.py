@@ -7,8 +7,8 @@ import time
 from tgi.api.errors import MAX_RETRY_AFTER_SECONDS
 from tgi.api.requests import WakeEvent
 from tgi.api.tokenizers import TokenizerConnection
-from tgi.microkernel.liveness import BEAT_SECONDS, ProgressClock
-from tgi.microkernel.protocol import Beat
+from tgi.microkernel.links.liveness import BEAT_SECONDS, ProgressClock
+from tgi.microkernel.messages.protocol import Beat
 
 # What the processes below report has an age of up to two beats at each of two hops.
 PROGRESS_DELAY_SECONDS = 4 * BEAT_SECONDS

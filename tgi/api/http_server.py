@@ -23,8 +23,8 @@ from uvicorn.server import ServerState
 from tgi.api import errors
 from tgi.api.asgi import ABORT_KEY, AsgiApp
 from tgi.api.tls import ServerCertificate
-from tgi.microkernel.heap import map_large_blocks, release_freed_memory
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.host.heap import map_large_blocks, release_freed_memory
+from tgi.microkernel.settings.table import Settings
 
 log = logging.getLogger(__name__)
 

@@ -21,16 +21,16 @@ from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.api.tls import ServerCertificate
 from tgi.api.tokenizers import TokenizerConnection
-from tgi.microkernel import tracing
-from tgi.microkernel.discovery import Discovery, DownstreamLinks
+from tgi.microkernel.admission.permits import Permits
+from tgi.microkernel.admission.token_rates import TokenRates
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.flight_recorder import RingRecorder, ring_path
-from tgi.microkernel.link import Link
-from tgi.microkernel.permits import Permits
-from tgi.microkernel.process import HAND_OVER, Process, work_in_hand
-from tgi.microkernel.quarantine import Quarantine
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.token_rates import TokenRates
+from tgi.microkernel.links.discovery import Discovery, DownstreamLinks
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.observability import tracing
+from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
+from tgi.microkernel.processes.process import HAND_OVER, Process, work_in_hand
+from tgi.microkernel.recovery.quarantine import Quarantine
+from tgi.microkernel.settings.table import Settings
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from tgi.api.requests import Generation
 from tgi.api.resumption import ResponseKey
 from tgi.api.service import Service
 from tgi.api.token_columns import TokenColumns, TopToken
-from tgi.microkernel.protocol import AnswerPart, End, FinishReason, PartKind
+from tgi.microkernel.messages.protocol import AnswerPart, End, FinishReason, PartKind
 
 DONE_EVENT = "data: [DONE]\n\n"
 EVENT_END = "}\n\n"

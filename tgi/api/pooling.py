@@ -18,11 +18,11 @@ from tgi.api.requests import Generation, WakeEvent
 from tgi.api.resumption import response_key
 from tgi.api.service import Service
 from tgi.api.shapes.pooling import InputUsage
-from tgi.microkernel import metrics
-from tgi.microkernel.codec import FLOAT32, INT32, ITEM_BYTES, pack_column
-from tgi.microkernel.flight_recorder import Event, client_number, name_digest, request_key
-from tgi.microkernel.protocol import Generate, ModelTask, PoolingInput, RequestContext
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, ITEM_BYTES, pack_column
+from tgi.microkernel.messages.protocol import Generate, ModelTask, PoolingInput, RequestContext
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.observability.flight_recorder import Event, client_number, name_digest, request_key
 
 # Inputs of one HTTP request: as many as OpenAI allows.
 MAX_INPUTS = 2048

@@ -13,7 +13,7 @@ from typing import Any
 
 from tgi.api.asgi import PROBE_KEY, AsgiApp
 from tgi.api.service import Service
-from tgi.microkernel.protocol import ModelTask
+from tgi.microkernel.messages.protocol import ModelTask
 
 log = logging.getLogger(__name__)
 

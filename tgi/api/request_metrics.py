@@ -15,10 +15,10 @@ from tgi.api.asgi import is_probe
 from tgi.api.errors import ApiError, Rejection
 from tgi.api.float32 import float32_to_json
 from tgi.api.requests import Generation, RequestRecord
-from tgi.microkernel import metrics
-from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.log import Brief
-from tgi.microkernel.protocol import DeploymentLimits, End, FinishReason, Generate
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.protocol import DeploymentLimits, End, FinishReason, Generate
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.observability.log import Brief
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from tgi.api import float32
 from tgi.api.shapes.native import GenerateParameters, GrammarType
 from tgi.api.shapes.openai import OpenAiRequest
 from tgi.api.shapes.parameters import NATIVE, OPENAI
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column
-from tgi.microkernel.sampling_params import PARAMETERS, SAMPLED_BY, SamplingDefaults, SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
+from tgi.microkernel.messages.sampling_params import PARAMETERS, SAMPLED_BY, SamplingDefaults, SamplingParams
 
 # Limits the size of messages: the biases travel with each generation of a request.
 MAX_BIASES = 1024

@@ -13,8 +13,8 @@ from tgi.api.asgi import RECORD_KEY
 from tgi.api.clients import ANONYMOUS, Client
 from tgi.api.errors import ApiError
 from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenColumns
-from tgi.microkernel.codec import ITEM_BYTES
-from tgi.microkernel.protocol import (
+from tgi.microkernel.messages.codec import ITEM_BYTES
+from tgi.microkernel.messages.protocol import (
     AdapterUpdated,
     End,
     FinishReason,
@@ -26,7 +26,7 @@ from tgi.microkernel.protocol import (
 )
 
 if TYPE_CHECKING:
-    from tgi.microkernel.otlp import Span
+    from tgi.microkernel.observability.otlp import Span
 
 # A stream with more unread tokens is parked, and continues when this many are left.
 MAX_UNREAD_TOKENS, FEW_UNREAD_TOKENS = 1024, 256

@@ -13,15 +13,12 @@ from tgi.api.health import Health
 from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, TokenizationRequest
 from tgi.api.token_delivery import TokenDelivery
 from tgi.api.tokenizers import TokenizerConnection, choose_tokenizer
-from tgi.microkernel import metrics
-from tgi.microkernel.assignments import Assignments
-from tgi.microkernel.codec import ITEM_BYTES
-from tgi.microkernel.crash_isolation import CrashIsolation
-from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
-from tgi.microkernel.liveness import BEAT_SECONDS
-from tgi.microkernel.permits import Permits
-from tgi.microkernel.protocol import (
+from tgi.microkernel.admission.permits import Permits
+from tgi.microkernel.admission.token_rates import TokenRates
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
+from tgi.microkernel.links.liveness import BEAT_SECONDS
+from tgi.microkernel.messages.codec import ITEM_BYTES
+from tgi.microkernel.messages.protocol import (
     DETACHED,
     AdapterUpdated,
     Beat,
@@ -39,10 +36,13 @@ from tgi.microkernel.protocol import (
     Texts,
     Tokenized,
 )
-from tgi.microkernel.quarantine import Quarantine
-from tgi.microkernel.sampling_params import SamplingDefaults
-from tgi.microkernel.token_rates import TokenRates
-from tgi.microkernel.work_register import split_fingerprints
+from tgi.microkernel.messages.sampling_params import SamplingDefaults
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.observability.flight_recorder import NO_RECORDER, Event, FlightRecorder
+from tgi.microkernel.recovery.assignments import Assignments
+from tgi.microkernel.recovery.crash_isolation import CrashIsolation
+from tgi.microkernel.recovery.quarantine import Quarantine
+from tgi.microkernel.recovery.work_register import split_fingerprints
 
 log = logging.getLogger(__name__)
 

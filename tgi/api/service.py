@@ -23,13 +23,13 @@ from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest, RequestRecord
 from tgi.api.response_store import ResponseStore
 from tgi.api.router import Router
-from tgi.microkernel.options import MAX_SECONDS, seconds
-from tgi.microkernel.protocol import ModelTask, RequestContext
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.work_register import FINGERPRINT_BYTES
+from tgi.microkernel.messages.protocol import ModelTask, RequestContext
+from tgi.microkernel.recovery.work_register import FINGERPRINT_BYTES
+from tgi.microkernel.settings.options import MAX_SECONDS, seconds
+from tgi.microkernel.settings.table import Settings
 
 if TYPE_CHECKING:
-    from tgi.microkernel.otlp import Tracer
+    from tgi.microkernel.observability.otlp import Tracer
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from tgi.api.errors import ApiError, ClientDisconnected
 from tgi.api.requests import Generation
 from tgi.api.resumption import EventNumbering
 from tgi.api.token_columns import TokenColumns
-from tgi.microkernel.protocol import End
+from tgi.microkernel.messages.protocol import End
 
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE_EVENT = b":\n\n"

@@ -9,8 +9,8 @@ from json.encoder import encode_basestring as quote
 from typing import NamedTuple
 
 from tgi.api.float32 import float32_to_json
-from tgi.microkernel.codec import unpack_float32, unpack_int32, unpack_uint32
-from tgi.microkernel.protocol import AnswerPart, PromptTokens, Texts
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32, unpack_uint32
+from tgi.microkernel.messages.protocol import AnswerPart, PromptTokens, Texts
 
 # Tokens of JSON that are written before other tasks have a turn: a few milliseconds. A body may hold a million tokens.
 MAX_ITEMS_PER_TURN = 4096

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 from tgi.api.requests import Generation, LiveRequest
 from tgi.api.token_columns import TextsColumns
-from tgi.microkernel import metrics
-from tgi.microkernel.codec import unpack_uint32
-from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.protocol import Texts
+from tgi.microkernel.messages.codec import unpack_uint32
+from tgi.microkernel.messages.protocol import Texts
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.observability.flight_recorder import NO_RECORDER, Event, FlightRecorder
 
 
 class TokenDelivery:

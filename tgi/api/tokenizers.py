@@ -1,9 +1,9 @@
 """The tokenizers of this front end: what is known of each, and which one gets a request."""
 
 from tgi.api.requests import LiveRequest
-from tgi.microkernel.assignments import Neighbour
-from tgi.microkernel.link import Link, Place
-from tgi.microkernel.protocol import Status
+from tgi.microkernel.links.link import Link, Place
+from tgi.microkernel.messages.protocol import Status
+from tgi.microkernel.recovery.assignments import Neighbour
 
 # A tokenizer whose work has made no progress for this long gets no new request if there is another.
 STUCK_SECONDS = 2.0

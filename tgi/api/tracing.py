@@ -9,7 +9,7 @@ from falcon.asgi import Request, Response
 from tgi.api.asgi import PROBE_KEY, AsgiApp, Receive, Send
 
 if TYPE_CHECKING:
-    from tgi.microkernel.otlp import Span, Tracer
+    from tgi.microkernel.observability.otlp import Span, Tracer
 
 SPAN_KEY = "tgi.span"  # of the ASGI scope; absent without tracing
 

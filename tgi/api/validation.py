@@ -1,6 +1,6 @@
 """The rules for generation requests, with TGI's messages, in the order in which TGI checks them.
 
-The ranges of sampling parameters come from the table (microkernel/sampling_params.py). All other rules stand here.
+The ranges of sampling parameters come from the table (messages/sampling_params.py). All other rules stand here.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -19,9 +19,9 @@ from tgi.api.request_parameters import (
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.shapes.openai import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS
 from tgi.api.shapes.parameters import NATIVE, OPENAI
-from tgi.microkernel.protocol import MAX_PROMPT_TOP_TOKENS
-from tgi.microkernel.sampling_params import RANGES
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.messages.protocol import MAX_PROMPT_TOP_TOKENS
+from tgi.microkernel.messages.sampling_params import RANGES
+from tgi.microkernel.settings.table import Settings
 
 
 class RuleContext(NamedTuple):

@@ -18,8 +18,8 @@ from typing import Any
 
 from tgi.hub import gguf_import
 from tgi.hub.gguf_import import ProgressCallback, cached_directory
-from tgi.microkernel import interpreter
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.host import interpreter
 
 IMPORTER = 8  # incremented when the importer's output changes, so that cached directories are rebuilt
 CHUNK = 1 << 20

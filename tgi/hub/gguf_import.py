@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from tgi.microkernel import interpreter
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.host import interpreter
 
 
 class ProgressCallback(Protocol):
     """Receives the stage, the percentage done, and the total number of bytes if the stage transfers bytes
-    (microkernel/progress.py displays it)."""
+    (microkernel/observability/progress.py displays it)."""
 
     def __call__(self, stage: str, percent: float, size: int = 0, /) -> None:
         """Reports progress."""

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 
 from tgi.hub.weight_files import weight_files
-from tgi.microkernel.control_groups import SELF, memory_left_in_groups
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.host.control_groups import SELF, memory_left_in_groups
+from tgi.microkernel.settings.table import Settings
 
 # Of a worker besides its weights: torch, activations, and a KV cache for some requests.
 WORKER_BYTES = 512 << 20

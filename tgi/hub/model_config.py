@@ -13,7 +13,7 @@ from tgi.hub import adapter_files
 from tgi.hub.pooling import POOLING_FILES
 from tgi.hub.weight_files import weight_files
 from tgi.microkernel.errors import UserError, reading
-from tgi.microkernel.sampling_params import PARAMETERS, Range, SamplingDefaults
+from tgi.microkernel.messages.sampling_params import PARAMETERS, Range, SamplingDefaults
 
 # fmt: off
 ENCODER_DECODERS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tgi.microkernel.errors import UserError, reading
-from tgi.microkernel.protocol import ModelTask
+from tgi.microkernel.messages.protocol import ModelTask
 
 # Model types whose every token sees the whole text. Others are decoders, which end in a vector only if the directory
 # has the files of sentence-transformers or the class is a classifier.

@@ -13,7 +13,7 @@ from pathlib import Path
 from tgi.hub import adapter_files, default_model, gguf_import
 from tgi.hub.gguf_import import ProgressCallback, cached_directory, default_cache, import_gguf
 from tgi.microkernel.errors import UserError, reading
-from tgi.microkernel.lora_adapters import NamedAdapter
+from tgi.microkernel.settings.lora_adapters import NamedAdapter
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The entry point of a supervised process: `python -P -m tgi.microkernel ROLE REPLICA`."""
 
-from tgi.microkernel.process import run_role
+from tgi.microkernel.processes.process import run_role
 
 if __name__ == "__main__":
     run_role()

@@ -3,8 +3,8 @@
 import logging
 from typing import NamedTuple
 
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.protocol import (
     MAX_ADAPTER_CHANGES,
     AdapterUpdated,
     LoadedAdapter,

@@ -6,8 +6,8 @@ from itertools import compress, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from tgi.microkernel.codec import FLOAT32, INT32, ITEM_BYTES, UINT32, pack_column, unpack_uint32
-from tgi.microkernel.protocol import StepResult, Tokens
+from tgi.microkernel.messages.codec import FLOAT32, INT32, ITEM_BYTES, UINT32, pack_column, unpack_uint32
+from tgi.microkernel.messages.protocol import StepResult, Tokens
 
 ONE = pack_column(INT32, [1])  # also as uint32
 

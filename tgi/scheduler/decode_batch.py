@@ -4,9 +4,9 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tgi.microkernel.codec import INT32, UINT32
-from tgi.microkernel.protocol import PREFILL
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.messages.codec import INT32, UINT32
+from tgi.microkernel.messages.protocol import PREFILL
+from tgi.microkernel.recovery.work_register import WorkRegister
 from tgi.scheduler.request import NO_SLOT, NO_STEP, ClientShare, Request, TokenizerPeer
 
 

@@ -4,7 +4,7 @@ the waiting time of a new request."""
 from math import exp
 from typing import NamedTuple
 
-from tgi.microkernel.protocol import ENDED
+from tgi.microkernel.messages.protocol import ENDED
 from tgi.scheduler.request import Request
 
 # --- prefill budget ---------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import compress, repeat
 from typing import NamedTuple
 
-from tgi.microkernel.codec import ITEM_BYTES, column_slice, unpack_float32, unpack_int32
-from tgi.microkernel.protocol import PIPELINE_DEPTH, FinishReason, PromptLogprobs, Step, StepResult
+from tgi.microkernel.messages.codec import ITEM_BYTES, column_slice, unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, FinishReason, PromptLogprobs, Step, StepResult
 from tgi.scheduler.columns import (
     DrawnTokens,
     TopTokens,

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from tgi.microkernel.errors import ProtocolError, UserError
-from tgi.microkernel.flight_recorder import FlightRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
-from tgi.microkernel.protocol import Step, decode, encode
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.messages.protocol import Step, decode, encode
+from tgi.microkernel.observability.flight_recorder import FlightRecorder
+from tgi.microkernel.recovery.work_register import WorkRegister
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from itertools import compress
 from operator import eq
 
-from tgi.microkernel.codec import INT32, unpack_int32
-from tgi.microkernel.protocol import DeploymentLimits, HeldPages
+from tgi.microkernel.messages.codec import INT32, unpack_int32
+from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages
 from tgi.scheduler.request import Request
 
 # Share of the pages that is evicted ahead of time, so that planning a step does not wait for eviction.

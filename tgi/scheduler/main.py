@@ -6,15 +6,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tgi.microkernel import curve, tracing
-from tgi.microkernel.discovery import nth_address
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.flight_recorder import RingRecorder, ring_path
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId, end_sessions
-from tgi.microkernel.process import Process
-from tgi.microkernel.progress import TOKENIZERS
-from tgi.microkernel.protocol import Add, Beat, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
-from tgi.microkernel.rundir import scheduler_socket, suspects_path
+from tgi.microkernel.host.rundir import scheduler_socket, suspects_path
+from tgi.microkernel.links import curve
+from tgi.microkernel.links.discovery import nth_address
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, end_sessions
+from tgi.microkernel.messages.protocol import Add, Beat, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
+from tgi.microkernel.observability import tracing
+from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
+from tgi.microkernel.observability.progress import TOKENIZERS
+from tgi.microkernel.processes.process import Process
 from tgi.scheduler.journal import JournalWriter, RecordedScheduler
 from tgi.scheduler.metrics import RequestSpans, SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig

@@ -6,8 +6,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.link import PeerDisconnected, PeerId, PeerSilent
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerSilent
+from tgi.microkernel.messages.protocol import (
     Add,
     DeploymentLimits,
     End,

@@ -5,9 +5,9 @@ from collections import deque
 from functools import lru_cache
 from typing import Protocol
 
-from tgi.microkernel.codec import INT32, UINT32, unpack_int32
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import INT32, UINT32, unpack_int32
+from tgi.microkernel.messages.protocol import (
     MAX_PROMPT_TOP_TOKENS,
     QUEUED,
     Add,
@@ -16,8 +16,8 @@ from tgi.microkernel.protocol import (
     FinishReason,
     decode,
 )
-from tgi.microkernel.sampling_params import SamplingParams
-from tgi.microkernel.work_register import fingerprint_number
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.recovery.work_register import fingerprint_number
 from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1

@@ -4,12 +4,10 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from tgi.microkernel.codec import ITEM_BYTES
-from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, CrashIsolation, Suspect
-from tgi.microkernel.flight_recorder import EVERY_REQUEST, NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
-from tgi.microkernel.liveness import ProgressClock
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.links.liveness import ProgressClock
+from tgi.microkernel.messages.codec import ITEM_BYTES
+from tgi.microkernel.messages.protocol import (
     DECODE,
     END,
     ENDED,
@@ -34,7 +32,9 @@ from tgi.microkernel.protocol import (
     SuspectRecord,
     UpdateAdapter,
 )
-from tgi.microkernel.work_register import FINGERPRINT_BYTES, WorkRegister, split_fingerprints
+from tgi.microkernel.observability.flight_recorder import EVERY_REQUEST, NO_RECORDER, Event, FlightRecorder
+from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES, CrashIsolation, Suspect
+from tgi.microkernel.recovery.work_register import FINGERPRINT_BYTES, WorkRegister, split_fingerprints
 from tgi.scheduler.columns import token_runs_message, tokens_message
 from tgi.scheduler.counters import AdmittedRequests, Counters, FinishedStep
 from tgi.scheduler.estimators import LATE_SECONDS, PrefillBudget, StepLimits, WaitEstimator

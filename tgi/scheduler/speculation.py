@@ -11,8 +11,8 @@ Drafts come from `NgramProposer`, here, or from the worker's draft model, of whi
 
 from array import array
 
-from tgi.microkernel.codec import INT32
-from tgi.microkernel.protocol import StepResult
+from tgi.microkernel.messages.codec import INT32
+from tgi.microkernel.messages.protocol import StepResult
 from tgi.scheduler.decode_batch import RunningBatch
 from tgi.scheduler.estimators import LinearFit
 from tgi.scheduler.in_flight import InFlightStep

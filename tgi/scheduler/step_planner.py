@@ -2,10 +2,8 @@
 
 from array import array
 
-from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
-from tgi.microkernel.crash_isolation import CrashIsolation
-from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.protocol import (
+from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import (
     CHUNK,
     LAST_CHUNK,
     PREEMPT,
@@ -16,7 +14,9 @@ from tgi.microkernel.protocol import (
     SlotAssignment,
     Step,
 )
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.observability.flight_recorder import NO_RECORDER, Event, FlightRecorder
+from tgi.microkernel.recovery.crash_isolation import CrashIsolation
+from tgi.microkernel.recovery.work_register import WorkRegister
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import ONE
 from tgi.scheduler.counters import Counters

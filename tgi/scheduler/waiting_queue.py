@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import ceil
 from operator import attrgetter
 
-from tgi.microkernel.protocol import QUEUED
+from tgi.microkernel.messages.protocol import QUEUED
 from tgi.scheduler.request import ClientShare, Request
 
 # Ended requests that a client's queue may hold in addition to as many as wait: bounds the cost of a sweep per request.

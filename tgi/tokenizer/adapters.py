@@ -3,8 +3,8 @@
 import time
 from typing import NamedTuple
 
-from tgi.microkernel.link import PeerId, Place
-from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter, record_change
+from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.messages.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter, record_change
 from tgi.tokenizer.request import TokenizerRequestState
 
 MAX_STAMP = 2**64 - 1  # of a change: messages hold no higher number

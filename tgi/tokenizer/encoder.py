@@ -7,9 +7,16 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from tgi.hub.pooling import PoolingConfig
-from tgi.microkernel import tracing
-from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT8, pack_column, unpack_int32
-from tgi.microkernel.protocol import DeploymentLimits, FinishReason, Generate, PoolingInput, Tokenize, Tokenized
+from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, UINT8, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import (
+    DeploymentLimits,
+    FinishReason,
+    Generate,
+    PoolingInput,
+    Tokenize,
+    Tokenized,
+)
+from tgi.microkernel.observability import tracing
 from tgi.tokenizer.answers.formats import MARKED_FORMATS, AnswerFormat, FormatTokens
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.chat_template import TemplateError
@@ -18,7 +25,7 @@ from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from tgi.microkernel.otlp import Tracer
+    from tgi.microkernel.observability.otlp import Tracer
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from tgi.microkernel.heap import release_freed_memory
-from tgi.microkernel.protocol import Generate, RequestContext, Tokenize
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.host.heap import release_freed_memory
+from tgi.microkernel.messages.protocol import Generate, RequestContext, Tokenize
+from tgi.microkernel.recovery.work_register import WorkRegister
 
 # In characters of text, or bytes of a chat or of ids (some 3 ms of encoding). Larger requests are encoded in a thread,
 # so that the streams of other requests continue.

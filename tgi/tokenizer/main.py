@@ -9,16 +9,17 @@ from functools import partial
 
 from tgi.hub.model_config import ModelConfig, read_model_config
 from tgi.hub.pooling import read_pooling_config
-from tgi.microkernel import curve, tracing
-from tgi.microkernel.discovery import Discovery, DownstreamLinks, nth_address
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.flight_recorder import RingRecorder, ring_path
-from tgi.microkernel.link import Link, Place, end_sessions
-from tgi.microkernel.process import Process, work_in_hand
-from tgi.microkernel.progress import CHAT_TEMPLATE, TASK
-from tgi.microkernel.protocol import Hello, ModelSource
-from tgi.microkernel.rundir import scheduler_socket, tokenizer_socket
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.host.rundir import scheduler_socket, tokenizer_socket
+from tgi.microkernel.links import curve
+from tgi.microkernel.links.discovery import Discovery, DownstreamLinks, nth_address
+from tgi.microkernel.links.link import Link, Place, end_sessions
+from tgi.microkernel.messages.protocol import Hello, ModelSource
+from tgi.microkernel.observability import tracing
+from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
+from tgi.microkernel.observability.progress import CHAT_TEMPLATE, TASK
+from tgi.microkernel.processes.process import Process, work_in_hand
+from tgi.microkernel.settings.table import Settings
 from tgi.tokenizer.answers.formats import RESPONSE_TEMPLATE, FormatDetector
 from tgi.tokenizer.answers.response_template import described_formats
 from tgi.tokenizer.chat import ChatRenderer

@@ -4,9 +4,9 @@ The checks raise ProtocolError before anything has changed. Without them such a 
 it the requests of all other peers.
 """
 
-from tgi.microkernel.codec import ITEM_BYTES, unpack_uint32
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.protocol import (
+from tgi.microkernel.messages.codec import ITEM_BYTES, unpack_uint32
+from tgi.microkernel.messages.protocol import (
     MAX_PROMPT_TOP_TOKENS,
     Generate,
     PromptLogprobs,
@@ -14,7 +14,7 @@ from tgi.microkernel.protocol import (
     Tokens,
     limits_out_of_range,
 )
-from tgi.microkernel.work_register import FINGERPRINT_BYTES
+from tgi.microkernel.recovery.work_register import FINGERPRINT_BYTES
 
 MAX_INT32 = 2**31 - 1
 RANGES = {

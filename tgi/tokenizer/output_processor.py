@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, MutableSequence
 from itertools import accumulate
 from typing import Any
 
-from tgi.microkernel import metrics
-from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT32, unpack_int32, unpack_uint32
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import AnswerPart, FinishReason, Texts, Tokens
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, UINT32, unpack_int32, unpack_uint32
+from tgi.microkernel.messages.protocol import AnswerPart, FinishReason, Texts, Tokens
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.recovery.work_register import WorkRegister
 from tgi.tokenizer.message_checks import check_tokens
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
 from tgi.tokenizer.vocabulary import Vocabulary

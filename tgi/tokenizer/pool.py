@@ -7,12 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tgi.hub.pooling import PoolingConfig
-from tgi.microkernel import metrics
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
-from tgi.microkernel.liveness import ProgressClock
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
+from tgi.microkernel.links.liveness import ProgressClock
+from tgi.microkernel.messages.protocol import (
     AdapterUpdated,
     Beat,
     Cancel,
@@ -29,7 +27,9 @@ from tgi.microkernel.protocol import (
     Tokens,
     UpdateAdapter,
 )
-from tgi.microkernel.work_register import WorkRegister
+from tgi.microkernel.observability import metrics
+from tgi.microkernel.observability.flight_recorder import NO_RECORDER, Event, FlightRecorder
+from tgi.microkernel.recovery.work_register import WorkRegister
 from tgi.tokenizer.adapters import AdapterDirectory
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.encoder import (
@@ -51,7 +51,7 @@ from tgi.tokenizer.structured_output.grammar import CheckedGrammar
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from tgi.microkernel.otlp import Tracer
+    from tgi.microkernel.observability.otlp import Tracer
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from tgi.microkernel.codec import FLOAT32, ITEM_BYTES, pack_column, unpack_int32
-from tgi.microkernel.protocol import Generate, PromptLogprobs, PromptTokens
+from tgi.microkernel.messages.codec import FLOAT32, ITEM_BYTES, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import Generate, PromptLogprobs, PromptTokens
 from tgi.tokenizer.encoder import EncodedPrompt
 from tgi.tokenizer.vocabulary import Vocabulary
 

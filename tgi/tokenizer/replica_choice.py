@@ -19,7 +19,7 @@ from math import sqrt
 from typing import NamedTuple
 from zlib import crc32
 
-from tgi.microkernel.codec import ITEM_BYTES
+from tgi.microkernel.messages.codec import ITEM_BYTES
 
 # Prompts are compared in blocks of this many tokens, the size of a page.
 BLOCK_TOKENS = 16

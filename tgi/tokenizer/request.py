@@ -4,9 +4,9 @@ from array import array
 from collections.abc import Iterator
 from enum import StrEnum
 
-from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import (
     Add,
     AnswerPart,
     End,

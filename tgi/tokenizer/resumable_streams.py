@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tgi.microkernel.codec import ITEM_BYTES, UINT32, pack_column
-from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerDisconnected, PeerId
+from tgi.microkernel.messages.codec import ITEM_BYTES, UINT32, pack_column
+from tgi.microkernel.messages.protocol import (
     DETACHED,
     PROTOCOL,
     Cancel,

@@ -4,9 +4,8 @@ request, and what the front ends are told of all together. Sans-IO."""
 import logging
 from collections.abc import Callable, Iterator
 
-from tgi.microkernel.assignments import Assignments, Neighbour
-from tgi.microkernel.link import PeerId, Place
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.messages.protocol import (
     DeploymentLimits,
     Hello,
     LoadedAdapter,
@@ -14,7 +13,8 @@ from tgi.microkernel.protocol import (
     UpdateAdapter,
     limits_shortfall,
 )
-from tgi.microkernel.work_register import split_fingerprints
+from tgi.microkernel.recovery.assignments import Assignments, Neighbour
+from tgi.microkernel.recovery.work_register import split_fingerprints
 from tgi.tokenizer.replica_choice import Candidate, SentPrefixes, best_candidate, lasting_excess, prompt_keys
 from tgi.tokenizer.request import TokenizerRequestState
 

@@ -8,7 +8,7 @@ from threading import Lock
 
 from tokenizers import Tokenizer
 
-from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.messages.codec import INT32, pack_column
 
 # In characters. Shorter texts are encoded whole, which takes less than a millisecond.
 MIN_TEXT_CHARACTERS = 2 << 10

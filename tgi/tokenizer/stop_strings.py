@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tgi.microkernel.codec import UINT32
+from tgi.microkernel.messages.codec import UINT32
 from tgi.tokenizer.answers.formats import WHITESPACE
 
 

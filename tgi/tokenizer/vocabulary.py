@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from tgi.hub.model_config import ModelConfig
 from tgi.hub.tokenizer_files import mark_special, read_tokenizer, special_tokens
-from tgi.microkernel.protocol import TokenBytes
+from tgi.microkernel.messages.protocol import TokenBytes
 from tgi.tokenizer.chat_template import ChatTemplates
 from tgi.tokenizer.segment_cache import SegmentCache
 

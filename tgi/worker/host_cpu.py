@@ -20,8 +20,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from tgi.microkernel.control_groups import usable_cpus
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.host.control_groups import usable_cpus
 from tgi.worker.instruction_sets import BY_NAME, InstructionSet, best_set, limited_features
 
 log = logging.getLogger(__name__)

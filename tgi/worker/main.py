@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from tgi.hub.model_config import read_model_config
 from tgi.hub.pooling import read_pooling_config
-from tgi.microkernel.link import Link, end_sessions
-from tgi.microkernel.process import Process
-from tgi.microkernel.progress import WorkerFacts
-from tgi.microkernel.rundir import scheduler_socket
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.settings_loading import VISIBLE, replica_devices
+from tgi.microkernel.host.rundir import scheduler_socket
+from tgi.microkernel.links.link import Link, end_sessions
+from tgi.microkernel.observability.progress import WorkerFacts
+from tgi.microkernel.processes.process import Process
+from tgi.microkernel.settings.loading import VISIBLE, replica_devices
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.host_group import HostGroup, join_group
 from tgi.worker.engine.interface import Engine, Poisoned

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import READY, Front, Stream, openai_error, standard, two_tokens
-from tgi.microkernel.protocol import AdapterUpdated, Generate, LoadedAdapter, UpdateAdapter
+from tgi.microkernel.messages.protocol import AdapterUpdated, Generate, LoadedAdapter, UpdateAdapter
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from tests.api.conftest import Front, two_tokens
 from tgi.api import app
 from tgi.api.service import Service
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import End, FinishReason, Generate
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.messages.protocol import End, FinishReason, Generate
+from tgi.microkernel.settings.table import Settings
 
 SHAPE = "Failed to deserialize the JSON body into the target type: "
 INCOMPLETE = b'{"error":"Incomplete generation","error_type":"Incomplete generation"}'

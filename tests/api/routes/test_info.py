@@ -5,7 +5,7 @@ from typing import Any
 
 import tgi
 from tests.api.conftest import LIMITS, READY, Front
-from tgi.microkernel.protocol import Status
+from tgi.microkernel.messages.protocol import Status
 
 UNHEALTHY = b'{"error":"unhealthy","error_type":"healthcheck"}'
 

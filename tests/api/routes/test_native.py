@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, texts, two_tokens
-from tgi.microkernel import metrics
-from tgi.microkernel.protocol import End, FinishReason, Generate, ModelSource
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.protocol import End, FinishReason, Generate, ModelSource
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.microkernel.observability import metrics
 
 EVENT_1 = (
     b'data: {"index":1,"token":{"id":5,"text":" a","logprob":-0.34,"special":false},'

@@ -11,8 +11,8 @@ import pytest
 
 from tests.api.conftest import Front, openai_error
 from tgi.api.pooling import MAX_INPUTS, WINDOW, probabilities
-from tgi.microkernel.codec import FLOAT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, ModelSource, ModelTask, PoolingInput
+from tgi.microkernel.messages.codec import FLOAT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate, ModelSource, ModelTask, PoolingInput
 
 EMBED = ModelSource(task=ModelTask.EMBED, normalizes=True, prompts=["query"])
 RAW = ModelSource(task=ModelTask.EMBED)

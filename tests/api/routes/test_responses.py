@@ -13,8 +13,8 @@ from tests.api.conftest import Front, Reply, Stream, openai_error, request, text
 from tests.golden.scripts import SCRIPTS
 from tgi.api import response_store
 from tgi.api.response_store import HistoryTooLong, ResponseStore, StoredResponse
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Prompted
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate, Prompted
+from tgi.microkernel.settings.table import Settings
 
 PATH = "/v1/responses"
 MINE = {"authorization": "Bearer mine"}

@@ -4,8 +4,8 @@ import asyncio
 
 from tgi.api.routes.tokenize import token_items
 from tgi.api.token_columns import MAX_ITEMS_PER_TURN, join_in_turns
-from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.protocol import Tokenized
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.protocol import Tokenized
 
 
 def test_other_tasks_have_turns_while_a_long_response_is_written() -> None:

@@ -45,7 +45,7 @@ def _in_tokenizer() -> None:
 
 
 def _in_scheduler() -> None:
-    from tgi.microkernel.protocol import Add, decode
+    from tgi.microkernel.messages.protocol import Add, decode
     from tgi.scheduler.decode_batch import RunningBatch
     from tgi.scheduler.scheduler import Scheduler
 
@@ -69,7 +69,7 @@ def _in_scheduler() -> None:
 
 
 def _in_worker() -> None:
-    from tgi.microkernel.protocol import decode
+    from tgi.microkernel.messages.protocol import decode
     from tgi.worker.fake_worker.fake_worker import FakeWorker
 
     sample = FakeWorker._sample_one

@@ -7,8 +7,18 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.tokenizer.harness import API, EOS, PoolHarness, end_messages, ids_of
 from tgi.hub.llguidance_tables import new_matcher, token_table
-from tgi.microkernel.protocol import Add, AnswerPart, Cancel, End, FinishReason, Generate, Prompted, Texts, decode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.protocol import (
+    Add,
+    AnswerPart,
+    Cancel,
+    End,
+    FinishReason,
+    Generate,
+    Prompted,
+    Texts,
+    decode,
+)
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer.vocabulary import Vocabulary
 
 Parts = list[tuple[str, str]]

@@ -20,8 +20,8 @@ from tests.tokenizer.answer.dialogue import (
 from tests.tokenizer.answer.model_families import FAMILIES, MARKERS, NOW, SUN, VOCABULARIES, WEATHER, Family, chat
 from tests.tokenizer.harness import API, EOS, ids_of
 from tests.tokenizer.vocabularies import byte_level, sentencepiece
-from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.protocol import FinishReason
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.protocol import FinishReason
 from tgi.tokenizer.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow

@@ -28,8 +28,8 @@ from tests.tokenizer.answer.dialogue import (
 )
 from tests.tokenizer.harness import API, EOS, ids_of
 from tests.tokenizer.vocabularies import byte_level
-from tgi.microkernel.protocol import Prompted
-from tgi.microkernel.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
+from tgi.microkernel.messages.protocol import Prompted
+from tgi.microkernel.settings.table import REASONING_PARSERS, TOOL_CALL_PARSERS
 from tgi.tokenizer.answers.arguments import PythonLiteral, argument_types
 from tgi.tokenizer.answers.formats import (
     FALLBACK_FORMATS,

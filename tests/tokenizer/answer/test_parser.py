@@ -20,7 +20,7 @@ from tests.tokenizer.answer.dialogue import (
 from tests.tokenizer.answer.model_families import FAMILIES, MARKERS, NOW, SUN, VOCABULARIES, chat
 from tests.tokenizer.harness import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
-from tgi.microkernel.protocol import FinishReason, Stop
+from tgi.microkernel.messages.protocol import FinishReason, Stop
 from tgi.tokenizer.answers.formats import (
     FALLBACK_FORMATS,
     REASONING_TAGS,

@@ -18,7 +18,7 @@ from tests.tokenizer.answer.dialogue import (
 from tests.tokenizer.answer.model_families import FAMILIES, PLAIN, SUN, THINKING, VOCABULARIES, chat
 from tests.tokenizer.harness import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
-from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.tokenizer.vocabulary import Vocabulary
 
 OPEN = PLAIN + "<think>\n"  # the prompt ends within reasoning, as for DeepSeek R1

@@ -18,7 +18,7 @@ from tests.tokenizer.answer.dialogue import (
 from tests.tokenizer.answer.model_families import FAMILIES, SUN, VOCABULARIES, chat
 from tests.tokenizer.harness import API, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level
-from tgi.microkernel.protocol import Add, End, FinishReason, Prompted
+from tgi.microkernel.messages.protocol import Add, End, FinishReason, Prompted
 from tgi.tokenizer.answers.formats import TOOL_CALL_FORMATS, detect_reasoning_tags, detect_tool_call_format
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.chat_template import ChatTemplates

@@ -12,7 +12,7 @@ from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.driving import drive, make_engine
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention, page_size
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.cpu_kernels import selection

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.worker.cpu_kernels.available import EPSILON, VARIANTS, library, load_variant, numbers
 from tests.worker.cpu_kernels.test_linear import weight_types
-from tgi.microkernel.heap import release_freed_memory
+from tgi.microkernel.host.heap import release_freed_memory
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels, PackedWeight
 from tgi.worker.quantization.weight import QuantizedWeight
 from tgi.worker.quantization.weight_forms import GROUPS

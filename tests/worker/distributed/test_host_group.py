@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tgi.microkernel import curve
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import LastExit
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.settings_loading import load_settings
+from tgi.microkernel.links import curve
+from tgi.microkernel.messages.protocol import LastExit
+from tgi.microkernel.settings.loading import load_settings
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.distributed.group_memory import create_offer, open_memory
 from tgi.worker.engine.host_group import group_exit, shared_settings
 

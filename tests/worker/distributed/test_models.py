@@ -17,7 +17,7 @@ from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Gptq, write
 from tests.worker.test_decode_fast_path import CountingFastPath
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.distributed.communicator import Communicator

@@ -15,10 +15,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from tests.models import model as make
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.test_fake_worker import slot, step
-from tgi.microkernel.codec import unpack_float32, unpack_int32
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import DeploymentLimits, encode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import DeploymentLimits, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.engine.cuda_graphs import DecodeGraphs, Replay, graph_batch_sizes
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine

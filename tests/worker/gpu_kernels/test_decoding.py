@@ -11,7 +11,7 @@ from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.gpu_kernels.count_operations import counted
 from tests.worker.gpu_kernels.test_cuda_graphs import Again
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.engine.engine import GraphCaptureConfig

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.worker.gpu_kernels.count_operations import counted
 from tests.worker.test_sampling import bad_words, bias, draws
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.gpu_kernels import sampling
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.self_test import random_tensor

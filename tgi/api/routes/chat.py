@@ -38,7 +38,7 @@ from tgi.api.service import Resource, Service
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.token_columns import TokenColumns
 from tgi.api.validation import OPENAI_RULES, check_rules
-from tgi.microkernel.protocol import End
+from tgi.microkernel.messages.protocol import End
 
 
 class ChatFormatter(AnswerFormatter):

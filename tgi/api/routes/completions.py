@@ -38,7 +38,7 @@ from tgi.api.service import Resource
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.token_columns import MAX_ITEMS_PER_TURN, PromptColumns, TokenColumns, token_name
 from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, check_rules
-from tgi.microkernel.protocol import End
+from tgi.microkernel.messages.protocol import End
 
 
 class CompletionFormatter(AnswerFormatter):

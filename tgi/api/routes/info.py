@@ -7,7 +7,7 @@ import tgi
 from tgi.api import errors
 from tgi.api.service import Resource
 from tgi.api.shapes.info import Info
-from tgi.microkernel import metrics
+from tgi.microkernel.observability import metrics
 
 
 class HealthResource(Resource):

@@ -25,8 +25,8 @@ from tgi.api.shapes.messages import CountTokensRequest, MessagesRequest
 from tgi.api.shapes.native import GrammarType
 from tgi.api.sse import named_event
 from tgi.api.token_columns import TokenColumns
-from tgi.microkernel.codec import ITEM_BYTES
-from tgi.microkernel.protocol import AnswerPart, End, PartKind
+from tgi.microkernel.messages.codec import ITEM_BYTES
+from tgi.microkernel.messages.protocol import AnswerPart, End, PartKind
 
 # Claude Code begins its system prompt with such a block, whose content differs in each request: the prefix cache would
 # never find the prompt.

@@ -22,8 +22,8 @@ from tgi.api.service import Resource, Service
 from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from tgi.api.sse import EventFormatter
 from tgi.api.token_columns import TokenColumns, prefill_json, tokens_json, top_tokens_json
-from tgi.microkernel.progress import example_request
-from tgi.microkernel.protocol import End, FinishReason
+from tgi.microkernel.messages.protocol import End, FinishReason
+from tgi.microkernel.observability.progress import example_request
 
 # Addresses are relative, so that the page also works behind a proxy that adds a prefix to all paths.
 PAGE = """<!DOCTYPE html>

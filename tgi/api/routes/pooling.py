@@ -43,7 +43,7 @@ from tgi.api.shapes.pooling import (
     SimilarityRequest,
     items_of,
 )
-from tgi.microkernel.protocol import ModelTask
+from tgi.microkernel.messages.protocol import ModelTask
 
 # Numbers that are formatted before other requests have a turn.
 NUMBERS_PER_TURN = 1 << 15

@@ -47,7 +47,7 @@ from tgi.api.shapes.native import GrammarType
 from tgi.api.shapes.responses import InputItem, ResponsesRequest
 from tgi.api.sse import named_event
 from tgi.api.token_columns import TokenColumns
-from tgi.microkernel.protocol import AnswerPart, DeploymentLimits, End, PartKind
+from tgi.microkernel.messages.protocol import AnswerPart, DeploymentLimits, End, PartKind
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from tgi.api.service import Resource
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.native import TokenizeRequest
 from tgi.api.token_columns import join_in_turns
-from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.protocol import FinishReason, Tokenized
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.protocol import FinishReason, Tokenized
 
 
 class TokenizationResource(Resource):

@@ -4,7 +4,7 @@ The docstrings of types and the `doc` of fields are the descriptions in the Open
 request may be null. Read first: native.py, then openai.py.
 
 - types: numbers with ranges, metadata, and checks that several types share
-- parameters: the fields of sampling parameters, made from the table in microkernel/sampling_params.py
+- parameters: the fields of sampling parameters, made from the table in microkernel/messages/sampling_params.py
 - native, native_responses: requests and responses of TGI's routes
 - messages: Anthropic's protocol; responses: OpenAI's newer one
 - openai: the fields that chats and completions share; chat, completions: the rest of them; openai_responses: responses

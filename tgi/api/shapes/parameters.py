@@ -1,4 +1,4 @@
-"""The sampling parameters as request fields: Struct bases made from the table in microkernel/sampling_params.py."""
+"""The sampling parameters as request fields: Struct bases made from the table in messages/sampling_params.py."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from tgi.api.shapes.types import Float32, Int32, UInt32, doc
-from tgi.microkernel.sampling_params import PARAMETERS, Parameter, Range, RequestField
+from tgi.microkernel.messages.sampling_params import PARAMETERS, Parameter, Range, RequestField
 
 JSON_TYPES: dict[str, Any] = {"bool": bool, "f32": Float32, "i32": Int32, "u32": UInt32}
 

@@ -5,7 +5,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Generator
 
-from tgi.microkernel.protocol import FinishReason, PartKind
+from tgi.microkernel.messages.protocol import FinishReason, PartKind
 from tgi.tokenizer.answers.arguments import (
     JsonScan,
     PythonLiteral,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from tgi.hub.model_config import read_model_config
-from tgi.microkernel.codec import Codec
+from tgi.microkernel.messages.codec import Codec
 from tgi.tokenizer.answers.formats import FORMATS_BY_NAME, AnswerFormat, ReasoningTags, ToolCallFormat
 from tgi.tokenizer.answers.response_template import described_formats
 from tgi.tokenizer.chat import OfferedTool, RenderedChat

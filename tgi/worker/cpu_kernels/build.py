@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tgi.microkernel.rundir import exposure
+from tgi.microkernel.host.rundir import exposure
 from tgi.worker.host_cpu import kernel_set, usable_cores
 from tgi.worker.instruction_sets import ELEMENTS, INSTRUCTION_SETS, InstructionSet
 

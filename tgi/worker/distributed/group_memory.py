@@ -10,7 +10,7 @@ import tempfile
 from errno import ENOENT
 from pathlib import Path
 
-from tgi.microkernel.protocol import OfferMemory
+from tgi.microkernel.messages.protocol import OfferMemory
 
 NAME = "tgi-ranks"  # which Linux shows in /proc
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tgi.microkernel.protocol import Step, StepResult
+from tgi.microkernel.messages.protocol import Step, StepResult
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
 from tgi.worker.engine.input_batch import Slots, StepRows
 from tgi.worker.greedy import GreedyTokens

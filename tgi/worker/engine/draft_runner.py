@@ -18,7 +18,7 @@ from torch import Tensor
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import Step
+from tgi.microkernel.messages.protocol import Step
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
 from tgi.worker.engine.input_batch import BatchBuilder, Slots, StepRows
 from tgi.worker.models.interface import Model

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from llguidance import LLTokenizer
 
-from tgi.microkernel.heap import release_freed_memory
-from tgi.microkernel.progress import WorkerFacts
-from tgi.microkernel.protocol import DeploymentLimits, HeldPages, Step, StepResult
+from tgi.microkernel.host.heap import release_freed_memory
+from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, Step, StepResult
+from tgi.microkernel.observability.progress import WorkerFacts
 from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, PrefaultingBackend
 from tgi.worker.device_copies import copy_to_device, copy_to_host
 from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer

@@ -20,12 +20,10 @@ from urllib.parse import urlsplit
 import psutil
 
 from tgi.hub.model_config import read_model_config
-from tgi.microkernel import curve
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId
-from tgi.microkernel.options import flag
-from tgi.microkernel.process import Process
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links import curve
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.messages.protocol import (
     AdapterUpdated,
     Beat,
     GroupFormed,
@@ -36,8 +34,10 @@ from tgi.microkernel.protocol import (
     OfferMemory,
     ReadAdapter,
 )
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.watched_link import WatchedLink
+from tgi.microkernel.processes.process import Process
+from tgi.microkernel.processes.watched_link import WatchedLink
+from tgi.microkernel.settings.options import flag
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.distributed.group_memory import create_offer, open_memory
 from tgi.worker.distributed.rank_place import HostRendezvous, RankPlace
 from tgi.worker.lora.registry import adapter_digest

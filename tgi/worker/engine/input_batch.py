@@ -14,8 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.protocol import MAX_DRAFT_TOKENS, MAX_PROMPT_TOP_TOKENS, HeldPages, SlotAssignment, Step, decode
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.protocol import (
+    MAX_DRAFT_TOKENS,
+    MAX_PROMPT_TOP_TOKENS,
+    HeldPages,
+    SlotAssignment,
+    Step,
+    decode,
+)
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.interface import ForwardBatch
 from tgi.worker.device_copies import copy_columns_to_device, copy_to_device
 from tgi.worker.engine.interface import BadStep

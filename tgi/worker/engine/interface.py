@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from tgi.microkernel.protocol import DeploymentLimits, HeldPages, Step, StepResult
+from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, Step, StepResult
 from tgi.worker.lora.registry import AdapterRegistry
 
 

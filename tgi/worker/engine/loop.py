@@ -6,10 +6,10 @@ import time
 from collections import deque
 from typing import Any
 
-from tgi.microkernel.exit_causes import is_lack_of_memory
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId
-from tgi.microkernel.process import Process
-from tgi.microkernel.protocol import PIPELINE_DEPTH, Beat, Hello, Status, Step, StepResult, UpdateAdapter
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, Beat, Hello, Status, Step, StepResult, UpdateAdapter
+from tgi.microkernel.processes.process import Process
+from tgi.microkernel.recovery.exit_causes import is_lack_of_memory
 from tgi.worker.engine.interface import Engine, OutOfMemory, Poisoned
 from tgi.worker.lora.registry import AdapterUpdates
 

@@ -3,10 +3,10 @@
 import logging
 from typing import NamedTuple
 
-from tgi.microkernel.control_groups import available_memory
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import DeploymentLimits
-from tgi.microkernel.settings import CPU_KV_CACHE_DTYPES, DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
+from tgi.microkernel.host.control_groups import available_memory
+from tgi.microkernel.messages.protocol import DeploymentLimits
+from tgi.microkernel.settings.table import CPU_KV_CACHE_DTYPES, DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tgi.microkernel.codec import ITEM_BYTES
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.heap import release_freed_memory
-from tgi.microkernel.progress import WorkerFacts
-from tgi.microkernel.protocol import DeploymentLimits, HeldPages, Step, StepResult
+from tgi.microkernel.host.heap import release_freed_memory
+from tgi.microkernel.messages.codec import ITEM_BYTES
+from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, Step, StepResult
+from tgi.microkernel.observability.progress import WorkerFacts
 from tgi.worker.attention.packed import PackedSequences
 from tgi.worker.engine.interface import BadStep, Poisoned
 from tgi.worker.lora.registry import AdapterRegistry

@@ -11,10 +11,10 @@ from tgi.hub.model_config import read_model_config
 from tgi.hub.pooling import PoolingConfig
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.heap import release_freed_memory
-from tgi.microkernel.progress import WorkerFacts
-from tgi.microkernel.protocol import DeploymentLimits
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.host.heap import release_freed_memory
+from tgi.microkernel.messages.protocol import DeploymentLimits
+from tgi.microkernel.observability.progress import WorkerFacts
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention.packed import PackedSequences
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels

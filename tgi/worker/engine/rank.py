@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId
-from tgi.microkernel.process import Process
-from tgi.microkernel.protocol import (
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.messages.protocol import (
     PIPELINE_DEPTH,
     AdapterUpdated,
     Beat,
@@ -23,6 +22,7 @@ from tgi.microkernel.protocol import (
     Step,
     UpdateAdapter,
 )
+from tgi.microkernel.processes.process import Process
 from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.interface import BadStep, Engine
 from tgi.worker.lora.registry import FetchedAdapter

@@ -14,13 +14,13 @@ import threading
 import time
 from typing import Any, Protocol
 
-from tgi.microkernel.child import StartedChild, start_child
 from tgi.microkernel.errors import FATAL
-from tgi.microkernel.exit_causes import OWN_SIGNALS
-from tgi.microkernel.link import Link
-from tgi.microkernel.process import Heartbeat, Process, fatal_error_path
-from tgi.microkernel.protocol import DeploymentLimits, HeldPages, ResetSlots, Step, StepResult, UpdateAdapter
-from tgi.microkernel.rundir import process_name
+from tgi.microkernel.host.rundir import process_name
+from tgi.microkernel.links.link import Link
+from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, ResetSlots, Step, StepResult, UpdateAdapter
+from tgi.microkernel.processes.child import StartedChild, start_child
+from tgi.microkernel.processes.process import Heartbeat, Process, fatal_error_path
+from tgi.microkernel.recovery.exit_causes import OWN_SIGNALS
 from tgi.worker.distributed.group_memory import create_memory
 from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.interface import BadStep, Engine, Poisoned

@@ -15,14 +15,14 @@ from llguidance import LLTokenizer
 from tgi.hub.llguidance_tables import token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
-from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column
-from tgi.microkernel.control_groups import available_memory
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.heap import release_freed_memory
-from tgi.microkernel.progress import WorkerFacts
-from tgi.microkernel.protocol import DeploymentLimits, SlotAssignment, Step, encode
-from tgi.microkernel.sampling_params import PARAMETERS, SamplingParams
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.host.control_groups import available_memory
+from tgi.microkernel.host.heap import release_freed_memory
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
+from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
+from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
+from tgi.microkernel.observability.progress import WorkerFacts
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
 from tgi.worker.cpu_kernels.kernels import CpuKernels

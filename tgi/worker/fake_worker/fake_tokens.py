@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from zlib import crc32
 
-from tgi.microkernel.codec import FLOAT32, INT32, UINT8, UINT32, pack_column
-from tgi.microkernel.protocol import StepResult
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, UINT32, pack_column
+from tgi.microkernel.messages.protocol import StepResult
+from tgi.microkernel.messages.sampling_params import SamplingParams
 
 # Ids that are single ASCII characters in the vocabularies of GPT-2, SmolLM2 and Llama: text without special tokens.
 FIRST_ID, ID_COUNT = 40, 50

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.protocol import (
+from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import (
     MAX_DRAFT_TOKENS,
     MAX_PROMPT_TOP_TOKENS,
     DeploymentLimits,
@@ -24,7 +24,7 @@ from tgi.microkernel.protocol import (
     StepResult,
     decode,
 )
-from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.fake_worker.fake_tokens import (
     PROMPT_KEY,
     FakeToken,

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
 from tgi.worker.lora.config import CONFIG_FILE, weights_path
 
 log = logging.getLogger(__name__)

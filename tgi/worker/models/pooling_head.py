@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tgi.hub.pooling import PoolingConfig
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import ModelTask
+from tgi.microkernel.messages.protocol import ModelTask
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.models.config_reader import EPILOGUES
 

@@ -18,13 +18,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tgi import __version__
-from tgi.microkernel import curve
-from tgi.microkernel.discovery import nth_address
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.process import HAND_OVER, Process, last_exit_text
-from tgi.microkernel.protocol import Beat, LastExit
-from tgi.microkernel.settings import Settings
-from tgi.microkernel.settings_loading import to_environment, worker_settings
+from tgi.microkernel.links import curve
+from tgi.microkernel.links.discovery import nth_address
+from tgi.microkernel.messages.protocol import Beat, LastExit
+from tgi.microkernel.processes.process import HAND_OVER, Process, last_exit_text
+from tgi.microkernel.settings.loading import to_environment, worker_settings
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.placement.rank_actor import RankActor, RankReport
 
 log = logging.getLogger(__name__)

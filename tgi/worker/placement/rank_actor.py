@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tgi import __version__
-from tgi.microkernel import interpreter, rundir
-from tgi.microkernel.process import LAST_EXIT, PARENT_PID
-from tgi.microkernel.settings import OPTIONS
+from tgi.microkernel.host import interpreter, rundir
+from tgi.microkernel.processes.process import LAST_EXIT, PARENT_PID
+from tgi.microkernel.settings.table import OPTIONS
 
 # The child of an actor: asks the kernel to be killed with the actor, then runs the command line.
 CHILD = f"""
 import os, runpy
-from tgi.microkernel.process import die_with_parent
+from tgi.microkernel.processes.process import die_with_parent
 die_with_parent(int(os.environ.pop("{PARENT_PID}")))
 runpy.run_module("tgi", run_name="__main__", alter_sys=True)
 """

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from tgi.hub.weight_files import StoredTensor, stored_tensors
 from tgi.microkernel.errors import UserError, reading
-from tgi.microkernel.interpreter import require_packages
-from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
+from tgi.microkernel.host.interpreter import require_packages
+from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD, Settings
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.sharding import Shard, shard_decoder, whole_model
 from tgi.worker.engine import memory

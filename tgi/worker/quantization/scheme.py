@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import QUANTIZED_AT_LOAD
+from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.awq import AwqFormat
 from tgi.worker.quantization.compressed_tensors import CompressedTensorsFormat

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tgi.microkernel.codec import unpack_float32, unpack_int32
-from tgi.microkernel.protocol import MAX_TOP_TOKENS
-from tgi.microkernel.sampling_params import PARAMETERS, SamplingParams
+from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.protocol import MAX_TOP_TOKENS
+from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.worker.sampling.noise import noise_keys
 from tgi.worker.sampling.token_bitmask import GrammarBitmask
 from tgi.worker.sampling.watermark import Watermark

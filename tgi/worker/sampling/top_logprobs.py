@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tgi.microkernel.protocol import MAX_TOP_TOKENS
+from tgi.microkernel.messages.protocol import MAX_TOP_TOKENS
 from tgi.worker.device_copies import copy_to_device
 
 # The most tokens listed beyond n because they tie: a flat distribution has as many ties as the vocabulary has tokens.

@@ -8,7 +8,7 @@ if sys.orig_argv[-2:-1] == ["worker"]:
     import time
     from typing import Any
 
-    from tgi.microkernel.codec import unpack_int32
+    from tgi.microkernel.messages.codec import unpack_int32
     from tgi.worker.fake_worker.fake_worker import FakeEngine
 
     launch = FakeEngine.launch

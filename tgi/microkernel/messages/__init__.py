@@ -1,0 +1,6 @@
+"""What processes tell each other. Read protocol first.
+
+protocol         every message, the states of a request, finish reasons
+sampling_params  the table of generation parameters
+codec            typed messages to msgpack frames and back; packed columns of numbers
+"""

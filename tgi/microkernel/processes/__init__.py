@@ -1,0 +1,10 @@
+"""Starts, supervises and ends processes. Read process (the child) and supervisor (the parent) first.
+
+process        the child side: entry point, poll loop, heartbeat, state file
+supervisor     the parent side: start, restart, drain
+child          a child process: start, heartbeat, report of its end
+control        commands to a supervisor, over a socket in the run directory
+rollout        what `tgi restart`, `tgi scale` and `tgi reload` do, step by step
+watched_link   a link in a thread of its own, for a process that must end with its peers
+process_table  processes and load of a run directory, for `tgi ps` and `tgi top`
+"""

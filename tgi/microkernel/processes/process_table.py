@@ -1,0 +1,142 @@
+"""The processes of a run directory and their load, as `tgi ps` and `tgi top` show them."""
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tgi.microkernel.host import rundir
+from tgi.microkernel.observability import metric_store
+from tgi.microkernel.observability.metric_store import Parts
+from tgi.microkernel.processes.process import read_progress
+
+# Rates and CPU time are those of the latest seconds.
+WINDOW_SECONDS = 5.0
+
+
+class ProcessRow(NamedTuple):
+    """A process. Ages are in seconds; None where there is nothing whose age it would be."""
+
+    name: str
+    pid: int
+    state: str
+    stage: str
+    percent: int
+    boot: str
+    memory_bytes: int
+    beat_age: float | None
+    progress_age: float | None  # since it has finished a part of its work
+    work: str
+    cpu_percent: float | None = None  # of one core; None: not measured yet
+
+
+class Load(NamedTuple):
+    """What the processes have measured together; 0 what none of them measures. Rates are those of the latest seconds,
+    tokens are counted since the start."""
+
+    running: int = 0
+    queued: int = 0
+    kv_pages_used: int = 0
+    kv_pages_free: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    tokens_per_second: float = 0.0
+    first_token_ms: float | None = None  # mean time to the first token; None: there was none
+
+
+class _Sample(NamedTuple):
+    """Counters at one time."""
+
+    time: float
+    cpu_seconds: dict[int, float]  # by pid
+    tokens: float
+    first_tokens: float
+    first_token_seconds: float
+
+
+class Sampler:
+    """Samples one run directory. Rates and CPU time need two samples."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._samples: deque[_Sample] = deque()
+
+    def sample(self) -> tuple[list[ProcessRow], Load]:
+        """The processes now, and their load. There are none if no supervisor runs."""
+        cpu_seconds: dict[int, float] = {}
+        rows = [row for row in self._rows(cpu_seconds) if row is not None]
+        series = metric_store.sum_over_processes(self._run / "metrics")
+
+        def parts(name: str) -> Parts:
+            return series.get(name, {}).get((), {})
+
+        def gauge(name: str) -> int:
+            return int(parts(name).get(None, 0))
+
+        first_tokens, first_token_seconds = _count_and_sum(parts("tgi_time_to_first_token_duration"))
+        later_tokens, _ = _count_and_sum(parts("tgi_inter_token_duration"))
+        sample = _Sample(time.monotonic(), cpu_seconds, first_tokens + later_tokens, first_tokens, first_token_seconds)
+        self._samples.append(sample)
+        while len(self._samples) > 2 and sample.time - self._samples[0].time > WINDOW_SECONDS:
+            self._samples.popleft()
+        before = self._samples[0]
+        seconds, answered = sample.time - before.time, sample.first_tokens - before.first_tokens
+        load = Load(
+            running=gauge("tgi_batch_current_size"),
+            queued=gauge("tgi_queue_size"),
+            kv_pages_used=gauge("tgi_kv_cache_pages_used"),
+            kv_pages_free=gauge("tgi_kv_cache_pages_free"),
+            prompt_tokens=int(_count_and_sum(parts("tgi_request_input_length"))[1]),
+            cached_tokens=gauge("tgi_prefix_cache_hit_tokens"),
+            tokens_per_second=max(0.0, sample.tokens - before.tokens) / seconds if seconds else 0.0,
+            first_token_ms=1000 * (sample.first_token_seconds - before.first_token_seconds) / answered
+            if answered > 0
+            else None,
+        )
+        shares = [
+            row._replace(cpu_percent=100 * max(0.0, cpu_seconds[row.pid] - before.cpu_seconds[row.pid]) / seconds)
+            if seconds and row.pid in before.cpu_seconds
+            else row
+            for row in rows
+        ]
+        return shares, load
+
+    def _rows(self, cpu_seconds: dict[int, float]) -> list[ProcessRow | None]:
+        """One row per running process, supervisors first. Adds their CPU seconds."""
+        roles: dict[int, dict[str, None]] = {}  # of each supervisor, an ordered set
+        for claim, pid in rundir.lock_holders(self._run).items():
+            roles.setdefault(pid, {})[rundir.role_of(claim)] = None
+        rows = [
+            self._row("supervisor", pid, "running", "+".join(names), "", 100, cpu_seconds)
+            for pid, names in roles.items()
+        ]
+        if roles:
+            rows += [
+                self._row(one.name, one.pid, one.state, one.stage, one.boot, one.percent, cpu_seconds)
+                for one in rundir.read_states(self._run)
+            ]
+        return rows
+
+    def _row(
+        self, name: str, pid: int, state: str, stage: str, boot: str, percent: int, cpu_seconds: dict[int, float]
+    ) -> ProcessRow | None:
+        """None if the process has ended."""
+        try:
+            process = psutil.Process(pid)
+            with process.oneshot():
+                memory = process.memory_info().rss
+                cpu_seconds[pid] = sum(process.cpu_times()[:2])
+        except (psutil.Error, OverflowError, ValueError):
+            return None
+        progress = read_progress(self._run, name)
+        beat_age, progress_age, work = None, None, ""
+        if progress is not None:
+            beat_age, progress_age, work = progress.silent_seconds, progress.progress_age, progress.work
+        return ProcessRow(name, pid, state, stage, percent, boot, memory, beat_age, progress_age, work)
+
+
+def _count_and_sum(parts: Parts) -> tuple[float, float]:
+    """Of a histogram."""
+    return sum(value for part, value in parts.items() if part != "sum"), parts.get("sum", 0.0)

@@ -1,0 +1,7 @@
+"""Flags and environment variables. Read table first.
+
+table          the table of settings
+options        what a setting consists of, and the parsers of values
+loading        settings from flags and environment, checked
+lora_adapters  the list of --lora-adapters
+"""
