@@ -163,10 +163,13 @@ def test_metrics_are_the_sums_of_two_front_ends(server: Server) -> None:
         assert found["tgi_request_skipped_tokens_count"] == 3 * sent
         assert found['tgi_request_skipped_tokens{quantile="1"}'] == 0
         steps = {m: found[f'tgi_batch_inference_success{{method="{m}"}}'] for m in ("prefill", "decode")}
-        assert steps["prefill"] == found["tgi_batch_next_size_sum"] == sent + probes
+        # Probes of two front ends may share a step, and one that is not answered with 200 is repeated.
+        prefills = found["tgi_batch_next_size_sum"]
+        assert prefills >= sent + probes
+        assert sent < steps["prefill"] <= prefills
         for what in ("inference", "forward", "filter"):
             assert {m: found[f'tgi_batch_{what}_duration_count{{method="{m}"}}'] for m in steps} == steps
-        assert found['tgi_batch_decode_duration_count{method="prefill"}'] == sent + probes
+        assert found['tgi_batch_decode_duration_count{method="prefill"}'] == steps["prefill"]
         total = found["tgi_batch_max_total_tokens"]
         assert found["tgi_kv_cache_pages_used"] + found["tgi_kv_cache_pages_free"] == total / 16
         for name in (
