@@ -12,6 +12,7 @@ import transformers
 from tests.live.server import Server, SharedServers
 from tests.models import minilm, pooling_model
 
+pytestmark = pytest.mark.live
 TEXTS = [f"Sentence number {index} is about {'rivers ' * (index % 30)}and cities." for index in range(200)]
 
 

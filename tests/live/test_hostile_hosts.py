@@ -127,8 +127,12 @@ def hostile_frames(chance: random.Random) -> Iterator[list[bytes]]:
             ]
             yield [msgpack.packb([chance.randrange(len(MESSAGES) + 1), *fields])]
         elif kind == 2:
-            name = chance.choice(["rid", "max_new_tokens", "prompt_logprobs_from", "prompt_top_n", "epoch"])
-            yield [encode(valid._replace(**{name: chance.choice(numbers)}))]
+            name = chance.choice(["rid", "max_new_tokens", "prompt_logprobs_from", "prompt_top_n", "context"])
+            number: object = chance.choice(numbers)
+            if name == "context":
+                part = chance.choice(["request_key", "request_index", "weight", "deadline_ms", "waited_ms"])
+                number = valid.context._replace(**{part: number})
+            yield [encode(valid._replace(**{name: number}))]
         elif kind == 3:
             name = chance.choice(["prompt_ids", "stop_ids", "resume_ids", "sampling", "cache_salt"])
             yield [
@@ -142,7 +146,7 @@ def hostile_frames(chance: random.Random) -> Iterator[list[bytes]]:
         elif kind == 6:
             yield [b""] * 50  # probes of new connections
         else:
-            yield [msgpack.packb([9, 1, bytes(1 << 20), 3, b""])]  # an Add with a large prompt
+            yield [encode(valid._replace(prompt_ids=bytes(1 << 20), sampling=b""))]
 
 
 @pytest.mark.parametrize("role", ["tokenizer", "worker", "api"])

@@ -217,6 +217,31 @@ SCHEMA_REFINEMENTS: dict[str, dict[str, Any]] = {
             _nonempty_list(_nonempty_list(_TOKEN_ID)),
         ],
     },
+    "TextsOrIds": {
+        "anyOf": [
+            {"type": "string"},
+            _nonempty_list({"type": "string"}),
+            _nonempty_list(_TOKEN_ID),
+            _nonempty_list(_nonempty_list(_TOKEN_ID)),
+        ],
+    },
+    "Texts": {"anyOf": [{"type": "string"}, _nonempty_list({"type": "string"})]},
+    "PredictInput": {
+        "anyOf": [
+            {"type": "string"},
+            _nonempty_list({"type": "string"}) | {"maxItems": 2},
+            _nonempty_list(_nonempty_list({"type": "string"}) | {"maxItems": 2}),
+        ],
+    },
+    "RerankRequest": {
+        "oneOf": [
+            {
+                "required": [given],
+                "properties": {given: {"type": "array", "minItems": 1}, left_out: {"type": "null"}},
+            }
+            for given, left_out in (("documents", "texts"), ("texts", "documents"))
+        ],
+    },
     "GrammarType": {
         "anyOf": [
             _object_schema(["type", "value"], type=_type_tag("json"), value=_JSON_SCHEMA),

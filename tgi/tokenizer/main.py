@@ -116,7 +116,7 @@ def load_formats(settings: Settings, config: ModelConfig, vocabulary: Vocabulary
     if template is not None:
         call_format, tags = formats.call_format(template), formats.reasoning_tags(template)
         reasoning = "channels" if formats.channels(template) else "none" if tags is None else tags.open
-        log.info("tool calls: %s; reasoning: %s", "TGI's form" if call_format is None else call_format.name, reasoning)
+        log.debug("tool calls: %s; reasoning: %s", "TGI's form" if call_format is None else call_format.name, reasoning)
     return formats
 
 

@@ -99,6 +99,8 @@ def test_epilogues_match_the_dequantized_weight(kernels: CpuKernels, then: str, 
     x, other = (numbers(40, size, dtype=kernels.dtype) for size in (64, 100))
     bias, plus = torch.randn(100), torch.randn(40, 200)[:, 50:150]
     first, second = (kernels.linear(x, one, bias, EPILOGUES[then], other, plus) for one in (packed, plain))
+    if then == "relu2":  # a difference of sums grows with them
+        first, second = first.sqrt(), second.sqrt()
     if kernels.dot_engine:
         assert torch.equal(first, second)
     else:

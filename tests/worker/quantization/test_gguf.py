@@ -19,7 +19,7 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.attention import build_attention
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
 from tgi.worker.layers.linear import Linear
-from tgi.worker.models.decoder import DecoderModel, _linears
+from tgi.worker.models.decoder import DecoderModel, layer_linears
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 
@@ -95,7 +95,7 @@ def test_a_model_takes_hardly_more_memory_than_its_file(place: Path, block: str)
 def all_linears(model: DecoderModel) -> list[Linear]:
     found = [model._weights.head]
     for layer in model._weights.layers:
-        found += _linears(layer)
+        found += layer_linears(layer)
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from falcon.asgi import Request, Response
 
+from tgi.api import errors
 from tgi.api.json_body import JsonBody
 from tgi.api.pooling import (
     InputOptions,
@@ -153,8 +154,10 @@ class ScoreResource(_PoolingResource):
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with the score of each pair."""
         request = await self._service.read_generation_body(req, self.body)
-        options = truncation(None, request.truncate_prompt_tokens, None)
-        scores, results = await score_pairs(self._service, req, request.pairs, options)
+        options, pairs = truncation(None, request.truncate_prompt_tokens, None), request.pairs
+        if pairs is None:
+            raise errors.validation_error("`text_1` must have one text, or as many as `text_2`", param="text_1")
+        scores, results = await score_pairs(self._service, req, pairs, options)
         name, created = self._identity(req, "score")
         data = [Score(index, "score", score) for index, score in enumerate(scores)]
         self._send(resp, results, ScoreList(name, "list", created, self._service.model_id, data, results.usage))

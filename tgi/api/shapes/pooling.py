@@ -7,10 +7,11 @@ from msgspec import Meta, Struct
 from tgi.api.shapes.types import Int32, ResponseBody, ShapeError, UInt32, doc
 
 # msgspec allows only one list type in a union; `items_of` checks that the items of a list have one type.
-Texts = Annotated[
+TextsOrIds = Annotated[
     str | Annotated[list[str | Int32 | list[Int32]], doc(minItems=1)],
     Meta(title="TextsOrIds", extra={"untagged": "Input"}),
 ]
+Texts = Annotated[str | list[str], Meta(title="Texts")]
 Direction = Annotated[
     Literal["left", "right", "Left", "Right"], doc("The end of a text at which tokens are dropped; right if absent")
 ]
@@ -23,7 +24,7 @@ Model = Annotated[str | None, doc("Ignored: one model is served", example="all-M
 
 
 def items_of(given: Any, field: str) -> list[Any]:
-    """The texts, or lists of token ids, of a Texts. Raises ShapeError for an empty or mixed list."""
+    """The texts, or lists of token ids, of a TextsOrIds. Raises ShapeError for an empty or mixed list."""
     if isinstance(given, list):
         if not given:
             raise ShapeError("Empty array detected. At least one input was expected.", field)
@@ -40,7 +41,7 @@ def items_of(given: Any, field: str) -> list[Any]:
 class EmbeddingRequest(Struct, kw_only=True):
     """Body of POST /v1/embeddings."""
 
-    input: Texts
+    input: TextsOrIds
     model: Model = None
     encoding_format: Annotated[Literal["float", "base64"] | None, doc("base64: the bytes of float32 numbers")] = None
     dimensions: Annotated[
@@ -61,7 +62,7 @@ class EmbeddingRequest(Struct, kw_only=True):
 class EmbedRequest(Struct, kw_only=True):
     """Body of POST /embed, as Text Embeddings Inference has it."""
 
-    inputs: Texts
+    inputs: TextsOrIds
     normalize: Annotated[bool | None, doc("Whether vectors get the length 1; true if absent")] = None
     truncate: Truncate = None
     truncation_direction: Direction | None = None
@@ -113,26 +114,23 @@ class RerankRequest(Struct, kw_only=True):
 class ScoreRequest(Struct, kw_only=True):
     """Body of POST /score and /v1/score: one text against several, or several in pairs."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: Texts
+    text_2: Texts
     model: Model = None
     truncate_prompt_tokens: TruncatePromptTokens = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
-        if not self.text_1 or not self.text_2:
+        if self.text_1 == [] or self.text_2 == []:
             raise ShapeError("Empty input detected. At least one text was expected.", "text_1")
-        first, second = (1 if isinstance(one, str) else len(one) for one in (self.text_1, self.text_2))
-        if first not in (1, second):
-            raise ShapeError(
-                f"`text_1` has {first} texts and `text_2` {second}: one, or as many, were expected", "text_1"
-            )
 
     @property
-    def pairs(self) -> list[tuple[str, str]]:
-        """The pairs to score."""
+    def pairs(self) -> list[tuple[str, str]] | None:
+        """The pairs to score; None: the numbers of texts do not match."""
         first, second = ([one] if isinstance(one, str) else one for one in (self.text_1, self.text_2))
-        return list(zip(first * (len(second) // len(first)), second, strict=True))
+        if len(first) == 1:
+            first = first * len(second)
+        return list(zip(first, second, strict=True)) if len(first) == len(second) else None
 
 
 class SimilarityInputs(Struct):
@@ -153,7 +151,7 @@ class SimilarityRequest(Struct, kw_only=True):
 class ClassifyRequest(Struct, kw_only=True):
     """Body of POST /classify and /v1/classify."""
 
-    input: Texts
+    input: TextsOrIds
     model: Model = None
     truncate_prompt_tokens: TruncatePromptTokens = None
 
@@ -166,7 +164,7 @@ class PredictRequest(Struct, kw_only=True):
     """Body of POST /predict, as Text Embeddings Inference has it: a text, a pair of texts, or a list of lists of one or
     two texts."""
 
-    inputs: str | list[str | list[str]]
+    inputs: Annotated[str | list[str | list[str]], Meta(title="PredictInput")]
     raw_scores: Annotated[bool | None, doc("Whether scores are the model's logits")] = None
     truncate: Truncate = None
     truncation_direction: Direction | None = None
