@@ -24,6 +24,8 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.engine.pooling_engine import NO_TEXT, PoolingEngine
 from tgi.worker.engine.pooling_startup import PooledModel, load_pooled_model
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 # A text of one token, and of more than a page, a block and a tile of the kernels, and than the windows of the models.
 LENGTHS = (1, 33, 7, 130, 64, 2)

@@ -77,6 +77,8 @@ NAMED = (
     '<{0}parameter name="city"{1}>Ulm</{0}parameter>\n<{0}parameter name="days"{2}>2</{0}parameter>\n'
     '<{0}parameter name="metric"{2}>true</{0}parameter>\n<{0}parameter name="at"{2}>[48.4, 10]</{0}parameter>\n'
 )
+
+pytestmark = pytest.mark.slow
 KEYS = (
     "<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
     "<arg_key>metric</arg_key>\n<arg_value>true</arg_value>\n<arg_key>at</arg_key>\n<arg_value>[48.4, 10]</arg_value>\n"
