@@ -79,7 +79,7 @@ def test_model_config_of_the_default_model(fetched: tuple[Path, list[Stage]]) ->
     assert config.eos_token_ids == (2,)
     assert (config.bos_token, config.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert "named SmolLM, trained by Hugging Face" in config.chat_templates["default"]
-    assert read_sampling_defaults(fetched[0]) == SamplingDefaults(temperature=0.2, max_tokens=512)
+    assert read_sampling_defaults(fetched[0]) == SamplingDefaults(temperature=0, max_tokens=512)
 
 
 def test_tokenizer_of_the_default_model(fetched: tuple[Path, list[Stage]]) -> None:
