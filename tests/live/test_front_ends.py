@@ -169,7 +169,8 @@ def test_metrics_are_the_sums_of_two_front_ends(server: Server) -> None:
         assert sent < steps["prefill"] <= prefills
         for what in ("inference", "forward", "filter"):
             assert {m: found[f'tgi_batch_{what}_duration_count{{method="{m}"}}'] for m in steps} == steps
-        assert found['tgi_batch_decode_duration_count{method="prefill"}'] == steps["prefill"]
+        # Each of the tokenizers that a step has tokens for turns its own into text.
+        assert steps["prefill"] <= found['tgi_batch_decode_duration_count{method="prefill"}'] <= prefills
         total = found["tgi_batch_max_total_tokens"]
         assert found["tgi_kv_cache_pages_used"] + found["tgi_kv_cache_pages_free"] == total / 16
         for name in (
