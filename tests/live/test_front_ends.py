@@ -181,8 +181,18 @@ def test_metrics_are_the_sums_of_two_front_ends(server: Server) -> None:
         ):
             assert found[name] == 0, name
 
+    def prefills() -> dict[str, float]:
+        found, method = scrape(), '{method="prefill"}'
+        steps = {name: found[f"tgi_batch_{name}{method}"] for name in ("inference_success", "decode_duration_count")}
+        return steps | {"next_size_sum": found["tgi_batch_next_size_sum"]}
+
     server.wait_until(both_have_answered, "both front ends have answered")
     check()
+    before = prefills()
+    assert both_have_answered()
+    check()
+    # The probes are over: from here on each request is a prefill step of its own, with text of one tokenizer.
+    assert prefills() == {name: count + 2 for name, count in before.items()}
     server.kill("api-0")
     probes += 1
     check()  # answered by the other front end, or by the new one
