@@ -95,9 +95,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of files without a marker "fast". Of several processes (-n) each begins with its share of the live
-    tests and ends with fast ones, of which one that has nothing left takes half: so none waits for another at the end.
-    The shares are contiguous, since the tests of a file share its servers."""
+    """Marks the tests of files without a marker "fast". Of several processes (-n) each begins with its share of the
+    live tests and ends with fast ones, half of which go to a process that has nothing left: so none waits for another
+    at the end. The shares are contiguous, since the tests of a file share its servers."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in MARKERS):
             item.add_marker("fast")

@@ -360,7 +360,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(VALUES, st.booleans(), st.sets(st.sampled_from(["oneOf", "patternProperties", "$ref", "pattern"])))
 def test_any_value_is_a_schema_or_an_error(value: Any, lenient: bool, ignored: set[str]) -> None:
     with suppress(GrammarError):
