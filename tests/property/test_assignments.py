@@ -162,7 +162,7 @@ class Upstream(RuleBasedStateMachine):
         assert not self.assignments.waiting
 
 
-Upstream.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+Upstream.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestUpstream = Upstream.TestCase
 
 

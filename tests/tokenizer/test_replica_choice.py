@@ -279,7 +279,7 @@ def test_the_hit_rate_is_that_of_one_large_cache() -> None:
     """Also the load: that of the busier replica, averaged over the run."""
     hit_rates: dict[str, list[float]] = {"one cache": [], "in turn": [], "by the rule": []}
     imbalances = []
-    for seed in range(7, 17):
+    for seed in (7, 8):
         turns = count()
         routed = RoutedLoad(2, by_rule)
         hit_rates["one cache"].append(RoutedLoad(1, lambda views, request: 0).run(seed))
