@@ -26,7 +26,7 @@ from tgi.api.routes.pooling import (
     ScoreResource,
     SimilarityResource,
 )
-from tgi.api.routes.responses import ResponsesResource
+from tgi.api.routes.responses import ResponseInputTokensResource, ResponsesResource
 from tgi.api.routes.sagemaker import SagemakerResource
 from tgi.api.routes.stored_responses import (
     CancelResponseResource,
@@ -35,18 +35,25 @@ from tgi.api.routes.stored_responses import (
     InputItemsResource,
     ResponseResource,
 )
-from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
+from tgi.api.routes.tokenize import ChatTokenizeResource, DetokenizeResource, InputTokensResource, TokenizeResource
 from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, in_messages
 from tgi.api.shapes import adapters, cloud, kserve, pooling
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
 from tgi.api.shapes.messages import AnsweredMessage, MessageError, MessageEvent, MessageTokensCount
-from tgi.api.shapes.native_responses import ChatTokenizeResponse, GenerateResponse, StreamResponse, TokenizeResponse
+from tgi.api.shapes.native_responses import (
+    ChatTokenizeResponse,
+    DetokenizeResponse,
+    GenerateResponse,
+    StreamResponse,
+    TokenizeResponse,
+)
 from tgi.api.shapes.openai_responses import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     CompletionFinal,
+    InputTokens,
     StreamErrorResponse,
 )
 from tgi.api.shapes.responses import ConversationObject, ItemList, ResponseDeleted, ResponseEvent, ResponseObject
@@ -303,6 +310,24 @@ OPERATIONS = (
         "post", "/v1/messages/count_tokens", "count_message_tokens", "Count the tokens of a prompt",
         CountTokensResource,
         (ok("Number of tokens", json(MessageTokensCount)), *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING),
+    ),
+    *(
+        Operation(
+            "post", f"{route}/input_tokens", name, "Count the tokens of a prompt", resource,
+            (
+                ok("Number of tokens", json(InputTokens)),
+                NOT_KEPT, *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING,
+            ),
+        )
+        for route, name, resource in (
+            ("/v1/chat/completions", "count_chat_tokens", InputTokensResource),
+            ("/v1/responses", "count_response_tokens", ResponseInputTokensResource),
+        )
+    ),
+    Operation(
+        "post", "/detokenize", "detokenize", "The text of token ids",
+        DetokenizeResource,
+        (ok("The text", json(DetokenizeResponse)), *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING),
     ),
     Operation(
         "post", "/tokenize", "tokenize", "Tokenize inputs",
