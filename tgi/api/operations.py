@@ -10,6 +10,15 @@ import msgspec
 from tgi.api import errors
 from tgi.api.errors import ApiError, ErrorResponse, OpenAiErrorResponse, OpenAiStreamErrorResponse, Rejection
 from tgi.api.routes.adapters import LoadAdapterResource, UnloadAdapterResource
+from tgi.api.routes.batches import (
+    BatchesResource,
+    CancelBatchResource,
+    FileContentResource,
+    FileResource,
+    FilesResource,
+    OneBatchResource,
+    not_kept,
+)
 from tgi.api.routes.chat import ChatResource
 from tgi.api.routes.completions import CompletionsResource
 from tgi.api.routes.info import HealthResource, InfoResource, MetricsResource
@@ -38,7 +47,7 @@ from tgi.api.routes.stored_responses import (
 from tgi.api.routes.tokenize import ChatTokenizeResource, DetokenizeResource, InputTokensResource, TokenizeResource
 from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, in_messages
-from tgi.api.shapes import adapters, cloud, kserve, pooling
+from tgi.api.shapes import adapters, batches, cloud, kserve, pooling
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
 from tgi.api.shapes.messages import AnsweredMessage, MessageError, MessageEvent, MessageTokensCount
 from tgi.api.shapes.native_responses import (
@@ -134,6 +143,11 @@ class Operation(NamedTuple):
         return self.resource.body.shape if self.method == "post" and self.resource.body is not None else None
 
     @property
+    def form(self) -> Any:
+        """The shape of the form that is its body, or None."""
+        return self.resource.form if self.method == "post" else None
+
+    @property
     def requires_key(self) -> bool:
         """Whether it needs a key if the server has keys (ApiKeyMiddleware)."""
         return self.method == "post" or self.resource.private
@@ -226,7 +240,10 @@ NOT_KEPT = OperationResponse(404, "Not kept, or not any more", error=errors.not_
 UNAUTHORIZED = OperationResponse(401, "No key, or a wrong one, where the server has keys", error=errors.unauthorized())
 UNAVAILABLE = error(503, "The kept responses cannot be read or written", "unavailable")
 STORED = (NOT_KEPT, UNAUTHORIZED, UNAVAILABLE)
+NO_BATCHES = OperationResponse(404, "Not kept, or not any more", error=not_kept("file", "file-1"))
+KEPT = (NO_BATCHES, UNAUTHORIZED, UNAVAILABLE, STARTING)
 NO_UPDATES = error(403, "The server runs without --allow-adapter-updates", "forbidden")
+IN_USE = error(409, "The file is the input of a batch that has not ended", "conflict")
 NO_ADAPTER = error(422, "The adapter cannot be loaded", "adapter_error", "Adapter error: the reason")
 HEALTH = (OperationResponse(200, "Everything is working fine"), UNHEALTHY)
 
@@ -300,6 +317,46 @@ OPERATIONS = (
     Operation(
         "delete", "/v1/conversations/{conversation_id}", "delete_conversation", "Forget a conversation",
         ConversationResource, (ok("It is not kept any more", json(ResponseDeleted)), *STORED),
+    ),
+    Operation(
+        "post", "/v1/files", "create_file", "Keep a file of requests",
+        FilesResource,
+        (
+            ok("The file", json(batches.FileObject)), *KEPT, *UNREADABLE, VALIDATION, OVERLOADED,
+            rejection(408, "The body makes no progress", "The body of this request did not grow by 32 KiB within 30 s"),
+        ),
+    ),
+    Operation(
+        "get", "/v1/files", "list_files", "The files that are kept",
+        FilesResource, (ok("Some of the files", json(batches.FileList)), *KEPT, VALIDATION),
+    ),
+    Operation(
+        "get", "/v1/files/{file_id}", "get_file", "A file's description",
+        FileResource, (ok("The file", json(batches.FileObject)), *KEPT),
+    ),
+    Operation(
+        "delete", "/v1/files/{file_id}", "delete_file", "Forget a file",
+        FileResource, (ok("It is not kept any more", json(batches.FileDeleted)), *KEPT, IN_USE),
+    ),
+    Operation(
+        "get", "/v1/files/{file_id}/content", "get_file_content", "The bytes of a file",
+        FileContentResource, (ok("The bytes", MediaBody("application/octet-stream", (str,))), *KEPT),
+    ),
+    Operation(
+        "post", "/v1/batches", "create_batch", "Have the requests of a file answered",
+        BatchesResource, (ok("The batch", json(batches.BatchObject)), *KEPT, *UNREADABLE, OTHER_TASK, VALIDATION),
+    ),
+    Operation(
+        "get", "/v1/batches", "list_batches", "The batches that are kept",
+        BatchesResource, (ok("Some of the batches", json(batches.BatchList)), *KEPT, VALIDATION),
+    ),
+    Operation(
+        "get", "/v1/batches/{batch_id}", "get_batch", "A batch",
+        OneBatchResource, (ok("The batch", json(batches.BatchObject)), *KEPT),
+    ),
+    Operation(
+        "post", "/v1/batches/{batch_id}/cancel", "cancel_batch", "End a batch early",
+        CancelBatchResource, (ok("The batch", json(batches.BatchObject)), *KEPT),
     ),
     Operation(
         "post", "/v1/messages", "messages", "Generate the next message, in Anthropic's protocol",

@@ -20,7 +20,7 @@ from tgi.api.generation import FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
 from tgi.api.rejected_fields import RESPONSES_FIELDS, FieldChecker
 from tgi.api.requests import Generation
-from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse, StoreUnavailable
+from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations, logprob_items
 from tgi.api.routes.stored_responses import (
@@ -47,6 +47,7 @@ from tgi.api.shapes.chat import (
 from tgi.api.shapes.native import GrammarType
 from tgi.api.shapes.openai_responses import InputTokens
 from tgi.api.shapes.responses import InputItem, ResponsesRequest
+from tgi.api.sqlite_store import StoreUnavailable
 from tgi.api.sse import named_event
 from tgi.api.token_columns import TokenColumns
 from tgi.microkernel.messages.protocol import AnswerPart, DeploymentLimits, End, PartKind
