@@ -127,7 +127,7 @@ class _BatchRun:
         self._given_up = asyncio.Event()  # no more requests, and those in flight end
         self._ending: BatchStatus = "completed"
         self._lost = False  # another front end has the batch
-        self._bytes_in_flight = 0
+        self._in_flight = self._bytes_in_flight = 0  # requests, and the bytes of their lines
         self._room = asyncio.Event()  # something in flight has ended
 
     async def run(self) -> None:
@@ -220,17 +220,17 @@ class _BatchRun:
     async def _send_all(self) -> None:
         """Sends the lines as requests, in order, and waits for all that were sent."""
         async with asyncio.TaskGroup() as group:
-            running: set[asyncio.Task[None]] = set()
             async for number, line in self._lines():
-                while len(running) >= self._window or (running and self._bytes_in_flight > MAX_BYTES_IN_FLIGHT):
+                while self._in_flight and (
+                    self._in_flight >= self._window or self._bytes_in_flight > MAX_BYTES_IN_FLIGHT
+                ):
                     self._room.clear()
                     await self._room.wait()
                 if self._given_up.is_set() or self._stopped.is_set():
                     break
+                self._in_flight += 1
                 self._bytes_in_flight += len(line)
-                task = group.create_task(self._send(number, line))
-                running.add(task)
-                task.add_done_callback(running.discard)
+                group.create_task(self._send(number, line))
 
     @property
     def _window(self) -> int:
@@ -259,6 +259,7 @@ class _BatchRun:
                 await _wait(self._given_up, min(pause, MAX_RETRY_SECONDS))
                 seconds = min(2 * seconds, MAX_RETRY_SECONDS)
         finally:
+            self._in_flight -= 1
             self._bytes_in_flight -= len(line)
             self._room.set()
 
@@ -319,7 +320,7 @@ def line_problem(line: bytes, endpoint: str) -> BatchError | str:
     if request.url != endpoint:
         return BatchError("invalid_url", f"The url {request.url[:64]} is not the batch's endpoint {endpoint}", "url")
     for name, value in REFUSED.items():
-        if body.get(name) == msgspec.json.encode(value):
+        if name in body and msgspec.json.decode(body[name]) is value:
             return BatchError("invalid_request", f"`{name}` is not supported in a batch", f"body.{name}")
     return request.custom_id
 
