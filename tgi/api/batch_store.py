@@ -218,7 +218,7 @@ class BatchStore(SqliteStore):
     async def move(self, batch_id: str, before: Sequence[BatchStatus], status: BatchStatus, **members: Any) -> bool:
         """Changes the status of a batch that has one of those `before`, with the time of it and other members. Returns
         False if it has another one."""
-        return await self._run(lambda db: _move(db, batch_id, before, status, members))
+        return await self._run(lambda db: self._move(db, batch_id, before, status, members))
 
     # --- for the front end that answers a batch ---
 
@@ -293,7 +293,7 @@ class BatchStore(SqliteStore):
         def write(db: sqlite3.Connection) -> None:
             now = time.time()
             row = db.execute("SELECT owner, output_ttl FROM batches WHERE id=?", (batch_id,)).fetchone()
-            if row is None or not _move(db, batch_id, (before,), status, {}):
+            if row is None or not self._move(db, batch_id, (before,), status, {}):
                 return
             owner, ttl = row
             query = "SELECT kind, COUNT(*), SUM(LENGTH(data)) FROM lines WHERE source=? GROUP BY kind"
@@ -307,7 +307,6 @@ class BatchStore(SqliteStore):
                 db.execute("INSERT INTO files VALUES(?,?,?,?,?,?,?,?,?,?,?,?)", (*file, 1, now))
                 member = f"$.{what}_file_id"
                 db.execute("UPDATE batches SET body=json_set(body, ?, ?) WHERE id=?", (member, file_id, batch_id))
-            db.execute("UPDATE batches SET kept_until=? WHERE id=?", (now + self.ttl, batch_id))
 
         await self._run(write)
 
@@ -338,6 +337,27 @@ class BatchStore(SqliteStore):
         )
         total, own = db.execute(query, (owner,)).fetchone()
         return total or 0, own or 0
+
+    def _move(
+        self,
+        db: sqlite3.Connection,
+        batch_id: str,
+        before: Sequence[BatchStatus],
+        status: BatchStatus,
+        members: dict[str, Any],
+    ) -> bool:
+        now = time.time()
+        changes = {"status": status, f"{status}_at": int(now)} | members
+        marks = ", ".join("?, json(?)" for _ in changes)
+        pairs = ((f"$.{name}", msgspec.json.encode(member).decode()) for name, member in changes.items())
+        values = [value for pair in pairs for value in pair]
+        allowed = ", ".join("?" * len(before))
+        found = db.execute(
+            f"UPDATE batches SET status=?, kept_until=?, body=json_set(body, {marks}) WHERE id=? "
+            f"AND status IN ({allowed})",
+            (status, now + self.ttl, *values, batch_id, *before),
+        )
+        return found.rowcount > 0
 
     def purge(self, db: sqlite3.Connection) -> None:
         """As SqliteStore.purge."""
@@ -383,19 +403,3 @@ def _page(rows: sqlite3.Cursor, max_bytes: int) -> list[tuple[int, bytes]]:
             break
     rows.close()
     return page
-
-
-def _move(
-    db: sqlite3.Connection, batch_id: str, before: Sequence[BatchStatus], status: BatchStatus, members: dict[str, Any]
-) -> bool:
-    changes = {"status": status, f"{status}_at": int(time.time())} | members
-    marks = ", ".join("?, json(?)" for _ in changes)
-    values = [
-        value for name, member in changes.items() for value in (f"$.{name}", msgspec.json.encode(member).decode())
-    ]
-    allowed = ", ".join("?" * len(before))
-    found = db.execute(
-        f"UPDATE batches SET status=?, body=json_set(body, {marks}) WHERE id=? AND status IN ({allowed})",
-        (status, *values, batch_id, *before),
-    )
-    return found.rowcount > 0

@@ -245,7 +245,10 @@ PROBLEMS = [
 
 @pytest.mark.parametrize(("content", "code", "number"), PROBLEMS)
 def test_a_file_that_is_not_valid(front: Front, content: bytes, code: str, number: int | None) -> None:
-    done = ended(front, create(front, content))
+    batch = create(front, content)
+    ended(front, batch)
+    front.service.batches._next_purge = 0
+    done = shown(front, batch)  # which is kept
     assert (done["status"], done["output_file_id"]) == ("failed", None)
     [problem] = done["errors"]["data"]
     assert (problem["code"], problem["line"]) == (code, number)
@@ -393,6 +396,7 @@ def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             await store.append_lines(theirs, 1, [b"x" * 20_000])
         await store.drop_upload(file)
         assert await store.create_batch("me", batch("batch_1"), 1000)
+        assert await store.move("batch_1", ("validating",), "in_progress")
         with pytest.raises(StoreFull):
             await asyncio.gather(*(store.create_batch("me", batch(f"batch_{number}"), 1000) for number in range(2, 9)))
         claimed = await store.claim("one")
