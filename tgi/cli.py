@@ -653,12 +653,12 @@ def replay(journal: Path) -> None:
     Compares them with the recorded ones, bit for bit. Exits with 1 at the first difference.
     """
     from tgi.scheduler.journal import read_journal
+    from tgi.scheduler.replay import describe
     from tgi.scheduler.replay import replay as repeat
-    from tgi.scheduler.replay import verdict
 
     recorded = read_journal(journal)
     divergence = repeat(recorded)
-    click.echo(verdict(recorded, divergence))
+    click.echo(describe(recorded, divergence))
     raise SystemExit(divergence is not None)
 
 
@@ -705,5 +705,5 @@ def watermark(
         f"{found.green} of {found.counted} tokens are green ({found.share:.1%}); by chance {gamma:.1%} would be."
     )
     click.echo(f"z = {found.z:.2f}, which happens by chance with probability {found.chance:.2g}.")
-    verdict = "The text carries the watermark" if found.marked else "No watermark was found"
-    click.echo(f"{verdict} of this model with gamma {gamma:g} on {device} (z must be above {Z_THRESHOLD:g}).")
+    found_or_not = "The text carries the watermark" if found.marked else "No watermark was found"
+    click.echo(f"{found_or_not} of this model with gamma {gamma:g} on {device} (z must be above {Z_THRESHOLD:g}).")

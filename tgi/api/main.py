@@ -29,7 +29,7 @@ from tgi.microkernel.links.discovery import Discovery, DownstreamLinks
 from tgi.microkernel.links.link import Link
 from tgi.microkernel.observability import tracing
 from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
-from tgi.microkernel.processes.process import HAND_OVER, Process, work_in_hand
+from tgi.microkernel.processes.process import HAND_OVER, Process, work_in_progress
 from tgi.microkernel.recovery.quarantine import Quarantine
 from tgi.microkernel.settings.table import Settings
 
@@ -58,7 +58,7 @@ async def serve(process: Process) -> None:
         permits,
         Quarantine(process.run_dir),
         RingRecorder(ring_path(process.run_dir, process.name)),
-        partial(work_in_hand, process.run_dir),
+        partial(work_in_progress, process.run_dir),
         settings.stall_limit,
         TokenRates(process.run_dir / "token-rates"),
     )

@@ -89,7 +89,7 @@ class LiveRequest:
         self.context = context
         self.submitted = False  # to any tokenizer
         self.active = True  # neither ended nor cancelled
-        self.on_trial = False  # a tokenizer works on it only while it has nothing else in hand
+        self.on_trial = False  # a tokenizer works on it only while it has nothing else in progress
         self.record: RequestRecord | None = None  # of the HTTP request
 
     @property
