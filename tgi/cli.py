@@ -1,4 +1,4 @@
-"""The command `tgi`: up, one command per role, ps, top, restart, scale, reload, down, why, keys, import,
+"""The command `tgi`: up, one command per role, batch, ps, top, restart, scale, reload, down, why, keys, import,
 download-weights, plan, replay, print-schema and watermark.
 
 Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
@@ -28,7 +28,7 @@ SECTIONS = {
     "Server": ("up", "ps", "top", "restart", "scale", "reload", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("plan", "download-weights", "import"),
-    "Tools": ("replay", "print-schema", "watermark"),
+    "Tools": ("batch", "replay", "print-schema", "watermark"),
 }
 
 # Names from other servers (vLLM, SGLang, llama.cpp, Ollama, systemd) -> what to use here.
@@ -286,6 +286,30 @@ _role_command("tokenizer", "Run only the tokenizer pool.")
 _role_command("scheduler", "Run only the scheduler.")
 
 _role_command("worker", "Run only the worker.")
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("source", metavar="INPUT.jsonl", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.argument("output", metavar="OUTPUT.jsonl", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("arguments", metavar="[MODEL] [OPTIONS OF tgi up]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--url", help="URL of a running server; default: start one for these requests.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Key of the running server.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Requests at once.")
+def batch(
+    source: Path, output: Path, arguments: tuple[str, ...], url: str | None, api_key: str | None, concurrency: int
+) -> None:
+    """Answer the requests of a file.
+
+    Each line of INPUT.jsonl is a request as in OpenAI's Batch API: {"custom_id": "1", "method": "POST", "url":
+    "/v1/chat/completions", "body": {…}}. OUTPUT.jsonl has the results in the same order, with an error where there is
+    no answer. After Ctrl-C, or if it was killed, the same command goes on where it has stopped.
+    """
+    from tgi.batch import run_batch
+
+    if url is not None and arguments:
+        given = " ".join(arguments)
+        raise click.UsageError(f"With --url no server is started, so {given} has no effect: leave it out.")
+    run_batch(source, output, url, api_key, concurrency, arguments)
 
 
 def one_server_option(command: Callable[..., Any]) -> Callable[..., Any]:

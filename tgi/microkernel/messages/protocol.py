@@ -463,6 +463,7 @@ class Tokenize(NamedTuple):
     chat: bytes = b""
     alone: bool = False
     context: RequestContext = RequestContext()
+    ids: bytes = b""  # int32: to be converted to text, in place of `inputs`
 
 
 class Cancel(NamedTuple):
@@ -769,7 +770,7 @@ class Tokenized(NamedTuple):
     byte_stops: bytes  # int32
     special: bytes  # uint8
     error: str = ""
-    text: str = ""  # the rendered chat; "" for a Tokenize without a chat
+    text: str = ""  # the rendered chat, or the text of `ids`; "" for a Tokenize of a text
     reason: str = FinishReason.INVALID  # the kind of the error: INVALID, TEMPLATE or OVERLOADED
 
 
