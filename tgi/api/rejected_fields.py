@@ -79,7 +79,7 @@ REJECTED_FIELDS = [
     RejectedFields(
         "where the text ends",
         BOTH,
-        {"stop_regex": ([],), "no_stop_trim": (False,), "repetition_detection": (), "thinking_token_budget": (-1,)},
+        {"stop_regex": ([],), "no_stop_trim": (False,), "repetition_detection": ()},
     ),
     RejectedFields(
         "the prompt",
@@ -145,6 +145,8 @@ REJECTED_FIELDS = [
             "thinking": (False,),
             "think": (False,),
             "enable_thinking": (False,),
+            "thinking_budget": (-1,),
+            "thinking_token_budget": (-1,),
         },
     ),
     RejectedFields(

@@ -4,11 +4,12 @@ A new form is a row of TOOL_CALL_FORMATS: its pieces, the kind of its body, and 
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import StrEnum
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.tokenizer.vocabulary import Vocabulary
 
 # White space that may precede the first piece of an answer, and is not part of it.
@@ -102,6 +103,7 @@ class Channels:
     RECIPIENT = "to=functions."
     REASONING = "analysis"  # the channel of reasoning
     FINAL = "final"  # the channel of the answer
+    REASONING_HEADER = CHANNEL + REASONING + MESSAGE
 
 
 def _json_call(arguments_key: str, name_key: str = "name") -> tuple[str, ...]:
@@ -509,6 +511,29 @@ class AnswerFormat(NamedTuple):
     tools: Mapping[str, Mapping[str, list[str]]] | None = None
 
 
+def reasoning_sampling(
+    answer_format: AnswerFormat, tokens: "FormatTokens", budget: int, vocab_size: int
+) -> dict[str, Any]:
+    """The fields of SamplingParams that end the reasoning of an answer after this many tokens; none without markers
+    that a model with this many token ids can write."""
+    tags = answer_format.reasoning_tags
+    if answer_format.channels:
+        tags = ReasoningTags(Channels.REASONING_HEADER, Channels.END)
+    if tags is None:
+        return {}
+    close_ids = tokens.ids_of(tags.close)
+    open_ids = [] if answer_format.starts_in_reasoning else tokens.ids_of(tags.open)
+    if any(token >= vocab_size for token in (*open_ids, *close_ids)):
+        return {}
+    return {
+        "reasoning_budget": budget,
+        "reasoning_open_ids": pack_column(INT32, open_ids),
+        "reasoning_close_ids": pack_column(INT32, close_ids),
+        "reasoning_special_ids": pack_column(INT32, sorted(tokens.ids & {*open_ids, *close_ids})),
+        "reasoning_repeats": answer_format.channels,
+    }
+
+
 def call_prefix(call_format: ToolCallFormat) -> tuple[str, ...]:
     """The literal pieces that identify a call without a marker: up to two, such as the bracket and the first key."""
     pieces = (*call_format.before, *call_format.call)
@@ -633,6 +658,9 @@ class FormatTokens:
         self._tokens = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self.ids = frozenset(self._stand_ins_by_id)
         self.eos_ids = vocabulary.eos_ids
+        self._encode: Callable[[str], list[int]] = lambda text: (
+            vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        )
         self.other_ids = sorted(vocabulary.special_ids - self._stand_ins_by_id.keys() - vocabulary.eos_ids)
 
     def parts(self, piece: str) -> list[str | int]:
@@ -640,6 +668,13 @@ class FormatTokens:
         if self._tokens is None:
             return [piece] if piece else []
         return [self._ids.get(part, part) for part in self._tokens.split(piece) if part]
+
+    def ids_of(self, piece: str) -> list[int]:
+        """The token ids that write a piece."""
+        ids: list[int] = []
+        for part in self.parts(piece):
+            ids += self._encode(part) if isinstance(part, str) else [part]
+        return ids
 
     def token_id(self, piece: str) -> int | None:
         """The id of a piece that is a special token as a whole."""
