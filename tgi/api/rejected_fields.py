@@ -28,7 +28,7 @@ from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.messages import MessagesTool, OutputConfig, OutputFormat, ThinkingConfig, ToolUseChoice
 from tgi.api.shapes.native import GrammarType, JsonSchemaConfig
 from tgi.api.shapes.openai import StreamOptions
-from tgi.api.shapes.responses import ReasoningConfig, ResponsesTool, TextConfig, TextFormat
+from tgi.api.shapes.responses import ReasoningConfig, ResponsesTool, TextConfig, TextFormat, ToolFormat
 
 log = logging.getLogger(__name__)
 
@@ -301,7 +301,9 @@ RESPONSES_FIELDS = ProtocolFields(
     {
         "reasoning": _members(ReasoningConfig, "context", "mode"),
         "text": _members(TextConfig, format=_members(TextFormat)),
-        "tools": _members(ResponsesTool, "allowed_callers", "async", "defer_loading", "output_schema"),
+        "tools": _members(
+            ResponsesTool, "allowed_callers", "async", "defer_loading", "output_schema", format=_members(ToolFormat)
+        ),
     },
 )
 

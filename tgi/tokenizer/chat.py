@@ -297,6 +297,7 @@ def _offered_tool(tool: JsonObject) -> OfferedTool:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TemplateError("a tool has no `function` with a `name`")
     schema = _rename_key(function, "parameters", "arguments").get("parameters")
+    schema = function.get("enforced_parameters", schema)
     return OfferedTool(function["name"], schema, function.get("strict") is True)
 
 
@@ -352,11 +353,12 @@ def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, templ
 
 
 def adapt_tool(tool: JsonObject) -> JsonObject:
-    """Moves a tool's schema to the key that templates expect (`parameters`). `strict` is not for the model."""
+    """Moves a tool's schema to the key that templates expect (`parameters`). What else the arguments must match is not
+    for the model."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool
-    function = {name: value for name, value in function.items() if name != "strict"}
+    function = {name: value for name, value in function.items() if name not in ("strict", "enforced_parameters")}
     return {**tool, "function": _rename_key(function, "parameters", "arguments")}
 
 

@@ -15,6 +15,7 @@ from msgspec import Raw
 from tgi.api import errors, request_metrics
 from tgi.api.answer import Answer, Outcome
 from tgi.api.clients import Client
+from tgi.api.custom_tools import CustomFormat, InputReader, custom_function, input_arguments
 from tgi.api.errors import ApiError
 from tgi.api.generation import FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
@@ -128,7 +129,12 @@ def chat_messages(instructions: str | None, items: Sequence[InputItem], kept: in
                     raise errors.validation_error(f"`{where}` has no `name`", param=where)
                 function = FunctionDefinition(item.name, arguments=item.arguments or "{}")
                 calls.append(ToolCall(call_id, "function", function))
-            case "function_call_output":
+            case "custom_tool_call":
+                if item.name is None:
+                    raise errors.validation_error(f"`{where}` has no `name`", param=where)
+                function = FunctionDefinition(item.name, arguments=input_arguments(item.input or ""))
+                calls.append(ToolCall(item.call_id or item.id or "", "function", function))
+            case "function_call_output" | "custom_tool_call_output":
                 end_turn()
                 messages.append(Message("tool", _text(item.output, where), tool_call_id=item.call_id))
             case kind:
@@ -165,8 +171,16 @@ def _reasoning(item: InputItem, where: str) -> str:
 
 
 def _tool(index: int, tool: shapes.ResponsesTool) -> Tool:
+    if tool.type == "custom":
+        form = tool.format or shapes.ToolFormat()
+        given = CustomFormat(form.syntax or "", form.definition or "") if form.type == "grammar" else None
+        try:
+            return Tool("function", custom_function(tool.name or "", tool.description, given))
+        except ValueError as error:
+            text = f"`definition` of the tool `{tool.name}` {error}"
+            raise errors.tool_error(text, f"tools[{index}].format") from None
     if tool.type != "function":
-        text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` are"
+        text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` and `custom` are"
         raise errors.tool_error(text, f"tools[{index}].type")
     return Tool("function", FunctionDefinition(
         tool.name or "", tool.description, parameters=msgspec.UNSET if tool.parameters is None else tool.parameters,
@@ -180,9 +194,9 @@ def _tool_choice(choice: str | shapes.ResponsesToolChoice | None) -> Any:
             raise errors.tool_error("`tool_choice` is `none`, `auto`, `required` or an object", "tool_choice")
         return choice
     for kind in (choice.type, *(tool.type for tool in choice.tools or [])):
-        if kind not in ("function", "allowed_tools"):
+        if kind not in ("function", "custom", "allowed_tools"):
             raise errors.tool_error(f"the tool `{kind[:64]}` is not served here", "tool_choice.type")
-    if choice.type == "function":
+    if choice.type != "allowed_tools":
         return [choice.name or ""]  # a list: a function may be called `auto`
     allowed = [NamedTool(FunctionName(tool.name or "")) for tool in choice.tools or []]
     return ToolChoiceObject("allowed_tools", allowed_tools=AllowedTools(choice.mode or "auto", allowed))
@@ -214,6 +228,8 @@ class ResponseFormatter(StoredFormatter):
         self._wants_logprobs = False
         self._as_summary = False
         self._encrypted = False
+        self._custom_tools: set[str] = set()
+        self._input = InputReader()  # of the open call of a custom tool
 
     def configure(self, request: ResponsesRequest) -> "ResponseFormatter":
         """Applies what the request asks for besides the answer."""
@@ -221,6 +237,7 @@ class ResponseFormatter(StoredFormatter):
         self._wants_logprobs = request.top_logprobs is not None or LOGPROBS in include
         self._encrypted = ENCRYPTED_REASONING in include
         self._as_summary = bool(reasoning.summary or reasoning.generate_summary)
+        self._custom_tools = {tool.name or "" for tool in request.tools or () if tool.type == "custom"}
         return self
 
     def opening_events(self) -> list[str]:
@@ -312,8 +329,16 @@ class ResponseFormatter(StoredFormatter):
             case PartKind.CALL:
                 events = self._close_item("completed")
                 call_id = f"call_{self._key.hex_id(f'call 0 {len(self.response.output)}')}"
-                call = shapes.CallItem(self._id("fc"), "in_progress", call_id, part.text, "")
+                call: shapes.OutputItem = shapes.CallItem(self._id("fc"), "in_progress", call_id, part.text, "")
+                if part.text in self._custom_tools:
+                    call = shapes.CustomCallItem(self._id("ctc"), "in_progress", call_id, part.text, "")
+                    self._input = InputReader()
                 return [*events, *self._open_item(call)]
+            case _ if isinstance(self._item, shapes.CustomCallItem):
+                if not (text := self._input.read(part.text)):
+                    return []
+                self._pieces.append(text)
+                return [self._event(shapes.CustomInputDelta, **self._place, delta=text)]
             case _:
                 delta = self._event(shapes.CallArgumentsDelta, **self._place, delta=part.text)
         self._pieces.append(part.text)
@@ -348,6 +373,9 @@ class ResponseFormatter(StoredFormatter):
             case shapes.CallItem():
                 item.arguments = text
                 events.append(self._event(shapes.CallArgumentsDone, **self._place, name=item.name, arguments=text))
+            case shapes.CustomCallItem():
+                item.input = text
+                events.append(self._event(shapes.CustomInputDone, **self._place, input=text))
         item.status = status
         events.append(self._event(shapes.OutputItemDone, output_index=len(self.response.output), item=item))
         self.response.output.append(item)

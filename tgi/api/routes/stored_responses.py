@@ -289,7 +289,10 @@ def stored_items(given: str | Sequence[shapes.InputItem] | None, key: ResponseKe
     """The items of a request as they are kept and listed: each has a type and an id."""
     if isinstance(given, str):
         given = [shapes.InputItem(role="user", content=given)]
-    prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+    prefixes = {
+        "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+        "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+    }  # fmt: skip
     items: Items = []
     for index, item in enumerate(given or []):
         built = msgspec.to_builtins(item)
