@@ -24,6 +24,7 @@ from tgi.api.requests import Generation
 from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse, StoreUnavailable
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations, logprob_items
+from tgi.api.routes.conversations import conversation_items
 from tgi.api.routes.stored_responses import (
     StoredFormatter,
     StoredStream,
@@ -430,8 +431,14 @@ class ResponsesResource(Resource):
             raise errors.validation_error(text, param="background")
         conversation = request.conversation
         conversation_id = conversation if conversation is None or isinstance(conversation, str) else conversation.id
-        previous = await self._previous(client, request, conversation_id)
-        history = [] if previous is None else await read_history(service, client, previous)
+        previous, history = request.previous_response_id, list[dict[str, Any]]()
+        if conversation_id is not None:
+            if previous is not None:
+                text = "`previous_response_id` and `conversation` exclude each other"
+                raise errors.validation_error(text, param="previous_response_id")
+            history += await conversation_items(service, client.name, conversation_id)
+        elif previous is not None:
+            history += await read_history(service, client, previous)
         key = response_key(req, resumable=bool(request.stream and service.settings.resume_window))
         given = stored_items(request.input, key)
         items = msgspec.convert([*history, *given], list[InputItem])
@@ -462,17 +469,6 @@ class ResponsesResource(Resource):
         elif stored:
             await keep()
             resp.data, resp.text = msgspec.json.encode(response), None
-
-    async def _previous(self, client: Client, request: ResponsesRequest, conversation_id: str | None) -> str | None:
-        """The response that this one goes on from. Raises ApiError: 422, and 404 for an unknown conversation."""
-        if conversation_id is None:
-            return request.previous_response_id
-        if request.previous_response_id is not None:
-            text = "`previous_response_id` and `conversation` exclude each other"
-            raise errors.validation_error(text, param="previous_response_id")
-        if (found := await self._service.responses.conversation(client.name, conversation_id)) is None:
-            raise errors.not_kept("conversation", conversation_id, "conversation")
-        return found[1]
 
 
 async def read_history(service: Service, client: Client, response_id: str) -> Items:

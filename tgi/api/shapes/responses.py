@@ -176,6 +176,30 @@ class ResponsesRequest(Struct, kw_only=True):
         check_metadata(self.metadata)
 
 
+MAX_ITEMS_AT_ONCE = 20
+
+
+class ConversationUpdate(Struct):
+    """Body of POST /v1/conversations/{conversation_id}."""
+
+    metadata: Metadata
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError."""
+        check_metadata(self.metadata)
+
+
+class ItemsRequest(Struct):
+    """Body of POST /v1/conversations/{conversation_id}/items."""
+
+    items: Annotated[list[InputItem], doc("At most 20, which are appended")]
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError."""
+        if len(self.items) > MAX_ITEMS_AT_ONCE:
+            raise ShapeError(f"invalid length {len(self.items)}, expected at most {MAX_ITEMS_AT_ONCE}", "items")
+
+
 class ConversationRequest(Struct):
     """Body of POST /v1/conversations."""
 
