@@ -57,13 +57,13 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
             chat.reasoning_effort = "none"
         case None:
             chat.reasoning_effort = output.effort or "none"
+    chat.thinking_token_budget = budget = None if request.thinking is None else request.thinking.budget_tokens
     if isinstance(request, MessagesRequest):
         chat.max_tokens = request.max_tokens
         chat.stop = request.stop_sequences
         chat.stream = request.stream
         for name in ("temperature", "top_k", "top_p"):
             setattr(chat, name, getattr(request, name))
-        budget = None if request.thinking is None else request.thinking.budget_tokens
         if budget is not None and not 0 < budget < request.max_tokens:
             text = f"`thinking.budget_tokens` must be > 0 and < `max_tokens`. Given: {budget}"
             raise errors.validation_error(text, param="thinking.budget_tokens")
