@@ -5,7 +5,7 @@ import base64
 import binascii
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -72,7 +72,7 @@ def chat_request(
         messages=chat_messages(request.instructions, items, kept),
         model=request.model,
         max_tokens=request.max_output_tokens,
-        tools=[_tool(index, tool) for index, tool in enumerate(request.tools or [])] or None,
+        tools=list(_tools(request.tools or [])) or None,
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_grammar(text.format),
@@ -126,7 +126,8 @@ def chat_messages(instructions: str | None, items: Sequence[InputItem], kept: in
                 call_id = item.call_id or item.id or ""
                 if item.name is None:
                     raise errors.validation_error(f"`{where}` has no `name`", param=where)
-                function = FunctionDefinition(item.name, arguments=item.arguments or "{}")
+                name = _full_name(item.namespace, item.name)
+                function = FunctionDefinition(name, arguments=item.arguments or "{}")
                 calls.append(ToolCall(call_id, "function", function))
             case "function_call_output":
                 end_turn()
@@ -164,14 +165,25 @@ def _reasoning(item: InputItem, where: str) -> str:
     return "".join(_part_text(part, where) for part in item.summary or [])
 
 
-def _tool(index: int, tool: shapes.ResponsesTool) -> Tool:
-    if tool.type != "function":
-        text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` are"
-        raise errors.tool_error(text, f"tools[{index}].type")
-    return Tool("function", FunctionDefinition(
-        tool.name or "", tool.description, parameters=msgspec.UNSET if tool.parameters is None else tool.parameters,
-        strict=tool.strict,
-    ))  # fmt: skip
+def _tools(given: Sequence[shapes.ResponsesTool], where: str = "tools", namespace: str = "") -> Iterator[Tool]:
+    """The functions, also those of namespaces, whose names the model knows with that of the namespace in front."""
+    for index, tool in enumerate(given):
+        place = f"{where}[{index}]"
+        if tool.type == "namespace" and not namespace and tool.name:
+            yield from _tools(tool.tools or (), f"{place}.tools", tool.name)
+            continue
+        if tool.type != "function":
+            text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` are"
+            raise errors.tool_error(text, f"{place}.type")
+        yield Tool("function", FunctionDefinition(
+            _full_name(namespace, tool.name), tool.description, strict=tool.strict,
+            parameters=msgspec.UNSET if tool.parameters is None else tool.parameters,
+        ))  # fmt: skip
+
+
+def _full_name(namespace: str | None, name: str | None) -> str:
+    """By which the model knows a function. Names in OpenAI's protocol have no dot."""
+    return f"{namespace}.{name}" if namespace and name else name or ""
 
 
 def _tool_choice(choice: str | shapes.ResponsesToolChoice | None) -> Any:
@@ -214,6 +226,7 @@ class ResponseFormatter(StoredFormatter):
         self._wants_logprobs = False
         self._as_summary = False
         self._encrypted = False
+        self._namespaces: dict[str, tuple[str, str]] = {}  # and names of the functions in them, by their full names
 
     def configure(self, request: ResponsesRequest) -> "ResponseFormatter":
         """Applies what the request asks for besides the answer."""
@@ -221,6 +234,12 @@ class ResponseFormatter(StoredFormatter):
         self._wants_logprobs = request.top_logprobs is not None or LOGPROBS in include
         self._encrypted = ENCRYPTED_REASONING in include
         self._as_summary = bool(reasoning.summary or reasoning.generate_summary)
+        self._namespaces = {
+            _full_name(group.name, tool.name): (group.name, tool.name)
+            for group in request.tools or ()
+            for tool in group.tools or ()
+            if group.name and tool.name
+        }
         return self
 
     def opening_events(self) -> list[str]:
@@ -312,7 +331,8 @@ class ResponseFormatter(StoredFormatter):
             case PartKind.CALL:
                 events = self._close_item("completed")
                 call_id = f"call_{self._key.hex_id(f'call 0 {len(self.response.output)}')}"
-                call = shapes.CallItem(self._id("fc"), "in_progress", call_id, part.text, "")
+                namespace, name = self._namespaces.get(part.text, (msgspec.UNSET, part.text))
+                call = shapes.CallItem(self._id("fc"), "in_progress", call_id, name, "", namespace)
                 return [*events, *self._open_item(call)]
             case _:
                 delta = self._event(shapes.CallArgumentsDelta, **self._place, delta=part.text)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from tgi.api.shapes.types import Float32, ResponseBody, ShapeError, UInt32, any_of, doc
 
@@ -45,6 +45,7 @@ class InputItem(Struct, omit_defaults=True):
     content: InputParts | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: InputParts | None = None
     summary: list[InputPart] | None = None
@@ -55,13 +56,16 @@ class InputItem(Struct, omit_defaults=True):
 class ResponsesTool(Struct):
     """A function that the model may call."""
 
-    type: Annotated[str, doc("`function`. Others are refused by name", example="function")]
+    type: Annotated[
+        str, doc("`function`, or `namespace`: a group of functions. Others are refused by name", example="function")
+    ]
     name: str | None = None
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, doc("JSON schema of its arguments")] = None
     strict: Annotated[
         bool | None, doc("Whether a keyword of the schema that cannot be enforced is an error, not a hint")
     ] = None
+    tools: Annotated[list["ResponsesTool"] | UnsetType, doc("The functions of a namespace")] = UNSET
 
 
 class ToolOfResponses(Struct, omit_defaults=True):
@@ -225,6 +229,7 @@ class CallItem(ResponseBody, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: Annotated[str | UnsetType, doc("That of the function, if it has one")] = UNSET
 
 
 OutputItem = MessageItem | ReasoningItem | CallItem
