@@ -20,7 +20,6 @@ from tgi.microkernel.messages.protocol import (
     Cancel,
     FinishReason,
     Hello,
-    Inheritance,
     LastExit,
     LoadedAdapter,
     RequestContext,
@@ -112,9 +111,9 @@ class Simulation:
         """The scheduler is killed from outside, or crashes with these requests in hand. All processes connect to the
         new one, and tokenizers submit their requests again."""
         report = LastExit(b"scheduler", "crashed", outside, b"".join(in_hand or ()))
-        inheritance = Inheritance(self.scheduler.suspect_records, report)
+        inheritance = self.scheduler.inheritance._replace(last_exit=report)
         self.scheduler = Scheduler(self.scheduler.config)
-        self.adapters.scheduler_restarted()
+        self.adapters.queued_updates.clear()
         self.journal.clear()
         self.sent.clear()
         self.received.clear()

@@ -207,7 +207,7 @@ class Scheduler:
         planner, pipeline, isolation = self._planner, self.pipeline, self._isolation
         self.next_plan_at = None
         if (update_at := self.worker.adapters.next_due_at) is not None and update_at <= now:
-            self.worker.adapters.queue_postponed(now)
+            self.worker.adapters.retry(now)
             self._send_adapter_updates()
         if planner is None or not pipeline.has_room or not self.ready or self.worker.adapters.has_unsent_updates:
             return None
@@ -325,14 +325,13 @@ class Scheduler:
         worker, counters = self.worker, self.counters
         assert worker.peer is not None
         status = worker.status._replace(limits=worker.limits, adapters=worker.adapters.loaded)
-        tokenizers, changes = list(self._tokenizers.connected), [*self.worker.adapters.changes.values()]
+        tokenizers, inheritance = list(self._tokenizers.connected), self.inheritance
         config = self.config._replace(first_epoch=self.pipeline.epoch + 1)
         Scheduler.__init__(self, config, self._recorder, self.work_register)
         self.counters = counters
-        messages = [(Hello(PROTOCOL, *worker.peer), worker.peer), (status, worker.peer)]
-        messages += [(Hello(PROTOCOL, *peer), peer) for peer in tokenizers]
-        # As a tokenizer tells a scheduler that may not know them.
-        return messages + [(change._replace(rid=0), peer) for peer in tokenizers[:1] for change in changes]
+        messages: list[tuple[Any, PeerId]] = [(inheritance, PeerId("scheduler", 0, b""))]
+        messages += [(Hello(PROTOCOL, *worker.peer), worker.peer), (status, worker.peer)]
+        return messages + [(Hello(PROTOCOL, *peer), peer) for peer in tokenizers]
 
     def suspects(self, now: float) -> bytes:
         """The fingerprints of the requests that no other replica may compute: those on trial or convicted, and those
@@ -574,7 +573,8 @@ class Scheduler:
         self._begin_trial(lost.in_hand, convicted, now)
 
     def _inherit(self, inheritance: Inheritance, now: float) -> None:
-        """Takes over the suspects of the scheduler before this one, and blames the requests that it had in hand."""
+        """Takes over what the scheduler before this one knew, and blames the requests that it had in hand."""
+        self.worker.adapters.inherit(inheritance.adapter_changes)
         self._isolation.restore(
             {
                 record.fingerprint: Suspect(
@@ -600,13 +600,18 @@ class Scheduler:
         self._isolation.record_death(in_hand, now, cause=cause, outside=report.outside)
 
     @property
-    def suspect_changes(self) -> int:
-        """Counts up when `suspect_records` have changed."""
-        return self._isolation.changes
+    def inheritance_changes(self) -> int:
+        """Counts up when `inheritance` has changed."""
+        return self._isolation.changes + self.worker.adapters.wanted_changes
+
+    @property
+    def inheritance(self) -> Inheritance:
+        """What a successor of this scheduler must know."""
+        return Inheritance(self.suspect_records, adapter_changes=[*self.worker.adapters.wanted.values()])
 
     @property
     def suspect_records(self) -> list[SuspectRecord]:
-        """What a successor of this scheduler must know."""
+        """The suspects, for a successor."""
         return [
             SuspectRecord(
                 fingerprint=fingerprint,
@@ -704,6 +709,7 @@ class Scheduler:
     def _handle_adapter_updated(self, answer: AdapterUpdated, now: float) -> None:
         if (forwarded := self.worker.adapters.take_answer(answer, now)) is not None:
             self._outbox.append(*forwarded)
+        self._send_adapter_updates()
         self.report_status(now)
 
     def _handle_worker_lost(self, now: float) -> None:
@@ -756,9 +762,9 @@ class Scheduler:
             healthy=status.healthy and not stage,
             stage=stage or status.stage,
             percent=status.percent,
-            limits=worker.limits,
+            limits=worker.limits if worker.adapters.known else None,  # tokenizers admit requests when they know both
             adapters=worker.adapters.loaded,
             suspects=self.suspects(now),
             draining=self.draining,
-            adapter_changes=worker.adapters.known_changes,
+            adapter_changes=[*worker.adapters.wanted.values()],
         )
