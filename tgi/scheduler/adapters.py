@@ -92,7 +92,7 @@ class WorkerAdapters:
                 update = update._replace(path=other.path, stamp=other.stamp)  # it came late: this changes nothing
         self._add(PendingUpdate(update, tokenizer))
 
-    def inherit(self, changes: list[UpdateAdapter]) -> None:
+    def take_over(self, changes: list[UpdateAdapter]) -> None:
         """Takes what the scheduler before this one wanted."""
         for change in changes:
             self._want(change)

@@ -11,7 +11,7 @@ from tgi.microkernel.host.rundir import scheduler_socket, successor_path
 from tgi.microkernel.links import curve
 from tgi.microkernel.links.discovery import nth_address
 from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, end_sessions
-from tgi.microkernel.messages.protocol import Add, Beat, Hello, Inheritance, StepResult, decode, encode
+from tgi.microkernel.messages.protocol import Add, Beat, Hello, PredecessorState, StepResult, decode, encode
 from tgi.microkernel.observability import tracing
 from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.observability.progress import TOKENIZERS
@@ -88,7 +88,7 @@ def main(process: Process) -> None:
 
 def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics, spans: RequestSpans | None) -> None:
     """Handles received messages, sends steps first so that the worker stays busy, then other messages, then commits.
-    States in the work register what is in hand."""
+    States in the work register what is in progress."""
     now, register = time.monotonic(), scheduler.work_register
     for link in links:
         for peer, message in link.receive():
@@ -101,8 +101,8 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
                 continue  # the worker responds, which the link observes
             if spans is not None:
                 spans.message_received(peer, message)
-            if isinstance(message, Inheritance):
-                log.warning("dropped an unexpected Inheritance from %s", peer)
+            if isinstance(message, PredecessorState):
+                log.warning("dropped an unexpected PredecessorState from %s", peer)
             elif isinstance(message, StepResult):
                 with register.working_on_batch():
                     metrics.handle_result(scheduler, message, peer, now)
@@ -133,27 +133,27 @@ class SuccessorFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._written = 0  # Scheduler.inheritance_changes
+        self._written = 0  # Scheduler.successor_state_changes
 
-    def read(self) -> Inheritance:
+    def read(self) -> PredecessorState:
         """What the previous scheduler has written."""
         try:
             kept = decode(self._path.read_bytes())
         except FileNotFoundError:
-            return Inheritance([])
+            return PredecessorState([])
         except (OSError, ProtocolError) as error:
             log.warning("ignored %s, which is damaged: %s", self._path, error)
-            return Inheritance([])
-        return kept if isinstance(kept, Inheritance) else Inheritance([])
+            return PredecessorState([])
+        return kept if isinstance(kept, PredecessorState) else PredecessorState([])
 
     def write_changes(self, scheduler: Scheduler) -> None:
         """Replaces the file if it has changed. If it cannot be written, this process works on."""
-        if scheduler.inheritance_changes == self._written:
+        if scheduler.successor_state_changes == self._written:
             return
-        self._written = scheduler.inheritance_changes
+        self._written = scheduler.successor_state_changes
         draft = self._path.with_suffix(".draft")
         try:
-            draft.write_bytes(encode(scheduler.inheritance))
+            draft.write_bytes(encode(scheduler.successor_state))
             draft.replace(self._path)
         except OSError as error:
             log.error(

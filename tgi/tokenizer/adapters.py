@@ -4,7 +4,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.links.link import PeerId, ReplicaId
 from tgi.microkernel.messages.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter, record_change
 from tgi.tokenizer.request import TokenizerRequestState
 
@@ -40,7 +40,7 @@ class AdapterDirectory:
         self._pending: deque[PendingUpdate] = deque()  # the first one may be with the schedulers
         self._sent: UpdateAdapter | None = None  # the first one as it was sent
         self._previous = ""  # the path of the adapter that had its name; "": none had it
-        self._answers: dict[Place, AdapterUpdated] = {}  # to it, by the place of the scheduler
+        self._answers: dict[ReplicaId, AdapterUpdated] = {}  # to it, by scheduler
 
     @property
     def idle(self) -> bool:
@@ -94,16 +94,16 @@ class AdapterDirectory:
         """Takes the changes that a scheduler has carried out. Returns those that are new here."""
         return [change for change in changes if record_change(self.changes, change)]
 
-    def missed_update(self, scheduler: Place) -> list[UpdateAdapter]:
+    def missed_update(self, scheduler: ReplicaId) -> list[UpdateAdapter]:
         """The update that a scheduler that has just connected has to answer."""
         return [self._sent] if self._sent is not None and scheduler not in self._answers else []
 
-    def record_answer(self, scheduler: Place, answer: AdapterUpdated) -> None:
+    def record_answer(self, scheduler: ReplicaId, answer: AdapterUpdated) -> None:
         """A scheduler has answered an update."""
         if self._sent is not None and answer.rid == self._sent.rid:
             self._answers[scheduler] = answer
 
-    def complete(self, schedulers: set[Place]) -> CompletedUpdate | None:
+    def complete(self, schedulers: set[ReplicaId]) -> CompletedUpdate | None:
         """Removes the update that is with the schedulers if all these have answered it. If one has failed, the error
         is the answer, and the change is taken back where it has not."""
         if (sent := self._sent) is None or not self._answers or not schedulers <= self._answers.keys():
