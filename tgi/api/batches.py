@@ -54,6 +54,7 @@ MAX_ERRORS = 100  # that are told of a file
 # Between two looks for batches that another front end has left.
 LOOK_SECONDS = 1.0
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+LOG_SECONDS = 10.0
 RETRIED = (429, 499, 503)  # 499: the request was given up
 UNANSWERED = {
     "cancelled": BatchLineError("batch_cancelled", "The batch was cancelled before this request was answered"),
@@ -128,6 +129,7 @@ class _BatchRun:
         self._ending: BatchStatus = "completed"
         self._lost = False  # another front end has the batch
         self._in_flight = self._bytes_in_flight = 0  # requests, and the bytes of their lines
+        self._next_log = 0.0  # that the store is not available
         self._room = asyncio.Event()  # something in flight has ended
 
     async def run(self) -> None:
@@ -304,7 +306,9 @@ class _BatchRun:
             try:
                 return await call(*args, **members)
             except StoreUnavailable as error:
-                log.error("The batch %s waits: %s", self._batch.id, error)
+                if (now := time.monotonic()) > self._next_log:
+                    self._next_log = now + LOG_SECONDS
+                    log.error("The batch %s waits: %s", self._batch.id, error)
                 await asyncio.sleep(RETRY_SECONDS)
 
 
