@@ -153,8 +153,10 @@ class BatchStore(SqliteStore):
         """A file of this owner."""
         return await self._run(lambda db: _file(db, owner, file_id))
 
-    async def files(self, owner: str, purpose: str | None, after: str | None, limit: int, newest_first: bool) -> Any:
-        """At most `limit` files behind the one named `after`: list[StoredFile]."""
+    async def files(
+        self, owner: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
+    ) -> list[StoredFile]:
+        """At most `limit` files behind the one named `after`."""
         order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
         where = "owner=:owner AND complete AND (:purpose IS NULL OR purpose=:purpose)"
         query = (

@@ -162,9 +162,13 @@ class _BatchRun:
                 self._given_up.set()
                 return
             if (ending := self._early_end(lease)) is not None and lease.status != "finalizing":
-                self._ending = ending
-                self._given_up.set()
+                self._give_up(ending)
             await asyncio.sleep(BEAT_SECONDS)
+
+    def _give_up(self, ending: BatchStatus) -> None:
+        """Ends the requests in flight, and then the batch."""
+        self._ending = ending
+        self._given_up.set()
 
     def _early_end(self, lease: Lease) -> BatchStatus | None:
         if lease.status == "cancelling" or self._client is None:
@@ -207,7 +211,10 @@ class _BatchRun:
         batch.status = "failed" if problems else "in_progress"
         members = {"errors": BatchErrors(problems)} if problems else {}
         if not await self._kept(self._store.move, batch.id, ("validating",), batch.status, **members):
-            batch.status = "cancelling"
+            found = await self._kept(self._store.batch, self._owner, batch.id)
+            batch.status = (
+                "failed" if found is None else found.status
+            )  # another front end was first, or it was cancelled
 
     async def _lines(self) -> AsyncIterator[tuple[int, bytes]]:
         """The lines that have no result, with their numbers from 0 on."""
@@ -245,7 +252,10 @@ class _BatchRun:
         try:
             request, name = _decode_line(line), self._request_id(number)
             seconds = RETRY_SECONDS
-            while not self._given_up.is_set() and (client := self._client) is not None:
+            while not self._given_up.is_set():
+                if (client := self._client) is None:
+                    self._give_up("cancelled")
+                    return
                 keys = {CLIENT_KEY: client}
                 headers = {"x-request-id": name}
                 response = await send_request(
