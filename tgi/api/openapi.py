@@ -16,6 +16,7 @@ from tgi.api.shapes import (
     chat,
     cloud,
     completions,
+    decisions,
     info,
     kserve,
     messages,
@@ -39,6 +40,7 @@ SHAPES = (
     adapters,
     cloud,
     pooling,
+    decisions,
 )
 TAG = "Text Generation Inference"
 KEY = "key"

@@ -18,6 +18,7 @@ from tgi.api.routes.conversations import (
     ConversationResource,
     ConversationsResource,
 )
+from tgi.api.routes.decisions import DecisionsResource, SystemOneResource
 from tgi.api.routes.info import HealthResource, InfoResource, MetricsResource
 from tgi.api.routes.kserve import InferResource, LiveResource, ModelVersionResource, ServerResource
 from tgi.api.routes.messages import CountTokensResource, MessagesResource
@@ -42,7 +43,7 @@ from tgi.api.routes.stored_responses import (
 from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
 from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, in_messages
-from tgi.api.shapes import adapters, cloud, kserve, pooling
+from tgi.api.shapes import adapters, cloud, decisions, kserve, pooling
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
 from tgi.api.shapes.messages import AnsweredMessage, MessageError, MessageEvent, MessageTokensCount
 from tgi.api.shapes.native_responses import ChatTokenizeResponse, GenerateResponse, StreamResponse, TokenizeResponse
@@ -335,6 +336,14 @@ OPERATIONS = (
         "post", "/v1/messages/count_tokens", "count_message_tokens", "Count the tokens of a prompt",
         CountTokensResource,
         (ok("Number of tokens", json(MessageTokensCount)), *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING),
+    ),
+    Operation(
+        "post", "/v1/decisions", "create_decision", "Answer typed questions with probabilities",
+        DecisionsResource, (ok("The answers", json(decisions.DecisionResponse)), *GENERATION),
+    ),
+    Operation(
+        "post", "/v1/systemone", "system_one", "Answer typed questions with probabilities, as System One",
+        SystemOneResource, (ok("The answers", json(decisions.SystemOneResponse)), *GENERATION),
     ),
     Operation(
         "post", "/tokenize", "tokenize", "Tokenize inputs",

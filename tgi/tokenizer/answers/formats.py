@@ -522,9 +522,10 @@ REASONING_PARSERS: dict[str, ReasoningTags | None] = {
     **dict.fromkeys(
         (
             "deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41", "deepseek_r1", "deepseek_v3", "deepseek_v4",
-            "deepseek_v41", "dots", "ernie45", "gigachat35", "glm45", "glm47", "granite_thinking_parser", "holo2", "hy_v3", "hy_v4",
-            "interns1", "kimi_k2", "ling3", "mimo", "minimax", "minimax_m2", "nanbeige", "nemotron_3", "nemotron_v3",
-            "olmo3", "poolside_v1", "qwen3", "qwen3-thinking", "step3", "step3p5", "step5", "think",
+            "deepseek_v41", "dots", "ernie45", "gigachat35", "glm45", "glm47", "granite_thinking_parser", "holo2",
+            "hy_v3", "hy_v4", "interns1", "kimi_k2", "ling3", "mimo", "minimax", "minimax_m2", "nanbeige",
+            "nemotron_3", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "qwen3-thinking", "step3", "step3p5",
+            "step5", "think",
         ),
         REASONING_TAGS[0],
     ),
