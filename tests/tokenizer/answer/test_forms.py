@@ -146,15 +146,17 @@ FORMS = {
                         reasoning=THINK),
     "hy_v3": Form(f"<tool_calls>\n<tool_call>get_weather<tool_sep>\n{KEYS}</tool_call>\n"
                   "<tool_call>now<tool_sep>\n</tool_call>\n</tool_calls>", "<tool_calls> <tool_sep> <arg_key>"),
-    "hy_v4": Form(f"<tool_calls>\n<tool_call>get_weather\n{KEYS}</tool_call>\n"
-                  "<tool_call>now\n</tool_call>\n</tool_calls>", "<tool_calls> <arg_key> <think>", reasoning=THINK),
+    "hy_v4": Form(
+        f"<tool_calls>\n<tool_call>get_weather\n{KEYS}</tool_call>\n<tool_call>now\n</tool_call>\n</tool_calls>",
+                  "<tool_calls> <arg_key> <think>", reasoning=THINK),
     "k2_horizon": Form(
         "<ifm|tool_calls>\n<ifm|tool_call>get_weather\n" + KEYS.replace("arg_", "ifm|arg_")
         + "</ifm|tool_call>\n<ifm|tool_call>now\n</ifm|tool_call>\n</ifm|tool_calls>",
         "<ifm|tool_calls> <ifm|think>", reasoning=("<ifm|think>\n", "</ifm|think>\n"),
     ),
-    "iquest_q1": Form(f"<iquest_tool_call>get_weather\n{KEYS}</iquest_tool_call>\n"
-                      "<iquest_tool_call>now\n</iquest_tool_call>", "<iquest_tool_call>"),
+    "iquest_q1": Form(
+        f"<iquest_tool_call>get_weather\n{KEYS}</iquest_tool_call>\n<iquest_tool_call>now\n</iquest_tool_call>",
+                      "<iquest_tool_call>"),
     "glm": Form(f"<tool_call>get_weather\n{KEYS}</tool_call>\n<tool_call>now\n</tool_call>",
                 "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> <think>", reasoning=THINK),
     "deepseek_v41": Form(dsml(" ", "calls"), "<｜DSML｜ calls>"),
@@ -182,8 +184,8 @@ FORMS = {
     ),
     "minicpm5": Form(
         '<function name="get_weather">\n' + NAMED.format("", "", "").replace("parameter", "param")
-        + '</function>\n<function name="now">\n</function>', '<function name="a"> <param name="b"> <think>',
-        reasoning=THINK,
+        + '</function>\n<function name="now">\n</function>',
+        '<function name="a"> <param name="b"> <think>', reasoning=THINK,
     ),
     "step3": Form(
         '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'

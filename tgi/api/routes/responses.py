@@ -21,7 +21,7 @@ from tgi.api.generation import FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
 from tgi.api.rejected_fields import RESPONSES_FIELDS, FieldChecker
 from tgi.api.requests import Generation
-from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse, StoreUnavailable
+from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations, logprob_items
 from tgi.api.routes.conversations import conversation_items
@@ -31,6 +31,7 @@ from tgi.api.routes.stored_responses import (
     background_response,
     stored_items,
 )
+from tgi.api.routes.tokenize import input_tokens
 from tgi.api.service import Resource, Service
 from tgi.api.shapes import responses as shapes
 from tgi.api.shapes.chat import (
@@ -46,7 +47,9 @@ from tgi.api.shapes.chat import (
     ToolChoiceObject,
 )
 from tgi.api.shapes.native import GrammarType
+from tgi.api.shapes.openai_responses import InputTokens
 from tgi.api.shapes.responses import InputItem, ResponsesRequest
+from tgi.api.sqlite_store import StoreUnavailable
 from tgi.api.sse import named_event
 from tgi.api.token_columns import TokenColumns
 from tgi.microkernel.messages.protocol import AnswerPart, DeploymentLimits, End, PartKind
@@ -429,16 +432,8 @@ class ResponsesResource(Resource):
         if request.background and not stored:
             text = "`background` needs `store`, and a server with --response-ttl above 0"
             raise errors.validation_error(text, param="background")
-        conversation = request.conversation
-        conversation_id = conversation if conversation is None or isinstance(conversation, str) else conversation.id
-        previous, history = request.previous_response_id, list[dict[str, Any]]()
-        if conversation_id is not None:
-            if previous is not None:
-                text = "`previous_response_id` and `conversation` exclude each other"
-                raise errors.validation_error(text, param="previous_response_id")
-            history += await conversation_items(service, client.name, conversation_id)
-        elif previous is not None:
-            history += await read_history(service, client, previous)
+        conversation_id, history = await self._history(client, request)
+        previous = request.previous_response_id
         key = response_key(req, resumable=bool(request.stream and service.settings.resume_window))
         given = stored_items(request.input, key)
         items = msgspec.convert([*history, *given], list[InputItem])
@@ -469,6 +464,33 @@ class ResponsesResource(Resource):
         elif stored:
             await keep()
             resp.data, resp.text = msgspec.json.encode(response), None
+
+    async def _history(self, client: Client, request: ResponsesRequest) -> tuple[str | None, Items]:
+        """The conversation that a request names, and the items before its own. Raises ApiError."""
+        conversation, previous = request.conversation, request.previous_response_id
+        conversation_id = conversation if conversation is None or isinstance(conversation, str) else conversation.id
+        if conversation_id is not None:
+            if previous is not None:
+                text = "`previous_response_id` and `conversation` exclude each other"
+                raise errors.validation_error(text, param="previous_response_id")
+            return conversation_id, await conversation_items(self._service, client.name, conversation_id)
+        return None, [] if previous is None else await read_history(self._service, client, previous)
+
+
+class ResponseInputTokensResource(ResponsesResource):
+    """POST /v1/responses/input_tokens."""
+
+    async def on_post(self, req: Request, resp: Response) -> None:
+        """Answers with the number of tokens of the prompt, without generating."""
+        request = await self._service.read_body(req, self.body)
+        request_metrics.count_request(req)
+        service = self._service
+        _, history = await self._history(req.context.client, request)
+        given = stored_items(request.input, response_key(req))
+        items = msgspec.convert([*history, *given], list[InputItem])
+        chat = chat_request(request, items, len(history), service.router.limits)
+        count = await input_tokens(service, req, chat)
+        resp.content_type, resp.data = "application/json", msgspec.json.encode(InputTokens(count))
 
 
 async def read_history(service: Service, client: Client, response_id: str) -> Items:
