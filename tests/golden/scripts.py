@@ -306,6 +306,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     '" a", " b", length | " b", " a", length, in turn': together((A, B), (B, A)),
     '" a", end of sequence | failure': second_fails,
     "a call of f": divided(FinishReason.EOS, *CALL, EOS),
+    "a call of n.f": divided(FinishReason.EOS, NAME._replace(parts=((PartKind.CALL, "n.f"),)), BEGIN, REST, EOS),
     "a call of f with top tokens": divided(FinishReason.EOS, NAME._replace(top=(NAME,)), BEGIN, REST, EOS),
     "text, and calls of f and g": divided(FinishReason.EOS, BOTH, REST, EOS),
     "a call of f, the rest of which the end brings": divided(

@@ -142,6 +142,13 @@ def test_tools_with_native_call_format() -> None:
     assert text({"default": PLAIN, "tool_use": template}, HI, tools=[]) == text(PLAIN, HI)
 
 
+def test_tools_that_a_message_shows_are_not_listed_again() -> None:
+    other = TOOL | {"function": {"name": "other"}}
+    shown = text(NATIVE, HI, tools=[TOOL, other | {"in_messages": True}])
+    assert shown == text(NATIVE, HI, tools=[TOOL])
+    assert text(NATIVE, HI, tools=[other | {"in_messages": True}]) == text(NATIVE, HI, tools=[other])
+
+
 def test_tools_listed_by_template_without_known_call_format() -> None:
     shown = '{"name": "wéather", "parameters": {"type": "object"}}\nHi\n---\n'
     assert text(NATIVE, HI, tools=[TOOL]) == f"{shown}{TOOL_PROMPT}\n"

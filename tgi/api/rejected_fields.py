@@ -275,9 +275,7 @@ MESSAGES_FIELDS = ProtocolFields(
     {"container": (), "mcp_servers": ([],)},
     {
         "tool_choice": _members(ToolUseChoice),
-        "tools": _members(
-            MessagesTool, "cache_control", "allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"
-        ),
+        "tools": _members(MessagesTool, "cache_control", "allowed_callers", "eager_input_streaming", "input_examples"),
         "thinking": _members(ThinkingConfig, "display"),
         "output_config": _members(OutputConfig, format=_members(OutputFormat)),
     },
@@ -296,6 +294,7 @@ RESPONSES_FIELDS = ProtocolFields(
     {
         "access_programs": "about OpenAI's models",
         "background_options": "background responses have no options here",
+        "client_metadata": "bookkeeping",
         "max_tool_calls": "it limits the built-in tools, which are refused",
         "prompt_cache_key": "every prefix of a prompt is cached",
         "prompt_cache_options": "every prefix of a prompt is cached",

@@ -3,7 +3,7 @@
 A chat is a JSON object with `messages` (a list of objects, as the client sent them) and these optional keys. null means
 absent everywhere.
 
-- `tools`: a list of objects, the tools that may be called
+- `tools`: a list of objects, the tools that may be called; the template gets those without `in_messages`
 - `tool_prompt`: a string, instructions on tools
 - `tool_choice`: "auto" or "required"; with "required" the answer must call a tool
 - `parallel_tool_calls`: whether the answer may call several tools
@@ -123,7 +123,8 @@ class ChatRenderer:
         """`as_objects`: arguments of calls are objects even where they are no JSON."""
         given_tools = _object_list(chat, "tools")
         offered = [_offered_tool(tool) for tool in given_tools]
-        tools = [adapt_tool(tool) for tool in given_tools] or None
+        listed = [tool for tool in given_tools if not tool.get("in_messages")] or given_tools
+        tools = [adapt_tool(tool) for tool in listed] or None
         features = self._templates.features(tools is not None)
         if as_objects:
             features = features._replace(iterates_arguments=True)

@@ -127,6 +127,71 @@ def test_what_reaches_the_chat_template(front: Front, path: str, body: Any, mess
     assert sent_chat(front)["messages"] == messages
 
 
+LATER = {"name": "later", "description": "d", "input_schema": {"type": "object"}, "defer_loading": True}
+NOW = {"name": "now"}
+
+
+def loading(tool: Any, kind: str = "tool_addition") -> Any:
+    return {"role": "system", "content": [{"type": kind, "tool": tool}]}
+
+
+def found(*names: str) -> Any:
+    """The result of a search for tools."""
+    references = [{"type": "tool_reference", "tool_name": name} for name in names]
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": references}]}
+
+
+SHOWN = '<function>{"description":"d","name":"later","parameters":{"type":"object"}}</function>'
+LOADED = [{"name": "now"}, {"name": "later", "in_messages": True}]
+OTHER = {"type": "tool_definition", "definition": {"name": "other"}}
+HELLO = {"role": "user", "content": "x"}
+CHANGES = [
+    ([HELLO], [NOW], None),
+    ([found("later")], LOADED, SHOWN),
+    ([found("later"), loading({"type": "tool_reference", "name": "later"})], LOADED, SHOWN),
+    ([HELLO, loading(OTHER)], [NOW, {"name": "other", "in_messages": True}],
+     '<function>{"description":"","name":"other","parameters":{}}</function>'),
+    ([HELLO, loading({"type": "tool_reference", "name": "now"}, "tool_removal")], [],
+     "The tool now is no longer available."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "offered", "shown"), CHANGES)
+def test_messages_load_tools_and_withdraw_them(
+    front: Front, messages: list[Any], offered: list[Any], shown: str | None
+) -> None:
+    """A tool with `defer_loading` is offered once a message has loaded it, and is shown there."""
+    post(front, "/v1/messages", **MESSAGES, messages=messages, tools=[NOW, LATER])
+    chat = sent_chat(front)
+    tools = [
+        {"name": tool["function"]["name"]} | {key: tool[key] for key in tool if key == "in_messages"}
+        for tool in chat.get("tools", [])
+    ]
+    assert tools == offered
+    assert chat["messages"][-1]["content"] == (shown or "x")
+
+
+def test_a_message_cannot_load_an_unknown_tool(front: Front) -> None:
+    body = MESSAGES | {"messages": [found("none")], "tools": [LATER]}
+    reply = front.post("/v1/messages", json.dumps(body), authorization="Bearer mine")
+    assert reply.status == 400
+    assert "a message loads the tool `none`, which `tools` does not list" in reply.body.decode()
+
+
+def test_functions_of_a_namespace(front: Front) -> None:
+    """The model knows them as `namespace.name`; the protocol has both apart."""
+    answer_with(front, "a call of n.f")
+    group = {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", "name": "f"}]}
+    history = {"type": "function_call", "call_id": "c", "namespace": "n", "name": "f", "arguments": "{}"}
+    response = post(front, input=[history], tools=[{"type": "function", "name": "f"}, group])
+    chat = sent_chat(front)
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["f", "n.f"]
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "n.f"
+    call = response["output"][0]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("n", "f", '{"a": "é"}')
+    assert response["tools"][1]["tools"][0]["name"] == "f"
+
+
 REASONING = [
     (PATH, {"input": "x"}, {}),
     (PATH, {"input": "x", "reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),

@@ -5,7 +5,7 @@ import base64
 import binascii
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -77,7 +77,7 @@ def chat_request(
         messages=chat_messages(request.instructions, items, kept),
         model=request.model,
         max_tokens=request.max_output_tokens,
-        tools=[_tool(index, tool) for index, tool in enumerate(request.tools or [])] or None,
+        tools=list(_tools(request.tools or [])) or None,
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_grammar(text.format),
@@ -131,12 +131,14 @@ def chat_messages(instructions: str | None, items: Sequence[InputItem], kept: in
                 call_id = item.call_id or item.id or ""
                 if item.name is None:
                     raise errors.validation_error(f"`{where}` has no `name`", param=where)
-                function = FunctionDefinition(item.name, arguments=item.arguments or "{}")
+                name = _full_name(item.namespace, item.name)
+                function = FunctionDefinition(name, arguments=item.arguments or "{}")
                 calls.append(ToolCall(call_id, "function", function))
             case "custom_tool_call":
                 if item.name is None:
                     raise errors.validation_error(f"`{where}` has no `name`", param=where)
-                function = FunctionDefinition(item.name, arguments=input_arguments(item.input or ""))
+                name = _full_name(item.namespace, item.name)
+                function = FunctionDefinition(name, arguments=input_arguments(item.input or ""))
                 calls.append(ToolCall(item.call_id or item.id or "", "function", function))
             case "function_call_output" | "custom_tool_call_output":
                 end_turn()
@@ -174,22 +176,46 @@ def _reasoning(item: InputItem, where: str) -> str:
     return "".join(_part_text(part, where) for part in item.summary or [])
 
 
-def _tool(index: int, tool: shapes.ResponsesTool) -> Tool:
-    if tool.type == "custom":
-        form = tool.format or shapes.ToolFormat()
-        given = CustomFormat(form.syntax or "", form.definition or "") if form.type == "grammar" else None
-        try:
-            return Tool("function", custom_function(tool.name or "", tool.description, given))
-        except ValueError as error:
-            text = f"`definition` of the tool `{tool.name}` {error}"
-            raise errors.tool_error(text, f"tools[{index}].format") from None
-    if tool.type != "function":
-        text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` and `custom` are"
-        raise errors.tool_error(text, f"tools[{index}].type")
-    return Tool("function", FunctionDefinition(
-        tool.name or "", tool.description, parameters=msgspec.UNSET if tool.parameters is None else tool.parameters,
-        strict=tool.strict,
-    ))  # fmt: skip
+def _tools(given: Sequence[shapes.ResponsesTool], where: str = "tools", namespace: str = "") -> Iterator[Tool]:
+    """The tools as functions, also those of namespaces, whose names the model knows with that of the namespace in
+    front."""
+    for index, tool in enumerate(given):
+        place, name = f"{where}[{index}]", _full_name(namespace, tool.name)
+        if tool.type == "namespace" and not namespace and tool.name:
+            yield from _tools(tool.tools or (), f"{place}.tools", tool.name)
+        elif tool.type == "custom":
+            yield _custom_tool(tool, name, place)
+        elif tool.type == "function":
+            yield Tool("function", FunctionDefinition(
+                name, tool.description, strict=tool.strict,
+                parameters=msgspec.UNSET if tool.parameters is None else tool.parameters,
+            ))  # fmt: skip
+        else:
+            text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` and `custom` are"
+            raise errors.tool_error(text, f"{place}.type")
+
+
+def _custom_tool(tool: shapes.ResponsesTool, name: str, where: str) -> Tool:
+    form = tool.format or shapes.ToolFormat()
+    given = CustomFormat(form.syntax or "", form.definition or "") if form.type == "grammar" else None
+    try:
+        return Tool("function", custom_function(name, tool.description, given))
+    except ValueError as error:
+        raise errors.tool_error(f"`definition` of the tool `{name}` {error}", f"{where}.format") from None
+
+
+def _grouped_tools(given: Sequence[shapes.ResponsesTool]) -> Iterator[tuple[str, shapes.ResponsesTool]]:
+    """Each tool with the name of its namespace, or ""."""
+    for one in given:
+        if one.type == "namespace":
+            yield from ((one.name or "", tool) for tool in one.tools or ())
+        else:
+            yield "", one
+
+
+def _full_name(namespace: str | None, name: str | None) -> str:
+    """By which the model knows a function. Names in OpenAI's protocol have no dot."""
+    return f"{namespace}.{name}" if namespace and name else name or ""
 
 
 def _tool_choice(choice: str | shapes.ResponsesToolChoice | None) -> Any:
@@ -232,7 +258,8 @@ class ResponseFormatter(StoredFormatter):
         self._wants_logprobs = False
         self._as_summary = False
         self._encrypted = False
-        self._custom_tools: set[str] = set()
+        self._namespaces: dict[str, tuple[str, str]] = {}  # and names of the tools in them, by their full names
+        self._custom_tools: set[str] = set()  # full names
         self._input = InputReader()  # of the open call of a custom tool
 
     def configure(self, request: ResponsesRequest) -> "ResponseFormatter":
@@ -241,7 +268,12 @@ class ResponseFormatter(StoredFormatter):
         self._wants_logprobs = request.top_logprobs is not None or LOGPROBS in include
         self._encrypted = ENCRYPTED_REASONING in include
         self._as_summary = bool(reasoning.summary or reasoning.generate_summary)
-        self._custom_tools = {tool.name or "" for tool in request.tools or () if tool.type == "custom"}
+        for group, tool in _grouped_tools(request.tools or ()):
+            full_name = _full_name(group, tool.name)
+            if tool.type == "custom":
+                self._custom_tools.add(full_name)
+            if group and tool.name:
+                self._namespaces[full_name] = group, tool.name
         return self
 
     def opening_events(self) -> list[str]:
@@ -333,9 +365,10 @@ class ResponseFormatter(StoredFormatter):
             case PartKind.CALL:
                 events = self._close_item("completed")
                 call_id = f"call_{self._key.hex_id(f'call 0 {len(self.response.output)}')}"
-                call: shapes.OutputItem = shapes.CallItem(self._id("fc"), "in_progress", call_id, part.text, "")
+                namespace, name = self._namespaces.get(part.text, (msgspec.UNSET, part.text))
+                call: shapes.OutputItem = shapes.CallItem(self._id("fc"), "in_progress", call_id, name, "", namespace)
                 if part.text in self._custom_tools:
-                    call = shapes.CustomCallItem(self._id("ctc"), "in_progress", call_id, part.text, "")
+                    call = shapes.CustomCallItem(self._id("ctc"), "in_progress", call_id, name, "", namespace)
                     self._input = InputReader()
                 return [*events, *self._open_item(call)]
             case _ if isinstance(self._item, shapes.CustomCallItem):

@@ -74,6 +74,12 @@ class Tool(Struct):
     function: FunctionDefinition
 
 
+class ToolInMessages(Tool):
+    """One that a message shows to the model. No client sends it: routes make it for the tokenizer."""
+
+    in_messages: bool = True
+
+
 class ToolCall(Struct):
     """What the model has called."""
 

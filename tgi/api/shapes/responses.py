@@ -46,6 +46,7 @@ class InputItem(Struct, omit_defaults=True):
     content: InputParts | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
     output: InputParts | None = None
@@ -69,9 +70,12 @@ class ToolFormat(Struct, omit_defaults=True):
 
 
 class ResponsesTool(Struct):
-    """A function that the model may call, or a custom tool, whose input is text."""
+    """A function that the model may call, a custom tool, whose input is text, or a group of such tools."""
 
-    type: Annotated[str, doc("`function` or `custom`. Others are refused by name", example="function")]
+    type: Annotated[
+        str,
+        doc("`function`, `custom`, or `namespace`: a group of them. Others are refused by name", example="function"),
+    ]
     name: str | None = None
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, doc("JSON schema of its arguments")] = None
@@ -79,6 +83,7 @@ class ResponsesTool(Struct):
         bool | None, doc("Whether a keyword of the schema that cannot be enforced is an error, not a hint")
     ] = None
     format: Annotated[ToolFormat | UnsetType | None, doc("Of the input of a custom tool")] = UNSET
+    tools: Annotated[list["ResponsesTool"] | UnsetType, doc("The tools of a namespace")] = UNSET
 
 
 class ToolOfResponses(Struct, omit_defaults=True):
@@ -266,6 +271,7 @@ class CallItem(ResponseBody, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: Annotated[str | UnsetType, doc("That of the function, if it has one")] = UNSET
 
 
 class CustomCallItem(ResponseBody, tag_field="type", tag="custom_tool_call"):
@@ -276,6 +282,7 @@ class CustomCallItem(ResponseBody, tag_field="type", tag="custom_tool_call"):
     call_id: str
     name: str
     input: str
+    namespace: Annotated[str | UnsetType, doc("That of the tool, if it has one")] = UNSET
 
 
 OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem

@@ -570,6 +570,16 @@ class Settings:
         env=("TGI_SCRIPTED_STEP_US",),
         hidden=True,
     )
+    scripted_answers: str | None = setting(
+        OPERATIONS,
+        None,
+        "A JSON file with answers of the scripted worker: a list of pairs of token ids that occur in a prompt in this "
+        "order, and the ids of its answer. The first pair that fits a prompt counts.",
+        text,
+        env=("TGI_SCRIPTED_ANSWERS",),
+        hidden=True,
+        unset="tokens without meaning",
+    )
 
     # Hosts
     listen: str | None = setting(
@@ -777,7 +787,15 @@ RELOADED_MODEL = (
 )  # fmt: skip
 # The settings of a worker that a `tgi worker` on another host is given.
 WORKER_GROUPS = (MODEL, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATION)
-WORKER_OPERATIONS = ("json_output", "log_level", "start_timeout", "hang_timeout", "worker", "scripted_step_us")
+WORKER_OPERATIONS = (
+    "json_output",
+    "log_level",
+    "start_timeout",
+    "hang_timeout",
+    "worker",
+    "scripted_step_us",
+    "scripted_answers",
+)
 NOT_OF_WORKERS = ("sharded", "num_shard", "replicas")  # what they say is said by the number of the commands
 RELOADED_LIMITS = (
     "max_input_tokens", "max_total_tokens", "max_batch_size", "max_batch_prefill_tokens", "max_batch_total_tokens",
