@@ -282,6 +282,14 @@ MESSAGES_FIELDS = ProtocolFields(
 )
 
 
+DECISIONS_FIELDS = ProtocolFields(
+    {"priority": "keys have [priorities](fairness.md)", "safety_identifier": "bookkeeping"},
+    {"cache_salt": (), "joint": (False,)},
+)
+SYSTEMONE_FIELDS = ProtocolFields(
+    {"priority": "keys have [priorities](fairness.md)", "request_id": "bookkeeping"},
+    {"audio": ([],), "cache_salt": (), "images": ([],), "joint": (False,), "temperature": (), "videos": ([],)},
+)
 RESPONSES_FIELDS = ProtocolFields(
     {
         "access_programs": "about OpenAI's models",
