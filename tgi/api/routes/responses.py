@@ -165,25 +165,29 @@ def _reasoning(item: InputItem, where: str) -> str:
     return "".join(_part_text(part, where) for part in item.summary or [])
 
 
-def _tools(given: Sequence[shapes.ResponsesTool], where: str = "tools", namespace: str = "") -> Iterator[Tool]:
-    """The functions, also those of namespaces, whose names the model knows with that of the namespace in front."""
+def _tools(given: Sequence[shapes.ResponsesTool]) -> Iterator[Tool]:
+    """The tools, also those of namespaces, whose names the model knows with that of the namespace in front."""
     for index, tool in enumerate(given):
-        place = f"{where}[{index}]"
-        if tool.type == "namespace" and not namespace and tool.name:
-            yield from _tools(tool.tools or (), f"{place}.tools", tool.name)
+        if tool.type != "namespace":
+            yield _tool(index, tool)
             continue
-        if tool.type != "function":
-            text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` are"
-            raise errors.tool_error(text, f"{place}.type")
-        yield Tool("function", FunctionDefinition(
-            _full_name(namespace, tool.name), tool.description, strict=tool.strict,
-            parameters=msgspec.UNSET if tool.parameters is None else tool.parameters,
-        ))  # fmt: skip
+        for inner in tool.tools or ():
+            yield _tool(index, msgspec.structs.replace(inner, name=_full_name(tool.name, inner.name)))
 
 
 def _full_name(namespace: str | None, name: str | None) -> str:
-    """By which the model knows a function. Names in OpenAI's protocol have no dot."""
+    """By which the model knows a tool. Names in OpenAI's protocol have no dot."""
     return f"{namespace}.{name}" if namespace and name else name or ""
+
+
+def _tool(index: int, tool: shapes.ResponsesTool) -> Tool:
+    if tool.type != "function":
+        text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` are"
+        raise errors.tool_error(text, f"tools[{index}].type")
+    return Tool("function", FunctionDefinition(
+        tool.name or "", tool.description, parameters=msgspec.UNSET if tool.parameters is None else tool.parameters,
+        strict=tool.strict,
+    ))  # fmt: skip
 
 
 def _tool_choice(choice: str | shapes.ResponsesToolChoice | None) -> Any:
@@ -220,26 +224,26 @@ class ResponseFormatter(StoredFormatter):
         self._generation = generation
         self._key = key
         self._answer = Answer()
+        self._namespaces: dict[str, tuple[str, str]] = {}  # and names of the functions in them, by their full names
         self._item: shapes.OutputItem | None = None  # not yet complete
         self._pieces: list[str] = []  # of its text
         self._logprobs: list[Raw] = []  # of its text
         self._wants_logprobs = False
         self._as_summary = False
         self._encrypted = False
-        self._namespaces: dict[str, tuple[str, str]] = {}  # and names of the functions in them, by their full names
 
     def configure(self, request: ResponsesRequest) -> "ResponseFormatter":
         """Applies what the request asks for besides the answer."""
-        include, reasoning = request.include or (), request.reasoning or shapes.ReasoningConfig()
-        self._wants_logprobs = request.top_logprobs is not None or LOGPROBS in include
-        self._encrypted = ENCRYPTED_REASONING in include
-        self._as_summary = bool(reasoning.summary or reasoning.generate_summary)
         self._namespaces = {
             _full_name(group.name, tool.name): (group.name, tool.name)
             for group in request.tools or ()
             for tool in group.tools or ()
             if group.name and tool.name
         }
+        include, reasoning = request.include or (), request.reasoning or shapes.ReasoningConfig()
+        self._wants_logprobs = request.top_logprobs is not None or LOGPROBS in include
+        self._encrypted = ENCRYPTED_REASONING in include
+        self._as_summary = bool(reasoning.summary or reasoning.generate_summary)
         return self
 
     def opening_events(self) -> list[str]:
@@ -331,8 +335,7 @@ class ResponseFormatter(StoredFormatter):
             case PartKind.CALL:
                 events = self._close_item("completed")
                 call_id = f"call_{self._key.hex_id(f'call 0 {len(self.response.output)}')}"
-                namespace, name = self._namespaces.get(part.text, (msgspec.UNSET, part.text))
-                call = shapes.CallItem(self._id("fc"), "in_progress", call_id, name, "", namespace)
+                call = shapes.CallItem(self._id("fc"), "in_progress", call_id, part.text, "")
                 return [*events, *self._open_item(call)]
             case _:
                 delta = self._event(shapes.CallArgumentsDelta, **self._place, delta=part.text)
@@ -341,6 +344,8 @@ class ResponseFormatter(StoredFormatter):
 
     def _open_item(self, item: shapes.OutputItem) -> list[str]:
         self._item = item
+        if isinstance(item, shapes.CallItem) and item.name in self._namespaces:
+            item.namespace, item.name = self._namespaces[item.name]
         return [self._event(shapes.OutputItemAdded, output_index=len(self.response.output), item=item)]
 
     def _close_item(self, status: shapes.ItemStatus) -> list[str]:

@@ -56,16 +56,14 @@ class InputItem(Struct, omit_defaults=True):
 class ResponsesTool(Struct):
     """A function that the model may call."""
 
-    type: Annotated[
-        str, doc("`function`, or `namespace`: a group of functions. Others are refused by name", example="function")
-    ]
+    type: Annotated[str, doc("`function`. Others are refused by name", example="function")]
     name: str | None = None
+    tools: Annotated[list["ResponsesTool"] | UnsetType | None, doc("Of a `namespace`: its tools")] = UNSET
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, doc("JSON schema of its arguments")] = None
     strict: Annotated[
         bool | None, doc("Whether a keyword of the schema that cannot be enforced is an error, not a hint")
     ] = None
-    tools: Annotated[list["ResponsesTool"] | UnsetType, doc("The functions of a namespace")] = UNSET
 
 
 class ToolOfResponses(Struct, omit_defaults=True):
