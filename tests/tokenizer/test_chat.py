@@ -11,7 +11,7 @@ from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import FinishReason, Generate, Prompted, Tokenize
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer import chat_template as templates
-from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer
+from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer, OfferedTool
 from tgi.tokenizer.chat_template import ChatTemplates, TemplateError
 from tgi.tokenizer.encoding_jobs import MAX_INLINE_SIZE, ExecutorName
 
@@ -233,6 +233,15 @@ def test_tokenize_chat_returns_offsets_into_its_text() -> None:
     assert unpack_int32(tokenized.token_ids)[0] in byte_level().special_ids
 
 
+def test_detokenize_keeps_special_tokens() -> None:
+    harness = PoolHarness(template="{{ bos_token }}" + PLAIN)
+    harness.pool.handle(API, Tokenize(5, "", ids=pack_column(INT32, ids_of(WRITTEN))))
+    (tokenized,) = harness.received_by(API)
+    assert (tokenized.text, tokenized.error) == (WRITTEN, "")
+    harness.pool.handle(API, Tokenize(6, "", ids=pack_column(INT32, [1] * MAX_INLINE_SIZE)))
+    assert harness.run_jobs() == [ExecutorName.TEXTS]
+
+
 CALLING = {
     "role": "assistant",
     "tool_calls": [{"id": "c", "type": "function", "function": {"name": "w", "arguments": "{}"}}],
@@ -355,3 +364,13 @@ SWITCH = BODY + "{% if enable_thinking is defined and not enable_thinking %}<thi
 )
 def test_reasoning_effort_and_verbosity(template: str, fields: dict[str, Any], prompt: str) -> None:
     assert text(template, HI, **fields) == prompt
+
+
+def test_what_a_template_is_not_told_about_a_tool() -> None:
+    shown, enforced = {"type": "object"}, {"type": "object", "maxProperties": 1}
+    function = {"name": "f", "parameters": shown, "strict": True, "enforced_parameters": enforced}
+    chat = {"messages": [HI], "tools": [{"type": "function", "function": function}]}
+    templates = ChatTemplates({"default": "{{ tools | tojson }}<tool_call>"}, {})
+    rendered = ChatRenderer(templates).render_chat(json.dumps(chat).encode())
+    assert json.loads(rendered.text.partition("<tool_call>")[0])[0]["function"] == {"name": "f", "parameters": shown}
+    assert rendered.tools == [OfferedTool("f", enforced, strict=True)]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.conftest import Front, Reply, Stream, openai_error, request, texts
 from tests.golden.scripts import SCRIPTS
-from tgi.api import response_store
+from tgi.api import response_store, sqlite_store
 from tgi.api.response_store import HistoryTooLong, ResponseStore, StoredResponse
 from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate, Prompted
 from tgi.microkernel.settings.table import Settings
@@ -282,7 +282,46 @@ def test_conversations(front: Front) -> None:
     assert roles == ["user", "user", "assistant", "user"]
     assert json.loads(get(front, path).body) == made
     assert get(front, path, key="other").status == 404
+    assert post(front, path, metadata={"c": "d"}) == made | {"metadata": {"c": "d"}}
+    assert json.loads(get(front, path).body)["metadata"] == {"c": "d"}
+
+
+def test_the_items_of_a_conversation(front: Front) -> None:
+    path = f"/v1/conversations/{post(front, '/v1/conversations')['id']}"
+
+    def listed(query: str = "") -> list[str]:
+        page = json.loads(get(front, f"{path}/items?order=asc{query}").body)
+        return [part["text"] for item in page["data"] for part in item["content"]]
+
+    added = post(front, f"{path}/items", items=[{"role": "user", "content": text} for text in ("one", "two")])
+    first, second = added["data"]
+    assert (added["first_id"], added["last_id"], added["has_more"]) == (first["id"], second["id"], False)
+    response = post(front, input="three", conversation=path.rpartition("/")[2])
+    assert listed() == ["one", "two", "three", " a"]
+    assert listed(f"&limit=1&after={first['id']}") == ["two"]
+    item = f"{path}/items/{second['id']}"
+    assert json.loads(get(front, item).body) == second
+    for method in ("GET", "DELETE"):
+        assert get(front, item, method, key="other").status == 404
+    assert json.loads(get(front, item, "DELETE").body)["object"] == "conversation"
+    assert get(front, item).status == 404
+    assert get(front, f"{PATH}/{response['id']}", "DELETE").status == 200  # its items stay
+    assert listed() == ["one", "three", " a"]
+    assert front.post(f"{path}/items", json.dumps({"items": [{"content": "x"}] * 21}), **MINE).status == 422
+    post(front, f"{path}/items", items=[{"role": "user", "content": "x" * 3000}])
+    post(front, f"{path}/items", items=[{"role": "user", "content": "x" * 1000}])
+    reply = get(front, f"{path}/items")
+    assert reply.status == 422
+    assert b"longer than a request may be: 4000 bytes" in reply.body
+
+
+def test_a_conversation_that_is_forgotten(front: Front) -> None:
+    made = post(front, "/v1/conversations", items=[{"role": "user", "content": "one"}])
+    path = f"/v1/conversations/{made['id']}"
     assert get(front, path, "DELETE").status == 200
+    for gone in (path, f"{path}/items"):
+        assert get(front, gone).status == 404
+    assert front.post(f"{path}/items", json.dumps({"items": []}), **MINE).status == 404
     body = json.dumps({"input": "x", "conversation": {"id": made["id"]}})
     assert front.post(PATH, body, **MINE).status == 404
 
@@ -431,7 +470,7 @@ def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 10_000)
     monkeypatch.setattr(response_store, "MAX_CONVERSATIONS", 4)
-    monkeypatch.setattr(response_store, "PURGE_SECONDS", 0)
+    monkeypatch.setattr(sqlite_store, "PURGE_SECONDS", 0)
 
     async def work(store: ResponseStore, _: ResponseStore) -> None:
         await store.put(RECORD._replace(id="small", owner="other"))
@@ -441,7 +480,7 @@ def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert await store.get("me", "resp_0") is None
         assert await store.get("other", "small") is not None  # the client that keeps most loses its oldest
         for owner, name in (("other", "theirs"), *(("me", f"conv_{number}") for number in range(9))):
-            await store.put_conversation(owner, name, "{}", None)
+            await store.put_conversation(owner, name, "{}")
         kept = [await store.conversation("me", f"conv_{number}") is not None for number in range(9)]
         assert kept == [False] * 6 + [True] * 3
         assert await store.conversation("other", "theirs") is not None

@@ -9,7 +9,6 @@ from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
 from tgi.api.answer import Answer, Outcome, StopStringMatch
-from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
 from tgi.api.errors import ApiError
 from tgi.api.generation import AnswerFormatter, FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
@@ -17,7 +16,7 @@ from tgi.api.rejected_fields import MESSAGES_FIELDS, FieldChecker
 from tgi.api.requests import Generation
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations
-from tgi.api.routes.tokenize import TokenizationResource
+from tgi.api.routes.tokenize import input_tokens
 from tgi.api.service import Resource
 from tgi.api.shapes import messages as shapes
 from tgi.api.shapes.chat import ChatRequest, FunctionDefinition, Message, Tool, ToolCall, ToolInMessages
@@ -25,7 +24,6 @@ from tgi.api.shapes.messages import CountTokensRequest, MessagesRequest
 from tgi.api.shapes.native import GrammarType
 from tgi.api.sse import named_event
 from tgi.api.token_columns import TokenColumns
-from tgi.microkernel.messages.codec import ITEM_BYTES
 from tgi.microkernel.messages.protocol import AnswerPart, End, PartKind
 
 # Claude Code begins its system prompt with such a block, whose content differs in each request: the prefix cache would
@@ -61,13 +59,13 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
             chat.reasoning_effort = "none"
         case None:
             chat.reasoning_effort = output.effort or "none"
+    chat.thinking_token_budget = budget = None if request.thinking is None else request.thinking.budget_tokens
     if isinstance(request, MessagesRequest):
         chat.max_tokens = request.max_tokens
         chat.stop = request.stop_sequences
         chat.stream = request.stream
         for name in ("temperature", "top_k", "top_p"):
             setattr(chat, name, getattr(request, name))
-        budget = None if request.thinking is None else request.thinking.budget_tokens
         if budget is not None and not 0 < budget < request.max_tokens:
             text = f"`thinking.budget_tokens` must be > 0 and < `max_tokens`. Given: {budget}"
             raise errors.validation_error(text, param="thinking.budget_tokens")
@@ -368,7 +366,7 @@ class MessagesResource(Resource):
         await answer_generations(service, req, resp, [generation], formatter)
 
 
-class CountTokensResource(TokenizationResource):
+class CountTokensResource(Resource):
     """POST /v1/messages/count_tokens."""
 
     body = JsonBody(CountTokensRequest, FieldChecker(CountTokensRequest, MESSAGES_FIELDS).check)
@@ -376,7 +374,5 @@ class CountTokensResource(TokenizationResource):
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with the number of tokens of the prompt, without generating."""
         request = chat_request(await self._service.read_body(req, self.body))
-        chat = chat_prompt_json(request, ToolSelection.from_request(request))
-        tokenized = await self._tokenize(req, "", False, chat)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(shapes.MessageTokensCount(len(tokenized.token_ids) // ITEM_BYTES))
+        count = await input_tokens(self._service, req, request)
+        resp.content_type, resp.data = "application/json", msgspec.json.encode(shapes.MessageTokensCount(count))

@@ -140,7 +140,7 @@ class ThinkingConfig(Struct):
         doc("`adaptive` and `between_tools` leave it to the model; without `thinking` it is off"),
     ]
     budget_tokens: Annotated[
-        UInt32 | None, doc("How much the model should think: below `max_tokens`. It is not enforced", minimum=1)
+        UInt32 | None, doc("After this many tokens of thinking its end is forced: below `max_tokens`", minimum=1)
     ] = None
 
 
