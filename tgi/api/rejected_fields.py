@@ -272,7 +272,7 @@ MESSAGES_FIELDS = ProtocolFields(
         "user_profile_id": "bookkeeping",
         "workspace_id": "bookkeeping",
     },
-    {"container": (), "mcp_servers": ([],)},
+    {"container": (), "mcp_servers": ([],), "thread": ()},
     {
         "tool_choice": _members(ToolUseChoice),
         "tools": _members(MessagesTool, "cache_control", "allowed_callers", "eager_input_streaming", "input_examples"),
