@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import queue
-import shutil
 import socket
 import subprocess
 import sys
@@ -269,33 +268,33 @@ def _custom_id(line: bytes) -> str:
 def own_server(arguments: Sequence[str]) -> Iterator[str]:
     """A server with these arguments of `tgi up` for the time of the block. Yields its URL. Raises UserError if it does
     not start."""
-    run = Path(tempfile.mkdtemp(prefix="tgi-batch-"))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    address = ["--hostname", "127.0.0.1", "--port", str(port)]
-    command = [sys.executable, "-P", "-m", "tgi", "up", *arguments, *address]
-    log = run / "log"
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            command,
-            env=os.environ | {"TGI_RUN": str(run / "run")},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-    try:
-        click.echo("Starting a server …", err=True)
-        while not _is_healthy(port):
-            if process.poll() is not None:
-                text = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-SHOWN_LOG_LINES:])
-                raise UserError(f"The server has ended with code {process.returncode}:\n{text}")
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-        shutil.rmtree(run, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="tgi-batch-", ignore_cleanup_errors=True) as directory:
+        run = Path(directory)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        address = ["--hostname", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-P", "-m", "tgi", "up", *arguments, *address]
+        log = run / "log"
+        with open(log, "wb") as file:
+            process = subprocess.Popen(
+                command,
+                env=os.environ | {"TGI_RUN": str(run / "run")},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        try:
+            click.echo("Starting a server …", err=True)
+            while not _is_healthy(port):
+                if process.poll() is not None:
+                    text = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-SHOWN_LOG_LINES:])
+                    raise UserError(f"The server has ended with code {process.returncode}:\n{text}")
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _is_healthy(port: int) -> bool:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, Struct, field
 
 from tgi.api.shapes.responses import Metadata, check_metadata
-from tgi.api.shapes.types import ResponseBody, ShapeError, UInt32, UInt64, doc
+from tgi.api.shapes.types import ResponseBody, UInt32, UInt64, doc
 
 MIN_EXPIRY, MAX_EXPIRY = 3600, 2_592_000  # seconds, as OpenAI's
 
@@ -16,13 +16,7 @@ class ExpiresAfter(Struct):
     """How long a file is kept. --batch-ttl can make it shorter."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[UInt32, doc(minimum=MIN_EXPIRY, maximum=MAX_EXPIRY)]
-
-    def __post_init__(self) -> None:
-        """Raises ShapeError."""
-        if not MIN_EXPIRY <= self.seconds <= MAX_EXPIRY:
-            text = f"invalid value: integer `{self.seconds}`, expected {MIN_EXPIRY} to {MAX_EXPIRY}"
-            raise ShapeError(text, "seconds")
+    seconds: Annotated[int, Meta(ge=MIN_EXPIRY, le=MAX_EXPIRY, extra={"expected": "u32"})]
 
 
 class BatchRequest(Struct):
