@@ -58,17 +58,16 @@ class WorkerAdapters:
     @property
     def restoring(self) -> bool:
         """Whether the worker has not tried yet to get all adapters of its predecessor."""
-        return any(update.name not in self._postponed for update in self._restoring.values())
+        return bool(self._restoring) and any(one.name not in self._postponed for one in self._restoring.values())
 
     @property
     def known_changes(self) -> list[UpdateAdapter]:
         """By name the latest change that a worker has carried out, or that is to be carried out since a tokenizer has
         told it: a tokenizer that starts while no worker is ready learns them so."""
-        owed = [*self._restoring.values(), *(one.update for one in self._postponed.values())]
-        if not owed:
+        if not self._restoring and not self._postponed:
             return [*self.changes.values()]
         known = dict(self.changes)
-        for update in owed:
+        for update in (*self._restoring.values(), *(one.update for one in self._postponed.values())):
             if update.stamp:
                 record_change(known, update)
         return [*known.values()]
