@@ -47,6 +47,7 @@ PLACEHOLDERS = {
     "other item id": r"(msg|rs|fc|ctc)_[0-9A-Za-z_-]{8,}",
     "third item id": r"(msg|rs|fc|ctc)_[0-9A-Za-z_-]{8,}",
     "conversation id": r"conv_[0-9A-Za-z_-]{8,}",
+    "pooling id": r"(score|rerank|classify)-[0-9a-f]{8,}",
     "message id": r"msg_[0-9A-Za-z_-]{8,}",
     "tool use id": r"toolu_[0-9A-Za-z_-]{8,}",
     "digest": r"[0-9a-f]{8,}",

@@ -16,7 +16,8 @@ Read operations.py first: the table of all routes. A request then passes through
   token_delivery hands received tokens to the requests
   token_columns  tokens in columns, and their JSON
   sse            server-sent events of a streamed response
-  response_store what POST /v1/responses keeps
+  response_store what POST /v1/responses keeps; batch_store: files and batches; sqlite_store: what they share
+  batches        answers batches: their lines are requests of this process to itself
 
 What a request may contain: shapes/ (types of bodies), request_parameters, validation (rules and TGI's messages),
 rejected_fields (names that no shape has), chat_prompt, custom_tools, grammar. What responses consist of: answer (text,

@@ -27,6 +27,7 @@ from tgi.api.routes.conversations import (
     ConversationResource,
     ConversationsResource,
 )
+from tgi.api.routes.decisions import DecisionsResource, SystemOneResource
 from tgi.api.routes.info import HealthResource, InfoResource, MetricsResource
 from tgi.api.routes.kserve import InferResource, LiveResource, ModelVersionResource, ServerResource
 from tgi.api.routes.messages import CountTokensResource, MessagesResource
@@ -51,7 +52,7 @@ from tgi.api.routes.stored_responses import (
 from tgi.api.routes.tokenize import ChatTokenizeResource, DetokenizeResource, InputTokensResource, TokenizeResource
 from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, in_messages
-from tgi.api.shapes import adapters, batches, cloud, kserve, pooling
+from tgi.api.shapes import adapters, batches, cloud, decisions, kserve, pooling
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
 from tgi.api.shapes.messages import AnsweredMessage, MessageError, MessageEvent, MessageTokensCount
 from tgi.api.shapes.native_responses import (
@@ -417,6 +418,14 @@ OPERATIONS = (
         "post", "/detokenize", "detokenize", "The text of token ids",
         DetokenizeResource,
         (ok("The text", json(DetokenizeResponse)), *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING),
+    ),
+    Operation(
+        "post", "/v1/decisions", "create_decision", "Answer typed questions with probabilities",
+        DecisionsResource, (ok("The answers", json(decisions.DecisionResponse)), *GENERATION),
+    ),
+    Operation(
+        "post", "/v1/systemone", "system_one", "Answer typed questions with probabilities, as System One",
+        SystemOneResource, (ok("The answers", json(decisions.SystemOneResponse)), *GENERATION),
     ),
     Operation(
         "post", "/tokenize", "tokenize", "Tokenize inputs",

@@ -272,7 +272,7 @@ MESSAGES_FIELDS = ProtocolFields(
         "user_profile_id": "bookkeeping",
         "workspace_id": "bookkeeping",
     },
-    {"container": (), "mcp_servers": ([],)},
+    {"container": (), "mcp_servers": ([],), "thread": ()},
     {
         "tool_choice": _members(ToolUseChoice),
         "tools": _members(MessagesTool, "cache_control", "allowed_callers", "eager_input_streaming", "input_examples"),
@@ -282,6 +282,14 @@ MESSAGES_FIELDS = ProtocolFields(
 )
 
 
+DECISIONS_FIELDS = ProtocolFields(
+    {"priority": "keys have [priorities](fairness.md)", "safety_identifier": "bookkeeping"},
+    {"cache_salt": (), "joint": (False,)},
+)
+SYSTEMONE_FIELDS = ProtocolFields(
+    {"priority": "keys have [priorities](fairness.md)", "request_id": "bookkeeping"},
+    {"audio": ([],), "cache_salt": (), "images": ([],), "joint": (False,), "temperature": (), "videos": ([],)},
+)
 RESPONSES_FIELDS = ProtocolFields(
     {
         "access_programs": "about OpenAI's models",

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tgi.api.shapes.types import Float32, ResponseBody, UInt32, any_of, doc
 
@@ -322,6 +322,7 @@ class MessageFailure(ResponseBody):
 
     type: Annotated[str, doc(example="invalid_request_error")]
     message: str
+    details: Annotated[dict[str, Any] | UnsetType, doc("For programs: why `thread` is refused")] = UNSET
 
 
 class MessageError(ResponseBody, tag_field="type", tag="error"):

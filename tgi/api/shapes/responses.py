@@ -83,7 +83,7 @@ class ResponsesTool(Struct):
         bool | None, doc("Whether a keyword of the schema that cannot be enforced is an error, not a hint")
     ] = None
     format: Annotated[ToolFormat | UnsetType | None, doc("Of the input of a custom tool")] = UNSET
-    tools: Annotated[list["ResponsesTool"] | UnsetType, doc("The tools of a namespace")] = UNSET
+    tools: Annotated[list["ResponsesTool"] | UnsetType | None, doc("The tools of a namespace")] = UNSET
 
 
 class ToolOfResponses(Struct, omit_defaults=True):
