@@ -253,3 +253,19 @@ def test_unusable_addresses_are_rejected(tmp_path: Path) -> None:
             Link.bind(address, hello("scheduler"))
         with pytest.raises(UserError, match="--keys"):
             Link.connect(address, hello("worker"))
+
+
+def test_link_that_sends_does_not_lose_the_signal_of_what_has_arrived(address: str, links: Any) -> None:
+    """A loop waits for the descriptor, which libzmq resets when a send looks at the socket."""
+    low, up = links(Link.bind(address, hello("scheduler"))), links(Link.connect(address, hello("tokenizer")))
+    until([low, up], lambda received: all(received))
+    (peer,) = low.peers
+    assert not low.has_pending_work
+    up.send(*up.peers, Cancel(7))
+    up.flush()
+    assert low.socket.poll(30_000)
+    low.send(peer, Cancel(8))
+    low.flush()
+    assert low.has_pending_work
+    assert [message for _, message in low.receive()] == [Cancel(7)]
+    assert not low.has_pending_work

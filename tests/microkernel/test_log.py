@@ -154,12 +154,20 @@ def test_control_characters_cannot_forge_a_line(end: str) -> None:
 
 
 def test_a_brief_record_is_one_short_line_unless_its_target_is_debugged() -> None:
-    fields = {"client": "::1", "request_id": "7", "parameters": {"seed": 1}}
-    made = record("%s", "Success", brief=log.Brief("POST /\x1b 200 35+13 tokens 240 ms", ("request_id",)), **fields)
+    fields = {"client": "::1", "request_id": "7"}
+    shown = []
+
+    def details() -> dict[str, Any]:
+        shown.append(True)
+        return {"parameters": {"seed": 1}}
+
+    brief = log.Brief("POST /\x1b 200 35+13 tokens 240 ms", ("request_id",), details)
+    made = record("%s", "Success", brief=brief, **fields)
     line = r"POST /\x1b 200 35+13 tokens 240 ms"
     assert re.fullmatch(rf"\d\d:\d\d:\d\d ERROR   {re.escape(line)}", text(made, terminal=True))
     assert text(made).endswith(f" api-0       tgi.x:1: {line} request_id=7")
-    assert parsed(made) | fields | {"message": "Success"} == parsed(made)
+    assert not shown
+    assert parsed(made) | fields | {"message": "Success", "parameters": {"seed": 1}} == parsed(made)
     assert "brief" not in parsed(made)
     logging.getLogger("tgi").setLevel(logging.DEBUG)
     for terminal in (False, True):

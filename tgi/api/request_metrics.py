@@ -6,7 +6,8 @@ Requests of the readiness probe have no RequestRecord, and are never counted, lo
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from falcon.asgi import Request
@@ -139,10 +140,12 @@ def log_request(record: RequestRecord, model_id: str) -> None:
         "status": record.status,
     }
     level, message, tokens = logging.INFO, "Success", ""
+    details: Callable[[], dict[str, Any]] = dict
     if record.generations:
         prompt = sum(one.end.prompt_tokens for one in record.generations if one.end and not one.message.sampling.choice)
         generated = sum(one.generated_count for one in record.generations)
-        fields |= {"prompt_tokens": prompt, "generated_tokens": generated, **_success_fields(record.generations)}
+        fields |= {"prompt_tokens": prompt, "generated_tokens": generated}
+        details = partial(_success_fields, record.generations)
         tokens = f"{prompt}+{generated} tokens "
     else:
         fields["total_time"] = format_duration(seconds)
@@ -156,7 +159,8 @@ def log_request(record: RequestRecord, model_id: str) -> None:
         level = logging.WARNING if record.status >= 500 or record.status == GENERATION_FAILED else level
     path, time_text = record.path[:MAX_SHOWN_CHARACTERS], _short_duration(seconds)
     line = f"POST {path} {record.status} {tokens}{time_text}" + (f": {reason[:MAX_SHOWN_CHARACTERS]}" if reason else "")
-    log.log(level, "%s", message, extra={**fields, "brief": Brief(line, ("request_id", "client", "model"))})
+    brief = Brief(line, ("request_id", "client", "model"), details)
+    log.log(level, "%s", message, extra={**fields, "brief": brief})
 
 
 def _short_duration(seconds: float) -> str:

@@ -243,9 +243,8 @@ class Generation(LiveRequest):
     def add_tokens(self, columns: TextsColumns, start: int, stop: int) -> None:
         """Appends the tokens `start` to `stop` of a message."""
         # Called per request and step, so the columns are cut here: a call less.
-        words = slice(ITEM_BYTES * start, ITEM_BYTES * stop)
         tokens = TokenColumns(
-            array("i", columns.ids[words]), array("f", columns.logprobs[words]), bytearray(columns.special[start:stop]),
+            columns.ids[start:stop], columns.logprobs[start:stop], columns.special[start:stop],
             columns.texts[start:stop],
         )  # fmt: skip
         if self._has_held or self._has_tops or self.has_parts or columns.partial:
@@ -267,11 +266,8 @@ class Generation(LiveRequest):
         """Adds the optional columns of this request. In the message such a column is empty if no request needs it."""
         self.partial_tokens |= columns.partial
         count = stop - start
-        held = array("I")
-        if self._has_held:
-            held.frombytes(columns.held[ITEM_BYTES * start : ITEM_BYTES * stop] or bytes(ITEM_BYTES * count))
         return tokens._replace(
-            held=held,
+            held=(columns.held[start:stop] or array("I", bytes(ITEM_BYTES * count))) if self._has_held else array("I"),
             tops=(columns.tops[start:stop] or [[] for _ in range(count)]) if self._has_tops else [],
             parts=(columns.parts[start:stop] or [[] for _ in range(count)]) if self.has_parts else [],
         )

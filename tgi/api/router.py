@@ -86,6 +86,7 @@ class Router:
         self._resubmission_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._exchange_is_due = False  # in the next turn of the loop, with all tokenizers
 
     # --- for the routes ---
 
@@ -197,9 +198,15 @@ class Router:
         tokenizer.link.close()
 
     def _exchange_with_all_soon(self) -> None:
-        if self._loop is not None:
-            for tokenizer in self.tokenizers:
-                self._loop.call_soon(self._exchange_messages, tokenizer)
+        """In the next turn of the loop: once for all requests that are submitted in this one."""
+        if self._loop is not None and not self._exchange_is_due:
+            self._exchange_is_due = True
+            self._loop.call_soon(self._exchange_with_all)
+
+    def _exchange_with_all(self) -> None:
+        self._exchange_is_due = False
+        for tokenizer in [*self.tokenizers]:
+            self._exchange_messages(tokenizer)
 
     def _tick(self) -> None:
         """Every BEAT_SECONDS: looks for silent tokenizers, whether requests make progress, and for requests that have

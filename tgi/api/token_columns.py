@@ -48,13 +48,13 @@ NO_TOKENS = TokenColumns(array("i"), array("f"), bytearray(), [])
 
 
 class TextsColumns(NamedTuple):
-    """The token columns of a Texts message. Each request cuts its tokens out of them."""
+    """The token columns of a Texts message, unpacked once. Each request cuts its tokens out of them."""
 
-    ids: bytes  # int32
-    logprobs: bytes  # float32
-    special: bytes
+    ids: "array[int]"
+    logprobs: "array[float]"
+    special: bytearray
     texts: list[str]
-    held: bytes  # uint32
+    held: "array[int]"
     tops: list[list[TopToken]]
     parts: list[list[AnswerPart]]
     partial: dict[int, bytes]  # the bytes of the ids among them that are parts of characters
@@ -65,8 +65,8 @@ class TextsColumns(NamedTuple):
         tops = _tops_by_token(message) if message.top_counts else []
         parts = _parts_by_token(message) if message.parts else []
         return cls(
-            message.token_ids, message.logprobs, message.special, message.texts, message.held_chars, tops, parts,
-            dict(message.partial),
+            array("i", message.token_ids), array("f", message.logprobs), bytearray(message.special), message.texts,
+            array("I", message.held_chars), tops, parts, dict(message.partial),
         )  # fmt: skip
 
 

@@ -52,7 +52,10 @@ class WorkerAdapters:
     @property
     def restoring(self) -> bool:
         """Whether the worker has not yet tried to make all changes that are wanted."""
-        return any(not one.update.rid and one.update.name not in self._failed for one in self._pending.values())
+        pending = self._pending
+        return bool(pending) and any(
+            not one.update.rid and one.update.name not in self._failed for one in pending.values()
+        )
 
     @property
     def changing(self) -> bool:

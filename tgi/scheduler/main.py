@@ -92,6 +92,10 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
     now, register = time.monotonic(), scheduler.work_register
     for link in links:
         for peer, message in link.receive():
+            if isinstance(message, StepResult):  # the most frequent message
+                with register.working_on_batch():
+                    metrics.handle_result(scheduler, message, peer, now)
+                continue
             if isinstance(message, Hello):
                 log.debug("%s is connected", peer)
                 _agree_on_model(message.model, links)
@@ -103,9 +107,6 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
                 spans.message_received(peer, message)
             if isinstance(message, PredecessorState):
                 log.warning("dropped an unexpected PredecessorState from %s", peer)
-            elif isinstance(message, StepResult):
-                with register.working_on_batch():
-                    metrics.handle_result(scheduler, message, peer, now)
             elif isinstance(message, Add):
                 if (refusal := scheduler.refusal(message, now)) is not None:
                     link.send(peer, refusal)
@@ -163,9 +164,10 @@ class SuccessorFile:
 
 
 def _send(links: list[Link], peer: PeerId, message: tuple[Any, ...]) -> None:
-    """Queues a message on the link that has this peer; the others drop it."""
+    """Queues a message on the link that has this peer. Dropped if the peer has disconnected."""
     for link in links:
-        link.send(peer, message)
+        if peer in link.peers:
+            link.send(peer, message)
 
 
 def _flush(links: list[Link]) -> None:

@@ -169,7 +169,7 @@ class JobExecutors:
 
     def start_jobs(self, jobs: EncodingQueue) -> None:
         """Starts queued jobs on the free threads. A job on trial runs alone, before all that are not."""
-        if self._trial_running:
+        if not jobs or self._trial_running:
             return
         if jobs.trials:
             if self.idle and (trial := jobs.take_trial(in_loop=False)) is not None:
@@ -192,8 +192,9 @@ class JobExecutors:
             yield job, future.result()
 
     def longest_seconds(self) -> float:
-        """For how long the job that has run longest has run."""
-        return time.monotonic() - min(list(self._began.values()), default=time.monotonic())
+        """For how long the job that has run longest has run; 0 if none runs."""
+        began = list(self._began.values())
+        return time.monotonic() - min(began) if began else 0.0
 
     def shutdown(self) -> None:
         """Ends the threads. Call it when `idle`."""

@@ -180,7 +180,7 @@ def run_once(
     streams.drop_expired()
     for job, result in executors.completed_jobs():
         pool.complete_job(job.key, result)
-    if executors.idle:
+    if pool.jobs.trials and executors.idle:
         pool.run_trials()
     executors.start_jobs(pool.jobs)
     for peer, message in streams.forward(pool.drain_outgoing()):

@@ -42,14 +42,16 @@ class OutputProcessor:
         top_tokens = TopTokenColumns(tokens) if tokens.top_counts else None
         stopped: list[int] = []
         end = 0
-        for rid, count in zip(rids, counts, strict=True):
-            first, end = end, end + count
-            request = requests.get(rid)
-            if request is None or request.stage is not live or request.finish_reason is not None:
-                continue  # generated before the scheduler received the Stop or Cancel
-            if not request.generated_ids:
-                method = "prefill"
-            with self._work_register.working_on(request.context):
+        units = self._work_register.units
+        with self._work_register.working_on_each():
+            for rid, count in zip(rids, counts, strict=True):
+                first, end = end, end + count
+                request = requests.get(rid)
+                if request is None or request.stage is not live or request.finish_reason is not None:
+                    continue  # generated before the scheduler received the Stop or Cancel
+                if not request.generated_ids:
+                    method = "prefill"
+                units[0] = request.work_number
                 builder = self._builders.get(request.api)
                 if builder is None:
                     builder = self._builders[request.api] = TextsBuilder(self._vocabulary)

@@ -458,9 +458,10 @@ class TokenizerPool:
 
     def _on_tokens(self, scheduler: PeerId, tokens: Tokens) -> None:
         self._progress.record()
-        for rid in self._output_processor.process_tokens(self._requests_at(scheduler), tokens):
+        replica = self._schedulers.replica_of(scheduler)
+        for rid in self._output_processor.process_tokens({} if replica is None else replica.requests, tokens):
             self._send(scheduler, Stop(rid))
-        if tokens.load >= 0 and (replica := self._schedulers.replica_of(scheduler)) is not None:
+        if tokens.load >= 0 and replica is not None:
             replica.set_load(tokens.load)
 
     def _on_end(self, scheduler: PeerId, end: End) -> None:

@@ -20,6 +20,7 @@ from tgi.microkernel.messages.protocol import (
     Texts,
     encode,
 )
+from tgi.microkernel.recovery.work_register import fingerprint_number
 from tgi.tokenizer.answers.formats import FormatTokens, reasoning_sampling
 from tgi.tokenizer.answers.parser import StreamingAnswerParser
 from tgi.tokenizer.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, create_detokenizer
@@ -58,13 +59,14 @@ class TokenizerRequestState:
         "_stop_token_ids", "answer_parser", "api", "finish_reason", "generate", "generated_ids", "held_characters",
         "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "stage",
         "stays", "stop_ids", "submitted", "suspected_at", "token_hidden", "validation_us", "visible_texts",
-
+        "work_number",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: PeerId, generate: Generate, received: float) -> None:
         self.rid = rid
         self.api = api
         self.generate = generate
+        self.work_number = fingerprint_number(generate.context.fingerprint)  # in the work register
         self.received = received  # seconds on the pool's clock
         self.submitted = received
         self.stage = RequestStage.ENCODING

@@ -109,6 +109,8 @@ class ResumableStreams:
 
     def drop_expired(self) -> None:
         """Ends the streams that were without an api for longer than their window. To be called every few seconds."""
+        if not self._detached:
+            return
         now = self._clock()
         for stream in [stream for stream in self._detached if stream.expires <= now]:
             self._remove(stream)

@@ -117,7 +117,9 @@ class Link:
     order the processes start. A Hello means that messages in flight on the previous connection are lost: the upstream
     side sends them again.
 
-    When a connection breaks, one of `event_sources` becomes readable, and `detect_disconnects` finds the lost peers.
+    A loop waits for the descriptors of `socket` and of `event_sources` unless the link `has_pending_work`, and then
+    calls `receive`. When a connection breaks, one of `event_sources` becomes readable, and `detect_disconnects` finds
+    the lost peers.
 
     `exchange_beats`, called every BEAT_SECONDS, sends a Beat to every peer but a worker, which has no use for it, and
     finds peers that have stopped sending. A downstream peer is reported (PeerSilent, later PeerResponds). With an
@@ -150,6 +152,7 @@ class Link:
         self._outbox: dict[PeerId, list[bytes]] = {}
         self._events: deque[tuple[PeerId, Any]] = deque()
         self._may_have_more = False  # the latest receive() reached its limit
+        self._has_sent = True  # since receive() has found no more
         self._binds = socket.type == zmq.ROUTER
         self._guard = guard  # of a ROUTER that listens on TCP
         self._peer_of_connection: dict[int, PeerId] = {}  # by file descriptor; only with a guard
@@ -200,8 +203,13 @@ class Link:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether receive() or flush() has work although the socket is not readable."""
-        return bool(self._events or self._outbox) or self._may_have_more
+        """Whether receive() or flush() has work although the socket's descriptor is not readable. libzmq signals there
+        that something has arrived since it was last asked, and a send asks, too."""
+        if self._has_sent:
+            self._has_sent = False
+            if self.socket.getsockopt(zmq.EVENTS) & _READABLE:  # type: ignore[operator]
+                self._may_have_more = True
+        return self._may_have_more or bool(self._events or self._outbox)
 
     def receive(self) -> Iterator[tuple[PeerId, Any]]:
         """Yields (peer, message) without blocking: Hello for a new connection, PeerDisconnected for a lost one. To be
@@ -215,6 +223,7 @@ class Link:
                 yield self._events.popleft()
             # Costs a quarter of the exception that pyzmq raises if there is no message.
             if not self.socket.getsockopt(zmq.EVENTS) & _READABLE:  # type: ignore[operator]
+                self._has_sent = False
                 return
             connection = None
             if self._guard is None:
@@ -245,6 +254,8 @@ class Link:
 
     def flush(self) -> None:
         """Sends the queued messages: one ZeroMQ multipart message per peer."""
+        if not self._outbox:
+            return
         outbox, self._outbox = self._outbox, {}
         for peer, frames in outbox.items():
             if peer in self.peers and not self._send(self._routes[peer], frames):
@@ -416,6 +427,7 @@ class Link:
         """Sends one multipart message. Returns False if the connection is gone."""
         if self._binds:
             frames = [route, *frames]
+        self._has_sent = True
         send = self.socket.send
         try:
             for frame in frames[:-1]:

@@ -122,23 +122,6 @@ def _check(hint: Any) -> Check:
     return check_scalar
 
 
-# --- values without a message class -----------------------------------------------------------------------------------
-
-
-def pack_values(values: list[Any]) -> bytes:
-    """Nested lists of scalars and None in msgpack, for files (scheduler/snapshot.py)."""
-    packed: bytes = msgpack.packb(values, use_bin_type=True, unicode_errors="surrogatepass")
-    return packed
-
-
-def unpack_values(data: bytes) -> Any:
-    """What `pack_values` has packed. Raises ProtocolError for anything that is not msgpack."""
-    try:
-        return msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass")
-    except Exception as error:  # as in Codec.decode
-        raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from error
-
-
 # --- columns ----------------------------------------------------------------------------------------------------------
 # Numbers of many rows as packed bytes: one memory copy for a whole step instead of one msgpack object per number.
 

@@ -9,7 +9,8 @@ import logging
 import re
 import sys
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.table import Settings
@@ -35,10 +36,12 @@ MAX_COMPLAINT_SECONDS = 60.0
 
 class Brief(NamedTuple):
     """How a record with many fields, which has this as its field `brief`, is shown as text above level debug: by one
-    line in place of its message, and by these of its fields, on a terminal by none."""
+    line in place of its message, and by these of its fields, on a terminal by none. `details` returns more fields, for
+    where all are shown: those that take time to make."""
 
     line: str
     fields: tuple[str, ...]
+    details: Callable[[], dict[str, Any]] = dict
 
 
 class ComplaintLimit:
@@ -98,11 +101,17 @@ def _message(record: logging.LogRecord) -> str:
     return _cut(record.getMessage(), MAX_MESSAGE)
 
 
-def _fields(record: logging.LogRecord) -> dict[str, object]:
-    """The record's fields. Fields beyond MAX_FIELDS characters in total are cut completely."""
+def _fields(record: logging.LogRecord, brief: Brief | None = None) -> dict[str, object]:
+    """The record's fields, with `brief` those that it names. Fields beyond MAX_FIELDS characters in total are cut
+    completely."""
+    given = vars(record)
+    if brief is not None:
+        given = {key: given[key] for key in brief.fields}
+    elif (known := given.get("brief")) is not None:
+        given = given | known.details()
     fields: dict[str, object] = {}
     left = MAX_FIELDS
-    for key, value in vars(record).items():
+    for key, value in given.items():
         if key in _LOGGING_ATTRIBUTES:
             continue
         bounded, size = _bounded(value, MAX_FIELD)
@@ -173,9 +182,7 @@ class _Text(logging.Formatter):
         message = _message(record) if brief is None else _cut(brief.line, MAX_MESSAGE)
         if record.args:  # without arguments a message is the program's own, and may have several lines
             message = _escaped(message)
-        fields = _fields(record)
-        if brief is not None and not _is_debugged(record):
-            fields = {key: fields[key] for key in brief.fields}
+        fields = _fields(record, None if _is_debugged(record) else brief)
         extra = "".join(f" {key}={_escaped(str(value))}" for key, value in fields.items())
         place = f"{record.name}:{record.lineno}"
         line = f"{_time(record)} {level} {self._process:<11} {place}: {message}{extra}"

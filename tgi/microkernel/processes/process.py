@@ -10,14 +10,13 @@ import importlib
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import zmq
 
 from tgi import __version__
 from tgi.microkernel.errors import FATAL, UserError
@@ -89,8 +88,8 @@ class Process:
         self._loop_limit = min(LOOP_TURN_SECONDS, settings.hang_timeout)
         self._parent_fd = parent_fd
         self._links: list[Link] = []
-        self._link_of_event_source: dict[Any, Link] = {}
-        self._poller = zmq.Poller()
+        self._link_of_event_source: dict[int, Link] = {}  # by descriptor
+        self._poller = select.poll()
         self._wake, write = socket.socketpair()
         self._wake.setblocking(False)
         write.setblocking(False)
@@ -100,20 +99,17 @@ class Process:
         signal.signal(HAND_OVER, lambda *_: self.hand_over())
         # Ctrl-C reaches the whole process group; the supervisor handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Descriptors that an event loop polls besides the links: signals and the supervisor's exit. When one is
+        # readable, call `handle_wakeup`.
+        self.wakeup_fds = [self._wake.fileno()] + ([parent_fd] if parent_fd is not None else [])
         for fd in self.wakeup_fds:
-            self._poller.register(fd, zmq.POLLIN)
+            self._poller.register(fd, select.POLLIN)
         self.extend_deadline(settings.start_timeout)
 
     @property
     def name(self) -> str:
         """See rundir.process_name."""
         return rundir.process_name(self.role, self.replica, self.rank)
-
-    @property
-    def wakeup_fds(self) -> list[int]:
-        """File descriptors that an event loop polls besides the links: signals and the supervisor's exit. When one is
-        readable, call `handle_wakeup`."""
-        return [self._wake.fileno()] + ([self._parent_fd] if self._parent_fd is not None else [])
 
     def hello(self, model: str = "") -> Hello:
         """The Hello of this process. `model` is the fingerprint of its model directory, "" while unknown."""
@@ -146,35 +142,40 @@ class Process:
         return Link.connect(address, hello, load(self.settings.keys or "") if address.startswith("tcp:") else None)
 
     def watch_link(self, link: Link) -> None:
-        """Lets `wait` poll this link."""
+        """Lets `wait` poll this link. The loop calls its `receive` after each `wait`."""
         self._links.append(link)
-        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.socket.fileno(), select.POLLIN)
         for source in link.event_sources:
-            self._poller.register(source, zmq.POLLIN)
-            self._link_of_event_source[source] = link
+            self._poller.register(source.fileno(), select.POLLIN)
+            self._link_of_event_source[source.fileno()] = link
+        link.detect_disconnects()  # libzmq signals only what comes after the first look
 
     def unwatch_link(self, link: Link) -> None:
         """Ends `watch_link`. To be called before the link is closed."""
         self._links.remove(link)
-        self._poller.unregister(link.socket)
+        self._poller.unregister(link.socket.fileno())
         for source in link.event_sources:
-            self._poller.unregister(source)
-            del self._link_of_event_source[source]
+            self._poller.unregister(source.fileno())
+            del self._link_of_event_source[source.fileno()]
 
     def wait(self, timeout: float) -> None:
-        """Blocks until a watched link is readable, a signal arrives, a beat is due, or for `timeout` seconds."""
-        if any(link.has_pending_work for link in self._links):
-            timeout = 0.0
-        timeout = max(0.0, min(timeout, self._next_beat_at - time.monotonic()))
-        self.heartbeat(timeout)
-        ready = self._poller.poll(int(timeout * 1000 + 0.999))
-        if ready:
-            self.heartbeat(0.0)
-        for source, _ in ready:
-            if isinstance(source, int):
+        """Blocks until a watched link has work, a signal arrives, a beat is due, or for `timeout` seconds.
+
+        Polls descriptors: libzmq's own poll asks each socket for its events, by two system calls, before and after it
+        waits.
+        """
+        now = time.monotonic()
+        timeout = max(0.0, min(timeout, self._next_beat_at - now))
+        for link in self._links:
+            if link.has_pending_work:
+                timeout = 0.0
+        if self._work_deadline is None:
+            self._heartbeat.set_deadline(now + timeout + self._loop_limit)
+        for descriptor, _ in self._poller.poll(int(timeout * 1000 + 0.999)):
+            if descriptor in self._link_of_event_source:
+                self._link_of_event_source[descriptor].detect_disconnects()
+            elif descriptor in self.wakeup_fds:
                 self.handle_wakeup()
-            elif source in self._link_of_event_source:
-                self._link_of_event_source[source].detect_disconnects()
 
     def handle_wakeup(self) -> None:
         """Handles readable `wakeup_fds`. Exits if the supervisor has ended; a signal has already set `stopping`."""
@@ -369,8 +370,8 @@ def read_progress(run: Path, name: str) -> ProgressReport | None:
 
 def _at_eof(fd: int) -> bool:
     """Whether the other end of this pipe, to which nothing is written, is closed."""
-    poll = zmq.Poller()
-    poll.register(fd, zmq.POLLIN)
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
     return bool(poll.poll(0)) and os.read(fd, 1) == b""
 
 

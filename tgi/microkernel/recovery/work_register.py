@@ -52,6 +52,11 @@ class WorkRegister:
         self.units[thread] = fingerprint_number(request.fingerprint)
         return self._end[_UNITS + thread]
 
+    def working_on_each(self) -> "_EndOfWork":
+        """`with register.working_on_each():` around a loop of the process's own thread over many requests, which states
+        each by `units[0] = fingerprint_number(...)`."""
+        return self._end[_UNITS]
+
     def working_on_batch(self) -> "_EndOfWork":
         """`with register.working_on_batch():` states that the process works on the batch as a whole."""
         self._words[_BATCH_IN_HAND] = 1

@@ -212,8 +212,10 @@ class WorkerLoop:
         if steps[0] is not self._oldest:
             self._oldest, self._step_began_at = steps[0], time.monotonic()
         hang_timeout = self._process.settings.hang_timeout
-        limits = (min(step.limit_ms / 1000 or hang_timeout, hang_timeout) for step in steps)
-        self._process.begin_work(sum(limits), _describe(steps[0]), self._step_began_at)
+        seconds = 0.0
+        for step in steps:
+            seconds += min(step.limit_ms / 1000 or hang_timeout, hang_timeout)
+        self._process.begin_work(seconds, _describe(steps[0]), self._step_began_at)
 
     def _send_failure(self, error: Exception, step: Step) -> None:
         """Answers a step that raised `error`. Raises Poisoned if the worker cannot continue after it."""

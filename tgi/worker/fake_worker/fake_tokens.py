@@ -66,13 +66,22 @@ def fake_vector(number: int) -> tuple[float, float]:
 
 
 def fake_result(
-    number: int, epoch: int, sampled: Sequence[Sequence[FakeToken]], prompt_logprobs: Sequence[FakeToken] = ()
+    number: int,
+    epoch: int,
+    sampled: Sequence[Sequence[FakeToken]],
+    prompt_logprobs: Sequence[FakeToken] = (),
+    vectors: bytes = b"",
 ) -> StepResult:
-    """The result of a step in which each sampling row sampled these tokens, with these prompt logprobs."""
+    """The result of a step in which each sampling row sampled these tokens, with these prompt logprobs and vectors."""
     each = [one for row in sampled for one in row]
     ids, logprobs, lists = zip(*each, strict=True) if each else ((), (), ())
     result = StepResult(
-        number, epoch, pack_column(UINT8, map(len, sampled)), pack_column(INT32, ids), pack_column(FLOAT32, logprobs)
+        number,
+        epoch,
+        pack_column(UINT8, map(len, sampled)),
+        pack_column(INT32, ids),
+        pack_column(FLOAT32, logprobs),
+        vectors=vectors,
     )
     if prompt_logprobs:
         result = result._replace(

@@ -240,7 +240,7 @@ class FakeWorker:
                 sampled.append(self._sample(slot, row_drafts))
             elif start + count == len(request.ids) and not request.slot.prompt_logprobs_from:
                 vectors.extend(fake_vector(request.chain))
-        result = fake_result(step.number, step.epoch, sampled, prompt_logprobs)._replace(vectors=vectors.tobytes())
+        result = fake_result(step.number, step.epoch, sampled, prompt_logprobs, vectors.tobytes())
         faults = [self._slots[slot].fault for slot in rows]
         return result._replace(row_errors=faults) if any(faults) else result
 

@@ -102,34 +102,6 @@ def sample(
             num_warps=BLOCK_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return ids, logprobs
-    assert logits.stride(1) == 1
-    assert columns.shape == (COLUMNS, rows)
-    splits = triton.cdiv(vocab, CHUNK)
-    stats = torch.empty(5, rows, splits, dtype=torch.float32, device=logits.device)
-    found = torch.empty(2, rows, splits, dtype=torch.int32, device=logits.device)
-    row_of = (logits, logits.stride(0), vocab, rows, splits, columns)
-    model = {"SCALE": scale, "CAP": cap or 0.0}
-    shapes = {"CHUNK": CHUNK, "WIDTH": max(SPLITS, triton.next_power_of_2(splits))}
-    by_split: dict[str, Any] = {"num_warps": CHUNK_WARPS, "enable_fp_fusion": False}
-    grid = (splits, rows)
-    _measure_splits[grid](*row_of, stats, found, **model, CHUNK=CHUNK, **by_split)
-    counts, masses, listed = found, stats, found  # not read without limits
-    if limited:
-        counts = torch.empty(rows, splits, PIVOTS.value, dtype=torch.int32, device=logits.device)
-        masses = torch.empty(rows, splits, PIVOTS.value, dtype=torch.float32, device=logits.device)
-        listed = torch.empty(rows, MAX_LISTED, dtype=torch.int32, device=logits.device)
-        _measure_pivots[grid](
-            *row_of, stats, counts, masses, **model, **shapes, **by_split | {"num_warps": PIVOT_WARPS}
-        )
-        _collect_splits[grid](
-            *row_of, stats, found, counts, masses, listed, **model, **shapes, MAX_LISTED=MAX_LISTED, **by_split
-        )
-    _choose[(rows,)](
-        *row_of, stats, found, counts, masses, listed, ids, logprobs, **model, WIDTH=shapes["WIDTH"],
-        MAX_LISTED=MAX_LISTED, BLOCK=BLOCK, LIMITED=limited, num_warps=BLOCK_WARPS if limited else 1,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return ids, logprobs
 
 
 @triton.jit
