@@ -29,10 +29,10 @@ def environment(group: str) -> Path:
     with (ENVIRONMENTS / f"{group}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (installed.exists() and python.exists()):
-            _run("-m", "venv", "--clear", "--without-pip", str(directory))
             # The requirements are complete, so nothing is resolved. Most of the bytecode would never be used.
-            pip = ("-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check")
-            _run(*pip, "install", "--no-deps", "--no-compile", "-r", str(requirements))
+            _run("-m", "uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(directory))
+            install = ("-m", "uv", "pip", "install", "--quiet", "--no-deps", "--python", str(python))
+            _run(*install, "-r", str(requirements))
             installed.touch()
     return python
 
