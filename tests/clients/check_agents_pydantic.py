@@ -121,7 +121,7 @@ def test_stream_of_structured_output(model: Any) -> None:
 def test_events(model: Any) -> None:
     """Every event of a run, with the reasoning in pieces."""
 
-    async def use() -> list[str]:
+    async def use() -> list[Any]:
         agent = guide(model, model_settings={"thinking": "low", **SUMMARY})
         async with agent.run_stream_events(script(thought("I look.") + call("now"), "Done.")) as events:
             return [event async for event in events]
