@@ -11,7 +11,7 @@ from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import FinishReason, Generate, Prompted, Tokenize
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer import chat_template as templates
-from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer
+from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer, OfferedTool
 from tgi.tokenizer.chat_template import ChatTemplates, TemplateError
 from tgi.tokenizer.encoding_jobs import MAX_INLINE_SIZE, ExecutorName
 
@@ -142,6 +142,13 @@ def test_tools_with_native_call_format() -> None:
     assert text({"default": PLAIN, "tool_use": template}, HI, tools=[]) == text(PLAIN, HI)
 
 
+def test_tools_that_a_message_shows_are_not_listed_again() -> None:
+    other = TOOL | {"function": {"name": "other"}}
+    shown = text(NATIVE, HI, tools=[TOOL, other | {"in_messages": True}])
+    assert shown == text(NATIVE, HI, tools=[TOOL])
+    assert text(NATIVE, HI, tools=[other | {"in_messages": True}]) == text(NATIVE, HI, tools=[other])
+
+
 def test_tools_listed_by_template_without_known_call_format() -> None:
     shown = '{"name": "wéather", "parameters": {"type": "object"}}\nHi\n---\n'
     assert text(NATIVE, HI, tools=[TOOL]) == f"{shown}{TOOL_PROMPT}\n"
@@ -224,6 +231,15 @@ def test_tokenize_chat_returns_offsets_into_its_text() -> None:
     assert unpack_int32(tokenized.token_ids) == ids_of(WRITTEN)
     assert unpack_int32(tokenized.byte_stops)[-1] == len(WRITTEN.encode())
     assert unpack_int32(tokenized.token_ids)[0] in byte_level().special_ids
+
+
+def test_detokenize_keeps_special_tokens() -> None:
+    harness = PoolHarness(template="{{ bos_token }}" + PLAIN)
+    harness.pool.handle(API, Tokenize(5, "", ids=pack_column(INT32, ids_of(WRITTEN))))
+    (tokenized,) = harness.received_by(API)
+    assert (tokenized.text, tokenized.error) == (WRITTEN, "")
+    harness.pool.handle(API, Tokenize(6, "", ids=pack_column(INT32, [1] * MAX_INLINE_SIZE)))
+    assert harness.run_jobs() == [ExecutorName.TEXTS]
 
 
 CALLING = {
@@ -348,3 +364,13 @@ SWITCH = BODY + "{% if enable_thinking is defined and not enable_thinking %}<thi
 )
 def test_reasoning_effort_and_verbosity(template: str, fields: dict[str, Any], prompt: str) -> None:
     assert text(template, HI, **fields) == prompt
+
+
+def test_what_a_template_is_not_told_about_a_tool() -> None:
+    shown, enforced = {"type": "object"}, {"type": "object", "maxProperties": 1}
+    function = {"name": "f", "parameters": shown, "strict": True, "enforced_parameters": enforced}
+    chat = {"messages": [HI], "tools": [{"type": "function", "function": function}]}
+    templates = ChatTemplates({"default": "{{ tools | tojson }}<tool_call>"}, {})
+    rendered = ChatRenderer(templates).render_chat(json.dumps(chat).encode())
+    assert json.loads(rendered.text.partition("<tool_call>")[0])[0]["function"] == {"name": "f", "parameters": shown}
+    assert rendered.tools == [OfferedTool("f", enforced, strict=True)]

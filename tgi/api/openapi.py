@@ -13,9 +13,11 @@ from tgi.api.errors import ErrorResponse
 from tgi.api.operations import JSON, KSERVE, OPERATIONS, Operation, OperationResponse
 from tgi.api.shapes import (
     adapters,
+    batches,
     chat,
     cloud,
     completions,
+    decisions,
     info,
     kserve,
     messages,
@@ -37,8 +39,10 @@ SHAPES = (
     responses,
     info,
     adapters,
+    batches,
     cloud,
     pooling,
+    decisions,
 )
 TAG = "Text Generation Inference"
 KEY = "key"
@@ -79,6 +83,9 @@ def _operation(operation: Operation, schemas: "_Schemas") -> dict[str, Any]:
         ]
     if operation.request is not None:
         described["requestBody"] = {"content": {JSON: {"schema": schemas.of(operation.request)}}, "required": True}
+    if operation.form is not None:
+        form = {"multipart/form-data": {"schema": schemas.of(operation.form)}}
+        described["requestBody"] = {"content": form, "required": True}
     if operation.requires_key:
         described["security"] = [{}, {KEY: []}]
     described["responses"] = _responses(operation.documented_responses, schemas)

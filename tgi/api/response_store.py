@@ -1,34 +1,23 @@
-"""Stored responses (POST /v1/responses) and conversations: an SQLite file in the run directory that the front ends of a
-host share, or the memory of one front end. Each client sees its own only. All are dropped after --response-ttl seconds
-without use, the oldest of the client that stores most before, if all together need more than MAX_STORED_BYTES.
+"""Stored responses (POST /v1/responses) and conversations. Each client sees its own only. All are dropped after
+--response-ttl seconds without use, the oldest of the client that stores most before, if all together need more than
+MAX_STORED_BYTES."""
 
-The calls run one after the other in a thread of their own, so that no lock of the file holds up the event loop. All
-raise StoreUnavailable."""
-
-import asyncio
 import json
-import logging
-import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from tgi.api.errors import ApiError
+from tgi.api.sqlite_store import SqliteStore
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Items = list[dict[str, Any]]
+Items = Sequence[dict[str, Any]]
 
 MAX_STORED_BYTES = 256 << 20
-ROW_BYTES = 1 << 10  # that a response counts besides its text
+ROW_BYTES = 1 << 10  # that a response, or an item of a conversation, counts besides its text
 MAX_CONVERSATIONS = 1 << 14
 # Responses that one may go on from: what is read for a request is bounded in bytes, too.
 MAX_TURNS = 1000
-PURGE_SECONDS = 1.0
 # A background response whose front end has not been heard of for so long has ended with it.
 BEAT_SECONDS, LOST_SECONDS = 0.5, 15.0
 RUNNING = ("queued", "in_progress")
@@ -40,8 +29,11 @@ CREATE TABLE IF NOT EXISTS responses(
     size INTEGER NOT NULL, used REAL NOT NULL, beat REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS by_use ON responses(used);
 CREATE TABLE IF NOT EXISTS events(id TEXT NOT NULL, first INTEGER NOT NULL, text TEXT NOT NULL, PRIMARY KEY(id, first));
-CREATE TABLE IF NOT EXISTS conversations(id TEXT PRIMARY KEY, owner TEXT NOT NULL, head TEXT, body TEXT NOT NULL,
-    used REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS threads(id TEXT PRIMARY KEY, owner TEXT NOT NULL, body TEXT NOT NULL,
+    size INTEGER NOT NULL, used REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS items(thread TEXT NOT NULL, number INTEGER NOT NULL, id TEXT NOT NULL, item TEXT NOT NULL,
+    PRIMARY KEY(thread, number));
+CREATE INDEX IF NOT EXISTS items_by_id ON items(thread, id);
 """
 
 
@@ -60,6 +52,11 @@ class StoredResponse(NamedTuple):
     beat: float = 0.0  # when its front end was last heard of; seconds since the epoch
 
     @property
+    def items(self) -> "Items":
+        """What it adds to a conversation."""
+        return [*json.loads(self.input), *json.loads(self.output)]
+
+    @property
     def lost(self) -> bool:
         """Whether it will not be completed: its front end has ended."""
         return self.status in RUNNING and time.time() - self.beat > LOST_SECONDS
@@ -69,26 +66,23 @@ class HistoryTooLong(Exception):
     """A conversation is longer than a request may be."""
 
 
-class StoreUnavailable(ApiError):
-    """503: the store cannot be read or written, as on a full disk."""
+class ResponseStore(SqliteStore):
+    """The stored responses, as one front end sees them."""
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(503, "unavailable", f"The kept responses cannot be read or written: {error}")
-
-
-class ResponseStore:
-    """The store of one front end. With `path` None it is in memory."""
+    what = "kept responses"
+    schema = _SCHEMA
 
     def __init__(self, path: Path | None, ttl: float) -> None:
         """`ttl`: seconds; 0: nothing is kept."""
+        super().__init__(path)
         self.ttl = ttl
-        self._path = path
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
-        self._connection: sqlite3.Connection | None = None
-        self._next_purge = 0.0
+
+    def purge(self, db: sqlite3.Connection) -> None:
+        """As SqliteStore.purge."""
+        _purge(db, self.ttl)
 
     async def put(self, response: StoredResponse, conversation: str | None = None) -> None:
-        """Keeps a response; as the head of a conversation of its owner if one is named."""
+        """Keeps a response, and appends its items to a conversation of its owner if one is named."""
 
         def write(db: sqlite3.Connection) -> None:
             size = ROW_BYTES + sum(map(len, (response.body, response.input, response.output)))
@@ -97,10 +91,7 @@ class ResponseStore:
                 (*response[:9], size, time.time(), time.time()),
             )
             if conversation is not None:
-                db.execute(
-                    "UPDATE conversations SET head=?, used=? WHERE id=? AND owner=?",
-                    (response.id, time.time(), conversation, response.owner),
-                )
+                _append_items(db, response.owner, conversation, response.items)
 
         await self._run(write)
 
@@ -114,8 +105,7 @@ class ResponseStore:
                 (response.status, response.body, response.output, size, time.time(), response.id, *RUNNING),
             )
             if conversation is not None and found.rowcount:
-                values = (response.id, conversation, response.owner)
-                db.execute("UPDATE conversations SET head=? WHERE id=? AND owner=?", values)
+                _append_items(db, response.owner, conversation, response.items)
             return found.rowcount > 0
 
         return await self._run(write)
@@ -197,70 +187,85 @@ class ResponseStore:
 
     # --- conversations ---
 
-    async def put_conversation(self, owner: str, conversation_id: str, body: str, head: str | None) -> None:
-        """Keeps a conversation. `head` is its latest response."""
-        values = (conversation_id, owner, head, body, time.time())
-        await self._run(lambda db: db.execute("INSERT OR REPLACE INTO conversations VALUES(?,?,?,?,?)", values))
+    async def put_conversation(self, owner: str, conversation_id: str, body: str, items: Items = ()) -> None:
+        """Keeps a conversation, or its new body, and appends items to it."""
 
-    async def conversation(self, owner: str, conversation_id: str) -> tuple[str, str | None] | None:
-        """The body and the head of a conversation of this owner."""
+        def write(db: sqlite3.Connection) -> None:
+            db.execute(
+                "INSERT INTO threads VALUES(?1,?2,?3,?4,?5) ON CONFLICT(id) DO UPDATE SET body=?3 WHERE owner=?2",
+                (conversation_id, owner, body, len(body), time.time()),
+            )
+            _append_items(db, owner, conversation_id, items)
 
-        def read(db: sqlite3.Connection) -> tuple[str, str | None] | None:
-            found: tuple[str, str | None] | None = db.execute(
-                "SELECT body, head FROM conversations WHERE id=? AND owner=?", (conversation_id, owner)
-            ).fetchone()
-            return found
+        await self._run(write)
+
+    async def conversation(self, owner: str, conversation_id: str) -> str | None:
+        """The body of a conversation of this owner."""
+
+        def read(db: sqlite3.Connection) -> str | None:
+            found = db.execute("SELECT body FROM threads WHERE id=? AND owner=?", (conversation_id, owner)).fetchone()
+            return None if found is None else found[0]
 
         return await self._run(read)
 
     async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
-        """Forgets a conversation, not its responses. Returns whether there was one."""
-        statement = "DELETE FROM conversations WHERE id=? AND owner=?"
-        return await self._run(lambda db: db.execute(statement, (conversation_id, owner)).rowcount > 0)
+        """Forgets a conversation with its items, not its responses. Returns whether there was one."""
 
-    def close(self) -> None:
-        """Closes the file."""
-        if self._connection is not None:
-            self._thread.submit(self._connection.close)
-        self._thread.shutdown()
+        def write(db: sqlite3.Connection) -> bool:
+            found = db.execute("DELETE FROM threads WHERE id=? AND owner=?", (conversation_id, owner))
+            if found.rowcount:
+                db.execute("DELETE FROM items WHERE thread=?", (conversation_id,))
+            return found.rowcount > 0
 
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transaction, work)
+        return await self._run(write)
 
-    def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        try:
-            if self._connection is None:
-                self._connection = self._open()
-            with self._connection as db:  # commits, or rolls back after an exception
-                if time.monotonic() >= self._next_purge:
-                    self._next_purge = time.monotonic() + PURGE_SECONDS
-                    _purge(db, self.ttl)
-                return work(db)
-        except (sqlite3.Error, OSError) as error:
-            raise StoreUnavailable(error) from error
+    async def append_items(self, owner: str, conversation_id: str, items: Items) -> bool:
+        """Appends items to a conversation. Returns whether there is one."""
+        return await self._run(lambda db: _append_items(db, owner, conversation_id, items))
 
-    def _open(self) -> sqlite3.Connection:
-        if self._path is None:
-            return _connect(":memory:")
-        try:
-            return _connect(str(self._path))
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full
-                raise
-            log.error("The stored responses in %s are damaged and begin anew: %s", self._path, error)
-            for end in ("", "-wal", "-shm"):
-                Path(f"{self._path}{end}").unlink(missing_ok=True)
-            return _connect(str(self._path))
+    async def items(self, owner: str, conversation_id: str, max_bytes: int) -> Items | None:
+        """The items of a conversation, oldest first; None if it is not kept. It is kept from now on as if it were new.
 
+        Raises HistoryTooLong beyond `max_bytes`.
+        """
 
-def _connect(path: str) -> sqlite3.Connection:
-    if path != ":memory:":
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))  # prompts are private
-    db = sqlite3.connect(path, timeout=10)
-    db.execute("PRAGMA journal_mode=WAL")
-    db.execute("PRAGMA synchronous=OFF")  # a crash of the machine may lose what is temporary anyway
-    db.executescript(_SCHEMA)
-    return db
+        def read(db: sqlite3.Connection) -> Items | None:
+            if not _append_items(db, owner, conversation_id, ()):
+                return None
+            size = db.execute("SELECT SUM(LENGTH(item)) FROM items WHERE thread=?", (conversation_id,)).fetchone()[0]
+            if (size or 0) > max_bytes:
+                raise HistoryTooLong
+            rows = db.execute("SELECT item FROM items WHERE thread=? ORDER BY number", (conversation_id,))
+            return [json.loads(text) for (text,) in rows]
+
+        return await self._run(read)
+
+    async def item(self, owner: str, conversation_id: str, item_id: str) -> str | None:
+        """An item of a conversation, as JSON."""
+
+        def read(db: sqlite3.Connection) -> str | None:
+            found = db.execute(
+                "SELECT item FROM items JOIN threads ON thread = threads.id WHERE thread=? AND items.id=? AND owner=?",
+                (conversation_id, item_id, owner),
+            ).fetchone()
+            return None if found is None else found[0]
+
+        return await self._run(read)
+
+    async def delete_item(self, owner: str, conversation_id: str, item_id: str) -> bool:
+        """Takes an item out of a conversation. Returns whether there was one."""
+
+        def write(db: sqlite3.Connection) -> bool:
+            found = db.execute(
+                "DELETE FROM items WHERE thread=?1 AND id=?2 AND thread IN (SELECT id FROM threads WHERE owner=?3) "
+                "RETURNING LENGTH(item)",
+                (conversation_id, item_id, owner),
+            ).fetchall()
+            size = sum(length + ROW_BYTES for (length,) in found)
+            db.execute("UPDATE threads SET size = size - ? WHERE id=?", (size, conversation_id))
+            return bool(found)
+
+        return await self._run(write)
 
 
 def _get(db: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse | None:
@@ -272,24 +277,46 @@ def _get(db: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse
     return None if row is None else StoredResponse._make(row)
 
 
+def _append_items(db: sqlite3.Connection, owner: str, thread: str, items: Items) -> bool:
+    """Returns whether there is such a conversation, which is kept from now on as if it were new."""
+    texts = [json.dumps(item, ensure_ascii=False) for item in items]
+    found = db.execute(
+        "UPDATE threads SET size=size+?, used=? WHERE id=? AND owner=?",
+        (sum(map(len, texts)) + ROW_BYTES * len(texts), time.time(), thread, owner),
+    )
+    if found.rowcount and items:
+        first = db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM items WHERE thread=?", (thread,)).fetchone()[0]
+        numbered = enumerate(zip(items, texts, strict=True), first)
+        rows = [(thread, number, item["id"], text) for number, (item, text) in numbered]
+        db.executemany("INSERT INTO items VALUES(?,?,?,?)", rows)
+    return found.rowcount > 0
+
+
 def _purge(db: sqlite3.Connection, ttl: float) -> None:
     """Drops what has expired, then the oldest of the client that stores most until the rest fits."""
-    db.execute("DELETE FROM responses WHERE used < ?", (time.time() - ttl,))
-    db.execute("DELETE FROM conversations WHERE used < ?", (time.time() - ttl,))
-    total = db.execute("SELECT COALESCE(SUM(size), 0) FROM responses").fetchone()[0]
+    for table in _KEPT:
+        db.execute(f"DELETE FROM {table} WHERE used < ?", (time.time() - ttl,))
+    kept = " UNION ALL ".join(f"SELECT '{table}' AS kind, id, owner, size, used FROM {table}" for table in _KEPT)
+    total = db.execute(f"SELECT COALESCE(SUM(size), 0) FROM ({kept})").fetchone()[0]
     while total > MAX_STORED_BYTES:
-        found = db.execute(
-            "DELETE FROM responses WHERE id IN (SELECT id FROM (SELECT id, SUM(size) OVER (ORDER BY used, id) - size "
-            "AS older FROM responses WHERE owner = (SELECT owner FROM responses GROUP BY owner ORDER BY SUM(size) DESC "
-            "LIMIT 1)) WHERE older < ?) RETURNING size",
+        oldest = db.execute(
+            f"WITH kept AS ({kept}) SELECT kind, id, size FROM (SELECT *, SUM(size) OVER (ORDER BY used, id) - size "
+            "AS older FROM kept WHERE owner = (SELECT owner FROM kept GROUP BY owner ORDER BY SUM(size) DESC LIMIT 1)) "
+            "WHERE older < ?",
             (total - MAX_STORED_BYTES,),
         ).fetchall()
-        total -= sum(size for (size,) in found)
-    too_many = db.execute("SELECT COUNT(*) FROM conversations").fetchone()[0] - MAX_CONVERSATIONS
+        for kind, name, size in oldest:
+            db.execute(f"DELETE FROM {kind} WHERE id=?", (name,))
+            total -= size
+    too_many = db.execute("SELECT COUNT(*) FROM threads").fetchone()[0] - MAX_CONVERSATIONS
     if too_many > 0:
         db.execute(
-            "DELETE FROM conversations WHERE id IN (SELECT id FROM conversations WHERE owner = (SELECT owner FROM "
-            "conversations GROUP BY owner ORDER BY COUNT(*) DESC LIMIT 1) ORDER BY used LIMIT ?)",
+            "DELETE FROM threads WHERE id IN (SELECT id FROM threads WHERE owner = (SELECT owner FROM threads "
+            "GROUP BY owner ORDER BY COUNT(*) DESC LIMIT 1) ORDER BY used LIMIT ?)",
             (too_many,),
         )
     db.execute("DELETE FROM events WHERE id NOT IN (SELECT id FROM responses)")
+    db.execute("DELETE FROM items WHERE thread NOT IN (SELECT id FROM threads)")
+
+
+_KEPT = ("responses", "threads")  # a thread is a conversation with its items

@@ -39,7 +39,6 @@ class WorkerLoop:
         self._may_prefault = True  # the engine may have memory left to prefault
         self._may_release = False  # the engine may have memory to give back
         self._latest_message_at = 0.0  # by time.monotonic
-        self._early_updates: list[tuple[PeerId, UpdateAdapter]] = []  # received while the model was loading
         process.watch_link(link)
 
     def progress(self, stage: str, percent: int) -> None:
@@ -53,8 +52,6 @@ class WorkerLoop:
         for peer, message in self._link.receive():
             if isinstance(message, Hello):
                 self._scheduler = peer
-            elif isinstance(message, UpdateAdapter):
-                self._early_updates.append((peer, message))
             elif not isinstance(message, PeerDisconnected):
                 log.warning("dropped %s from %s: the model is loading", type(message).__name__, peer)
         self._link.broadcast(status)
@@ -78,8 +75,6 @@ class WorkerLoop:
         self._process.publish_state("ready", "ready", 100)
         self._link.broadcast(self._status)
         self._link.flush()
-        for peer, message in self._early_updates:
-            updates.submit_update(peer, message)
         return updates
 
     def run_once(self, engine: Engine, updates: AdapterUpdates) -> None:
@@ -223,7 +218,8 @@ class WorkerLoop:
     def _send_failure(self, error: Exception, step: Step) -> None:
         """Answers a step that raised `error`. Raises Poisoned if the worker cannot continue after it."""
         if isinstance(error, Poisoned) and _lacks_memory(cause := error.__cause__):
-            # Ranks differ after it. The requests are not the cause, so they must not be in hand when this worker ends.
+            # Ranks differ after it. The requests are not the cause, so they must not be in progress when this worker
+            # ends.
             text = f"{type(cause).__name__}: {cause}"
             self._send_result(StepResult(step.number, step.epoch, b"", b"", b"", error=text, out_of_memory=True))
         self._send_result(_failed_result(error, step))
@@ -237,7 +233,7 @@ class WorkerLoop:
 
 
 def _describe(step: Step) -> str:
-    return f"step {step.number} of epoch {step.epoch}: {len(step.draws)} rows"
+    return f"step {step.number} of epoch {step.epoch}: {len(step.samples)} rows"
 
 
 def _failed_result(error: Exception, step: Step) -> StepResult:

@@ -3,13 +3,16 @@
 It keeps the state that a real worker keeps (ids, page tables, the content of each page) and rejects a step for which a
 real worker would compute garbage, naming the fault. So it serves as a worker for tests, as a baseline for measuring the
 rest of the stack, and as a checker of the scheduler. It ignores bad words. A grammar changes the tokens, which do not
-match it. Any directory with an adapter_config.json is an adapter; its content changes the tokens.
+match it. Any directory with an adapter_config.json is an adapter; its content changes the tokens. With
+`--scripted-answers` prompts get the answers of a file, so that a client can be tried with answers that are known.
 """
 
+import json
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from tgi.microkernel.errors import ProtocolError
@@ -39,6 +42,18 @@ from tgi.worker.fake_worker.fake_tokens import (
 from tgi.worker.lora.registry import AdapterRegistry, FakeAdapter, missing_adapter_fault
 
 
+class ScriptedAnswer(NamedTuple):
+    """The answer to prompts in which the ids `after` occur in this order, with any others between them."""
+
+    after: Sequence[int]
+    answer: Sequence[int]  # the last one is repeated for as long as the request goes on: an end token
+
+
+def read_answers(path: Path) -> tuple[ScriptedAnswer, ...]:
+    """The file of `--scripted-answers`: a JSON list of [after, answer] in the order in which they are tried."""
+    return tuple(ScriptedAnswer(after, answer) for after, answer in json.loads(path.read_text()))
+
+
 class FakeWorkerConfig(NamedTuple):
     """The limits and the pace of a fake worker."""
 
@@ -50,6 +65,7 @@ class FakeWorkerConfig(NamedTuple):
     max_batch_prefill_tokens: int = 4096
     device: str = "cpu"  # that it reports
     step_us: int = 0  # the shortest duration of a step in microseconds; 0: as fast as possible
+    answers: tuple[ScriptedAnswer, ...] = ()
 
     def limits(self) -> DeploymentLimits:
         """The limits that the worker reports."""
@@ -129,6 +145,7 @@ class FakeRequest:
     lost: str = ""  # which page of this slot was given to another slot
     adapter: FakeAdapter | None = None
     fault: str = ""  # why it cannot sample
+    answer: Sequence[int] = ()  # of `--scripted-answers`
 
 
 class FakeWorker:
@@ -201,10 +218,10 @@ class FakeWorker:
         self._assign_slots(step)
         self._append_pages(step)
         rows, starts, counts = unpack_int32(step.rows), unpack_int32(step.starts), unpack_int32(step.counts)
-        require(len(rows) == len(starts) == len(counts) == len(step.draws), "rows, starts, counts and draws differ")
+        require(len(rows) == len(starts) == len(counts) == len(step.samples), "rows, starts, counts and samples differ")
         require(len(set(rows)) == len(rows), "a slot has two rows")
         require(bool(rows), "no rows")
-        require(set(step.draws) <= {0, 1}, "draws are 0 or 1")
+        require(set(step.samples) <= {0, 1}, "samples are 0 or 1")
         drafts = self._drafts(step, len(rows))
         total = sum(counts) + sum(map(len, drafts))
         require(
@@ -216,10 +233,10 @@ class FakeWorker:
         sampled: list[list[FakeToken]] = []
         prompt_logprobs: list[FakeToken] = []
         vectors: array[float] = array(FLOAT32)
-        for slot, start, count, draw, row_drafts in zip(rows, starts, counts, step.draws, drafts, strict=True):
+        for slot, start, count, samples, row_drafts in zip(rows, starts, counts, step.samples, drafts, strict=True):
             prompt_logprobs += self._compute(slot, start, count)
             request = self._slots[slot]
-            if draw:
+            if samples:
                 sampled.append(self._sample(slot, row_drafts))
             elif start + count == len(request.ids) and not request.slot.prompt_logprobs_from:
                 vectors.extend(fake_vector(request.chain))
@@ -238,7 +255,9 @@ class FakeWorker:
             min(counts) >= 0 and max(counts) <= MAX_DRAFT_TOKENS,
             f"a row has {min(counts)} or {max(counts)} drafts; 0 to {MAX_DRAFT_TOKENS} are possible",
         )
-        require(all(draw for count, draw in zip(counts, step.draws, strict=True) if count), "drafts without draws")
+        require(
+            all(samples for count, samples in zip(counts, step.samples, strict=True) if count), "drafts without samples"
+        )
         require(not ids or len(ids) == sum(counts), f"{len(ids)} draft_ids for {sum(counts)} drafts")
         require(all(0 <= token < self.config.vocab_size for token in ids), "a draft is not in the vocabulary")
         each = iter(ids)
@@ -248,6 +267,7 @@ class FakeWorker:
         seen = set()
         for new in step.slots:
             request = fake_request(new, self.limits, self.adapters)
+            request.answer = self._answer_to(request.ids[: new.prompt_tokens])
             require(new.slot not in seen, f"slot {new.slot} gets two requests")
             seen.add(new.slot)
             if old := self._slots.get(new.slot):
@@ -355,13 +375,23 @@ class FakeWorker:
         request = self._slots[slot]
         known = len(request.ids)
         if request.computed != known:
-            raise Violation(f"slot {slot} draws at {request.computed} of {known} known ids")
+            raise Violation(f"slot {slot} samples at {request.computed} of {known} known ids")
         if known >= self.limits.max_total_tokens:
             raise Violation(f"slot {slot}: token {known} is over the limit of a request")
         number = hash((request.chain, request.noise)) % (1 << 32)
         sampled = fake_token(number, request.top_n, self._ids)
+        if request.answer:
+            position = min(known - request.slot.prompt_tokens, len(request.answer) - 1)
+            sampled = (request.answer[position], *sampled[1:])
         request.ids.append(sampled[0])
         return sampled, fake_draft(number, self._ids)
+
+    def _answer_to(self, prompt: Sequence[int]) -> Sequence[int]:
+        for answer in self.config.answers:
+            rest = iter(prompt)
+            if all(token in rest for token in answer.after):
+                return answer.answer
+        return ()
 
     def _request_in(self, slot: int) -> FakeRequest:
         request = self._slots.get(slot)
