@@ -59,11 +59,11 @@ def agent_program(package: str, version: str) -> tuple[Path, Path]:
 
 def _python_environment(name: str, requirements: Path) -> Path:
     def install(directory: Path) -> None:
-        _run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(directory))
-        # The requirements are complete, so nothing is resolved. Most of the bytecode would never be used.
+        # The requirements are complete, so nothing is resolved. uv takes a sixth of pip's time.
+        uv = (sys.executable, "-m", "uv")
+        _run(*uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(directory))
         python = str(directory / "bin" / "python")
-        pip = (sys.executable, "-m", "pip", "--python", python, "--quiet", "--disable-pip-version-check")
-        _run(*pip, "install", "--no-deps", "--no-compile", "-r", str(requirements))
+        _run(*uv, "pip", "install", "--quiet", "--no-deps", "--python", python, "-r", str(requirements))
 
     return _made(name, _digest(requirements.read_bytes(), sys.version.encode()), "bin/python", install)
 

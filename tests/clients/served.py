@@ -3,8 +3,12 @@
 import json
 import os
 
+from tests.clients.answering.sitecustomize import RESULT as RESULT
+from tests.clients.answering.sitecustomize import SCRIPT, THOUGHT_END
+
 URL = os.environ["TGI_URL"]  # the demo model
-GUARDED_URL, KEY = os.environ["TGI_GUARDED_URL"], os.environ["TGI_KEY"]  # a server that requires a key
+# A server that requires a key. Its model answers as its prompt says, see `script`.
+GUARDED_URL, KEY = os.environ["TGI_GUARDED_URL"], os.environ["TGI_KEY"]
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
 # With the default system message of its template, the small model answers in English or in French.
@@ -35,3 +39,21 @@ def check_call(name: str, arguments: str) -> None:
     if name == "get_weather":
         assert given.pop("unit") in UNITS
     assert given == {}
+
+
+# A chat with GUARDED_URL, whose model answers as it is told.
+
+
+def script(*texts: str) -> str:
+    """A message that says what the model answers next, in its next turns."""
+    return f"{SCRIPT} {json.dumps(texts)}"
+
+
+def call(name: str, **arguments: object) -> str:
+    """How the model calls a tool."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def thought(text: str) -> str:
+    """How the model reasons before an answer."""
+    return f"<think>\n{text}{THOUGHT_END}"

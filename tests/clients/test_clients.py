@@ -21,19 +21,23 @@ from tests.models import pooling_model
 pytestmark = pytest.mark.live
 
 KEY = "the key"
+ANSWERING = Path(__file__).parent / "answering"
 NODE_CHECKS = {f"node-{path.stem.removeprefix('check_')}": path.name for path in sorted(NODE.glob("check_*.mjs"))}
 
 
 @pytest.fixture(scope="module")
 def outcomes(
-    demo_model: Path, tiny_llama: Path, shared_server: SharedServers, tmp_path_factory: pytest.TempPathFactory
+    demo_model: Path, shared_server: SharedServers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[str]]]:
     """The failures of each group's checks, and of each in JavaScript; "" if they pass."""
     directory = tmp_path_factory.mktemp("clients")
-    guarded = ("--model-id", str(tiny_llama), "--worker", "scripted", "--api-key", KEY)
+    # Answers as the prompt says, in the form of the template: see served.script.
+    guarded = ("--model-id", str(demo_model), "--worker", "scripted", "--api-key", KEY, "--max-total-tokens", "32768")
+    template = ("--tokenizer-config-path", str(ANSWERING / "hermes.jinja"))
+    on_path = {"PYTHONPATH": os.pathsep.join([str(ANSWERING), *filter(None, [os.environ.get("PYTHONPATH")])])}
     with (
         ThreadPoolExecutor(len(GROUPS) + len(NODE_CHECKS)) as pool,
-        Server(directory / "guarded", *guarded) as guarded_server,
+        Server(directory / "guarded", *guarded, *template, env=on_path) as guarded_server,
     ):
         node = pool.submit(node_environment)
         pythons = {group: pool.submit(environment, group) for group in GROUPS}

@@ -1,0 +1,81 @@
+"""A model that answers as its prompt says: the scripted worker of any server with this directory on its PYTHONPATH.
+
+A message of the chat contains SCRIPT and a JSON list of texts, one for each turn of the assistant that follows. In
+them RESULT stands for the text of the last turn. A request fails if its grammar does not allow the text. A chat
+without a script is answered as the scripted worker does.
+"""
+
+import json
+import os
+import sys
+from functools import cache
+from typing import Any
+
+SCRIPT, RESULT = "Answer with these:", "{result}"
+THOUGHT_END = "\n</think>\n\n"
+
+
+def _in_worker() -> None:
+    from tokenizers import Tokenizer
+
+    from tgi.hub.llguidance_tables import new_matcher, token_table
+    from tgi.microkernel.messages.protocol import decode
+    from tgi.microkernel.processes.process import SETTINGS
+    from tgi.microkernel.settings.table import Settings
+    from tgi.worker.fake_worker.fake_worker import FakeRequest, FakeWorker
+
+    tokenizer = Tokenizer.from_file(str(Settings.from_json(os.environ[SETTINGS]).model_dir / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|im_end|>")
+    table = cache(lambda: token_table(tokenizer, [end], tokenizer.get_vocab_size()))
+    answers: dict[int, tuple[FakeRequest, list[int]]] = {}  # by slot
+    sample = FakeWorker._sample_one
+
+    def answer(request: FakeRequest) -> list[int]:
+        prompt = tokenizer.decode(request.ids[: request.slot.prompt_tokens], skip_special_tokens=False)
+        text = scripted_answer(prompt)
+        if text is None:
+            return []
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if grammar := decode(request.slot.sampling).grammar:
+            matcher = new_matcher(table(), grammar)
+            accepted = matcher.try_consume_tokens(ids)
+            if accepted < len(ids) or not matcher.is_accepting():
+                ahead = tokenizer.decode(ids[:accepted])
+                request.fault = f"the grammar does not allow this to go on, or to end, behind {ahead!r}: {text!r}"
+        return [*ids, end]
+
+    def sample_one(self: FakeWorker, slot: int) -> Any:
+        request = self._slots[slot]
+        if answers.get(slot, (None,))[0] is not request:
+            answers[slot] = request, answer(request)
+        ids, at = answers[slot][1], len(request.ids) - request.slot.prompt_tokens
+        (token, logprob, tops), draft = sample(self, slot)
+        if at < len(ids):
+            request.ids[-1] = token = ids[at]
+        return (token, logprob, tops), draft
+
+    FakeWorker._sample_one = sample_one  # type: ignore[method-assign]
+
+
+def scripted_answer(prompt: str) -> str | None:
+    """The text with which the prompt's latest script goes on. None if it has no script."""
+    end = len(prompt)
+    while (at := prompt.rfind(SCRIPT, 0, end)) >= 0:
+        rest, end = prompt[at + len(SCRIPT) :], at
+        try:
+            texts, _ = json.JSONDecoder().raw_decode(rest.lstrip())
+        except json.JSONDecodeError:  # quoted in a call
+            continue
+        turn = rest.count("<|im_start|>assistant") - 1
+        if turn >= len(texts):
+            return f"The script has {len(texts)} answers, and this is number {turn + 1}."
+        text = str(texts[turn])
+        if prompt.endswith(THOUGHT_END):  # the client wants no reasoning
+            text = text.rpartition(THOUGHT_END)[2]
+        last = prompt.split("<|im_start|>")[-2].partition("\n")[2].removesuffix("\n").removesuffix("<|im_end|>")
+        return text.replace(RESULT, last)
+    return None
+
+
+if sys.orig_argv[-2:-1] == ["worker"]:
+    _in_worker()
