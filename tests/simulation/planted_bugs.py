@@ -246,7 +246,7 @@ PLANTED_BUGS = {
         TokenizerPool, "_resubmit", does_nothing, seed=0, faults=SCHEDULER_KILLS, patience=60.0
     ),
     "tokenizer leaves requests at a replica whose worker does not compute": PlantedBug(
-        TokenizerPool, "_move_stranded", does_nothing, seed=3, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
+        TokenizerPool, "_move_requests", does_nothing, seed=3, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
     ),
     "tokenizer does not tell a new scheduler of adapters": PlantedBug(
         TokenizerPool,
