@@ -1,10 +1,12 @@
 """Client libraries, unmodified, against a real server with the demo model.
 
-Their pinned dependencies conflict, so each group runs its check_GROUP*.py in its own environment (environments.py).
-All groups use the same servers at the same time.
+The pinned dependencies of those in Python conflict, so each group runs its check_GROUP*.py in its own environment
+(environments.py). Those in JavaScript share one, in which each node/check_*.mjs runs. All use the same servers at the
+same time.
 """
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,26 +14,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.environments import GROUPS, ROOT, environment
+from tests.clients.environments import GROUPS, NODE, ROOT, environment, node_environment
 from tests.live.server import Server, SharedServers
 from tests.models import pooling_model
 
 pytestmark = pytest.mark.live
 
 KEY = "the key"
+NODE_CHECKS = {f"node-{path.stem.removeprefix('check_')}": path.name for path in sorted(NODE.glob("check_*.mjs"))}
 
 
 @pytest.fixture(scope="module")
 def outcomes(
     demo_model: Path, tiny_llama: Path, shared_server: SharedServers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[str]]]:
-    """The failures of each group's checks; "" if they pass."""
+    """The failures of each group's checks, and of each in JavaScript; "" if they pass."""
     directory = tmp_path_factory.mktemp("clients")
     guarded = ("--model-id", str(tiny_llama), "--worker", "scripted", "--api-key", KEY)
     with (
-        ThreadPoolExecutor(len(GROUPS)) as pool,
+        ThreadPoolExecutor(len(GROUPS) + len(NODE_CHECKS)) as pool,
         Server(directory / "guarded", *guarded) as guarded_server,
     ):
+        node = pool.submit(node_environment)
         pythons = {group: pool.submit(environment, group) for group in GROUPS}
         guarded_server.start()
         demo = shared_server("--model-id", str(demo_model))
@@ -45,28 +49,35 @@ def outcomes(
             "TGI_KEY": KEY,
         }
         environ = {"PATH": os.environ["PATH"], "HOME": str(directory), **addresses}
-        yield {group: pool.submit(check, group, pythons[group].result(), environ, demo) for group in GROUPS}
+        outcomes = {group: pool.submit(check, group, pythons[group].result(), environ, demo) for group in GROUPS}
+        program, modules = node.result()
+        shutil.copytree(NODE, directory / "node")
+        (directory / "node" / "node_modules").symlink_to(modules)
+        for name, file in NODE_CHECKS.items():
+            command = [str(program), "--test", "--test-reporter=spec", file]
+            outcomes[name] = pool.submit(run, name, command, directory / "node", environ, demo)
+        yield outcomes
 
 
 def check(group: str, python: Path, environ: dict[str, str], server: Server) -> str:
     """Runs a group's checks in its environment, without this project's configuration of pytest."""
     checks = sorted(map(str, Path(__file__).parent.glob(f"check_{group.replace('-', '_')}*.py")))
     pytest_alone = ("-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "-p", "no:cacheprovider")
-    done = subprocess.run(
-        [str(python), *pytest_alone, "-q", "--tb=short", "--color=no", "--disable-warnings", *checks],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
+    options = ("-q", "--tb=short", "--color=no", "--disable-warnings")
+    return run(group, [str(python), *pytest_alone, *options, *checks], ROOT, environ, server)
+
+
+def run(name: str, command: list[str], directory: Path, environ: dict[str, str], server: Server) -> str:
+    """Runs checks: "", or what they and the server say."""
+    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True)
     if done.returncode == 0:
         return ""
     log = "".join(line for line in server.output["up"] if " INFO " not in line)
-    return f"{group} in {python.parent.parent}:\n{done.stdout}{done.stderr}\nThe server's log:\n{log}"
+    return f"{name} by {command[0]}:\n{done.stdout}{done.stderr}\nThe server's log:\n{log}"
 
 
 @pytest.mark.timeout(600)  # the first run downloads and installs
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [*GROUPS, *NODE_CHECKS])
 def test_client(group: str, outcomes: dict[str, Future[str]]) -> None:
     if failures := outcomes[group].result():
         pytest.fail(failures, pytrace=False)

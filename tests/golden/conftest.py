@@ -10,9 +10,15 @@ import pytest
 from tests.api.conftest import LIMITS, READY, Front, request
 from tests.golden.reader import Exchange
 from tests.golden.scripts import SCRIPTS
-from tgi.microkernel.messages.protocol import Cancel, Generate, Status
+from tgi.microkernel.messages.protocol import Cancel, Generate, ModelSource, ModelTask, Status
 from tgi.microkernel.settings.table import Settings
 
+# States in which another kind of model is served.
+MODELS = {
+    "an embedding model": ModelSource(task=ModelTask.EMBED, prompts=["query"]),
+    "a reranker": ModelSource(task=ModelTask.CLASSIFY, labels=["LABEL_0"]),
+    "a classifier": ModelSource(task=ModelTask.CLASSIFY, labels=["no", "maybe", "yes"]),
+}
 LOADING = Status(False, True, "loading weights", 40)
 STALLED = Status(True, False, "the worker finishes no step", 100, LIMITS)
 
@@ -24,7 +30,8 @@ def front_for() -> Iterator[Callable[[Exchange], Front]]:
     with tempfile.TemporaryDirectory(prefix="tgi") as folder:
 
         def find(exchange: Exchange) -> Front:
-            state = exchange.given if exchange.given in ("loading weights at 40%", "no step has finished") else ""
+            states = ("loading weights at 40%", "no step has finished", *MODELS)
+            state = exchange.given if exchange.given in states else ""
             key = f"{state} {sorted(exchange.server)}"
             if key not in fronts:
                 values = {"validation_workers": 1, "hostname": "127.0.0.1"} | exchange.settings
@@ -49,6 +56,7 @@ def _enter_state(front: Front, state: str) -> None:
         while front.get("/health").headers.get("x-startup-stage") != "loading weights 40%":
             pass
         return
+    tokenizer.source = MODELS.get(state, tokenizer.source)
     tokenizer.start(READY)
     front.until_ready()
     if state == "no step has finished":

@@ -7,7 +7,7 @@ Every answer says that the prompt has 3 tokens (a chat's: 12 characters), and th
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import (
     AnswerPart,
     End,
@@ -219,11 +219,42 @@ def no_pieces() -> Answer:
     return lambda message: [Tokenized(message.rid, b"", b"", b"", b"")]
 
 
+def label(message: Generate) -> list[Any]:
+    """A question with labels: " a" and then A are likeliest; among the labels A is likelier than B, and 0 than 1."""
+    among = ("A", -0.25), ("B", -1.5), ("0", -0.5), ("1", -1.0)
+    listed = among[2:] if b"0|1" in message.grammar else among[:2]
+    top = tuple(Token(10 + at, text, logprob) for at, (text, logprob) in enumerate(listed))
+    if not message.grammar:
+        top = (A, Token(10, "A", -2.0), Token(12, "0", -2.5))
+    first = top[0]._replace(top=top)
+    return [*admitted(message), texts(message, first), end(message, FinishReason.LENGTH, first.text, 1)]
+
+
+def vectors(message: Generate) -> list[Any]:
+    """A vector of the lengths of a text and its pair, and of the sum of ids."""
+    assert message.pooling is not None
+    numbers = [
+        len(message.inputs) + 0.5,
+        float(len(message.pooling.pair or "")),
+        float(sum(unpack_int32(message.input_ids))),
+    ]
+    return [End(message.rid, FinishReason.LENGTH, prompt_tokens=5, vector=pack_column(FLOAT32, numbers))]
+
+
+def score(message: Generate) -> list[Any]:
+    """One number: how much longer the pair is than the text."""
+    assert message.pooling is not None
+    numbers = [float(len(message.pooling.pair or "") - len(message.inputs)) / 4]
+    return [End(message.rid, FinishReason.LENGTH, prompt_tokens=7, vector=pack_column(FLOAT32, numbers))]
+
+
 # A call of f as a model may write it, in tokens that complete a part of it or none.
 OPENING = Token(20, "<tool_call>", -0.5, True)
 NAME = Token(21, '{"name": "f", "arguments": ', -0.25, parts=((PartKind.CALL, "f"),))
 BEGIN = Token(22, '{"a":', -0.125, parts=((PartKind.ARGUMENTS, '{"a":'),))
 REST = Token(23, ' "é"}}', -0.75, parts=((PartKind.ARGUMENTS, ' "é"}'),))
+TEXT_BEGINS = Token(28, '{"input": "a\\', -0.5, parts=((PartKind.ARGUMENTS, '{"input": "a\\'),))
+TEXT_ENDS = Token(29, 'n\\"é"}}', -0.5, parts=((PartKind.ARGUMENTS, 'n\\"é"}'),))
 CLOSING = Token(24, "</tool_call>", -0.5, True)
 CALL = (OPENING, NAME, BEGIN, REST, CLOSING)
 # A token that ends content, calls f, and begins a call of g.
@@ -275,6 +306,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     '" a", " b", length | " b", " a", length, in turn': together((A, B), (B, A)),
     '" a", end of sequence | failure': second_fails,
     "a call of f": divided(FinishReason.EOS, *CALL, EOS),
+    "a call of n.f": divided(FinishReason.EOS, NAME._replace(parts=((PartKind.CALL, "n.f"),)), BEGIN, REST, EOS),
     "a call of f with top tokens": divided(FinishReason.EOS, NAME._replace(top=(NAME,)), BEGIN, REST, EOS),
     "text, and calls of f and g": divided(FinishReason.EOS, BOTH, REST, EOS),
     "a call of f, the rest of which the end brings": divided(
@@ -288,7 +320,11 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     "reasoning, then text": divided(FinishReason.EOS, THOUGHT, SAID, EOS),
     "reasoning that is cut off": divided(FinishReason.LENGTH, THOUGHT),
     "reasoning, then a call of f": divided(FinishReason.EOS, THOUGHT, NAME, BEGIN, REST, EOS),
+    "a call of f with a text": divided(FinishReason.EOS, NAME, TEXT_BEGINS, TEXT_ENDS, EOS),
     "a call of f | text, in turn": together((NAME, BEGIN, REST, EOS), (SHOWN, EOS)),
+    "labels": lambda: label,
+    "a vector of lengths": lambda: vectors,
+    "a score of lengths": lambda: score,
     "no pieces": no_pieces,
     "three pieces of \"a é\"": pieces([0, 0, 1], [0, 1, 4]),
     "three pieces of \"éa\", cut inside a character": pieces([0, 0, 1], [0, 1, 3]),

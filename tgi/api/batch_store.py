@@ -23,7 +23,7 @@ LIVE: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "can
 OUTPUT, ERROR = 0, 1  # the kind of a result; the lines of an uploaded file are of the kind 0
 # What rows count besides their content.
 FILE_BYTES, LINE_BYTES, BATCH_BYTES = 1 << 10, 64, 16 << 10
-BEAT_SECONDS, LOST_SECONDS = 1.0, 6.0
+BEAT_SECONDS, LOST_SECONDS = 1.0, 10.0
 # An upload that has made no progress for so long has ended with its front end.
 LOST_UPLOAD_SECONDS = 300.0
 
@@ -108,7 +108,7 @@ class BatchStore(SqliteStore):
     # --- files ---
 
     async def begin_upload(self, file: StoredFile) -> None:
-        """Begins a file without lines, which nobody sees before `finish_upload`."""
+        """Begins a file without lines, which is not shown before `finish_upload`."""
         values = (*file, 0, time.time())
         await self._run(lambda db: db.execute("INSERT INTO files VALUES(?,?,?,?,?,?,?,?,?,?,?,?)", values))
 
@@ -153,8 +153,10 @@ class BatchStore(SqliteStore):
         """A file of this owner."""
         return await self._run(lambda db: _file(db, owner, file_id))
 
-    async def files(self, owner: str, purpose: str | None, after: str | None, limit: int, newest_first: bool) -> Any:
-        """At most `limit` files behind the one named `after`: list[StoredFile]."""
+    async def files(
+        self, owner: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
+    ) -> list[StoredFile]:
+        """At most `limit` files behind the one named `after`."""
         order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
         where = "owner=:owner AND complete AND (:purpose IS NULL OR purpose=:purpose)"
         query = (

@@ -54,6 +54,7 @@ MAX_ERRORS = 100  # that are told of a file
 # Between two looks for batches that another front end has left.
 LOOK_SECONDS = 1.0
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+LOG_SECONDS = 10.0
 RETRIED = (429, 499, 503)  # 499: the request was given up
 UNANSWERED = {
     "cancelled": BatchLineError("batch_cancelled", "The batch was cancelled before this request was answered"),
@@ -128,6 +129,7 @@ class _BatchRun:
         self._ending: BatchStatus = "completed"
         self._lost = False  # another front end has the batch
         self._in_flight = self._bytes_in_flight = 0  # requests, and the bytes of their lines
+        self._next_log = 0.0  # that the store is not available
         self._room = asyncio.Event()  # something in flight has ended
 
     async def run(self) -> None:
@@ -160,9 +162,13 @@ class _BatchRun:
                 self._given_up.set()
                 return
             if (ending := self._early_end(lease)) is not None and lease.status != "finalizing":
-                self._ending = ending
-                self._given_up.set()
+                self._give_up(ending)
             await asyncio.sleep(BEAT_SECONDS)
+
+    def _give_up(self, ending: BatchStatus) -> None:
+        """Ends the requests in flight, and then the batch."""
+        self._ending = ending
+        self._given_up.set()
 
     def _early_end(self, lease: Lease) -> BatchStatus | None:
         if lease.status == "cancelling" or self._client is None:
@@ -205,7 +211,10 @@ class _BatchRun:
         batch.status = "failed" if problems else "in_progress"
         members = {"errors": BatchErrors(problems)} if problems else {}
         if not await self._kept(self._store.move, batch.id, ("validating",), batch.status, **members):
-            batch.status = "cancelling"
+            found = await self._kept(self._store.batch, self._owner, batch.id)
+            batch.status = (
+                "failed" if found is None else found.status
+            )  # another front end was first, or it was cancelled
 
     async def _lines(self) -> AsyncIterator[tuple[int, bytes]]:
         """The lines that have no result, with their numbers from 0 on."""
@@ -243,7 +252,10 @@ class _BatchRun:
         try:
             request, name = _decode_line(line), self._request_id(number)
             seconds = RETRY_SECONDS
-            while not self._given_up.is_set() and (client := self._client) is not None:
+            while not self._given_up.is_set():
+                if (client := self._client) is None:
+                    self._give_up("cancelled")
+                    return
                 keys = {CLIENT_KEY: client}
                 headers = {"x-request-id": name}
                 response = await send_request(
@@ -304,7 +316,9 @@ class _BatchRun:
             try:
                 return await call(*args, **members)
             except StoreUnavailable as error:
-                log.error("The batch %s waits: %s", self._batch.id, error)
+                if (now := time.monotonic()) > self._next_log:
+                    self._next_log = now + LOG_SECONDS
+                    log.error("The batch %s waits: %s", self._batch.id, error)
                 await asyncio.sleep(RETRY_SECONDS)
 
 

@@ -65,6 +65,10 @@ ANTHROPIC_TYPES = {
 }
 
 
+# By the field that an error is about. Anthropic's SDKs go on without a thread when they read this one.
+ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+
+
 class ApiError(Exception):
     """A request that is rejected or has failed. `param` is the path of the field that the error is about, in the
     request's own names. `counted` is its label in tgi_request_failure, or "" if it is not counted."""
@@ -106,7 +110,8 @@ class ApiError(Exception):
     def anthropic_body(self, request_id: str | None = None) -> bytes:
         """The body in Anthropic's format, which is the data of an event, too."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return msgspec.json.encode(MessageError(MessageFailure(kind, self.message), request_id))
+        details = ANTHROPIC_DETAILS.get(self.param or "", msgspec.UNSET)
+        return msgspec.json.encode(MessageError(MessageFailure(kind, self.message, details), request_id))
 
     def openai_event_data(self) -> bytes:
         """The data of an event in OpenAI's format."""

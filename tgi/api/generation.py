@@ -226,13 +226,24 @@ async def run_generations(
 
     Raises ApiError if one fails or does not pass `check_result`, and ClientDisconnected.
     """
+    await complete_generations(service, req, generations)
+    for generation in generations:
+        if generation.end is not None and (error := check_result(generation, generation.end)):
+            raise error
+    return record_finished(generations)
+
+
+async def complete_generations(service: Service, req: Request, generations: Sequence[Generation]) -> None:
+    """Submits generations of one create_generations and waits for all of them. Raises ApiError if one fails, and
+    ClientDisconnected."""
     await service.run_requests(generations, req)
     for generation in generations:
         if generation.end is not None and (error := errors.from_end(generation.end, streaming=False)):
             raise error
-    for generation in generations:
-        if generation.end is not None and (error := check_result(generation, generation.end)):
-            raise error
+
+
+def record_finished(generations: Sequence[Generation]) -> list[FinishedGeneration]:
+    """Counts all generations of a request, which have ended successfully."""
     finished = []
     for generation in generations:
         assert generation.end is not None

@@ -96,7 +96,7 @@ class JsonBody(Generic[T]):
             reason = error.__cause__.reason if isinstance(error.__cause__, ShapeError) else ""
             if map_entry and not reason:
                 reason = f"invalid entry: {msgspec_reason}"
-            if isinstance(error.__cause__, ShapeError) and error.__cause__.field:
+            if isinstance(error.__cause__, ShapeError) and error.__cause__.field and not map_entry:
                 path.append(error.__cause__.field)
             depth = len(path)
             if (enum := _cut_to_untagged_enum(self._type, path)) and not (reason and len(path) == depth):
@@ -118,6 +118,11 @@ class JsonBody(Generic[T]):
         if unknown := _UNKNOWN_FIELD.match(reason):
             return f"unknown field {unknown['name']}"
         kind = _type_at(self._type, path)
+        tags = [
+            one.tag for one in _variants(kind) if isinstance(one, msgspec.inspect.StructType) and one.tag is not None
+        ]
+        if reason.startswith("Invalid value ") and tags:
+            return f"unknown variant `{value}`, expected one of {', '.join(f'`{tag}`' for tag in tags)}"
         if reason.startswith("Invalid enum value") and isinstance(value, str):
             literal = _without_null(kind)
             choices = literal.values if isinstance(literal, msgspec.inspect.LiteralType) else ()
@@ -249,11 +254,28 @@ def _type_at(kind: Any, path: Path) -> Any:
     return kind
 
 
+def _variants(kind: Any) -> list[Any]:
+    """The types of a union, or the type itself, without metadata."""
+    if isinstance(kind, msgspec.inspect.Metadata):
+        return _variants(kind.type)
+    return (
+        [one for each in kind.types for one in _variants(each)]
+        if isinstance(kind, msgspec.inspect.UnionType)
+        else [kind]
+    )
+
+
 def _member_type(kind: Any, step: str | int) -> Any:
-    kind = _without_null(kind)
-    if isinstance(kind, msgspec.inspect.StructType):
-        return next(field.type for field in kind.fields if field.encode_name == step)
-    return kind.item_type if isinstance(kind, msgspec.inspect.ListType) else kind
+    """The type of a member: of the first type of a union that has it."""
+    for one in _variants(kind):
+        if isinstance(one, msgspec.inspect.StructType):
+            if (found := next((field.type for field in one.fields if field.encode_name == step), None)) is not None:
+                return found
+        elif isinstance(one, msgspec.inspect.ListType) and isinstance(step, int):
+            return one.item_type
+        elif isinstance(one, msgspec.inspect.DictType):
+            return one.value_type
+    return kind
 
 
 def _cut_to_untagged_enum(kind: Any, path: Path) -> str:

@@ -17,6 +17,7 @@ from tgi.api.shapes import (
     chat,
     cloud,
     completions,
+    decisions,
     info,
     kserve,
     messages,
@@ -41,6 +42,7 @@ SHAPES = (
     batches,
     cloud,
     pooling,
+    decisions,
 )
 TAG = "Text Generation Inference"
 KEY = "key"

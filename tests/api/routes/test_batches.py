@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Front, Reply, request, standard
+from tests.api.conftest import Front, Reply, request, silent, standard, texts
 from tgi.api import batch_store, sqlite_store
 from tgi.api.batch_store import ERROR, OUTPUT, BatchStore, StoredFile, StoreFull
 from tgi.api.routes import batches as routes
@@ -306,6 +306,71 @@ def test_a_request_that_finds_the_server_overloaded_is_sent_again(front: Front) 
     front.tokenizers[0].answer = answer
     done = ended(front, create(front, lines(line(0))))
     assert (done["status"], done["request_counts"]["completed"], len(refused)) == ("completed", 1, 2)
+
+
+def test_a_batch_waits_while_the_disk_is_full(front: Front) -> None:
+    store, tokenizer = front.service.batches, front.tokenizers[0]
+
+    def limit_pages(pages: int) -> None:
+        limit = f"PRAGMA max_page_count={pages}"
+        store._thread.submit(lambda: store._connection.execute(limit)).result()  # type: ignore[union-attr]
+
+    tokenizer.answer = silent
+    wide = "x" * 3000
+    batch = create(front, lines(*(line(number, custom_id=f"{number} {wide[:500]}") for number in range(40))))
+    held = [tokenizer.next(Generate) for _ in range(2)]  # as many as the key may have at once
+    limit_pages(1)  # the present size
+    tokenizer.answer = lambda message: answer_wide(message, wide)
+    tokenizer.send(*(one for message in held for one in answer_wide(message, wide)))
+    while upload(front, wide.encode()).status != 503:
+        time.sleep(0.01)
+    assert shown(front, batch)["request_counts"]["completed"] < 40
+    limit_pages(1 << 30)
+    done = ended(front, batch)
+    assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+    names = [one["custom_id"].split()[0] for one in content(front, done["output_file_id"])]
+    assert names == [str(number) for number in range(40)]
+
+
+def test_a_batch_that_another_front_end_has_checked_meanwhile(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = front.service.batches
+    set_total = store.set_total
+
+    async def be_late(batch_id: str, total: int) -> None:
+        await set_total(batch_id, total)
+        await store.move(batch_id, ("validating",), "in_progress")  # the other front end's
+
+    monkeypatch.setattr(store, "set_total", be_late)
+    done = ended(front, create(front, lines(line(0), line(1))))
+    assert (done["status"], done["request_counts"]["completed"]) == ("completed", 2)
+
+
+def test_a_batch_ends_with_the_key_of_its_client(front: Front) -> None:
+    front.tokenizers[0].answer = silent
+    batch = create(front, lines(*(line(number) for number in range(4))))
+    held = [front.tokenizers[0].next(Generate) for _ in range(2)]
+    front.service.clients._set_keys(("other",))
+    front.tokenizers[0].send(*(one for message in held for one in standard(message)))
+    assert get(front, f"/v1/batches/{batch['id']}").status == 401
+    assert [front.tokenizers[0].received.empty() for _ in range(3)] == [True] * 3
+    while asyncio.run(as_kept(front, batch)).status in LIVE:
+        time.sleep(0.02)
+    front.service.clients._set_keys(front.settings.api_key)
+    done = shown(front, batch)
+    assert (done["status"], sum(done["request_counts"].values())) == ("cancelled", 8)
+
+
+async def as_kept(front: Front, batch: dict[str, Any]) -> BatchObject:
+    owner = front.service.batches._thread.submit(
+        lambda: front.service.batches._connection.execute("SELECT owner FROM batches").fetchone()[0]  # type: ignore[union-attr]
+    ).result()
+    found = await front.service.batches.batch(owner, batch["id"])
+    assert found is not None
+    return found
+
+
+def answer_wide(message: Generate, text: str) -> list[Any]:
+    return [texts(message.rid, (5, text, -0.3, False)), End(message.rid, FinishReason.LENGTH, "", text, 3, 1)]
 
 
 # --- the store ---

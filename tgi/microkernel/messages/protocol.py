@@ -91,6 +91,7 @@ class PredecessorState(NamedTuple):
 
     suspects: list[SuspectRecord]
     last_exit: LastExit | None = None
+    adapter_changes: list["UpdateAdapter"] = []  # by name the latest that is wanted, see WorkerAdapters
 
 
 class ModelTask(StrEnum):
@@ -223,7 +224,6 @@ class LoadedAdapter(NamedTuple):
     name: str
     path: str  # its directory
     digest: bytes
-    stamp: int = 0  # of the UpdateAdapter that has loaded it; 0: it was loaded at start
 
 
 class UpdateAdapter(NamedTuple):

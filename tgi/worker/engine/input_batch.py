@@ -262,6 +262,7 @@ class Slots:
         if (ends := self.params.end_ids[slot]) is not None:
             _require_within(ends, self.vocab_size, "end id")
         _require_within(_int64_column(params.bad_word_ids), self.vocab_size, "bad word id")
+        _require_within(_int64_column(params.reasoning_close_ids), self.vocab_size, "closing id")
         self.ids[slot, : len(ids)] = copy_to_device(ids.astype(np.int32), self.ids.device)
         self.prompt_logprobs_from[slot] = new.prompt_logprobs_from
         self.prompt_top_n[slot] = min(new.prompt_top_n, self.vocab_size)
@@ -269,7 +270,7 @@ class Slots:
         self.num_computed[slot] = NEW
         self.num_pages[slot] = 0
         self._cache_salts[slot] = params.adapter_digest
-        self._grammars.assign_slot(slot, params.grammar, ids[new.prompt_tokens :].tolist())
+        self._grammars.assign_slot(slot, params, ids[new.prompt_tokens :].tolist())
         self._assign_adapter(slot, params)
 
     def _assign_adapter(self, slot: int, params: SamplingParams) -> None:
