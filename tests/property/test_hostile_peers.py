@@ -10,7 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from tests.property.test_codec import messages, values
 from tests.scheduler.simulation import Simulation, expected_ids
@@ -27,6 +27,7 @@ from tgi.microkernel.messages.protocol import (
     End,
     FinishReason,
     Generate,
+    HeldPages,
     Hello,
     PromptLogprobs,
     RequestContext,
@@ -160,6 +161,7 @@ tampered = st.sampled_from([name for name in StepResult._fields if name not in (
 
 @settings(max_examples=150, deadline=None)
 @given(st.booleans(), st.lists(st.none() | tampered | from_a_worker.filter(travels), max_size=20))
+@example(True, [HeldPages(b"\0" * 4, b"\0"), Status(True, True, "", 0, None)])
 def test_scheduler_survives_any_message_of_a_worker(ready: bool, hostile: list[Any]) -> None:
     """None: a step is planned. A pair: one is planned, and answered with another value in a field."""
     simulation = Simulation(WORKER, SchedulerConfig())

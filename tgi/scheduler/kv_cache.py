@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from itertools import compress
 from operator import eq
 
-from tgi.microkernel.messages.codec import INT32, unpack_int32
+from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, unpack_int32
 from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages
 from tgi.scheduler.request import Request
 
@@ -154,7 +154,11 @@ class KVCacheManager:
     def adopt(self, held: Iterable[HeldPages]) -> int:
         """Publishes pages that the worker has computed for an earlier scheduler. To be called before any page is
         allocated. Returns the number of pages that can be found now."""
-        whole = [one for one in held if len(one.token_ids) == len(one.page_ids) * self._page_size]
+        whole = [
+            one
+            for one in held
+            if len(one.token_ids) == len(one.page_ids) * self._page_size and len(one.page_ids) % ITEM_BYTES == 0
+        ]
         return self.pool.adopt((one.cache_salt, one.token_ids, unpack_int32(one.page_ids)) for one in whole)
 
     def check(self, batch: list[Request]) -> None:
