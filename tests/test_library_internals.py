@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from prometheus_client.mmap_dict import MmapedDict
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import Server, ServerState
 
@@ -17,6 +18,7 @@ SOURCES = {
     RequestResponseCycle: ("e67d470d435dcc1c", HTTP_SERVER),
     Server: ("06e799f7c58f8be6", HTTP_SERVER),
     ServerState: ("f2260fbf10154746", HTTP_SERVER),
+    MmapedDict: ("6e06f65ed9e69bbe", "MetricStore"),
 }
 
 
@@ -30,7 +32,7 @@ def test_internals_are_the_known_ones(cls: type) -> None:
     )
 
 
-@pytest.mark.parametrize("library", ["uvicorn"])
+@pytest.mark.parametrize("library", ["uvicorn", "prometheus-client"])
 def test_no_other_minor_version_is_installed(library: str) -> None:
     major, minor, *_ = version(library).split(".")
     assert f"{library}>={major}.{minor},<{major}.{int(minor) + 1}" in REQUIREMENTS.read_text().splitlines(), (

@@ -1,6 +1,6 @@
 """Samples of metrics: each process writes its own to memory-mapped files, and readers add up those of all processes.
 
-A process has two files (`SampleFile`: keys and doubles), one for sums and one for gauges. A key is
+A process has two files (prometheus_client's MmapedDict: keys and doubles), one for sums and one for gauges. A key is
 JSON: [series, label values, part]. The part of a counter or a gauge is null. A distribution has the part "sum", and one
 part per bucket that was hit (its upper bound) or, in a summary, per distinct value.
 
@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from math import fsum, inf, nextafter
-from mmap import mmap
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.mmap_dict import MmapedDict
 
 from tgi.microkernel.host.mapped_file import map_file
 
@@ -41,7 +42,8 @@ Parts = dict[Any, float]
 
 # Initial size of a file; it doubles when it is full.
 FILE_BYTES = 1 << 16
-HEAD, LENGTH, NUMBER = struct.Struct("=I4x"), struct.Struct("=I"), struct.Struct("=d")
+# What an entry of a file needs besides its key, at most.
+ENTRY_BYTES = 32
 
 
 class MetricStore:
@@ -58,74 +60,53 @@ class MetricStore:
         try:
             if kind not in self._files:
                 self._files[kind] = SampleFile(self.directory / f"{kind}_{os.getpid()}.db")
-            return self._files[kind].number(key)
+            self._files[kind].reserve(key)
         except OSError as error:
             if not self._complained:
                 self._complained = True
                 log.error("metrics are missing: cannot write to %s: %s", self.directory, error.strerror)
-            return StoredNumber(None)
+            return StoredNumber(None, key)
+        return StoredNumber(self._files[kind].numbers, key)
 
 
 class SampleFile:
-    """A metric file that is open for writing: the number of bytes in use, then entries of a key's length, the key,
-    padding to a multiple of 8 bytes, and a double. Other processes read it meanwhile."""
+    """A metric file that is open for writing, with disk space for its entries."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if the disk is full, ValueError or struct.error if an existing file is damaged."""
+        """Raises OSError if the disk is full."""
+        map_file(path, FILE_BYTES).close()
+        numbers: Any = MmapedDict(str(path))  # type: ignore[no-untyped-call]
+        self.numbers = numbers
         self._path = path
-        self._map = map_file(path, FILE_BYTES)
-        self._used = HEAD.unpack_from(self._map)[0] or HEAD.size
-        if self._used > len(self._map):
-            self._map = map_file(path, path.stat().st_size)
-        self._positions = {key: at for key, at, _ in _entries(self._map)}
+        self._size = path.stat().st_size
+        self._used = ENTRY_BYTES  # the head
+        for key, *_ in self.numbers.read_all_values():
+            self._used += ENTRY_BYTES + len(key)
 
-    def number(self, key: str) -> "StoredNumber":
-        """The number of a key, 0 if it is new. Raises OSError if the disk is full."""
-        if key not in self._positions:
-            self._append(key)
-        return StoredNumber(self._map, self._positions[key])
-
-    def _append(self, key: str) -> None:
-        encoded = key.encode()
-        entry = LENGTH.pack(len(encoded)) + encoded
-        entry += bytes(-len(entry) % NUMBER.size) + NUMBER.pack(0.0)
-        end = self._used + len(entry)
-        while end > len(self._map):  # numbers that are in use keep the smaller mapping of the same file
-            self._map = map_file(self._path, 2 * len(self._map))
-        self._map[self._used : end] = entry
-        self._map[: HEAD.size] = HEAD.pack(end)  # now readers see it
-        self._used = end
-        self._positions[key] = end - NUMBER.size
-
-
-def _entries(data: bytes | mmap) -> Iterator[tuple[str, int, float]]:
-    """Key, position and number of each entry of a metric file. Raises ValueError or struct.error if it is damaged."""
-    (used,) = HEAD.unpack_from(data)
-    at = HEAD.size
-    while at < used:
-        (length,) = LENGTH.unpack_from(data, at)
-        begin, at = at + LENGTH.size, at + LENGTH.size + length
-        at += -at % NUMBER.size
-        (number,) = NUMBER.unpack_from(data, at)
-        yield str(data[begin : begin + length], "utf-8"), at, number
-        at += NUMBER.size
+    def reserve(self, key: str) -> None:
+        """Allocates the space for another entry. Raises OSError if the disk is full."""
+        used = self._used + ENTRY_BYTES + len(key)
+        if used > self._size:
+            map_file(self._path, 2 * self._size).close()
+            self._size *= 2
+        self._used = used
 
 
 class StoredNumber:
     """A double in a file. Keeps a copy, since reading the file is slow."""
 
-    __slots__ = ("_at", "_map", "_value")
+    __slots__ = ("_file", "_key", "_value")
 
-    def __init__(self, mapped: mmap | None, at: int = 0) -> None:
-        """`at`: its position in the mapped file. None: the number is not stored."""
-        self._map, self._at = mapped, at
-        self._value: float = 0.0 if mapped is None else NUMBER.unpack_from(mapped, at)[0]
+    def __init__(self, file: Any, key: str) -> None:
+        """`file`: a MmapedDict; None: the number is not stored."""
+        self._file, self._key = file, key
+        self._value: float = 0.0 if file is None else file.read_value(key)[0]
 
     def set(self, value: float) -> None:
         """Sets the value."""
         self._value = value
-        if self._map is not None:  # in one piece: struct's pack_into writes zeros first
-            self._map[self._at : self._at + NUMBER.size] = NUMBER.pack(value)
+        if self._file is not None:
+            self._file.write_value(self._key, value, 0.0)
 
     def add(self, amount: float) -> None:
         """Adds to the value."""
@@ -259,7 +240,9 @@ def _fold(files: list[Path], into: Path) -> None:
     draft.unlink(missing_ok=True)  # left by a supervisor that was killed
     written = SampleFile(draft)
     for key, values in _collected([into, *files]).items():
-        written.number(key).set(_at_least(values))
+        written.reserve(key)
+        written.numbers.write_value(key, _at_least(values), 0.0)
+    written.numbers.close()
     draft.replace(into)
     for path in files:
         path.unlink()
@@ -298,14 +281,14 @@ def _collected(files: Iterable[Path]) -> dict[str, list[float]]:
 def _numbers(path: Path) -> Iterator[tuple[str, float]]:
     """The entries of one file, whose process may be writing, or have died during a write."""
     try:
-        if not (data := path.read_bytes()):
+        if path.stat().st_size == 0:
             return  # just created
-        for key, _, value in _entries(data):
+        for key, value, _, _ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
             _parse(key)
             yield key, value
     except FileNotFoundError:
         return  # the process has just ended
-    except (OSError, ValueError, TypeError, struct.error) as error:
+    except (OSError, RuntimeError, ValueError, TypeError, struct.error) as error:
         log.warning("The rest of %s cannot be read and is missing from the metrics: %s", path, error)
 
 
