@@ -10,7 +10,7 @@ from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import SlotAssignment
-from tgi.scheduler.kv_cache import PagePool
+from tgi.scheduler.kv_cache import ROOT_PREFIX, PagePool
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
@@ -205,11 +205,11 @@ def test_instructions_per_page() -> None:
     one takes its key, the same lookup and a name."""
     pool = PagePool(2000, 16)
     column = pack_column(INT32, range(16 * 1000))
-    _, prefix = pool.find_prefix(b"", column, 0)
+    prefix = ROOT_PREFIX
     pages = pool.allocate(1000)
     made = per_item(lambda count: partial(pool.publish, prefix, pages[:count], column), 100, 900)
     pool.publish(prefix, pages, column)
-    held = per_item(lambda count: partial(pool.find_prefix, b"", column, count), 100, 900)
+    held = per_item(lambda count: partial(pool.find_prefix, prefix, column, count), 100, 900)
     assert held.instructions <= 48
 
     def idle(count: int) -> Callable[[], object]:
@@ -217,7 +217,7 @@ def test_instructions_per_page() -> None:
         pages = pool.allocate(1000)
         pool.publish(prefix, pages, column)
         pool.release(pages)
-        return partial(pool.find_prefix, b"", column, count)
+        return partial(pool.find_prefix, prefix, column, count)
 
     assert per_item(idle, 100, 900).instructions <= 51
     assert made.instructions <= 46
