@@ -143,8 +143,8 @@ class Request:
         self.prompt_top_n = 0
         if add.prompt_logprobs_from or add.prompt_top_n:
             self._set_prompt_logprobs(add.prompt_logprobs_from, add.prompt_top_n)
-        if self.extras:
-            self._check_extras()
+        if fault := extras_out_of_range(self.extras, tokens):
+            raise ValueError(fault)
         if add.resume_ids:
             token_ids.frombytes(add.resume_ids)
         self.max_total_tokens = max_total_tokens = tokens + add.max_new_tokens
@@ -164,13 +164,6 @@ class Request:
             raise ValueError(f"prompt_logprobs_from is {begin} and prompt_top_n {top_n}")
         self.prompt_logprobs_from = min(begin or self.prompt_tokens, self.prompt_tokens)
         self.prompt_top_n = top_n
-
-    def _check_extras(self) -> None:
-        positions = [extra.position for extra in self.extras]
-        if positions != sorted(positions) or positions[0] < 0 or positions[-1] >= self.prompt_tokens:
-            raise ValueError(f"the extras of the pages are at {positions} of a prompt of {self.prompt_tokens} tokens")
-        if (longest := max(len(extra.digest) for extra in self.extras)) > MAX_EXTRA_BYTES:
-            raise ValueError(f"an extra of a page has {longest} bytes, at most {MAX_EXTRA_BYTES} are possible")
 
     def add_page(self, pages: list[int], page_size: int) -> None:
         """Appends a page of `page_size` tokens to each of its page tables."""
@@ -221,6 +214,18 @@ class Request:
 def page_extras(cache_salt: bytes, extras: Iterable[PageExtra]) -> list[PageExtra]:
     """All that the content of pages depends on besides ids, in the order of positions."""
     return [*([PageExtra(0, cache_salt)] if cache_salt else []), *extras]
+
+
+def extras_out_of_range(extras: list[PageExtra], tokens: int) -> str:
+    """Why pages of this many tokens cannot have these extras, in words; "" if they can."""
+    last = 0
+    for position, digest in extras:
+        if not last <= position < tokens:
+            return f"an extra of a page is at position {position} of {tokens}, after one at {last}"
+        if len(digest) > MAX_EXTRA_BYTES:
+            return f"an extra of a page has {len(digest)} bytes, at most {MAX_EXTRA_BYTES} are possible"
+        last = position
+    return ""
 
 
 @lru_cache(maxsize=64)
