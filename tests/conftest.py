@@ -94,8 +94,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if MARKED.search(collection_path.read_text()) else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of files without a marker "fast"."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests of files without a marker "fast". Of several processes (-n) every second one begins with its
+    share of the live tests, which leave time to the others, the next one with slow tests. All end with fast ones, half
+    of which go to a process that has nothing left: so none waits for another at the end. The shares are contiguous,
+    since the tests of a file share its servers."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in MARKERS):
             item.add_marker("fast")
+    processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    if processes > 1:
+        live, slow, fast = ([item for item in items if kind_of(item) == kind] for kind in ("live", "slow", "fast"))
+        items[:] = [
+            item
+            for part in range(processes)
+            for kind in ((live, slow, fast), (slow, live, fast))[part % 2]
+            for item in share(kind, part, processes)
+        ]
+
+
+def kind_of(item: pytest.Item) -> str:
+    """Those that start servers, those that take seconds, and all others."""
+    if item.get_closest_marker("fast"):
+        return "fast"
+    return "live" if item.get_closest_marker("live") else "slow"
+
+
+def share(items: list[pytest.Item], part: int, parts: int) -> list[pytest.Item]:
+    return items[len(items) * part // parts : len(items) * (part + 1) // parts]

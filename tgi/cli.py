@@ -1,4 +1,4 @@
-"""The command `tgi`: up, one command per role, ps, top, restart, scale, reload, down, why, keys, import,
+"""The command `tgi`: up, one command per role, batch, ps, top, restart, scale, reload, down, why, keys, import,
 download-weights, plan, replay, print-schema and watermark.
 
 Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
@@ -28,7 +28,7 @@ SECTIONS = {
     "Server": ("up", "ps", "top", "restart", "scale", "reload", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("plan", "download-weights", "import"),
-    "Tools": ("replay", "print-schema", "watermark"),
+    "Tools": ("batch", "replay", "print-schema", "watermark"),
 }
 
 # Names from other servers (vLLM, SGLang, llama.cpp, Ollama, systemd) -> what to use here.
@@ -286,6 +286,30 @@ _role_command("tokenizer", "Run only the tokenizer pool.")
 _role_command("scheduler", "Run only the scheduler.")
 
 _role_command("worker", "Run only the worker.")
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("source", metavar="INPUT.jsonl", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.argument("output", metavar="OUTPUT.jsonl", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("arguments", metavar="[MODEL] [OPTIONS OF tgi up]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--url", help="URL of a running server; default: start one for these requests.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Key of the running server.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Requests at once.")
+def batch(
+    source: Path, output: Path, arguments: tuple[str, ...], url: str | None, api_key: str | None, concurrency: int
+) -> None:
+    """Answer the requests of a file.
+
+    Each line of INPUT.jsonl is a request as in OpenAI's Batch API: {"custom_id": "1", "method": "POST", "url":
+    "/v1/chat/completions", "body": {…}}. OUTPUT.jsonl has the results in the same order, with an error where there is
+    no answer. After Ctrl-C, or if it was killed, the same command goes on where it has stopped.
+    """
+    from tgi.batch import run_batch
+
+    if url is not None and arguments:
+        given = " ".join(arguments)
+        raise click.UsageError(f"With --url no server is started, so {given} has no effect: leave it out.")
+    run_batch(source, output, url, api_key, concurrency, arguments)
 
 
 def one_server_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -629,12 +653,12 @@ def replay(journal: Path) -> None:
     Compares them with the recorded ones, bit for bit. Exits with 1 at the first difference.
     """
     from tgi.scheduler.journal import read_journal
+    from tgi.scheduler.replay import describe
     from tgi.scheduler.replay import replay as repeat
-    from tgi.scheduler.replay import verdict
 
     recorded = read_journal(journal)
     divergence = repeat(recorded)
-    click.echo(verdict(recorded, divergence))
+    click.echo(describe(recorded, divergence))
     raise SystemExit(divergence is not None)
 
 
@@ -681,5 +705,5 @@ def watermark(
         f"{found.green} of {found.counted} tokens are green ({found.share:.1%}); by chance {gamma:.1%} would be."
     )
     click.echo(f"z = {found.z:.2f}, which happens by chance with probability {found.chance:.2g}.")
-    verdict = "The text carries the watermark" if found.marked else "No watermark was found"
-    click.echo(f"{verdict} of this model with gamma {gamma:g} on {device} (z must be above {Z_THRESHOLD:g}).")
+    found_or_not = "The text carries the watermark" if found.marked else "No watermark was found"
+    click.echo(f"{found_or_not} of this model with gamma {gamma:g} on {device} (z must be above {Z_THRESHOLD:g}).")

@@ -63,7 +63,7 @@ class Requests:
     def _step(self, slots: range, start: int, count: int, new: list[SlotAssignment]) -> Step:
         given = [(one.slot, one.slot * self._pages + page) for one in new for page in range(self._pages)]
         owners, pages = (pack_column(INT32, [pair[at] for pair in given]) for at in range(2))
-        draws = [int(start + count >= self._prompt)] * len(slots)
+        samples = [int(start + count >= self._prompt)] * len(slots)
         starts, counts = (pack_column(INT32, [value] * len(slots)) for value in (start, count))
         return Step(
             next(self._numbers),
@@ -74,7 +74,7 @@ class Requests:
             pack_column(INT32, slots),
             starts,
             counts,
-            pack_column(UINT8, draws),
+            pack_column(UINT8, samples),
         )
 
 

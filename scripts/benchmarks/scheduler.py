@@ -76,7 +76,7 @@ class Bench:
     def result(self) -> StepResult:
         """The worker's result for the oldest step."""
         step = self.steps.popleft()
-        rows = sum(step.draws)
+        rows = sum(step.samples)
         ids = pack_column(INT32, [self.random.randrange(40000) for _ in range(rows)])
         return StepResult(step.number, step.epoch, b"\1" * rows, ids, pack_column(FLOAT32, [-0.5] * rows), 1000)
 

@@ -15,7 +15,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from scripts.replica_simulation.workload import VOCAB_SIZE, Mix, Prompt, Workload, percentile
-from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.links.link import PeerId, ReplicaId
 from tgi.microkernel.messages.codec import FLOAT32, INT32, unpack_int32
 from tgi.microkernel.messages.protocol import (
     PROTOCOL,
@@ -184,7 +184,7 @@ class Replica:
     def finish_step(self, now: float) -> tuple[InFlightStep, float | None]:
         """The oldest step ends: its result goes to the scheduler. Returns it, and when the next one ends."""
         step, seconds = self._steps.popleft()
-        rows = len(step.drawing)
+        rows = len(step.sampling_requests)
         next_end = now + self._steps[0][1] if self._steps else None
         result = StepResult(
             step.message.number,
@@ -298,7 +298,7 @@ class Fleet:
         for view in self.views:
             for number in range(config.replicas):
                 peer = PeerId("scheduler", number, b"simulated")
-                view.connect(view.at(Place("", number)), peer, Hello(PROTOCOL, *peer), 0.0)
+                view.connect(view.at(ReplicaId("", number)), peer, Hello(PROTOCOL, *peer), 0.0)
         for number in range(config.replicas):
             self._report(number, Status(True, True, "", 100, config.limits))
             self._push_load(number)
@@ -374,7 +374,7 @@ class Fleet:
         began = time.thread_time()
         number = self._policy.choose(self, tokenizer, request)
         self._choice_seconds += time.thread_time() - began
-        self.views[tokenizer][Place("", number)].requests[rid] = request
+        self.views[tokenizer][ReplicaId("", number)].requests[rid] = request
         self._sent[rid] = Sent(prompt, self.now, tokenizer, counts)
         self._waiting.add(rid)
         self._consult_one_cache(prompt, counts)
@@ -394,7 +394,7 @@ class Fleet:
         step, next_end = replica.finish_step(self.now)
         if next_end is not None:
             self._schedule(next_end, _Event.STEP_ENDS, number)
-        for request in step.drawing[step.decode_rows :]:  # the prompts that end in this step
+        for request in step.sampling_requests[step.decode_rows :]:  # the prompts that end in this step
             if request.rid in self._waiting:
                 self._waiting.remove(request.rid)
                 sent = self._sent[request.rid]
@@ -428,7 +428,7 @@ class Fleet:
     def _end(self, number: int, end: End) -> None:
         sent = self._sent.pop(end.rid)
         assert end.generated_tokens == sent.prompt.answer, end
-        del self.views[sent.tokenizer][Place("", number)].requests[end.rid]
+        del self.views[sent.tokenizer][ReplicaId("", number)].requests[end.rid]
         self.replicas[number].change_load(-1, self.now)
         self._push_load(number)
         self._workload.ended(sent.prompt)
@@ -440,12 +440,12 @@ class Fleet:
 
     def _report(self, number: int, status: Status) -> None:
         for view in self.views:
-            view.set_status(view[Place("", number)], status)
+            view.set_status(view[ReplicaId("", number)], status)
 
     def _report_load(self, number: int, load: int) -> None:
         """The tokenizers that have requests at this replica get tokens of nearly every step."""
         for view in self.views:
-            if (seen := view[Place("", number)]).requests:
+            if (seen := view[ReplicaId("", number)]).requests:
                 seen.set_load(load)
 
     def _push_load(self, number: int) -> None:

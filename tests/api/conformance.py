@@ -58,6 +58,6 @@ def bodies(reply: Any, media: str) -> list[Any]:
     if media == "application/json":
         return [json.loads(reply.body)]
     if media != "text/event-stream":
-        return [reply.body.decode()]
+        return [reply.body.decode(errors="replace")]  # a file may have any bytes
     events = re.findall(r"^data: (.*)$", reply.body.decode(), re.MULTILINE)
     return [json.loads(event) for event in events if event != "[DONE]"]

@@ -18,6 +18,7 @@ import uvloop
 from tests.api.conformance import conforms
 from tgi.api.app import build
 from tgi.api.asgi import AsgiApp
+from tgi.api.batches import BatchRunner
 from tgi.api.http_server import HttpServer
 from tgi.api.readiness import run_readiness_probe
 from tgi.api.router import Router
@@ -264,11 +265,14 @@ class Front:
         files = self.settings.ssl_certfile, self.settings.ssl_keyfile
         self._server = HttpServer(app, self.settings, ServerCertificate(files[0], files[1]) if files[0] else None)
         admitting = asyncio.create_task(self._admit(app))
+        self.batches = BatchRunner(app, self.service, os.urandom(8).hex())
+        running = asyncio.create_task(self.batches.run())
         self._up.set()
         try:
             await self._server.serve([self.socket])
         finally:
             admitting.cancel()
+            running.cancel()
             self.router.close()
 
     async def _admit(self, app: AsgiApp) -> None:

@@ -266,10 +266,10 @@ def test_whole_responses_and_tokenization_resume_after_a_tokenizer_loss(serve: A
     assert events(encode.read_rest())[0] == [{"id": 0, "text": "", "start": 0, "stop": 0, "special": False}]
 
 
-def crash(tokenizer: Any, in_hand: bytes, outside: bool = False) -> None:
-    """The tokenizer dies with these requests in hand, and its successor reports that."""
+def crash(tokenizer: Any, in_progress: bytes, outside: bool = False) -> None:
+    """The tokenizer dies with these requests in progress, and its successor reports that."""
     tokenizer.stop()
-    tokenizer.last_exit = LastExit(tokenizer.boot, "was killed by SIGSEGV", outside, in_hand)
+    tokenizer.last_exit = LastExit(tokenizer.boot, "was killed by SIGSEGV", outside, in_progress)
     tokenizer.start()
 
 
@@ -300,7 +300,7 @@ def test_a_request_that_crashes_three_tokenizers_is_quarantined_and_no_other(ser
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_requests_that_a_dead_tokenizer_had_not_in_hand_are_no_suspects(serve: Any, outside: bool) -> None:
+def test_requests_that_a_dead_tokenizer_had_not_in_progress_are_no_suspects(serve: Any, outside: bool) -> None:
     front = serve(silent)
     (tokenizer,) = front.tokenizers
     stream = Stream(front, "/generate")
@@ -312,11 +312,11 @@ def test_requests_that_a_dead_tokenizer_had_not_in_hand_are_no_suspects(serve: A
     assert stream.read_rest().status == 200
 
 
-def test_requests_in_hand_wait_until_it_is_known_how_the_tokenizer_ended(serve: Any) -> None:
+def test_requests_in_progress_wait_until_it_is_known_how_the_tokenizer_ended(serve: Any) -> None:
     front = serve(silent, validation_workers=2)
     one, two = front.tokenizers
     suspects: set[bytes] = set()
-    front.router.assignments.work_in_hand = lambda peer: b"".join(suspects)
+    front.router.assignments.work_in_progress = lambda peer: b"".join(suspects)
     streams = [Stream(front, "/generate", f'{{"inputs":"{name}"}}') for name in ("a", "b", "c", "d")]
     held, innocent = one.next(Generate), one.next(Generate)
     assert {two.next(Generate).inputs, two.next(Generate).inputs, held.inputs, innocent.inputs} == set("abcd")
@@ -334,9 +334,9 @@ def test_requests_in_hand_wait_until_it_is_known_how_the_tokenizer_ended(serve: 
 
 
 def test_a_request_that_ends_tokenizers_of_other_hosts_ends_at_most_two(serve: Any) -> None:
-    """What they had in hand is not known before a successor reports it."""
+    """What they had in progress is not known before a successor reports it."""
     front = serve(silent, validation_workers=3)
-    front.router.assignments.work_in_hand = lambda peer: None
+    front.router.assignments.work_in_progress = lambda peer: None
     stream = Stream(front, "/generate")
     tokenizers = front.tokenizers
 

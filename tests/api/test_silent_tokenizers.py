@@ -80,7 +80,7 @@ def test_health_fails_while_no_request_makes_progress(serve: Any) -> None:
     stream.read_rest()
 
 
-def test_what_a_silent_tokenizer_has_in_hand_waits_for_its_end(serve: Any) -> None:
+def test_what_a_silent_tokenizer_has_in_progress_waits_for_its_end(serve: Any) -> None:
     """It may be what the tokenizer hangs in, and must not hang another one before that is known."""
     front = serve(silent, validation_workers=2)
     connections = front.router.tokenizers
@@ -90,7 +90,7 @@ def test_what_a_silent_tokenizer_has_in_hand_waits_for_its_end(serve: Any) -> No
     suspect, moved = hung.next(Generate), hung.next(Generate)
     living.next(Generate), living.next(Generate)
     boot = hung.boot
-    front.router.assignments.work_in_hand = lambda peer: suspect.context.fingerprint if peer.boot == boot else b""
+    front.router.assignments.work_in_progress = lambda peer: suspect.context.fingerprint if peer.boot == boot else b""
     hung.send(Beat(None))
     assert living.next(Generate, timeout=30).inputs == moved.inputs
     until(lambda: connections[0].silent)

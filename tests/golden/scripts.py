@@ -203,7 +203,7 @@ def pieces(starts: list[int], stops: list[int]) -> Callable[[], Answer]:
 
     def answer(message: Tokenize) -> list[Any]:
         columns = (pack_column(INT32, column) for column in ([1, 7, 9], starts, stops))
-        return [Tokenized(message.rid, *columns, b"\1\0\0", text="a é" if message.chat else "")]
+        return [Tokenized(message.rid, *columns, b"\1\0\0", text="a é" if message.chat or message.ids else "")]
 
     return lambda: answer
 

@@ -60,14 +60,14 @@ def test_the_undamaged_file_is_accepted(sound: bytes, place: Path) -> None:
     assert attempt(sound, place) is None
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_truncated_file_is_rejected(data: st.DataObject, sound: bytes, place: Path) -> None:
     length = data.draw(st.integers(0, len(sound) - 32))  # the last bytes may be padding
     assert attempt(sound[:length], place)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_changed_bytes_are_rejected_or_harmless(data: st.DataObject, sound: bytes, place: Path) -> None:
     damaged = bytearray(sound)

@@ -86,7 +86,7 @@ def test_unusual_template_variables(server: Server, index: int) -> None:
 
 @pytest.mark.parametrize("make", [right, nearly])
 def test_generated_chat_requests(server: Server, make: Any) -> None:
-    @settings(max_examples=60, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=30, suppress_health_check=[*HealthCheck])
     @given(make(ChatRequest))
     def asked(chat: dict[str, Any]) -> None:
         for path in ("/chat_tokenize", "/v1/chat/completions"):

@@ -19,7 +19,7 @@ from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server
 
 pytestmark = pytest.mark.live
 
-SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
+SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--validation-workers", "1")
 HEAD = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 1900000\r\n\r\n"
 
 

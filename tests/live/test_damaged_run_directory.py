@@ -12,7 +12,7 @@ from tests.live.server import Server
 
 pytestmark = pytest.mark.live
 
-SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "5000")
+SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "5000", "--validation-workers", "1")
 
 
 def files(run: Path) -> Iterator[Path]:

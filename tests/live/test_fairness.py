@@ -12,7 +12,16 @@ from tests.live.server import CLIENT_OPTIONS, Server
 
 pytestmark = pytest.mark.live
 
-SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "10000", "--max-total-tokens", "8192")
+SCRIPTED = (
+    "--worker",
+    "scripted",
+    "--scripted-step-us",
+    "10000",
+    "--max-total-tokens",
+    "8192",
+    "--validation-workers",
+    "1",
+)
 
 
 class Flood:

@@ -43,14 +43,9 @@ def suspend_until_replaced(server: Server, name: str, reports: bool = True) -> N
     print(f"{name}: replaced after {time.monotonic() - began:.1f} s")
 
 
-def test_a_hung_worker_is_replaced(standing: Server, undisturbed: list[Any]) -> None:
-    disturbed = all_streams(standing, TOKENS, act=lambda: suspend_until_replaced(standing, "worker-0"))
-    assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
-    standing.wait_until_ready()
-
-
-def test_a_hung_scheduler_is_reported_and_replaced(standing: Server, undisturbed: list[Any]) -> None:
-    disturbed = all_streams(standing, TOKENS, act=lambda: suspend_until_replaced(standing, "scheduler-0"))
+@pytest.mark.parametrize("name", ["worker-0", "scheduler-0"])
+def test_a_hung_process_is_reported_and_replaced(standing: Server, undisturbed: list[Any], name: str) -> None:
+    disturbed = all_streams(standing, TOKENS, act=lambda: suspend_until_replaced(standing, name))
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     standing.wait_until_ready()
 
@@ -109,7 +104,7 @@ def test_a_process_that_hangs_while_it_is_idle_is_replaced(standing: Server, nam
 
 def test_a_slow_worker_is_neither_replaced_nor_unhealthy(tiny_llama: Path, tmp_path: Path) -> None:
     """Its first long prompt takes longer than any limit for short steps."""
-    flags = ("--model-id", str(tiny_llama), *SCRIPTED)
+    flags = ("--model-id", str(tiny_llama), *SCRIPTED, "--validation-workers", "1")
     with Server(tmp_path / "run", *flags, env={"PYTHONPATH": str(FAULTS / "slow_worker")}) as server:
         server.start().wait_until_ready()
         worker = server.processes()["worker-0"].pid

@@ -10,7 +10,7 @@ import pytest
 from tests.live.server import Server
 from tgi.microkernel.messages.protocol import Add
 from tgi.scheduler.journal import SUFFIX, read_journal
-from tgi.scheduler.replay import replay, verdict
+from tgi.scheduler.replay import describe, replay
 
 pytestmark = pytest.mark.live
 
@@ -50,7 +50,7 @@ def test_every_life_is_repeated_bit_for_bit(journals: list[Path]) -> None:
         journal = read_journal(path)
         assert sum(isinstance(call.message, Add) for call in journal.calls) >= REQUESTS
         divergence = replay(journal)
-        assert divergence is None, verdict(journal, divergence)
+        assert divergence is None, describe(journal, divergence)
 
 
 def test_the_command_says_so(journals: list[Path]) -> None:
@@ -92,4 +92,4 @@ def test_a_journal_goes_on_in_files_that_are_repeated_on_their_own(tiny_llama: P
     for path in kept:
         journal = read_journal(path)
         divergence = replay(journal)
-        assert divergence is None, verdict(journal, divergence)
+        assert divergence is None, describe(journal, divergence)

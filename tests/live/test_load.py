@@ -22,7 +22,7 @@ pytestmark = pytest.mark.live
 LOAD = Path(__file__).parent.parent.parent / "scripts" / "load"
 PLAIN = {"/generate", "/", "/v1/chat/completions", "/v1/completions"}
 STREAMS = {f"{path} [stream]" for path in ("/generate_stream", "/", "/v1/chat/completions", "/v1/completions")}
-SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "2000")
+SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "2000", "--validation-workers", "1")
 SHORT = ("--prompt-words", "4", "40", "--output-tokens", "4", "12", "--only-summary")
 
 

@@ -214,7 +214,6 @@ def test_an_abandoned_stream_ends_after_its_window(tiny_llama: Path, tmp_path: P
         server.wait_until(lambda: server.metric("tgi_batch_current_size") == 0, "the stream has ended")
 
 
-def test_events_have_no_ids_by_default(tiny_llama: Path, tmp_path: Path) -> None:
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED[:4]) as server:
-        server.start().wait_until_ready()
-        assert {event.id for event in stream(server, "completion", last_event="17")} == {""}
+def test_events_have_no_ids_by_default(tiny_llama: Path, shared_server: SharedServers) -> None:
+    server = shared_server("--model-id", str(tiny_llama), *SCRIPTED[:4])
+    assert {event.id for event in stream(server, "completion", last_event="17")} == {""}

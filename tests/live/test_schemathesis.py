@@ -149,7 +149,7 @@ def has_no_shape_error(ctx: Any, response: Response, case: Case) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_documented_requests(schema: Schema, name: str) -> None:
-    send(schema, ALL[name], GenerationMode.POSITIVE, 5, has_no_shape_error)
+    send(schema, ALL[name], GenerationMode.POSITIVE, 3, has_no_shape_error)
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +174,12 @@ def as_openapi_3_0(schema: Any) -> Any:
 @pytest.mark.parametrize("name", [name for name, operation in ALL.items() if in_tgis_document(operation)])
 def test_requests_of_tgis_own_document(tgi_schema: Schema, name: str) -> None:
     """It leaves out limits that TGI has: a 422 is an answer, also because of a shape."""
-    send(tgi_schema, ALL[name], GenerationMode.POSITIVE, 10)
+    send(tgi_schema, ALL[name], GenerationMode.POSITIVE, 5)
 
 
 @pytest.mark.parametrize("name", POSTS)
 def test_undocumented_requests(schema: Schema, name: str) -> None:
-    send(schema, ALL[name], GenerationMode.NEGATIVE, 6, *(() if name in LENIENT else (negative_data_rejection,)))
+    send(schema, ALL[name], GenerationMode.NEGATIVE, 4, *(() if name in LENIENT else (negative_data_rejection,)))
 
 
 def test_other_methods_give_405_on_all_paths(server: Server) -> None:
@@ -217,7 +217,7 @@ def test_operations_that_require_a_key_reject_requests_without_it(tiny_llama: Pa
         schema = load_schema(server.start().wait_until_ready(), require_key)
         for operation in ALL.values():
             headers = {"Authorization": f"Bearer {KEY}"} if operation.requires_key else {}
-            send(schema, operation, GenerationMode.POSITIVE, 3, ignored_auth, is_authorized, headers=headers)
+            send(schema, operation, GenerationMode.POSITIVE, 1, ignored_auth, is_authorized, headers=headers)
         for path in (path_of(operation) for operation in POSTS.values()):
             for key in WRONG_KEYS:
                 answer = server.client.post(path, json={}, headers={"authorization": key} if key is not None else {})

@@ -201,8 +201,15 @@ def start_up(model: Path, run: Path, *arguments: str) -> "subprocess.Popen[str]"
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-@pytest.mark.parametrize("after", ["api-0.beat", "worker-0.beat", "state/api-0.json", "state/worker-0.json"])
+@pytest.mark.parametrize(
+    ("number", "after"),
+    [
+        (signal.SIGTERM, "api-0.beat"),
+        (signal.SIGINT, "worker-0.beat"),  # Ctrl-C
+        (signal.SIGINT, "state/api-0.json"),
+        (signal.SIGTERM, "state/worker-0.json"),
+    ],
+)
 def test_an_interrupted_start_ends_at_once(
     tiny_llama: Path, tmp_path: Path, number: signal.Signals, after: str
 ) -> None:

@@ -222,18 +222,6 @@ def test_all_processes_end_with_a_killed_supervisor(server: Server) -> None:
     assert not still_running(processes.values())
 
 
-def test_a_hung_worker_is_replaced(server: Server) -> None:
-    server.start("up", "--hang-timeout", "2").wait_until_ready()
-    hung = server.processes()["worker-0"]
-    expected = token_ids(list(server.stream("Hello", max_new_tokens=40)))
-    stream = server.stream("Hello", max_new_tokens=40)
-    events = [next(stream) for _ in range(5)]
-    hung.suspend()
-    events += list(stream)
-    assert token_ids(events) == expected
-    assert server.processes()["worker-0"].pid != hung.pid
-
-
 def test_process_titles_show_roles(standing: Server) -> None:
     titles = {name: " ".join(process.cmdline()).strip() for name, process in standing.processes().items()}
     assert titles["worker-0"] == "tgi worker 0"

@@ -1,4 +1,4 @@
-"""Crash isolation against simulated processes: requests that crash them are convicted, all others never."""
+"""Crash isolation against simulated processes: requests that crash them are quarantined, all others never."""
 
 import random
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Machine:
     def __init__(self, *streams: Stream) -> None:
         self.isolation: CrashIsolation[int] = CrashIsolation()
         self.streams = dict(enumerate(streams))
-        self.convicted: list[int] = []
+        self.quarantined: list[int] = []
         self.finished: list[int] = []
         self.now = 1e6  # as on a host that has run for days
         self.longest_silence = 0
@@ -81,12 +81,12 @@ class Machine:
                 self.finished.append(key)
                 del self.streams[key]
 
-    def die(self, in_hand: dict[int, int], outside: bool = False) -> None:
-        for key in self.isolation.record_death(in_hand, self.now, outside=outside):
-            self.convicted.append(key)
+    def die(self, in_progress: dict[int, int], outside: bool = False) -> None:
+        for key in self.isolation.record_death(in_progress, self.now, outside=outside):
+            self.quarantined.append(key)
             self.isolation.discard(key, well=False)
             del self.streams[key]
-        for key in in_hand:
+        for key in in_progress:
             if key in self.streams:
                 self.isolation.admit(key)
 
@@ -100,11 +100,11 @@ class Machine:
 
 @pytest.mark.parametrize("lethal", [1, 2, 4, 7])
 @pytest.mark.parametrize("innocent", [0, 1, 5, 8, 20, 150])
-def test_a_lethal_request_is_convicted_by_its_third_kill(innocent: int, lethal: int) -> None:
+def test_a_lethal_request_is_quarantined_by_its_third_kill(innocent: int, lethal: int) -> None:
     machine = Machine(*[Stream(200) for _ in range(innocent)], Stream(1000, lethal))
     culprit = machine.streams[innocent]
     machine.run()
-    assert machine.convicted == [innocent]
+    assert machine.quarantined == [innocent]
     assert culprit.kills == CONVICTING_STRIKES
     assert sorted(machine.finished) == list(range(innocent))
 
@@ -115,8 +115,8 @@ def test_every_stream_has_a_turn_within_a_few_steps() -> None:
     assert machine.longest_silence <= 14 * 2 * TURN_STEPS
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_lethal_requests_among_random_ones_are_convicted_and_no_other(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_lethal_requests_among_random_ones_are_quarantined_and_no_other(seed: int) -> None:
     random_source = random.Random(seed)
     machine = Machine(*[Stream(random_source.randint(1, 300)) for _ in range(random_source.randint(0, 40))])
     lethal = set()
@@ -131,17 +131,17 @@ def test_lethal_requests_among_random_ones_are_convicted_and_no_other(seed: int)
         if machine.streams:
             machine.step(kill=random_source.random() < 0.01)
     machine.run()
-    assert set(machine.convicted) == lethal
+    assert set(machine.quarantined) == lethal
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(20))
 def test_deaths_from_outside_alone_convict_nobody(seed: int) -> None:
     """150 streams; between two deaths there is time for a few tokens."""
     random_source = random.Random(seed)
     machine = Machine(*[Stream(random_source.randint(50, 400)) for _ in range(150)])
     while machine.streams:
         machine.step(kill=random_source.random() < 0.05)
-    assert not machine.convicted
+    assert not machine.quarantined
 
 
 @pytest.mark.parametrize("lethal", [1, 4, 7])
@@ -150,7 +150,7 @@ def test_deaths_from_outside_that_follow_a_request_convict_it(innocent: int, mos
     machine = Machine(*[Stream(10_000) for _ in range(innocent)], Stream(10_000))
     culprit = machine.streams[innocent]
     begun, deaths = 0, 0
-    while not machine.convicted:
+    while not machine.quarantined:
         rows = machine.rows()
         if innocent in rows and culprit.tokens - begun == lethal - 1:
             machine.die({key: machine.streams[key].tokens for key in rows}, outside=True)
@@ -160,11 +160,11 @@ def test_deaths_from_outside_that_follow_a_request_convict_it(innocent: int, mos
         for key in rows:
             machine.streams[key].tokens += 1
             machine.isolation.record_tokens(key)
-    assert machine.convicted == [innocent]
+    assert machine.quarantined == [innocent]
     assert deaths <= most
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("steps", [1, 5, 15, 30])
 def test_a_storm_of_deaths_from_outside_convicts_no_request(seed: int, steps: int) -> None:
     """30 streams, 20 deaths with about as many steps in between."""
@@ -174,7 +174,7 @@ def test_a_storm_of_deaths_from_outside_convicts_no_request(seed: int, steps: in
         for _ in range(random_source.randint(0, 2 * steps)):
             machine.step()
         machine.step(kill=True)
-    assert not machine.convicted
+    assert not machine.quarantined
 
 
 def test_the_death_of_another_process_begins_a_new_row() -> None:
@@ -203,8 +203,8 @@ def test_a_strike_is_cleared_by_a_good_end_only() -> None:
     assert isolation.is_on_trial("a")
     isolation.record_death({"a": 0}, 1.0)
     assert isolation.record_death({"a": 0}, 2.0) == ["a"]
-    assert isolation.is_convicted("a", 2.0)
-    assert not isolation.is_convicted("a", 2.0 + MEMORY_SECONDS)
+    assert isolation.is_quarantined("a", 2.0)
+    assert not isolation.is_quarantined("a", 2.0 + MEMORY_SECONDS)
 
     isolation.record_death({"b": 0, "c": 0}, 3.0)
     isolation.discard("b", well=True)

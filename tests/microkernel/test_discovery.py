@@ -11,7 +11,7 @@ from tests.live.server import free_port
 from tests.microkernel.tcp import Deployment, LoopedLink, cable, hello, until
 from tgi.microkernel.links import discovery
 from tgi.microkernel.links.discovery import Discovery, DownstreamLinks, nth_address
-from tgi.microkernel.links.link import Link, Place
+from tgi.microkernel.links.link import Link, ReplicaId
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_expected_addresses_are_kept_until_they_have_been_found(tmp_path: Path) 
 
 
 def test_places_of_one_host_are_numbered_and_those_of_others_differ() -> None:
-    assert [Place("", number).number for number in range(3)] == [0, 1, 2]
-    assert len({Place(site, number).number for site in ("a", "b", "c") for number in range(20)}) == 60
+    assert [ReplicaId("", number).number for number in range(3)] == [0, 1, 2]
+    assert len({ReplicaId(site, number).number for site in ("a", "b", "c") for number in range(20)}) == 60
     assert nth_address("tcp://[2001:db8::1]:3100", 2) == "tcp://[2001:db8::1]:3102"
 
 

@@ -1,4 +1,4 @@
-"""How the supervisor reports the end of a process to its successor, and what that had in hand."""
+"""How the supervisor reports the end of a process to its successor, and what that had in progress."""
 
 import contextlib
 import mmap
@@ -35,12 +35,12 @@ time.sleep(600)
 
 @pytest.fixture
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChildProcess:
-    """A supervised process that has one request in hand."""
+    """A supervised process that has one request in progress."""
     path = work_register_path(tmp_path, "tokenizer-0")
     command = [sys.executable, "-c", CHILD, str(path)]
     monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: command)
     child = ChildProcess(ProcessSpec("tokenizer", 0), Settings(run_dir=tmp_path))
-    while WorkRegister.open(path).in_hand() != b"poison!!":
+    while WorkRegister.open(path).in_progress() != b"poison!!":
         time.sleep(0.01)
     return child
 
@@ -52,7 +52,7 @@ def report_after(child: ChildProcess) -> LastExit:
     child.close()
     assert report is not None
     assert report.boot == b"12345678"
-    assert report.in_hand == b"poison!!"
+    assert report.in_progress == b"poison!!"
     assert 0 < report.lived_ms < 1000 * (time.monotonic() - child.started)
     return report
 
@@ -174,8 +174,8 @@ def test_a_process_that_never_took_the_register_passes_on_the_earlier_report(
 ) -> None:
     register = WorkRegister.open(work_register_path(tmp_path, "tokenizer-0"))
     register.begin_life(b"earlier!")
-    register.units[0] = fingerprint_number(b"in hand!")
-    earlier = LastExit(b"earlier!", "was killed by SIGSEGV", False, b"in hand!")
+    register.units[0] = fingerprint_number(b"in progress!")
+    earlier = LastExit(b"earlier!", "was killed by SIGSEGV", False, b"in progress!")
     monkeypatch.setattr(
         "tgi.microkernel.host.interpreter.python_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
     )
@@ -192,7 +192,7 @@ def test_a_process_that_never_took_the_register_passes_on_the_earlier_report(
 def test_a_process_that_dies_while_loading_passes_on_the_earlier_report(
     role: str, ready: bool, passes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    earlier = LastExit(b"earlier!", "was killed by SIGSEGV", False, b"in hand!")
+    earlier = LastExit(b"earlier!", "was killed by SIGSEGV", False, b"in progress!")
     program = CHILD.replace('register.units[3] = int.from_bytes(b"poison!!", "little")', "sys.exit(7)")
     command = [sys.executable, "-c", program, str(work_register_path(tmp_path, f"{role}-0"))]
     monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: command)
@@ -212,16 +212,16 @@ def test_the_register_is_read_by_others_and_outlives_its_process(tmp_path: Path)
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "x.work")], check=True, stdout=subprocess.DEVNULL)
     register = WorkRegister.open(tmp_path / "x.work")
     assert register.boot == b"12345678"
-    assert register.in_hand() == b"poison!!"
+    assert register.in_progress() == b"poison!!"
     register.begin_life(b"87654321")
-    assert register.in_hand() == b""
+    assert register.in_progress() == b""
 
 
-def test_a_batch_is_in_hand_while_the_process_works_on_it() -> None:
+def test_a_batch_is_in_progress_while_the_process_works_on_it() -> None:
     register = WorkRegister()
     for slot, name in enumerate((b"a" * 8, b"b" * 8, b"a" * 8)):
         register.slots[slot] = fingerprint_number(name)
-    assert register.in_hand() == b""
+    assert register.in_progress() == b""
     register.working_on_batch()
-    assert split_fingerprints(register.in_hand()) == [b"a" * 8, b"b" * 8]
+    assert split_fingerprints(register.in_progress()) == [b"a" * 8, b"b" * 8]
     assert fingerprint_number(b"too long!") == 0

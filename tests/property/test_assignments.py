@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.links.link import PeerId, ReplicaId
 from tgi.microkernel.messages.protocol import PROTOCOL, Hello, LastExit, RequestContext
 from tgi.microkernel.recovery.assignments import (
     EXIT_REPORT_SECONDS,
@@ -25,16 +25,16 @@ class Request:
 
 
 class Upstream(RuleBasedStateMachine):
-    """A process with neighbours below, of which some are on other hosts: what these have in hand is not known."""
+    """A process with neighbours below, of which some are on other hosts: what these have in progress is not known."""
 
     @initialize(remote=st.lists(st.booleans(), min_size=NEIGHBOURS, max_size=NEIGHBOURS))
     def start(self, remote: list[bool]) -> None:
         self.now, self.rids = 0.0, 0
         self.remote = remote
-        self.neighbours = [Neighbour[Request](Place("", number)) for number in range(NEIGHBOURS)]
-        self.assignments: Assignments[Neighbour[Request], Request] = Assignments(self.choose, self.work_in_hand)
+        self.neighbours = [Neighbour[Request](ReplicaId("", number)) for number in range(NEIGHBOURS)]
+        self.assignments: Assignments[Neighbour[Request], Request] = Assignments(self.choose, self.work_in_progress)
         self.live: set[Request] = set()
-        self.in_hand: dict[int, bytes] = {}  # what the latest process of each neighbour works on
+        self.in_progress: dict[int, bytes] = {}  # what the latest process of each neighbour works on
         # By what a process died with: the neighbours that may try it, and until when no other may.
         self.bound: dict[bytes, tuple[set[int], float]] = {}
         for number in range(NEIGHBOURS):
@@ -44,13 +44,13 @@ class Upstream(RuleBasedStateMachine):
         able = [one for one in self.neighbours if one.responds]
         return min(able, key=lambda one: len(one.requests), default=None)
 
-    def work_in_hand(self, peer: PeerId) -> bytes | None:
-        return None if self.remote[peer.replica] else self.in_hand.get(peer.replica, b"")
+    def work_in_progress(self, peer: PeerId) -> bytes | None:
+        return None if self.remote[peer.replica] else self.in_progress.get(peer.replica, b"")
 
     def assign(self, request: Request, neighbour: Neighbour[Request]) -> None:
         assert neighbour.peer is not None
         if (bound := self.bound.get(request.context.fingerprint)) is not None and self.now < bound[1]:
-            assert neighbour.place.replica in bound[0], (
+            assert neighbour.replica_id.replica in bound[0], (
                 "a suspect was sent elsewhere before a successor had told how it ended"
             )
         self.rids += 1
@@ -76,7 +76,7 @@ class Upstream(RuleBasedStateMachine):
             return
         names = [one.context.fingerprint for one in neighbour.requests.values() if one.context.fingerprint]
         name = names[hand % len(names)] if names and not planned else b""
-        self.in_hand[number] = name
+        self.in_progress[number] = name
         if name and not self.remote[number]:
             self.bound[name] = {number}, self.now + EXIT_REPORT_SECONDS
         if self.remote[number]:  # what has lost a process before is bound here now
@@ -93,7 +93,7 @@ class Upstream(RuleBasedStateMachine):
             return
         self.rids += 1
         peer = PeerId("below", number, b"%08d" % self.rids)
-        name = self.in_hand.pop(number, b"")
+        name = self.in_progress.pop(number, b"")
         last = LastExit(neighbour.lost_boot, "was killed", False, name) if told and neighbour.lost_boot else None
         assert (self.assignments.connected(neighbour, peer, Hello(PROTOCOL, *peer, last_exit=last), self.now)) == last
         if last is not None:
@@ -157,17 +157,17 @@ class Upstream(RuleBasedStateMachine):
             return
         for neighbour in self.neighbours:
             neighbour.silent = False
-            self.connect(neighbour.place.replica, told=False)
+            self.connect(neighbour.replica_id.replica, told=False)
         self.wait(EXIT_REPORT_SECONDS)
         assert not self.assignments.waiting
 
 
-Upstream.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+Upstream.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestUpstream = Upstream.TestCase
 
 
 def test_a_mass_of_requests_is_submitted_again_at_the_limited_rate() -> None:
-    neighbour = Neighbour[Request](Place("", 0))
+    neighbour = Neighbour[Request](ReplicaId("", 0))
     assignments: Assignments[Neighbour[Request], Request]
     assignments = Assignments(lambda request, now: neighbour, lambda peer: b"")
     requests = [Request(RequestContext()) for _ in range(RESUBMISSION_BURST + 500)]

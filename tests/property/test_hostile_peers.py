@@ -113,7 +113,7 @@ def serve(simulation: Simulation) -> None:
     simulation.check()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(from_a_tokenizer.filter(travels), max_size=12), st.booleans())
 def test_scheduler_survives_any_message_of_a_tokenizer(hostile: list[Any], worker_first: bool) -> None:
     simulation = Simulation(WORKER, SchedulerConfig())
@@ -158,7 +158,7 @@ tampered = st.sampled_from([name for name in StepResult._fields if name not in (
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.booleans(), st.lists(st.none() | tampered | from_a_worker.filter(travels), max_size=20))
 def test_scheduler_survives_any_message_of_a_worker(ready: bool, hostile: list[Any]) -> None:
     """None: a step is planned. A pair: one is planned, and answered with another value in a field."""
@@ -239,7 +239,7 @@ from_an_api = (
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), (from_a_scheduler | from_an_api).filter(travels)), max_size=12))
 def test_tokenizer_survives_any_message_of_any_peer(hostile: list[tuple[bool, Any]]) -> None:
     """True: from the scheduler."""

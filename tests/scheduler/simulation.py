@@ -21,9 +21,9 @@ from tgi.microkernel.messages.protocol import (
     Cancel,
     FinishReason,
     Hello,
-    Inheritance,
     LastExit,
     LoadedAdapter,
+    PredecessorState,
     RequestContext,
     SlotAssignment,
     Step,
@@ -109,11 +109,11 @@ class Simulation:
         self.adapters.queued_updates.clear()
         self.handle(PeerDisconnected(), worker)
 
-    def restart_scheduler(self, outside: bool = True, in_hand: list[bytes] | None = None) -> None:
-        """The scheduler is killed from outside, or crashes with these requests in hand. All processes connect to the
-        new one, and tokenizers submit their requests again."""
-        report = LastExit(b"scheduler", "crashed", outside, b"".join(in_hand or ()))
-        inheritance = Inheritance(self.scheduler.suspect_records, report)
+    def restart_scheduler(self, outside: bool = True, in_progress: list[bytes] | None = None) -> None:
+        """The scheduler is killed from outside, or crashes with these requests in progress. All processes connect to
+        the new one, and tokenizers submit their requests again."""
+        report = LastExit(b"scheduler", "crashed", outside, b"".join(in_progress or ()))
+        predecessor = PredecessorState(self.scheduler.suspect_records, report)
         self.scheduler = Scheduler(self.scheduler.config)
         self.adapters.scheduler_restarted()
         self.journal.clear()
@@ -124,7 +124,7 @@ class Simulation:
         held_pages = self.engine.held_pages()
         self.engine.reset()
         self.failed_epoch = 0
-        self.handle(decode(encode(inheritance)), PeerId("scheduler", 0, b"scheduler"))
+        self.handle(decode(encode(predecessor)), PeerId("scheduler", 0, b"scheduler"))
         for tokenizer in self.tokenizers.values():
             self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
         if self.worker is not None:
@@ -271,7 +271,7 @@ class Simulation:
 
     def _nonsense(self, step: Step) -> StepResult:
         """What a worker may answer to a step that builds on a failed one."""
-        rows = sum(step.draws)
+        rows = sum(step.samples)
         return StepResult(
             step.number, step.epoch, b"\1" * rows, pack_column(INT32, [1] * rows), pack_column(FLOAT32, [0.0] * rows)
         )
@@ -373,7 +373,7 @@ def expected_answer(request: SubmittedRequest, worker_config: FakeWorkerConfig) 
             page_tables=pack_column(INT32, [0] * len(pages)), page_ids=pack_column(INT32, pages),
             rows=pack_column(INT32, [0]), starts=pack_column(INT32, [start]),
             counts=pack_column(INT32, [known - start]),
-            draws=pack_column(UINT8, [not prompt_only]),
+            samples=pack_column(UINT8, [not prompt_only]),
         )  # fmt: skip
         worker.limits = worker.limits._replace(max_batch_prefill_tokens=1 << 30)
         result = worker.run_step(step)

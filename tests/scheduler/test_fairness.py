@@ -215,7 +215,7 @@ def test_a_request_returns_to_the_queue_of_a_client_that_was_forgotten() -> None
     sim.run()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=2, max_size=2),
     late=st.integers(0, 60),

@@ -66,7 +66,7 @@ def test_a_long_prompt_is_indexed_in_pieces() -> None:
     assert proposer.unindexed == 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(0, 3), max_size=60), st.data())
 def test_it_agrees_with_an_exhaustive_search(prompt: list[int], rest: list[int], data: st.DataObject) -> None:
     ids = array(INT32, prompt)

@@ -15,7 +15,7 @@ WORKER_CONFIG = FakeWorkerConfig(
 def rows(step: Step) -> list[tuple[int, int, int, int]]:
     """(slot, start, count, draw) of each row."""
     return list(
-        zip(unpack_int32(step.rows), unpack_int32(step.starts), unpack_int32(step.counts), step.draws, strict=True)
+        zip(unpack_int32(step.rows), unpack_int32(step.starts), unpack_int32(step.counts), step.samples, strict=True)
     )
 
 
@@ -140,10 +140,10 @@ def test_a_step_of_prompts_that_others_wait_for_fits_into_the_target_time() -> N
 def test_worthwhile_tokens_outweigh_the_fixed_cost_of_a_step() -> None:
     budget = PrefillBudget(200_000)
     budget.record_step(8, 0, 5_000)
-    assert budget.worthwhile_tokens(4096) == 4096  # the cost of a token is not measured yet
+    assert budget.amortizing_tokens(4096) == 4096  # the cost of a token is not measured yet
     budget.record_step(8, 100, 25_000)
-    assert budget.worthwhile_tokens(4096) == 16 * 5_000 // 200
-    assert budget.worthwhile_tokens(100) == 100
+    assert budget.amortizing_tokens(4096) == 16 * 5_000 // 200
+    assert budget.amortizing_tokens(100) == 100
 
 
 def test_a_prompt_begins_even_if_its_tokens_seem_expensive() -> None:
@@ -151,7 +151,7 @@ def test_a_prompt_begins_even_if_its_tokens_seem_expensive() -> None:
     sim = running_simulation()
     sim.scheduler._prefill_budget.record_step(0, 1, 1200)
     sim.scheduler._prefill_budget.record_step(1, 0, 30)
-    assert sim.scheduler._prefill_budget.worthwhile_tokens(8) == 1
+    assert sim.scheduler._prefill_budget.amortizing_tokens(8) == 1
     requests = [sim.add([n, 2, 3], 2) for n in range(3)]
     sim.run()
     for request in requests:
@@ -197,7 +197,7 @@ def test_decoding_requests_get_tokens_while_a_long_prompt_is_computed() -> None:
     sim.run()
     assert_as_if_alone(decoding, worker_config)
     assert_as_if_alone(long, worker_config)
-    mixed = [step for step in sim.sent[3:] if len(step.draws) == 2]
+    mixed = [step for step in sim.sent[3:] if len(step.samples) == 2]
     assert mixed
     assert all(max(unpack_int32(step.counts)) <= 10 for step in mixed)
 
@@ -209,5 +209,5 @@ def test_tokens_that_cost_nothing_fill_a_step() -> None:
     budget.record_step(4, 100, 1_200)
     for _ in range(4_000):
         budget.record_step(4, 100, 1_000)
-    assert budget.worthwhile_tokens(4096) == 4096
+    assert budget.amortizing_tokens(4096) == 4096
     assert budget.target_tokens(16, 4096) == 4096

@@ -83,11 +83,11 @@ def test_the_next_step_is_planned_before_the_soonest_end() -> None:
 def test_the_way_to_the_worker_lets_the_next_step_be_planned_earlier() -> None:
     limits = StepLimits()
     limits.record(DECODE, 0.1)
-    limits.record_way(0.02)
+    limits.record_transit(0.02)
     assert limits.plan_ahead_after(DECODE) == pytest.approx(0.055)
-    limits.record_way(0.01)
+    limits.record_transit(0.01)
     assert limits.plan_ahead_after(DECODE) == pytest.approx(0.065)
-    limits.record_way(1.0)
+    limits.record_transit(1.0)
     assert limits.plan_ahead_after(DECODE) == 0
     limits.worker_lost()
     assert limits.plan_ahead_after(DECODE) == pytest.approx(0.075)

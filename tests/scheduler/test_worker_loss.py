@@ -128,7 +128,7 @@ def test_other_requests_continue_during_a_trial() -> None:
         assert_as_if_alone(request, WORKER_CONFIG)
 
 
-def test_requests_in_hand_when_the_worker_is_killed_are_no_suspects() -> None:
+def test_requests_in_progress_when_the_worker_is_killed_are_no_suspects() -> None:
     sim = running_simulation(requests=8)
     for _ in range(2):
         for _ in range(OUTSIDE_PROGRESS):
@@ -530,7 +530,7 @@ def test_a_request_that_crashes_the_scheduler_when_it_arrives_is_refused_after_t
     culprit = sim.add([99, 2, 3], 20)
     for _ in range(3):
         assert culprit.end is None
-        sim.restart_scheduler(outside=False, in_hand=[fingerprint_of(culprit)])
+        sim.restart_scheduler(outside=False, in_progress=[fingerprint_of(culprit)])
     assert culprit.end is not None
     assert culprit.end.reason == FinishReason.QUARANTINED
     assert culprit.end.message.startswith("the scheduler crashed while it worked on this request alone")
@@ -542,10 +542,10 @@ def test_a_request_that_crashes_the_scheduler_when_it_arrives_is_refused_after_t
         assert_as_if_alone(request, WORKER_CONFIG)
 
 
-def test_a_convicted_request_is_tried_again_after_an_hour_and_convicted_by_one_more_crash() -> None:
+def test_a_quarantined_request_is_tried_again_after_an_hour_and_quarantined_by_one_more_crash() -> None:
     sim = named_simulation(3)
     sim.poison.add(99)
-    convicted = sim.add([99, 2, 3], 20)
+    quarantined = sim.add([99, 2, 3], 20)
     sim.run()
     sim.advance_time(MEMORY_SECONDS - 1)
     early = sim.add([99, 2, 3], 20)
@@ -556,8 +556,8 @@ def test_a_convicted_request_is_tried_again_after_an_hour_and_convicted_by_one_m
     assert early.end is not None
     assert late.end is None
     sim.run()
-    assert sim.scheduler.counters.worker_losses <= losses + 2  # the first may have others in hand
-    for request in (convicted, early, late):
+    assert sim.scheduler.counters.worker_losses <= losses + 2  # the first may have others in progress
+    for request in (quarantined, early, late):
         assert request.end is not None
         assert request.end.reason == FinishReason.QUARANTINED
     for request in others:
@@ -574,10 +574,10 @@ def test_a_request_that_crashes_the_scheduler_in_a_plan_is_found_by_its_third_cr
         sim.plan()
         register = sim.scheduler.work_register
         register.working_on_batch()
-        in_hand = split_fingerprints(register.in_hand())
-        if fingerprint_of(culprit) in in_hand:
+        in_progress = split_fingerprints(register.in_progress())
+        if fingerprint_of(culprit) in in_progress:
             crashes += 1
-            sim.restart_scheduler(outside=False, in_hand=in_hand)
+            sim.restart_scheduler(outside=False, in_progress=in_progress)
         else:
             sim.compute()
             sim.deliver()
@@ -593,7 +593,7 @@ def test_requests_of_a_scheduler_that_is_killed_from_outside_are_no_suspects() -
     sim = named_simulation(6)
     for _ in range(20):
         sim.step()
-        sim.restart_scheduler(in_hand=[fingerprint_of(request) for request in sim.requests])
+        sim.restart_scheduler(in_progress=[fingerprint_of(request) for request in sim.requests])
     assert sim.scheduler.suspect_records == []
     sim.run()
     for request in sim.requests:
@@ -623,17 +623,17 @@ def test_the_register_states_the_requests_of_this_turn_only() -> None:
     register = sim.scheduler.work_register
     sim.step()
     register.working_on_batch()
-    assert set(split_fingerprints(register.in_hand())) == {fingerprint_of(request) for request in sim.requests}
+    assert set(split_fingerprints(register.in_progress())) == {fingerprint_of(request) for request in sim.requests}
     sim.worker_down()
     sim.worker_up()
     seen = set()
     for _ in range(12):
         sim.step()
-        seen.add(register.in_hand())
+        seen.add(register.in_progress())
     assert seen >= {fingerprint_of(request) for request in sim.requests}
     assert max(map(len, seen)) == 8
     sim.run()
-    assert register.in_hand() == b""
+    assert register.in_progress() == b""
 
 
 def test_a_request_after_which_schedulers_are_killed_at_once_is_refused_in_the_end() -> None:
@@ -642,7 +642,7 @@ def test_a_request_after_which_schedulers_are_killed_at_once_is_refused_in_the_e
     kills = 0
     while culprit.end is None:
         kills += 1
-        sim.restart_scheduler(in_hand=[fingerprint_of(culprit)])
+        sim.restart_scheduler(in_progress=[fingerprint_of(culprit)])
     assert culprit.end.reason == FinishReason.QUARANTINED
     assert kills <= 15
     sim.run()

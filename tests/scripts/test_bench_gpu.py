@@ -81,13 +81,13 @@ def test_an_unsupported_quantization_is_rejected(monkeypatch: pytest.MonkeyPatch
 def test_decode_is_measured_with_and_without_cuda_graphs() -> None:
     """A graph exists for one row."""
     tapes = Tapes()
-    _, engine = engines(build("llama"), tapes, [1])
-    engine.limits = engine.limits._replace(max_batch_prefill_tokens=8)  # prefills are chunked
+    _, engine = engines(build("llama", layers=1), tapes, [1])
+    engine.limits = engine.limits._replace(max_batch_prefill_tokens=2)  # prefills are chunked
     before = tapes.played
-    found = decodes(engine, [1, 2], 10, 2)
+    found = decodes(engine, [1, 2], 4, 1)
     assert [(one.rows, one.recorded) for one in found] == [(1, True), (1, False), (2, False)]
-    assert tapes.played - before == 4 + 2 + 2  # only of the first: warm-up, pipelined, and alone
-    assert longest(10, 2) < engine.limits.max_total_tokens
+    assert tapes.played - before == 4 + 1 + 2  # only of the first: warm-up, pipelined, and alone
+    assert longest(4, 1) < engine.limits.max_total_tokens
 
 
 class Clock:

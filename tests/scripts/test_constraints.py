@@ -59,7 +59,13 @@ def found(resolved: "subprocess.CompletedProcess[str]") -> dict[str, str]:
 def test_every_platform_finds_what_is_pinned(tmp_path: Path) -> None:
     older = tmp_path / "older.txt"
     older.write_text("\n".join(OLDER))
-    cases = [(python, platform, str(CONSTRAINTS)) for python in PYTHONS for platform in PLATFORMS]
+    # Every Python on one platform, and the oldest and the newest on each: wheels differ by either, not by both.
+    cases = [
+        (python, platform, str(CONSTRAINTS))
+        for python in PYTHONS
+        for platform in PLATFORMS
+        if platform == PLATFORMS[0] or python in (PYTHONS[0], PYTHONS[-1])
+    ]
     with ThreadPoolExecutor(4) as pool:
         *all_resolved, with_older = pool.map(lambda case: resolve(*case), [*cases, ("3.12", PLATFORMS[0], str(older))])
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE))

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from tgi.microkernel.links.link import PeerDisconnected, PeerId, Place
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, ReplicaId
 from tgi.microkernel.messages.codec import unpack_uint32
 from tgi.microkernel.messages.protocol import (
     ROLES,
@@ -240,7 +240,7 @@ class StrandedCheck:
     def _check(self, scheduler: "SchedulerProcess") -> None:
         assert scheduler.scheduler is not None
         suspects = split_fingerprints(scheduler.scheduler.suspects(self._simulation.clock.now))
-        place = Place("", scheduler.replica)
+        place = ReplicaId("", scheduler.replica)
         self.samples += 1
         for tokenizer in filter(self._runs, self._simulation.tokenizers):
             assert tokenizer.pool is not None
@@ -259,11 +259,11 @@ class CrashesAtOneReplica:
         self.counts: Counter[bytes] = Counter()  # of workers that each request has ended, by fingerprint
         self._first: dict[bytes, tuple[int, float]] = {}  # the replica of the first of them, and when it was
 
-    def worker_crashed(self, replica: int, guilty: set[bytes]) -> None:
+    def worker_crashed(self, replica: int, culprits: set[bytes]) -> None:
         simulation = self._simulation
         above = (*simulation.front_ends, *simulation.tokenizers, *simulation.schedulers)
         disturbed_at = max(simulation.health.dropped_at, *(one.changed_at for one in above))
-        for name in guilty:
+        for name in culprits:
             self.counts[name] += 1
             first, since = self._first.setdefault(name, (replica, simulation.clock.now))
             if replica != first and since > disturbed_at + MOVING_SECONDS:

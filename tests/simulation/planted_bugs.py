@@ -211,9 +211,9 @@ PLANTED_BUGS = {
         Generation, "to_message", resubmitted_without(grammar=b""), seed=9
     ),
     "front end ignores the limit of a key": PlantedBug(Admission, "_acquire", key_limits_are_ignored, seed=4),
-    "tokenizer forgets what it has sent of a stream": PlantedBug(ResumableStream, "record", does_nothing, seed=6),
+    "tokenizer forgets what it has sent of a stream": PlantedBug(ResumableStream, "record", does_nothing, seed=8),
     "scheduler serves clients in the order of arrival": PlantedBug(
-        WaitingQueue, "_key", in_order_of_arrival, seed=1, clients=160, faults=NO_FAULTS
+        WaitingQueue, "_key", in_order_of_arrival, seed=5, clients=160, faults=NO_FAULTS
     ),
     "scheduler does not load adapters into the next worker": PlantedBug(
         WorkerAdapters,
@@ -246,7 +246,7 @@ PLANTED_BUGS = {
         TokenizerPool, "_resubmit", does_nothing, seed=0, faults=SCHEDULER_KILLS, patience=60.0
     ),
     "tokenizer leaves requests at a replica whose worker does not compute": PlantedBug(
-        TokenizerPool, "_move_stranded", does_nothing, seed=3, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
+        TokenizerPool, "_move_requests", does_nothing, seed=3, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
     ),
     "tokenizer does not tell a new scheduler of adapters": PlantedBug(
         TokenizerPool,
@@ -285,15 +285,15 @@ PLANTED_BUGS = {
         TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1
     ),
     "tokenizer sends no texts for a lost front end's successor": PlantedBug(
-        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=2
+        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=6
     ),
-    "tokenizer does not report its status again": PlantedBug(TokenizerPool, "_publish_status", does_nothing, seed=0),
+    "tokenizer does not report its status again": PlantedBug(TokenizerPool, "_publish_status", does_nothing, seed=9),
     "scheduler sends ends twice": PlantedBug(Outbox, "extend", ends_are_sent_twice, seed=0),
     "scheduler does not end cancelled requests": PlantedBug(
         Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped, seed=9
     ),
     "scheduler ignores lost tokenizers": PlantedBug(
-        Scheduler, "_handle_tokenizer_message", ignoring(PeerDisconnected), seed=10
+        Scheduler, "_handle_tokenizer_message", ignoring(PeerDisconnected), seed=8
     ),
     "scheduler ignores lost workers": PlantedBug(
         Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=17
@@ -311,7 +311,7 @@ PLANTED_BUGS = {
         KVCacheManager, "worker_state_lost", does_nothing, seed=8
     ),
     "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_finish_steps", does_nothing, seed=1),
-    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing, seed=10),
+    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing, seed=5),
     "link does not notice that a front end is stopped": PlantedBug(
         SilenceDetector,
         "tick",

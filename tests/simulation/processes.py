@@ -24,9 +24,9 @@ from tgi.microkernel.messages.protocol import (
     Generate,
     HeldPages,
     Hello,
-    Inheritance,
     LastExit,
     LoadedAdapter,
+    PredecessorState,
     Step,
     StepResult,
     SuspectRecord,
@@ -135,9 +135,9 @@ class SimulatedProcess:
         for link in self.links:
             link.socket.close()
         self.links = []
-        in_hand = self.work_register.in_hand()
-        if self.had_been_ready or in_hand or self.last_exit is None:  # as ChildProcess.exit_report
-            self.last_exit = LastExit(self.hello().boot, cause, outside, in_hand)
+        in_progress = self.work_register.in_progress()
+        if self.had_been_ready or in_progress or self.last_exit is None:  # as ChildProcess.exit_report
+            self.last_exit = LastExit(self.hello().boot, cause, outside, in_progress)
         self._ended()
         self.simulation.supervisor.process_ended(self)
 
@@ -402,18 +402,18 @@ class FrontEnd(SimulatedProcess):
             links,
             self.permits,  # type: ignore[arg-type]
             self.simulation.quarantine,  # type: ignore[arg-type]
-            work_in_hand=self._work_in_hand,
+            work_in_progress=self._work_in_progress,
         )
         self.router.attach(self.loop)  # type: ignore[arg-type]
         self._probe: Generation | None = None
 
-    def _work_in_hand(self, peer: PeerId) -> bytes:
-        """As process.work_in_hand."""
+    def _work_in_progress(self, peer: PeerId) -> bytes:
+        """As process.work_in_progress."""
         process = self.simulation.tokenizers[peer.replica]
         if process.alive and process.hello().boot == peer.boot:
-            return process.work_register.in_hand()
+            return process.work_register.in_progress()
         last = process.last_exit
-        return last.in_hand if last is not None and last.boot == peer.boot else b""
+        return last.in_progress if last is not None and last.boot == peer.boot else b""
 
     def _ended(self) -> None:
         self.router = None
@@ -523,14 +523,14 @@ class TokenizerProcess(SimulatedProcess):
         """The adapters that it would have a scheduler load that lacks them."""
         return [one for one in self.pool._adapters.changes.values() if one.path] if self.pool is not None else []
 
-    def scheduler_work_in_hand(self, peer: PeerId) -> bytes:
-        """As process.work_in_hand."""
+    def scheduler_work_in_progress(self, peer: PeerId) -> bytes:
+        """As process.work_in_progress."""
         scheduler = self.simulation.schedulers[peer.replica]
-        return scheduler.work_register.in_hand() if scheduler.hello().boot == peer.boot else b""
+        return scheduler.work_register.in_progress() if scheduler.hello().boot == peer.boot else b""
 
     def kill(self, cause: str, outside: bool = True) -> None:
         if self.alive and not outside:
-            self.simulation.tokenizer_crashes.update(split_fingerprints(self.work_register.in_hand()))
+            self.simulation.tokenizer_crashes.update(split_fingerprints(self.work_register.in_progress()))
         super().kill(cause, outside)
 
     def _ended(self) -> None:
@@ -558,7 +558,7 @@ class CheckedPool(TokenizerPool):
             lambda: process.clock.now,
             build_grammar=build_grammar,
             work_register=process.work_register,
-            work_in_hand=process.scheduler_work_in_hand,
+            work_in_progress=process.scheduler_work_in_progress,
         )
         self._encoder = MortalEncoder(byte_level(), CHATS, None)
         self._process = process
@@ -619,7 +619,7 @@ class SchedulerProcess(SimulatedProcess):
         self.ends = EndsPerAdd(self.simulation, self.name)
         self.scheduler: Scheduler | None = CheckedScheduler(self)
         self._suspect_changes = 0
-        inherited = Inheritance(list(self._suspects), self.last_exit)
+        inherited = PredecessorState(list(self._suspects), self.last_exit)
         self.scheduler.handle(inherited, PeerId(*self.hello()[1:4]), self.clock.now)
         self._metrics = UnpublishedMetrics()
         self._turns = 0
@@ -798,7 +798,7 @@ class SimulatedEngine:
 
 def nonsense(step: Step) -> StepResult:
     """What a worker may answer to a step that builds on a failed one."""
-    rows = sum(step.draws)
+    rows = sum(step.samples)
     return StepResult(
         step.number, step.epoch, b"\1" * rows, pack_column(INT32, [41] * rows), pack_column(FLOAT32, [0.0] * rows)
     )
@@ -829,9 +829,9 @@ class WorkerProcess(SimulatedProcess):
     def kill(self, cause: str, outside: bool = True) -> None:
         scheduler = self.simulation.schedulers[self.replica].scheduler
         if self.alive and not outside and scheduler is not None:
-            in_hand = {one for step in scheduler.pipeline.steps for one in step.requests}
-            guilty = {one.fingerprint for one in in_hand if is_poison("worker", one.token_ids[:1].tobytes())}
-            self.simulation.crashes.worker_crashed(self.replica, guilty)
+            in_progress = {one for step in scheduler.pipeline.steps for one in step.requests}
+            culprits = {one.fingerprint for one in in_progress if is_poison("worker", one.token_ids[:1].tobytes())}
+            self.simulation.crashes.worker_crashed(self.replica, culprits)
         super().kill(cause, outside)
 
     def _ended(self) -> None:

@@ -158,7 +158,7 @@ class Simulation:
         self.stopped_upstream = StoppedUpstreamCheck(self)
         self.stranded = StrandedCheck(self)
         self.crashes = CrashesAtOneReplica(self)
-        self.tokenizer_crashes: Counter[bytes] = Counter()  # by fingerprint of what they had in hand
+        self.tokenizer_crashes: Counter[bytes] = Counter()  # by fingerprint of what they had in progress
         self._failure: SimulationFailed | None = None
         self._trace: deque[tuple[float, tuple[Any, ...]]] = deque(maxlen=TRACE_ENTRIES)
 
@@ -360,7 +360,7 @@ def format_entry(entry: Any) -> str:
 
 def format_field(name: str, value: Any) -> str:
     """A field of a message as text."""
-    if isinstance(value, bytes) and name in ("counts", "draws") and len(value) % 4:
+    if isinstance(value, bytes) and name in ("counts", "samples") and len(value) % 4:
         return str(list(value))
     if isinstance(value, bytes) and len(value) % 4 == 0 and (name.endswith("ids") or name in ("counts", "rows")):
         return str(unpack_int32(value))

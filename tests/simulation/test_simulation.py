@@ -18,7 +18,7 @@ from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
 pytestmark = pytest.mark.slow
 
 # Runs of another configuration each. `python -m tests.simulation.main --requests N` explores further seeds.
-SEEDS, REQUESTS = 20, 400
+SEEDS, REQUESTS = 8, 400
 
 TRACE_SCRIPT = """
 import hashlib, sys

@@ -226,6 +226,15 @@ def test_tokenize_chat_returns_offsets_into_its_text() -> None:
     assert unpack_int32(tokenized.token_ids)[0] in byte_level().special_ids
 
 
+def test_detokenize_keeps_special_tokens() -> None:
+    harness = PoolHarness(template="{{ bos_token }}" + PLAIN)
+    harness.pool.handle(API, Tokenize(5, "", ids=pack_column(INT32, ids_of(WRITTEN))))
+    (tokenized,) = harness.received_by(API)
+    assert (tokenized.text, tokenized.error) == (WRITTEN, "")
+    harness.pool.handle(API, Tokenize(6, "", ids=pack_column(INT32, [1] * MAX_INLINE_SIZE)))
+    assert harness.run_jobs() == [ExecutorName.TEXTS]
+
+
 CALLING = {
     "role": "assistant",
     "tool_calls": [{"id": "c", "type": "function", "function": {"name": "w", "arguments": "{}"}}],

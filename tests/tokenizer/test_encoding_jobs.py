@@ -118,7 +118,7 @@ def test_the_last_free_thread_is_kept_for_another_client() -> None:
     executors.shutdown()
 
 
-def test_a_job_on_trial_is_alone_in_hand() -> None:
+def test_a_job_on_trial_is_alone_in_progress() -> None:
     register, woken = WorkRegister(), threading.Event()
     seen: dict[str, bytes] = {}
     turn = {key: threading.Event() for key in "abtc"}
@@ -126,7 +126,7 @@ def test_a_job_on_trial_is_alone_in_hand() -> None:
     def stating(key: str, executor: ExecutorName = TEXTS, alone: bool = False) -> EncodingJob:
         def run() -> str:
             turn[key].wait(TIMEOUT)
-            seen[key] = register.in_hand()
+            seen[key] = register.in_progress()
             return key
 
         return EncodingJob(key, run, executor, key, 1, RequestContext(8 * key.encode()), alone)
@@ -159,7 +159,7 @@ def test_a_job_on_trial_is_alone_in_hand() -> None:
     assert seen["t"] == b"tttttttt"
     finish("c")
     assert executors.idle
-    assert register.in_hand() == b""
+    assert register.in_progress() == b""
     executors.shutdown()
 
 

@@ -360,7 +360,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(VALUES, st.booleans(), st.sets(st.sampled_from(["oneOf", "patternProperties", "$ref", "pattern"])))
 def test_any_value_is_a_schema_or_an_error(value: Any, lenient: bool, ignored: set[str]) -> None:
     with suppress(GrammarError):
@@ -619,7 +619,7 @@ def test_accepted_grammars_stay_within_worker_limits(
         assert re.search("too many|is repeated", refusal(large_validator, regex=regex))
         return
     found, draw = new_matcher(table, read(large_validator, regex=regex)), Random(5)
-    for _ in range(150):
+    for _ in range(60):
         allowed = int.from_bytes(found.compute_bitmask(), "little") & ~eos_bits
         assert not found.is_error(), found.get_error()
         if found.is_stopped() or not allowed:

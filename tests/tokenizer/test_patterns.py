@@ -44,7 +44,7 @@ def admits(matcher: Any, text: str) -> bool:
     return walk.try_consume_tokens(ids) == len(ids) and bool(walk.is_accepting())
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(PATTERNS, st.lists(st.lists(st.sampled_from(CHARACTERS), max_size=4).map("".join), min_size=8, max_size=8))
 def test_patterns_admit_what_re_matches(pattern: str, texts: list[str]) -> None:
     matcher = string_matcher({"pattern": f"^(?:{pattern})$"})
@@ -90,7 +90,7 @@ def test_dates_and_times_exist(pattern: dict[str, str]) -> None:
 GROUPS = st.lists(st.sampled_from(["", "0", "ffff", "1A", "12345", "1.2.3.4", "255.0.0.256"]), min_size=1, max_size=9)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(GROUPS)
 def test_ipv6_addresses_are_those_of_ipaddress(groups: list[str]) -> None:
     matcher = string_matcher({"format": "ipv6"})

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.harness import API, LIMITS, PoolHarness, end_messages, hello, ids_of, streamed_output
-from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column
 from tgi.microkernel.messages.protocol import (
     AdapterUpdated,
@@ -37,9 +37,9 @@ NAMES = {b"1" * 8: 1, b"2" * 8: 2}
 class ReplicaHarness(PoolHarness):
     """A pool with the schedulers A and B, which are ready."""
 
-    def __init__(self, in_hand: bytes | None = b"") -> None:
+    def __init__(self, in_progress: bytes | None = b"") -> None:
         super().__init__(scheduler=False)
-        self.pool._schedulers.assignments.work_in_hand = lambda peer: in_hand
+        self.pool._schedulers.assignments.work_in_progress = lambda peer: in_progress
         for peer in (A, B):
             self.connect(peer)
 
@@ -110,10 +110,10 @@ def test_requests_of_a_lost_scheduler_go_on_at_another() -> None:
     assert harness.pool.idle
 
 
-def test_what_a_scheduler_had_in_hand_waits_for_its_successor() -> None:
+def test_what_a_scheduler_had_in_progress_waits_for_its_successor() -> None:
     """So a request that crashes schedulers does not end one after the other."""
     name = b"poisoned"
-    harness = ReplicaHarness(in_hand=name)
+    harness = ReplicaHarness(in_progress=name)
     peer, add = harness.send(1, name=name)
     _, innocent = harness.send(2)
     harness.pool.handle(peer, PeerDisconnected())
@@ -134,7 +134,7 @@ def test_what_a_scheduler_had_in_hand_waits_for_its_successor() -> None:
 
 
 def test_another_replica_takes_the_suspects_of_one_that_does_not_return() -> None:
-    harness = ReplicaHarness(in_hand=b"poisoned")
+    harness = ReplicaHarness(in_progress=b"poisoned")
     peer, add = harness.send(1, name=b"poisoned")
     harness.pool.handle(peer, PeerDisconnected())
     assert harness.received_by(other(peer)) == []
@@ -143,7 +143,7 @@ def test_another_replica_takes_the_suspects_of_one_that_does_not_return() -> Non
 
 
 def test_a_scheduler_that_was_told_to_end_leaves_no_suspects() -> None:
-    harness = ReplicaHarness(in_hand=b"harmless")
+    harness = ReplicaHarness(in_progress=b"harmless")
     peer, add = harness.send(1, name=b"harmless")
     harness.pool.handle(peer, PeerDisconnected(planned=True))
     assert [one.rid for one in harness.received_by(other(peer))] == [add.rid]
@@ -170,8 +170,8 @@ def test_requests_of_a_silent_scheduler_move_and_what_it_still_sends_is_dropped(
     assert harness.pool.idle
 
 
-def test_work_in_hand_of_a_silent_scheduler_stays_there() -> None:
-    harness = ReplicaHarness(in_hand=b"poisoned")
+def test_work_in_progress_of_a_silent_scheduler_stays_there() -> None:
+    harness = ReplicaHarness(in_progress=b"poisoned")
     peer, _ = harness.send(1, name=b"poisoned")
     harness.pool.handle(peer, PeerSilent())
     assert harness.received_by(peer) == harness.received_by(other(peer)) == []
@@ -225,7 +225,7 @@ def test_a_replica_with_smaller_limits_is_used_when_the_others_were_retired() ->
     harness.pool.handle(A, PeerDisconnected(planned=True))
     harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5), 20))
     assert harness.received_by(B) == []  # A may come back
-    harness.pool.remove_scheduler(Place("", 0))
+    harness.pool.remove_scheduler(ReplicaId("", 0))
     assert [type(one) for one in harness.received_by(B)] == [Add]
     status = harness.status()
     assert (status.ready, status.limits) == (True, small)
@@ -319,7 +319,7 @@ def test_a_retired_replica_is_awaited_no_more() -> None:
     harness.pool.handle(A, AdapterUpdated(update.rid))
     harness.pool.handle(B, PeerDisconnected(planned=True))
     harness.received_by(API)
-    harness.pool.remove_scheduler(Place("", 1))
+    harness.pool.remove_scheduler(ReplicaId("", 1))
     assert [one for one in harness.received_by(API) if isinstance(one, AdapterUpdated)] == [AdapterUpdated(7)]
 
 
@@ -377,8 +377,8 @@ def test_a_request_is_free_to_go_when_its_scheduler_does_not_suspect_it_any_more
 
 
 @pytest.mark.parametrize("tokens", [MOVED_PROGRESS - 1, MOVED_PROGRESS])
-def test_a_request_that_was_in_hand_at_two_losses_stays_unless_it_has_progressed(tokens: int) -> None:
-    """Deaths from outside convict a request that is in hand at all of them: one scheduler has to see them."""
+def test_a_request_that_was_in_progress_at_two_losses_stays_unless_it_has_progressed(tokens: int) -> None:
+    """Deaths from outside quarantine a request that is in progress at all of them: one scheduler has to see them."""
     name = b"doubtful"
     harness = ReplicaHarness()
     peer, _ = harness.send(1, name=name)
@@ -452,10 +452,10 @@ def test_schedulers_of_two_hosts_may_have_the_same_number() -> None:
     assert (min(shares) > 5, sum(shares)) == (True, 20)
     harness.pool.handle(peers[0], PeerDisconnected())
     assert len(harness.received_by(peers[1])) == shares[0]
-    harness.pool.remove_scheduler(Place("here", 0))
-    assert harness.pool._schedulers.places == {Place("there", 0)}
-    harness.pool.remove_scheduler(Place("there", 0))  # it is connected
-    assert harness.pool._schedulers.places == {Place("there", 0)}
+    harness.pool.remove_scheduler(ReplicaId("here", 0))
+    assert harness.pool._schedulers.replica_ids == {ReplicaId("there", 0)}
+    harness.pool.remove_scheduler(ReplicaId("there", 0))  # it is connected
+    assert harness.pool._schedulers.replica_ids == {ReplicaId("there", 0)}
 
 
 def test_a_scheduler_that_connects_from_elsewhere_takes_its_requests_along() -> None:
@@ -468,9 +468,9 @@ def test_a_scheduler_that_connects_from_elsewhere_takes_its_requests_along() -> 
 
 
 def test_a_request_that_ends_remote_schedulers_ends_at_most_two() -> None:
-    """What a scheduler of another host had in hand is not known before its successor connects."""
+    """What a scheduler of another host had in progress is not known before its successor connects."""
     name, third = b"poisoned", PeerId("scheduler", 2, b"c")
-    harness = ReplicaHarness(in_hand=None)
+    harness = ReplicaHarness(in_progress=None)
     harness.connect(third)
     harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5), 20, context=RequestContext(name)))
     ((first, _),) = ((peer, one) for peer in (A, B, third) for one in harness.received_by(peer))
@@ -480,7 +480,7 @@ def test_a_request_that_ends_remote_schedulers_ends_at_most_two() -> None:
     harness.pool.handle(second, PeerDisconnected())
     (last,) = (peer for peer in left if peer != second)
     assert harness.received_by(last) == []
-    # The first one's successor tells that it was in hand: it is tried there.
+    # The first one's successor tells that it was in progress: it is tried there.
     report = LastExit(first.boot, "was killed by SIGSEGV", False, name, 1000)
     assert len(harness.connect(first._replace(boot=b"next"), last_exit=report)) == 1
     assert harness.received_by(last) == []
@@ -488,7 +488,7 @@ def test_a_request_that_ends_remote_schedulers_ends_at_most_two() -> None:
 
 def test_innocent_requests_wait_for_the_report_only() -> None:
     name, third = b"innocent", PeerId("scheduler", 2, b"c")
-    harness = ReplicaHarness(in_hand=None)
+    harness = ReplicaHarness(in_progress=None)
     first, _ = harness.send(1, name=name)
     harness.pool.handle(first, PeerDisconnected())
     second = other(first)

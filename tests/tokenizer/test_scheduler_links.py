@@ -13,7 +13,7 @@ import pytest
 from tests.live.server import free_port
 from tests.microkernel.tcp import TIMEOUT_SECONDS, Deployment, hello
 from tests.tokenizer.harness import PoolHarness
-from tgi.microkernel.links.link import Link, Place
+from tgi.microkernel.links.link import Link, ReplicaId
 from tgi.tokenizer import main
 from tgi.tokenizer.resumable_streams import ResumableStreams
 
@@ -41,7 +41,7 @@ def test_a_scheduler_that_was_replaced_by_one_elsewhere_is_forgotten_at_once(dep
 
     def turn() -> None:
         link.detect_disconnects()
-        main.run_once(pool, streams, [], [link], executors, partial(schedulers.note_place, pool))
+        main.run_once(pool, streams, [], [link], executors, partial(schedulers.note_replica, pool))
 
     for site in ("one", "two"):
         low = Link.bind(deployment.address, hello("scheduler", site=site), deployment.scheduler_keys)
@@ -54,7 +54,7 @@ def test_a_scheduler_that_was_replaced_by_one_elsewhere_is_forgotten_at_once(dep
             turn()
             time.sleep(0.002)
         turn()
-        assert pool._schedulers.places == {Place(site, 0)}
+        assert pool._schedulers.replica_ids == {ReplicaId(site, 0)}
         low.close()
         while link.peers:
             assert time.monotonic() < end

@@ -263,7 +263,7 @@ FIRST = step(1, [(0, 0, 9, 1)], [slot(0, PROMPT)], [(0, 0), (0, 1), (0, 2)])
         (step(2, [(0, 8, 1, 1)]), "does not start where"),
         (step(2, [(0, 9, 0, 1)]), "no token to compute"),
         (step(2, [(0, 9, 2, 1)]), "beyond its known ids"),
-        (step(2, [(1, 0, 2, 1)], [slot(1, [1, 2, 3])], [(1, 9)]), "draws before its last known id"),
+        (step(2, [(1, 0, 2, 1)], [slot(1, [1, 2, 3])], [(1, 9)]), "samples before its last known id"),
         (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 3])]), "beyond its pages"),
         (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 61])], [(1, 9)]), "token id 61"),
         (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, -1])], [(1, 9)]), "token id -1"),
@@ -342,7 +342,7 @@ def test_a_request_may_fill_its_slot() -> None:
         == expected(prompt, 1, SamplingParams(1))[0]
     )
     go(engine, step(2, [(0, TOTAL - 1, 1, 1)]))
-    with pytest.raises(BadStep, match="draws beyond the longest request"):
+    with pytest.raises(BadStep, match="samples beyond the longest request"):
         engine.launch(step(3, [(0, TOTAL, 1, 1)]))
 
 

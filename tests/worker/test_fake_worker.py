@@ -187,7 +187,7 @@ FIRST = step(1, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 0), (0, 1)])
         (step(2, [(0, 5, 1, 1)]), "starts at 5, but 6 tokens are computed"),
         (step(2, [(0, 6, 2, 1)]), "position 7 of 7 known ids"),
         (step(2, [(0, 6, 0, 1)]), "0 tokens to compute"),
-        (step(2, [(0, 6, 1, 2)]), "draws are 0 or 1"),
+        (step(2, [(0, 6, 1, 2)]), "samples are 0 or 1"),
         (step(2, [(0, 6, 1, 1)], pages=[(0, 12)]), "page 12 of 12"),
         (step(2, [(0, 6, 1, 1)], pages=[(0, 1)]), "page 1 is in the table of slot 0 twice"),
         (step(2, [(0, 6, 1, 1)], pages=[(2, 3)]), "slot 2 is empty"),
@@ -198,7 +198,7 @@ FIRST = step(1, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 0), (0, 1)])
         (step(2, [(1, 0, 1, 1)], [slot(1, [1], biased(1, 2))], [(1, 3)]), "bias_ids and biases differ in length"),
         (step(2, [(1, 0, 24, 1)], [slot(1, [1] * 25)], [(1, 3)]), "25 tokens are over the limit of a request"),
         (step(2, [(1, 0, 5, 1)], [slot(1, [1] * 5)], [(1, 3)]), "1 pages do not cover 5 tokens"),
-        (step(2, [(1, 0, 3, 1)], [slot(1, [1] * 4)], [(1, 3)]), "draws at 3 of 4 known ids"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [1] * 4)], [(1, 3)]), "samples at 3 of 4 known ids"),
         (step(2, [(1, 0, 17, 1)], [slot(1, [1] * 17)], [(1, page) for page in range(3, 8)]), "over the limit of 16"),
         (step(2, [(1, 0, 1, 1)], [slot(1, [1]), slot(1, [1])], [(1, 3)]), "two requests"),
         (step(2, [(1, 0, 1, 1)], [slot(1, [1], b"\x91\x07")], [(1, 3)]), "Tokenize"),
@@ -297,8 +297,8 @@ def test_bad_drafts_are_rejected_with_the_faults_name(how: dict[str, Any], fault
 def test_drafts_need_a_sampling_row_and_end_with_the_request() -> None:
     worker = FakeWorker(SCRIPT)
     good(worker.run_step(FIRST))
-    undrawn = step(2, [(1, 0, 2, 0)], [slot(1, [1, 2])], [(1, 3)], drafts=[1], draft_ids=[5])
-    assert "drafts without draws" in worker.run_step(undrawn).error
+    unsampled = step(2, [(1, 0, 2, 0)], [slot(1, [1, 2])], [(1, 3)], drafts=[1], draft_ids=[5])
+    assert "drafts without samples" in worker.run_step(unsampled).error
     long = [slot(2, [1] * 13)]
     pages = [(2, page) for page in range(4, 11)]
     good(worker.run_step(step(3, [(2, 0, 13, 1)], long, pages)))

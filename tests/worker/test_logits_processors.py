@@ -46,7 +46,7 @@ def distances(scores: torch.Tensor) -> tuple[NDArray[np.float64], NDArray[np.flo
     return p, abs(surprise - entropy)
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(
     masses=st.lists(st.sampled_from([*MASSES, 1.0]), min_size=1, max_size=5),
     vocab=st.sampled_from([1, 2, 3, 97, TOP_P_WIDTHS[0], TOP_P_WIDTHS[0] + 1, 2003, 9001]),
@@ -128,7 +128,7 @@ def test_a_mass_spread_wider_than_the_first_widths() -> None:
         assert (kept(scores[row : row + 1], SamplingParams(0, typical_p=mass))[0] == together[row]).all()
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(
     shares=st.lists(st.sampled_from([0.0, 1e-30, 0.001, 0.05, 0.3, 0.9, 1.0]), min_size=1, max_size=5),
     vocab=st.sampled_from([1, 2, 97, 2003, 9001]),
@@ -287,7 +287,7 @@ def test_rows_of_all_kinds_and_lengths_in_one_batch() -> None:
             assert torch.equal(made[row], logits[row])
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     token=st.integers(0, 96),
     repetition=st.sampled_from([1.0, 0.5, 20.0]),

@@ -142,10 +142,10 @@ def engine(model: PooledModel) -> PoolingEngine:
 
 
 def step(number: int, rows: list[tuple[int, int, int, int]], slots: list[SlotAssignment]) -> Step:
-    """`rows`: slot, start, count and whether it draws."""
-    owners, starts, counts, draws = zip(*rows, strict=True)
+    """`rows`: slot, start, count and whether it samples."""
+    owners, starts, counts, samples = zip(*rows, strict=True)
     columns = [pack_column(INT32, column) for column in (owners, starts, counts)]
-    return Step(number, 1, slots, b"", b"", *columns, bytes(draws))
+    return Step(number, 1, slots, b"", b"", *columns, bytes(samples))
 
 
 def test_engine_computes_a_text_with_its_last_part() -> None:

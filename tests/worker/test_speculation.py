@@ -224,5 +224,5 @@ def test_bad_drafts_are_rejected_and_other_steps_continue(how: dict[str, Any], f
 
 def test_drafts_need_a_sampling_row() -> None:
     engine = make_engine(load())
-    with pytest.raises(BadStep, match="does not draw"):
+    with pytest.raises(BadStep, match="does not sample"):
         engine.launch(step(1, [(0, 0, 1, 0)], [slot(0, [7, 8])], [(0, 0)], drafts=[1], draft_ids=[5]))

@@ -53,7 +53,7 @@ def test_the_documented_example(n: int, ids: list[int]) -> None:
         assert find(logprobs, [asked]) == [[(token, float(logprobs[0, token])) for token in ids]]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.integers(1, 12), min_size=1, max_size=2 * BLOCK_ROWS + 3),
     vocab=st.integers(1, 300),

@@ -1,4 +1,5 @@
-"""Admission: the permits of this front end's clients, and the limits of their keys."""
+"""Admission: the permits of this front end's clients, and the limits of their keys. Requests of batches need no
+permits: the batch limits how many there are, and each permit is left to a client that waits for an answer."""
 
 import asyncio
 import math
@@ -61,7 +62,7 @@ class Admission:
 
     def release_permit(self, client: Client) -> None:
         """A generation of this client is not active any more."""
-        self.permits.release(1, client.permit_id)
+        self._release(client, 1)
 
     def charge(self, client: Client, tokens: int) -> None:
         """Counts the tokens of a generation that has ended."""
@@ -69,7 +70,11 @@ class Admission:
             self._token_rates.charge(client.permit_id, client.tokens_per_minute, tokens)
 
     def _acquire(self, client: Client, count: int) -> None:
-        if client.requests is not None and self.permits.held_by(client.permit_id) + count > client.requests:
+        if (
+            client.requests is not None
+            and not client.batch
+            and self.permits.held_by(client.permit_id) + count > client.requests
+        ):
             text = f"This API key may have {client.requests} requests at once"
             raise errors.overloaded(self._health.retry_after, text)
         if client.tokens_per_minute is not None and self._token_rates is not None:
@@ -77,10 +82,14 @@ class Admission:
             if wait > 0:
                 text = f"This API key may use {client.tokens_per_minute} tokens per minute"
                 raise errors.overloaded(math.ceil(wait), text)
-        if not self.permits.acquire(count, client.permit_id, client.weight):
+        if not client.batch and not self.permits.acquire(count, client.permit_id, client.weight):
             raise errors.overloaded(self._health.retry_after)
+
+    def _release(self, client: Client, count: int) -> None:
+        if not client.batch:
+            self.permits.release(count, client.permit_id)
 
     def _return_unused(self) -> None:
         for client, count in self._unused.items():
-            self.permits.release(count, client.permit_id)
+            self._release(client, count)
         self._unused.clear()

@@ -3,7 +3,7 @@ notices a disconnect. Neither falcon nor uvicorn cancels a responder whose clien
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from falcon.asgi import Request
 
@@ -16,6 +16,7 @@ RECEIVE_KEY = "tgi.receive"  # ASGI's receive callable, for DisconnectWatcher
 ABORT_KEY = "tgi.abort"  # closes the connection without sending what is buffered (http_server.py)
 RECORD_KEY = "tgi.record"  # RequestRecord (requests.py); absent in requests of the readiness probe
 PROBE_KEY = "tgi.probe"  # present in requests of the readiness probe only (readiness.py)
+CLIENT_KEY = "tgi.client"  # Client (clients.py) of a request that this process makes for one, which sends no key
 
 
 def is_probe(req: Request) -> bool:
@@ -27,6 +28,49 @@ async def never() -> dict[str, Any]:
     """Receives nothing: for requests that do not need their client."""
     await asyncio.Event().wait()
     return {}
+
+
+class InnerResponse(NamedTuple):
+    """The response to a request that this process has sent to itself."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def send_request(
+    app: AsgiApp,
+    method: str,
+    path: str,
+    body: bytes,
+    headers: dict[str, str],
+    keys: dict[str, Any],
+    given_up: asyncio.Event | None = None,
+) -> InnerResponse:
+    """Sends a request to an ASGI application. `keys`: of its scope. `given_up`: its client disconnects when this is
+    set."""
+    headers = {"content-type": "application/json", "content-length": str(len(body))} | headers
+    scope: dict[str, Any] = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": None, "server": None,
+    }  # fmt: skip
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    outgoing: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if incoming:
+            return incoming.pop()
+        await (given_up or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(event: dict[str, Any]) -> None:
+        outgoing.append(event)
+
+    await app(scope | keys, receive, send)
+    received = {name.decode(): value.decode("latin-1") for name, value in outgoing[0]["headers"]}
+    return InnerResponse(outgoing[0]["status"], received, b"".join(event.get("body", b"") for event in outgoing))
 
 
 class DisconnectWatcher:

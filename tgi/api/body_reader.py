@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, AsyncIterator
 
 from tgi.api.errors import Rejection
 
@@ -78,16 +78,37 @@ class BodyReader:
                     self._free_memory(loop.time())
         except TimeoutError:
             if deadline in self._sizes:
-                text = f"The body of this request did not grow by {PROGRESS_BYTES >> 10} KiB within {self._timeout:g} s"
-            else:  # ended by _free_memory
-                text = (
-                    f"The incomplete bodies of all requests take more than {self._max_in_transit >> 20} MiB, and this "
-                    "one has made no progress for longest"
-                )
+                raise self._too_slow() from None
+            text = (  # ended by _free_memory
+                f"The incomplete bodies of all requests take more than {self._max_in_transit >> 20} MiB, and this "
+                "one has made no progress for longest"
+            )
             raise Rejection(408, text, headers={"connection": "close"}) from None
         finally:
             self.bytes_in_transit -= self._sizes.pop(deadline, 0)
         return bytes(body)
+
+    async def pieces(self, stream: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+        """The pieces of a body that is not held in memory. Raises Rejection: 408 if it makes no progress."""
+        loop, received, credited = asyncio.get_running_loop(), 0, 0
+        deadline = loop.time() + self._timeout
+        iterator = aiter(stream)
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    piece = await anext(iterator, None)
+            except TimeoutError:
+                raise self._too_slow() from None
+            if piece is None:
+                return
+            received += len(piece)
+            if received >= credited + PROGRESS_BYTES:
+                credited, deadline = received, loop.time() + self._timeout
+            yield piece
+
+    def _too_slow(self) -> Rejection:
+        text = f"The body of this request did not grow by {PROGRESS_BYTES >> 10} KiB within {self._timeout:g} s"
+        return Rejection(408, text, headers={"connection": "close"})
 
     def _free_memory(self, now: float) -> None:
         """Ends the bodies with the oldest progress until the others fit."""

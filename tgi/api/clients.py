@@ -9,7 +9,7 @@ from typing import NamedTuple
 from falcon.asgi import Request
 
 from tgi.api import errors
-from tgi.microkernel.admission.api_keys import ApiKey, parse_api_key
+from tgi.microkernel.admission.api_keys import MAX_PRIORITY, ApiKey, parse_api_key
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.loading import reread_api_keys
 from tgi.microkernel.settings.table import Settings
@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 # The provider of an IPv6 client gives it a network of this size: it may send from any address there.
 IPV6_CLIENT_BITS = 64
+KEY_PREFIX = "key "  # of the names of clients with a key
 
 
 class Client(NamedTuple):
@@ -29,6 +30,17 @@ class Client(NamedTuple):
     priority: int = 0
     requests: int | None = None  # at once
     tokens_per_minute: int | None = None
+    batch: bool = False  # the requests of its batches: they wait for all others, and need no permits
+
+    @property
+    def share(self) -> str:
+        """Whose share of the server it uses: batches have one of their own, as clients have one priority each."""
+        return f"{self.name} batch" if self.batch else self.name
+
+    @property
+    def for_batches(self) -> "Client":
+        """The same client with the priority of its batches, which is below that of any client."""
+        return self._replace(priority=self.priority - 2 * MAX_PRIORITY - 1, batch=True)
 
 
 class Clients:
@@ -70,6 +82,12 @@ class Clients:
                 raise errors.unauthorized()
         return client_at(self.address_of(req))
 
+    def named(self, name: str) -> Client | None:
+        """The client with this name, if requests of it are accepted now."""
+        if not self._by_digest:
+            return None if name.startswith(KEY_PREFIX) else client_at(name)
+        return next((client for client in self._by_digest.values() if client.name == name), None)
+
     def _set_keys(self, lines: tuple[str, ...]) -> None:
         keys = [parse_api_key(line) for line in lines]
         self._by_digest = {_digest(key.key.encode()): _client_with(key) for key in keys}
@@ -103,7 +121,7 @@ def _digest(key: bytes) -> bytes:
 def _client_with(key: ApiKey) -> Client:
     digest = _digest(key.key.encode())
     limits = key.requests, key.tokens_per_minute
-    return Client(f"key {digest[:8].hex()}", _permit_id(digest), key.weight, key.priority, *limits)
+    return Client(f"{KEY_PREFIX}{digest[:8].hex()}", _permit_id(digest), key.weight, key.priority, *limits)
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from typing import Any
 import uvloop
 
 from tgi.api import app
+from tgi.api.batches import BatchRunner
 from tgi.api.http_server import TICK_SECONDS, HttpServer
 from tgi.api.readiness import run_readiness_probe
 from tgi.api.requests import AdapterUpdateRequest, WakeEvent
@@ -28,7 +29,7 @@ from tgi.microkernel.links.discovery import Discovery, DownstreamLinks
 from tgi.microkernel.links.link import Link
 from tgi.microkernel.observability import tracing
 from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
-from tgi.microkernel.processes.process import HAND_OVER, Process, work_in_hand
+from tgi.microkernel.processes.process import HAND_OVER, Process, work_in_progress
 from tgi.microkernel.recovery.quarantine import Quarantine
 from tgi.microkernel.settings.table import Settings
 
@@ -57,7 +58,7 @@ async def serve(process: Process) -> None:
         permits,
         Quarantine(process.run_dir),
         RingRecorder(ring_path(process.run_dir, process.name)),
-        partial(work_in_hand, process.run_dir),
+        partial(work_in_progress, process.run_dir),
         settings.stall_limit,
         TokenRates(process.run_dir / "token-rates"),
     )
@@ -71,10 +72,11 @@ async def serve(process: Process) -> None:
         settings.model_id,
         settings.compute_type or "",
         tracer=tracer,
-        responses_path=None if in_memory else process.run_dir / "responses-1.sqlite",
+        store_dir=None if in_memory else process.run_dir,
     )
     service.clients.reload_if_readable()  # another front end may have reloaded since the settings were read
     application = app.build(service)
+    batches = BatchRunner(application, service, f"{process.name} {process.boot.hex()}")
     certificate = await load_certificate(settings, process)
 
     def tick() -> None:
@@ -90,6 +92,7 @@ async def serve(process: Process) -> None:
         nonlocal stopped_at
         stopped_at = stopped_at or loop.time()
         process.stop()
+        batches.stop()
         process.publish_state("draining")
         process.extend_deadline(settings.graceful_termination_timeout + 10)
         server.stop(process.handing_over)
@@ -122,6 +125,7 @@ async def serve(process: Process) -> None:
     gc.collect()
     gc.freeze()
     start_task(follow_tokenizers(router, process))
+    start_task(batches.run())
     probe_task = start_task(run_readiness_probe(application, service, report))
     try:
         await router.health.wait_for_status(FIRST_STATUS_SECONDS)

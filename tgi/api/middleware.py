@@ -5,7 +5,8 @@ from uuid import uuid4
 
 from falcon.asgi import Request, Response
 
-from tgi.api.clients import Clients
+from tgi.api.asgi import CLIENT_KEY
+from tgi.api.clients import Client, Clients
 from tgi.api.requests import RequestRecord
 
 VARY = "origin, access-control-request-method, access-control-request-headers"
@@ -38,7 +39,7 @@ class CorsMiddleware:
         elif origin in self._origins:
             resp.set_header("access-control-allow-origin", origin)
         if req.method == "OPTIONS":
-            stored = "/v1/responses/" in req.path or "/v1/conversations/" in req.path
+            stored = any(f"/v1/{kind}/" in req.path for kind in ("responses", "conversations", "files"))
             resp.set_header("access-control-allow-methods", "GET,POST,DELETE" if stored else "GET,POST")
             wanted = (req.get_header("access-control-request-headers") or "").lower().split(",")
             names = [name for part in wanted if _HEADER_NAME.fullmatch(name := part.strip())]
@@ -83,6 +84,7 @@ class ClientMiddleware:
     async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
         """Raises Rejection: 401."""
         if req.method == "POST" or getattr(resource, "private", False):
-            req.context.client = self._clients.identify(req, needs_key=req.path != self._open_path)
+            inner: Client | None = req.scope.get(CLIENT_KEY)
+            req.context.client = inner or self._clients.identify(req, needs_key=req.path != self._open_path)
             if (record := RequestRecord.of(req)) is not None:
                 record.client = req.context.client.name

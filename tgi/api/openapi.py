@@ -13,6 +13,7 @@ from tgi.api.errors import ErrorResponse
 from tgi.api.operations import JSON, KSERVE, OPERATIONS, Operation, OperationResponse
 from tgi.api.shapes import (
     adapters,
+    batches,
     chat,
     cloud,
     completions,
@@ -37,6 +38,7 @@ SHAPES = (
     responses,
     info,
     adapters,
+    batches,
     cloud,
     pooling,
 )
@@ -79,6 +81,9 @@ def _operation(operation: Operation, schemas: "_Schemas") -> dict[str, Any]:
         ]
     if operation.request is not None:
         described["requestBody"] = {"content": {JSON: {"schema": schemas.of(operation.request)}}, "required": True}
+    if operation.form is not None:
+        form = {"multipart/form-data": {"schema": schemas.of(operation.form)}}
+        described["requestBody"] = {"content": form, "required": True}
     if operation.requires_key:
         described["security"] = [{}, {KEY: []}]
     described["responses"] = _responses(operation.documented_responses, schemas)

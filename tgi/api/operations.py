@@ -10,6 +10,15 @@ import msgspec
 from tgi.api import errors
 from tgi.api.errors import ApiError, ErrorResponse, OpenAiErrorResponse, OpenAiStreamErrorResponse, Rejection
 from tgi.api.routes.adapters import LoadAdapterResource, UnloadAdapterResource
+from tgi.api.routes.batches import (
+    BatchesResource,
+    CancelBatchResource,
+    FileContentResource,
+    FileResource,
+    FilesResource,
+    OneBatchResource,
+    not_kept,
+)
 from tgi.api.routes.chat import ChatResource
 from tgi.api.routes.completions import CompletionsResource
 from tgi.api.routes.info import HealthResource, InfoResource, MetricsResource
@@ -26,7 +35,7 @@ from tgi.api.routes.pooling import (
     ScoreResource,
     SimilarityResource,
 )
-from tgi.api.routes.responses import ResponsesResource
+from tgi.api.routes.responses import ResponseInputTokensResource, ResponsesResource
 from tgi.api.routes.sagemaker import SagemakerResource
 from tgi.api.routes.stored_responses import (
     CancelResponseResource,
@@ -35,18 +44,25 @@ from tgi.api.routes.stored_responses import (
     InputItemsResource,
     ResponseResource,
 )
-from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
+from tgi.api.routes.tokenize import ChatTokenizeResource, DetokenizeResource, InputTokensResource, TokenizeResource
 from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, in_messages
-from tgi.api.shapes import adapters, cloud, kserve, pooling
+from tgi.api.shapes import adapters, batches, cloud, kserve, pooling
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
 from tgi.api.shapes.messages import AnsweredMessage, MessageError, MessageEvent, MessageTokensCount
-from tgi.api.shapes.native_responses import ChatTokenizeResponse, GenerateResponse, StreamResponse, TokenizeResponse
+from tgi.api.shapes.native_responses import (
+    ChatTokenizeResponse,
+    DetokenizeResponse,
+    GenerateResponse,
+    StreamResponse,
+    TokenizeResponse,
+)
 from tgi.api.shapes.openai_responses import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     CompletionFinal,
+    InputTokens,
     StreamErrorResponse,
 )
 from tgi.api.shapes.responses import ConversationObject, ItemList, ResponseDeleted, ResponseEvent, ResponseObject
@@ -125,6 +141,11 @@ class Operation(NamedTuple):
     def request(self) -> Any:
         """The shape of the JSON body, or None."""
         return self.resource.body.shape if self.method == "post" and self.resource.body is not None else None
+
+    @property
+    def form(self) -> Any:
+        """The shape of the form that is its body, or None."""
+        return self.resource.form if self.method == "post" else None
 
     @property
     def requires_key(self) -> bool:
@@ -219,7 +240,10 @@ NOT_KEPT = OperationResponse(404, "Not kept, or not any more", error=errors.not_
 UNAUTHORIZED = OperationResponse(401, "No key, or a wrong one, where the server has keys", error=errors.unauthorized())
 UNAVAILABLE = error(503, "The kept responses cannot be read or written", "unavailable")
 STORED = (NOT_KEPT, UNAUTHORIZED, UNAVAILABLE)
+NO_BATCHES = OperationResponse(404, "Not kept, or not any more", error=not_kept("file", "file-1"))
+KEPT = (NO_BATCHES, UNAUTHORIZED, UNAVAILABLE, STARTING)
 NO_UPDATES = error(403, "The server runs without --allow-adapter-updates", "forbidden")
+IN_USE = error(409, "The file is the input of a batch that has not ended", "conflict")
 NO_ADAPTER = error(422, "The adapter cannot be loaded", "adapter_error", "Adapter error: the reason")
 HEALTH = (OperationResponse(200, "Everything is working fine"), UNHEALTHY)
 
@@ -295,6 +319,46 @@ OPERATIONS = (
         ConversationResource, (ok("It is not kept any more", json(ResponseDeleted)), *STORED),
     ),
     Operation(
+        "post", "/v1/files", "create_file", "Keep a file of requests",
+        FilesResource,
+        (
+            ok("The file", json(batches.FileObject)), *KEPT, *UNREADABLE, VALIDATION, OVERLOADED,
+            rejection(408, "The body makes no progress", "The body of this request did not grow by 32 KiB within 30 s"),
+        ),
+    ),
+    Operation(
+        "get", "/v1/files", "list_files", "The files that are kept",
+        FilesResource, (ok("Some of the files", json(batches.FileList)), *KEPT, VALIDATION),
+    ),
+    Operation(
+        "get", "/v1/files/{file_id}", "get_file", "A file's description",
+        FileResource, (ok("The file", json(batches.FileObject)), *KEPT),
+    ),
+    Operation(
+        "delete", "/v1/files/{file_id}", "delete_file", "Forget a file",
+        FileResource, (ok("It is not kept any more", json(batches.FileDeleted)), *KEPT, IN_USE),
+    ),
+    Operation(
+        "get", "/v1/files/{file_id}/content", "get_file_content", "The bytes of a file",
+        FileContentResource, (ok("The bytes", MediaBody("application/octet-stream", (str,))), *KEPT),
+    ),
+    Operation(
+        "post", "/v1/batches", "create_batch", "Have the requests of a file answered",
+        BatchesResource, (ok("The batch", json(batches.BatchObject)), *KEPT, *UNREADABLE, OTHER_TASK, VALIDATION),
+    ),
+    Operation(
+        "get", "/v1/batches", "list_batches", "The batches that are kept",
+        BatchesResource, (ok("Some of the batches", json(batches.BatchList)), *KEPT, VALIDATION),
+    ),
+    Operation(
+        "get", "/v1/batches/{batch_id}", "get_batch", "A batch",
+        OneBatchResource, (ok("The batch", json(batches.BatchObject)), *KEPT),
+    ),
+    Operation(
+        "post", "/v1/batches/{batch_id}/cancel", "cancel_batch", "End a batch early",
+        CancelBatchResource, (ok("The batch", json(batches.BatchObject)), *KEPT),
+    ),
+    Operation(
         "post", "/v1/messages", "messages", "Generate the next message, in Anthropic's protocol",
         MessagesResource,
         (ok("Generated message", json(AnsweredMessage), events(MessageEvent)), *GENERATION),
@@ -303,6 +367,24 @@ OPERATIONS = (
         "post", "/v1/messages/count_tokens", "count_message_tokens", "Count the tokens of a prompt",
         CountTokensResource,
         (ok("Number of tokens", json(MessageTokensCount)), *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING),
+    ),
+    *(
+        Operation(
+            "post", f"{route}/input_tokens", name, "Count the tokens of a prompt", resource,
+            (
+                ok("Number of tokens", json(InputTokens)),
+                NOT_KEPT, *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING,
+            ),
+        )
+        for route, name, resource in (
+            ("/v1/chat/completions", "count_chat_tokens", InputTokensResource),
+            ("/v1/responses", "count_response_tokens", ResponseInputTokensResource),
+        )
+    ),
+    Operation(
+        "post", "/detokenize", "detokenize", "The text of token ids",
+        DetokenizeResource,
+        (ok("The text", json(DetokenizeResponse)), *UNREADABLE, VALIDATION, FAILED, OVERLOADED, STARTING),
     ),
     Operation(
         "post", "/tokenize", "tokenize", "Tokenize inputs",

@@ -9,9 +9,8 @@ such a request: it holds no permit, and is not counted, logged or traced.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
-from tgi.api.asgi import PROBE_KEY, AsgiApp
+from tgi.api.asgi import PROBE_KEY, AsgiApp, send_request
 from tgi.api.service import Service
 from tgi.microkernel.messages.protocol import ModelTask
 
@@ -65,41 +64,15 @@ async def run_readiness_probe(app: AsgiApp, service: Service, report: Callable[[
 async def _probe_failure(app: AsgiApp, service: Service, method: str, path: str, body: bytes) -> str:
     """Sends one probe. Returns why it has failed, or "" for a 200."""
     settings = service.settings
-    headers = {"content-type": "application/json", "content-length": str(len(body))}
-    if key := service.clients.first_key:
-        headers["authorization"] = f"Bearer {key}"
+    key = service.clients.first_key
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         async with asyncio.timeout(settings.stall_limit):
-            status, answer = await _send_request(app, method, path, body, headers)
+            response = await send_request(app, method, path, body, headers, {PROBE_KEY: True})
     except TimeoutError:
         return f"has had no answer for {settings.stall_limit:g} s"
     except Exception as error:
         return f"raised {type(error).__name__}: {error}"
-    if status == 200:
+    if response.status == 200:
         return ""
-    return f"was answered with {status} {answer.decode(errors='replace')[:MAX_REASON_CHARACTERS]}"
-
-
-async def _send_request(
-    app: AsgiApp, method: str, path: str, body: bytes, headers: dict[str, str]
-) -> tuple[int, bytes]:
-    """Sends a request to an ASGI application. Returns status and body of the response."""
-    scope: dict[str, Any] = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": None, "server": None, PROBE_KEY: True,
-    }  # fmt: skip
-    incoming = [{"type": "http.request", "body": body, "more_body": False}]
-    outgoing: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if not incoming:
-            await asyncio.Event().wait()  # never disconnects
-        return incoming.pop()
-
-    async def send(event: dict[str, Any]) -> None:
-        outgoing.append(event)
-
-    await app(scope, receive, send)
-    return outgoing[0]["status"], b"".join(event.get("body", b"") for event in outgoing)
+    return f"was answered with {response.status} {response.body.decode(errors='replace')[:MAX_REASON_CHARACTERS]}"

@@ -89,7 +89,7 @@ class LiveRequest:
         self.context = context
         self.submitted = False  # to any tokenizer
         self.active = True  # neither ended nor cancelled
-        self.on_trial = False  # a tokenizer works on it only while it has nothing else in hand
+        self.on_trial = False  # a tokenizer works on it only while it has nothing else in progress
         self.record: RequestRecord | None = None  # of the HTTP request
 
     @property
@@ -319,7 +319,7 @@ class SingleReplyRequest(LiveRequest, Generic[ResultMessage]):
 
 
 class TokenizationRequest(SingleReplyRequest[Tokenized]):
-    """Asks for the token ids of a text, or of a chat."""
+    """Asks for the token ids of a text or of a chat, or for the text of token ids."""
 
     def __init__(
         self,
@@ -328,16 +328,18 @@ class TokenizationRequest(SingleReplyRequest[Tokenized]):
         add_special_tokens: bool,
         chat: bytes = b"",
         context: RequestContext = NO_CONTEXT,
+        ids: bytes = b"",
     ) -> None:
         super().__init__(wake_event, context)
         self.quarantined = False  # it has failed because it crashes tokenizers
         self.inputs = inputs
         self.add_special_tokens = add_special_tokens
         self.chat = chat
+        self.ids = ids
 
     def to_message(self, rid: int) -> Tokenize:
         """The message that submits this request, under `rid`."""
-        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat, self.on_trial, self.context)
+        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat, self.on_trial, self.context, self.ids)
 
     def fail(self, error: str) -> None:
         """Ends the request with this error and wakes its waiter."""

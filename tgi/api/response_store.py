@@ -1,26 +1,16 @@
-"""Stored responses (POST /v1/responses) and conversations: an SQLite file in the run directory that the front ends of a
-host share, or the memory of one front end. Each client sees its own only. All are dropped after --response-ttl seconds
-without use, the oldest of the client that stores most before, if all together need more than MAX_STORED_BYTES.
+"""Stored responses (POST /v1/responses) and conversations. Each client sees its own only. All are dropped after
+--response-ttl seconds without use, the oldest of the client that stores most before, if all together need more than
+MAX_STORED_BYTES."""
 
-The calls run one after the other in a thread of their own, so that no lock of the file holds up the event loop. All
-raise StoreUnavailable."""
-
-import asyncio
 import json
-import logging
-import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from tgi.api.errors import ApiError
+from tgi.api.sqlite_store import SqliteStore
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 Items = list[dict[str, Any]]
 
 MAX_STORED_BYTES = 256 << 20
@@ -28,7 +18,6 @@ ROW_BYTES = 1 << 10  # that a response counts besides its text
 MAX_CONVERSATIONS = 1 << 14
 # Responses that one may go on from: what is read for a request is bounded in bytes, too.
 MAX_TURNS = 1000
-PURGE_SECONDS = 1.0
 # A background response whose front end has not been heard of for so long has ended with it.
 BEAT_SECONDS, LOST_SECONDS = 0.5, 15.0
 RUNNING = ("queued", "in_progress")
@@ -69,23 +58,20 @@ class HistoryTooLong(Exception):
     """A conversation is longer than a request may be."""
 
 
-class StoreUnavailable(ApiError):
-    """503: the store cannot be read or written, as on a full disk."""
+class ResponseStore(SqliteStore):
+    """The stored responses, as one front end sees them."""
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(503, "unavailable", f"The kept responses cannot be read or written: {error}")
-
-
-class ResponseStore:
-    """The store of one front end. With `path` None it is in memory."""
+    what = "kept responses"
+    schema = _SCHEMA
 
     def __init__(self, path: Path | None, ttl: float) -> None:
         """`ttl`: seconds; 0: nothing is kept."""
+        super().__init__(path)
         self.ttl = ttl
-        self._path = path
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
-        self._connection: sqlite3.Connection | None = None
-        self._next_purge = 0.0
+
+    def purge(self, db: sqlite3.Connection) -> None:
+        """As SqliteStore.purge."""
+        _purge(db, self.ttl)
 
     async def put(self, response: StoredResponse, conversation: str | None = None) -> None:
         """Keeps a response; as the head of a conversation of its owner if one is named."""
@@ -217,50 +203,6 @@ class ResponseStore:
         """Forgets a conversation, not its responses. Returns whether there was one."""
         statement = "DELETE FROM conversations WHERE id=? AND owner=?"
         return await self._run(lambda db: db.execute(statement, (conversation_id, owner)).rowcount > 0)
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._connection is not None:
-            self._thread.submit(self._connection.close)
-        self._thread.shutdown()
-
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transaction, work)
-
-    def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        try:
-            if self._connection is None:
-                self._connection = self._open()
-            with self._connection as db:  # commits, or rolls back after an exception
-                if time.monotonic() >= self._next_purge:
-                    self._next_purge = time.monotonic() + PURGE_SECONDS
-                    _purge(db, self.ttl)
-                return work(db)
-        except (sqlite3.Error, OSError) as error:
-            raise StoreUnavailable(error) from error
-
-    def _open(self) -> sqlite3.Connection:
-        if self._path is None:
-            return _connect(":memory:")
-        try:
-            return _connect(str(self._path))
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full
-                raise
-            log.error("The stored responses in %s are damaged and begin anew: %s", self._path, error)
-            for end in ("", "-wal", "-shm"):
-                Path(f"{self._path}{end}").unlink(missing_ok=True)
-            return _connect(str(self._path))
-
-
-def _connect(path: str) -> sqlite3.Connection:
-    if path != ":memory:":
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))  # prompts are private
-    db = sqlite3.connect(path, timeout=10)
-    db.execute("PRAGMA journal_mode=WAL")
-    db.execute("PRAGMA synchronous=OFF")  # a crash of the machine may lose what is temporary anyway
-    db.executescript(_SCHEMA)
-    return db
 
 
 def _get(db: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse | None:

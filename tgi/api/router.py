@@ -15,7 +15,7 @@ from tgi.api.token_delivery import TokenDelivery
 from tgi.api.tokenizers import TokenizerConnection, choose_tokenizer
 from tgi.microkernel.admission.permits import Permits
 from tgi.microkernel.admission.token_rates import TokenRates
-from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
 from tgi.microkernel.links.liveness import BEAT_SECONDS
 from tgi.microkernel.messages.codec import ITEM_BYTES
 from tgi.microkernel.messages.protocol import (
@@ -61,16 +61,17 @@ class Router:
         permits: Permits,
         quarantine: Quarantine,
         recorder: FlightRecorder = NO_RECORDER,
-        work_in_hand: Callable[[PeerId], bytes | None] = lambda peer: b"",
+        work_in_progress: Callable[[PeerId], bytes | None] = lambda peer: b"",
         stall_limit: float = 60.0,
         token_rates: TokenRates | None = None,
     ) -> None:
-        """`work_in_hand`: the fingerprints of the requests that a dead process had in hand, as far as they are known
-        before its successor reports them. `stall_limit`: upper bound of the seconds without progress of any request."""
+        """`work_in_progress`: the fingerprints of the requests that a dead process had in progress, as far as they are
+        known before its successor reports them. `stall_limit`: upper bound of the seconds without progress of any
+        request."""
         self.recorder = recorder
         self.quarantine = quarantine
         self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
-        self.assignments: Assignments[TokenizerConnection, LiveRequest] = Assignments(self._choose, work_in_hand)
+        self.assignments: Assignments[TokenizerConnection, LiveRequest] = Assignments(self._choose, work_in_progress)
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
         self.source = ModelSource()  # the same
@@ -281,10 +282,10 @@ class Router:
                     request.prompt_columns.extend(message)
             case Status():
                 tokenizer.status = message
-                self._apply_status(message, tokenizer.place.site)
+                self._apply_status(message, tokenizer.replica_id.site)
             case Hello():
                 log.debug("%s is connected", peer)
-                tokenizer.place = Place(message.site, peer.replica)
+                tokenizer.replica_id = ReplicaId(message.site, peer.replica)
                 self._require_model(self._model or message.model)
                 self.defaults = message.sampling_defaults
                 self.source = message.source or self.source
@@ -311,7 +312,7 @@ class Router:
             self.limits = status.limits
             metrics.set_length_limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
         if status.limits is not None:
-            present = {tokenizer.place.site for tokenizer in self.tokenizers}
+            present = {tokenizer.replica_id.site for tokenizer in self.tokenizers}
             self._adapters = {name: one for name, one in self._adapters.items() if name in present}
             self._adapters[site] = status.adapters
             found: dict[str, LoadedAdapter] = {}
@@ -397,15 +398,17 @@ class Router:
         self._exchange_with_all_soon()
 
     def _move_requests(self) -> None:
-        """Takes the requests from silent tokenizers, if there is another one. What they have in hand stays there, since
-        that may be what they hang in."""
+        """Takes the requests from silent tokenizers, if there is another one. What they have in progress stays there,
+        since that may be what they hang in."""
         if not any(tokenizer.responds for tokenizer in self.tokenizers):
             return
         for tokenizer in self.tokenizers:
             if not tokenizer.silent or tokenizer.peer is None or not tokenizer.requests:
                 continue
-            in_hand = self.assignments.suspects(tokenizer)
-            moved = [request for request in tokenizer.requests.values() if request.context.fingerprint not in in_hand]
+            in_progress = self.assignments.suspects(tokenizer)
+            moved = [
+                request for request in tokenizer.requests.values() if request.context.fingerprint not in in_progress
+            ]
             if moved:
                 log.warning("%d requests of %s are sent to another tokenizer", len(moved), tokenizer.peer)
             for request in moved:
@@ -418,12 +421,12 @@ class Router:
     # --- crashes ---
 
     def _read_exit_report(self, tokenizer: TokenizerConnection, peer: PeerId, hello: Hello) -> None:
-        """A tokenizer has connected. If it tells how its predecessor died, the requests that this had in hand are
+        """A tokenizer has connected. If it tells how its predecessor died, the requests that this had in progress are
         suspects; any tokenizer works on them alone from now on."""
         if (report := self.assignments.connected(tokenizer, peer, hello, now := time.monotonic())) is not None:
             tokens = {request.context.fingerprint: request.generated_count for request in self.assignments}
-            in_hand = {name: tokens.get(name, 0) for name in split_fingerprints(report.in_hand)}
-            for name in self._isolation.record_death(in_hand, now, outside=report.outside):
+            in_progress = {name: tokens.get(name, 0) for name in split_fingerprints(report.in_progress)}
+            for name in self._isolation.record_death(in_progress, now, outside=report.outside):
                 self._quarantine(name, f"the tokenizer {report.cause} while it worked on this request")
         self.assignments.release(tokenizer)
 

@@ -5,6 +5,7 @@ import codecs
 import contextlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from falcon.asgi import Request
 
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import ABORT_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe, never
+from tgi.api.batch_store import BatchStore
 from tgi.api.body_reader import BodyReader, decompress
 from tgi.api.clients import Client, Clients
 from tgi.api.errors import ClientDisconnected, Rejection
@@ -59,12 +61,17 @@ class Service:
     model_id: str
     compute_type: str
     tracer: "Tracer | None" = None
-    responses_path: Path | None = None  # of stored responses; None: they are in memory
+    store_dir: Path | None = None  # of stored responses, files and batches; None: they are in memory
     clients: Clients = field(init=False)
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.settings)
-        self.responses = ResponseStore(self.responses_path, self.settings.response_ttl)
+        kept = self.store_dir
+        self.responses = ResponseStore(kept and kept / "responses-1.sqlite", self.settings.response_ttl)
+        self.batches = BatchStore(
+            kept and kept / "batches-1.sqlite", self.settings.batch_ttl, self.settings.batch_store_bytes
+        )
+        self.uploads: Counter[str] = Counter()  # of each client
         self._background: set[asyncio.Task[None]] = set()
         self.bodies = BodyReader(self.settings.payload_limit, self.settings.read_timeout)
 
@@ -93,7 +100,7 @@ class Service:
     def _on_background_end(self, task: "asyncio.Task[None]") -> None:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("A background response has failed", exc_info=error)
+            log.error("Background work has failed", exc_info=error)
 
     async def close(self, timeout_seconds: float) -> None:
         """Waits for background work, and ends what is not done in time."""
@@ -102,6 +109,7 @@ class Service:
         for task in [*self._background]:
             task.cancel()
         self.responses.close()
+        self.batches.close()
 
     async def read_generation_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
         """As read_body, for requests that need permits: while none is free, a large body is not read. The permit of a
@@ -153,7 +161,7 @@ class Service:
         Raises ApiError: 424 if one of them is in quarantine.
         """
         client: Client = req.context.client
-        context = RequestContext(client=client.name, weight=client.weight, priority=client.priority)
+        context = RequestContext(client=client.share, weight=client.weight, priority=client.priority)
         if is_probe(req):
             return [context] * count
         contexts = [context._replace(fingerprint=next(req.scope[FINGERPRINTS_KEY])) for _ in range(count)]
@@ -191,7 +199,8 @@ class Service:
 
     def request_timeout(self, req: Request) -> float | None:
         """Seconds that this request may take; None: no limit. Raises ApiError: 422 for an invalid header."""
-        limit = self.settings.request_timeout
+        client: Client = req.context.client
+        limit = None if client.batch else self.settings.request_timeout
         if (given := req.get_header("x-request-timeout")) is None:
             return limit
         try:
@@ -278,6 +287,7 @@ class Resource:
     """The handlers of one path. The table of operations (operations.py) names the class of each path."""
 
     body: ClassVar[BodyDecoder[Any] | None] = None  # of POST requests
+    form: ClassVar[Any] = None  # the shape of POST requests that are forms
     private: ClassVar[bool] = False  # all methods need a key, not POST alone
 
     def __init__(self, service: Service) -> None:

@@ -1,7 +1,7 @@
 """The tokenizers of this front end: what is known of each, and which one gets a request."""
 
 from tgi.api.requests import LiveRequest
-from tgi.microkernel.links.link import Link, Place
+from tgi.microkernel.links.link import Link, ReplicaId
 from tgi.microkernel.messages.protocol import Status
 from tgi.microkernel.recovery.assignments import Neighbour
 
@@ -13,7 +13,7 @@ class TokenizerConnection(Neighbour[LiveRequest]):
     """One tokenizer, and the requests that are assigned to it."""
 
     def __init__(self, link: Link) -> None:
-        super().__init__(Place("", 0))  # until it has connected
+        super().__init__(ReplicaId("", 0))  # until it has connected
         self.link = link
         self.status: Status | None = None
 
@@ -42,7 +42,7 @@ def choose_tokenizer(tokenizers: list[TokenizerConnection], request: LiveRequest
             not (tokenizer.status is not None and tokenizer.status.ready),
             tokenizer.stuck,
             not tokenizer.has_adapter(request.adapter),
-            request.tokenizer_rank(tokenizer.place.number),
+            request.tokenizer_rank(tokenizer.replica_id.number),
             len(tokenizer.requests),
         ),
         default=None,

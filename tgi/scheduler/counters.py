@@ -33,6 +33,6 @@ class Counters:
     cache_hit_tokens: int = 0
     worker_losses: int = 0
     draft_tokens: int = 0
-    accepted_draft_tokens: int = 0  # drafts that were drawn
+    accepted_draft_tokens: int = 0  # drafts that were accepted
     finished_steps: deque[FinishedStep] = field(default_factory=lambda: deque(maxlen=256))
     admissions: deque[AdmittedRequests] = field(default_factory=lambda: deque(maxlen=256))

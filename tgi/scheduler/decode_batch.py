@@ -18,13 +18,13 @@ class RunningBatch:
     """
 
     def __init__(self, slots: int, work_register: WorkRegister) -> None:
-        """`work_register`: where the requests in the slots are stated, unless there are too many slots."""
+        """`work_register`: where the requests in the slots are registered, unless there are too many slots."""
         fits = slots <= len(work_register.slots)
-        self._stated: Any = work_register.slots if fits else array("Q", bytes(8 * slots))
+        self._registered: Any = work_register.slots if fits else array("Q", bytes(8 * slots))
         self.step = 0  # the number of the last step plan
         self.early_exits = 0  # requests that have left before their last token, perhaps with rows in flight
         self.prefilling: dict[Request, None] = {}  # in the order of admission
-        self.lanes: dict[TokenizerPeer, DecodeLane] = {}  # the decoding requests; no lane is empty
+        self.partitions: dict[TokenizerPeer, DecodePartition] = {}  # the decoding requests; no partition is empty
         self.paused: dict[Request, None] = {}  # they keep slot and pages, and get no rows: see `restrict`
         self.prefilled: list[Request] = []  # their last prefill chunk is planned: they decode from the next step on
         self.finishing: list[Request] = []  # their last token is planned: they decode no longer
@@ -41,7 +41,7 @@ class RunningBatch:
     @property
     def decoding(self) -> list[Request]:
         """In the order of a step's rows."""
-        return [request for lane in self.lanes.values() for request in lane.requests]
+        return [request for partition in self.partitions.values() for request in partition.requests]
 
     @property
     def unfinished(self) -> list[Request]:
@@ -66,12 +66,12 @@ class RunningBatch:
             self.shares[share] = None
         share.running += 1
         self._slots[slot] = request
-        self._stated[slot] = request.work_number
+        self._registered[slot] = request.work_number
         return slot
 
     def restrict(self, may_run: Callable[[Request], bool]) -> None:
-        """Pauses all requests but these, which are the batch in hand from now on, and resumes these. To be called while
-        no step is in flight."""
+        """Pauses all requests but these, which are the batch in progress from now on, and resumes these. To be called
+        while no step is in flight."""
         self.commit()
         for request in [one for one in self.unfinished if may_run(one) is (one in self.paused)]:
             if request in self.paused:
@@ -79,70 +79,73 @@ class RunningBatch:
                 if request.state is PREFILL:
                     self.prefilling[request] = None
                 else:
-                    self._enter_lane(request)
+                    self._enter_partition(request)
             else:
-                if request.lane is not None:
-                    self._leave_lane(request)
+                if request.partition is not None:
+                    self._leave_partition(request)
                 self.prefilling.pop(request, None)
                 self.paused[request] = None
         for slot, one in enumerate(self._slots):
-            self._stated[slot] = 0 if one is None or one in self.paused else one.work_number
+            self._registered[slot] = 0 if one is None or one in self.paused else one.work_number
 
     def commit(self) -> None:
-        """Moves requests into and out of the lanes as the last step plan decided. To be called before the next one."""
+        """Moves requests into and out of the partitions as the last step plan decided. To be called before the next
+        one."""
         for request in self.finishing:
-            if request.lane is not None:  # else it has ended
-                self._leave_lane(request)
+            if request.partition is not None:  # else it has ended
+                self._leave_partition(request)
         for request in self.prefilled:
             if request.slot != NO_SLOT:  # else it has ended
-                self._enter_lane(request)
+                self._enter_partition(request)
         self.finishing, self.prefilled = [], []
 
     def due(self) -> tuple[list[Request], list[Request]]:
-        """Decoding requests whose next row needs a page, and those whose next row draws the last token."""
+        """Decoding requests whose next row needs a page, and those whose next row samples the last token."""
         need_page: list[Request] = []
         finishing: list[Request] = []
-        for lane in self.lanes.values():
-            lane.collect_due(need_page, finishing)
+        for partition in self.partitions.values():
+            partition.collect_due(need_page, finishing)
         return need_page, finishing
 
-    def _enter_lane(self, request: Request) -> None:
-        lane = self.lanes.get(request.tokenizer)
-        if lane is None:
-            lane = self.lanes[request.tokenizer] = DecodeLane()
-        lane.add(request)
+    def _enter_partition(self, request: Request) -> None:
+        partition = self.partitions.get(request.tokenizer)
+        if partition is None:
+            partition = self.partitions[request.tokenizer] = DecodePartition()
+        partition.add(request)
         request.share.enter_decode(request, self.step)
 
-    def _leave_lane(self, request: Request) -> None:
-        lane = self.lanes[request.tokenizer]
-        lane.remove(request)
+    def _leave_partition(self, request: Request) -> None:
+        partition = self.partitions[request.tokenizer]
+        partition.remove(request)
         request.share.leave_decode(request)
-        if not lane.requests:
-            del self.lanes[request.tokenizer]
+        if not partition.requests:
+            del self.partitions[request.tokenizer]
 
     def release_slots(self, requests: list[Request]) -> None:
         """Takes the slots from these requests."""
-        slots, free, prefilling, stated = self._slots, self.free_slots, self.prefilling, self._stated
+        slots, free, prefilling, registered = self._slots, self.free_slots, self.prefilling, self._registered
         for request in requests:
             if len(request.token_ids) < request.max_total_tokens:
                 self.early_exits += 1
             slot = request.slot
             slots[slot] = None
-            stated[slot] = 0
+            registered[slot] = 0
             free.append(slot)
             share = request.share
             share.running -= 1
             if not share.running:
                 del self.shares[share]
-            if request.lane is not None:
-                self._leave_lane(request)
+            if request.partition is not None:
+                self._leave_partition(request)
             else:
                 prefilling.pop(request, None)
                 self.paused.pop(request, None)
             request.slot = NO_SLOT
             request.valid_from_step = NO_STEP
 
-    def preemption_victim(self, excluding: Request | None = None, share: ClientShare | None = None) -> Request | None:
+    def preemption_candidate(
+        self, excluding: Request | None = None, share: ClientShare | None = None
+    ) -> Request | None:
         """The first to be preempted of all other requests that still need steps: of the client with the highest load,
         or of this one, the last to arrive."""
         candidates = [one for one in self.unfinished if one is not excluding and share in (None, one.share)]
@@ -155,11 +158,11 @@ def preemption_order(request: Request) -> tuple[tuple[int, float], int]:
     return request.share.load, request.arrival
 
 
-class LaneRows(NamedTuple):
-    """The rows of a step that are a whole lane, with its columns as they were when the step was planned."""
+class PartitionRows(NamedTuple):
+    """The rows of a step that are a whole partition, with its columns as they were when the step was planned."""
 
     tokenizer: TokenizerPeer
-    begin: int  # index of the first of them among the drawing rows
+    begin: int  # index of the first of them among the sampling rows
     end: int
     rids: bytes  # uint32
     token_ids: "list[array[int]]"
@@ -167,11 +170,11 @@ class LaneRows(NamedTuple):
     stop_id_union: set[int]
 
 
-class DecodeLane:
+class DecodePartition:
     """The decoding requests of one tokenizer, as columns: item k of each column belongs to request k.
 
     All requests have a row in nearly every step, and columns are handled in C. Python code handles a single request
-    only when it is due: when its next row needs a page or draws the last token. All positions advance by one in each
+    only when it is due: when its next row needs a page or samples the last token. All positions advance by one in each
     step, so the step in which a request is due is known ahead. This also avoids cache misses: the Request objects of a
     large batch do not fit into a processor's caches.
     """
@@ -194,8 +197,8 @@ class DecodeLane:
     def add(self, request: Request) -> None:
         """Adds a request, whose next row starts at `request.planned`."""
         start = request.planned
-        request.lane = self
-        request.lane_index = len(self.requests)
+        request.partition = self
+        request.partition_index = len(self.requests)
         self.requests.append(request)
         self.token_ids.append(request.token_ids)
         self.stop_ids.append(request.stop_ids)
@@ -209,34 +212,34 @@ class DecodeLane:
     def remove(self, request: Request) -> None:
         """Removes a request; the last one moves to its index."""
         self._unschedule(request)
-        index = request.lane_index
+        index = request.partition_index
         request.planned = self.starts[index]
         self.starts_sum -= request.planned
-        request.lane = None
+        request.partition = None
         last = self.requests.pop()
         token_ids, stop_ids = self.token_ids.pop(), self.stop_ids.pop()
         rid, slot, start = self.rids.pop(), self.slots.pop(), self.starts.pop()
         if last is not request:
-            last.lane_index = index
+            last.partition_index = index
             self.requests[index], self.token_ids[index], self.stop_ids[index] = last, token_ids, stop_ids
             self.rids[index], self.slots[index], self.starts[index] = rid, slot, start
 
     def collect_due(self, need_page: list[Request], finishing: list[Request]) -> None:
-        """Appends requests whose next row needs a page, and requests whose next row draws the last token. Updates
+        """Appends requests whose next row needs a page, and requests whose next row samples the last token. Updates
         `planned` of both."""
         starts = self.starts
         for request in self._due.get(self._steps, ()):
-            request.planned = start = starts[request.lane_index]
+            request.planned = start = starts[request.partition_index]
             if start == request.capacity:
                 need_page.append(request)
             if start == request.last_start:
                 finishing.append(request)
 
-    def plan_rows(self, tokenizer: TokenizerPeer, begin: int) -> LaneRows:
-        """Plans one row for each request; the first is at index `begin` among the step's drawing rows. All positions
+    def plan_rows(self, tokenizer: TokenizerPeer, begin: int) -> PartitionRows:
+        """Plans one row for each request; the first is at index `begin` among the step's sampling rows. All positions
         advance by one."""
         count = len(self.requests)
-        rows = LaneRows(
+        rows = PartitionRows(
             tokenizer=tokenizer,
             begin=begin,
             end=begin + count,
@@ -254,14 +257,14 @@ class DecodeLane:
     def set_start(self, request: Request, start: int) -> None:
         """Sets the position that the request's next row computes."""
         self._unschedule(request)
-        self.starts_sum += start - self.starts[request.lane_index]
-        request.planned = self.starts[request.lane_index] = start
+        self.starts_sum += start - self.starts[request.partition_index]
+        request.planned = self.starts[request.partition_index] = start
         self._schedule(request, start)
 
     def page_added(self, request: Request) -> None:
         """To be called when the request has got another page."""
         self._unschedule(request)
-        self._schedule(request, self.starts[request.lane_index])
+        self._schedule(request, self.starts[request.partition_index])
 
     def _schedule(self, request: Request, start: int) -> None:
         """Computes when the request is due."""

@@ -13,7 +13,7 @@ from tgi.scheduler.request import Request
 STEP_COST_WEIGHT = 0.2
 # A step is worthwhile when its prompt tokens take this many times what a decode step takes: a larger one saves little
 # more.
-WORTHWHILE_RATIO = 16
+AMORTIZING_RATIO = 16
 
 
 class PrefillBudget:
@@ -50,14 +50,14 @@ class PrefillBudget:
         fixed cost."""
         if not self._token_us:
             return at_most
-        return int(min(at_most, max(self._target_us, WORTHWHILE_RATIO * self._shortest_us) / self._token_us)) or 1
+        return int(min(at_most, max(self._target_us, AMORTIZING_RATIO * self._shortest_us) / self._token_us)) or 1
 
-    def worthwhile_tokens(self, at_most: int) -> int:
+    def amortizing_tokens(self, at_most: int) -> int:
         """Prompt tokens that make a step worth its fixed cost: at least 1, so that the first prompt is computed;
         `at_most` until both costs are measured."""
         if not self._token_us or not self._decode_us:
             return at_most
-        return int(min(at_most, WORTHWHILE_RATIO * self._decode_us / self._token_us)) or 1
+        return int(min(at_most, AMORTIZING_RATIO * self._decode_us / self._token_us)) or 1
 
 
 # Steps without a lack of memory after which the largest step grows again.
@@ -124,7 +124,7 @@ MAX_GROWTH = 2
 # takes part in it.
 PLAN_AHEAD_SHARE, PLAN_AHEAD_SECONDS = 0.25, 0.005
 # Weight of the newest time on the way, if it is longer; shorter ones count at once.
-LONGER_WAY_WEIGHT = 0.25
+LONGER_TRANSIT_WEIGHT = 0.25
 # A shorter delay is not worth another turn of the scheduler's loop beside the worker's threads (a stream of the demo
 # model with steps of 7 ms on two cores lost 8 %).
 MIN_DELAY_SECONDS = 0.005
@@ -149,7 +149,7 @@ class StepLimits:
     def __init__(self) -> None:
         self._expected: dict[SizeClass, float] = {}
         self._least: dict[SizeClass, float] = {}
-        self._way: float | None = None  # of a step to the worker and of its result back
+        self._transit: float | None = None  # of a step to the worker and of its result back
         self._new_worker = True  # no step of this worker was observed
 
     def record(self, size: SizeClass, seconds: float) -> None:
@@ -169,21 +169,23 @@ class StepLimits:
         # A step in which the worker was suspended says nothing about the next one.
         self._expected[size] = seconds if known is None else min(seconds, MAX_GROWTH * known)
 
-    def record_way(self, seconds: float) -> None:
+    def record_transit(self, seconds: float) -> None:
         """Adds the time that a step and its result have been on their way: the worker computed it at once."""
-        known = self._way
-        self._way = seconds if known is None or seconds < known else known + LONGER_WAY_WEIGHT * (seconds - known)
+        known = self._transit
+        self._transit = (
+            seconds if known is None or seconds < known else known + LONGER_TRANSIT_WEIGHT * (seconds - known)
+        )
 
     def worker_lost(self) -> None:
         """The next worker's first step may take longer, and it may be elsewhere."""
         self._new_worker = True
-        self._way = None
+        self._transit = None
 
     def plan_ahead_after(self, size: SizeClass) -> float:
         """Seconds from the begin of a step of this size until the next one should be planned; 0: at once."""
         least = self._least.get(size, 0.0)
         ahead = PLAN_AHEAD_SHARE * least
-        delay = least - (ahead if ahead > PLAN_AHEAD_SECONDS else PLAN_AHEAD_SECONDS) - (self._way or 0.0)
+        delay = least - (ahead if ahead > PLAN_AHEAD_SECONDS else PLAN_AHEAD_SECONDS) - (self._transit or 0.0)
         return delay if delay >= MIN_DELAY_SECONDS else 0.0
 
     def late_after(self, size: SizeClass) -> float | None:

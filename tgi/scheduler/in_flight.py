@@ -16,7 +16,7 @@ from tgi.scheduler.columns import (
     top_tokens_fit,
 )
 from tgi.scheduler.counters import Counters
-from tgi.scheduler.decode_batch import LaneRows
+from tgi.scheduler.decode_batch import PartitionRows
 from tgi.scheduler.estimators import SizeClass
 from tgi.scheduler.kv_cache import KVCacheManager
 from tgi.scheduler.request import Request
@@ -32,14 +32,14 @@ class PromptLogprobRow(NamedTuple):
 class InFlightStep(NamedTuple):
     """A step that was sent and is not answered yet.
 
-    Its drawing rows are, in this order: whole lanes, other decode rows, prefill chunks that end their prompt.
+    Its sampling rows are, in this order: whole partitions, other decode rows, prefill chunks that end their prompt.
     """
 
     message: Step
-    drawing: list[Request]  # the requests of the drawing rows, in order
-    lane_rows: list[LaneRows]  # those of the drawing rows that are whole lanes
-    finishing: list[Request]  # those of the drawing rows that draw their request's last token by length
-    prefilling: list[Request]  # the requests of chunks that draw nothing
+    sampling_requests: list[Request]  # the requests of the sampling rows, in order
+    partition_rows: list[PartitionRows]  # those of the sampling rows that are whole partitions
+    finishing: list[Request]  # those of the sampling rows that sample their request's last token by length
+    prefilling: list[Request]  # the requests of chunks that sample nothing
     prompt_logprob_rows: list[PromptLogprobRow]  # in the order of the step's rows
     pooled: list[Request]  # those of `prefilling` that end in a vector, in the order of the step's rows
     decode_rows: int
@@ -56,13 +56,13 @@ class InFlightStep(NamedTuple):
     @property
     def requests(self) -> list[Request]:
         """The requests that have a row."""
-        return self.drawing + self.prefilling
+        return self.sampling_requests + self.prefilling
 
     @property
     def requests_in_row_order(self) -> list[Request]:
         """The request of each row of the step."""
-        drawing, prefilling = iter(self.drawing), iter(self.prefilling)
-        return [next(drawing if draws else prefilling) for draws in self.message.draws]
+        sampling, prefilling = iter(self.sampling_requests), iter(self.prefilling)
+        return [next(sampling if samples else prefilling) for samples in self.message.samples]
 
     @property
     def description(self) -> str:
@@ -76,21 +76,21 @@ class InFlightStep(NamedTuple):
 
     def mismatch(self, result: StepResult, vocab_size: int) -> str:
         """Why the result does not match this step, or ""."""
-        number, rows = self.message.number, len(self.drawing)
+        number, rows = self.message.number, len(self.sampling_requests)
         if result.number != number:
             return f"expected the result of step {number}, got that of step {result.number}"
-        drawn = rows
+        sampled = rows
         if result.counts != b"\1" * rows:
             if not self._draft_counts_fit(result.counts):
                 return f"the result of step {number} does not have 1 to 1 + drafts tokens for each of {rows} rows"
-            drawn = sum(result.counts)
-        if len(result.token_ids) != ITEM_BYTES * drawn or len(result.logprobs) != ITEM_BYTES * drawn:
-            return f"the result of step {number} does not have an id and a logprob for each of {drawn} tokens"
-        if len(result.row_errors) not in (0, len(self.message.draws)):
+            sampled = sum(result.counts)
+        if len(result.token_ids) != ITEM_BYTES * sampled or len(result.logprobs) != ITEM_BYTES * sampled:
+            return f"the result of step {number} does not have an id and a logprob for each of {sampled} tokens"
+        if len(result.row_errors) not in (0, len(self.message.samples)):
             errors = len(result.row_errors)
-            return f"the result of step {number} has {errors} row errors for {len(self.message.draws)} rows"
-        if not top_tokens_fit(result, drawn):
-            return f"the top-n columns in the result of step {number} do not fit its {drawn} tokens"
+            return f"the result of step {number} has {errors} row errors for {len(self.message.samples)} rows"
+        if not top_tokens_fit(result, sampled):
+            return f"the top-n columns in the result of step {number} do not fit its {sampled} tokens"
         if not prompt_logprobs_fit(result, self.prompt_logprob_rows, vocab_size):
             return f"the prompt logprobs in the result of step {number} do not fit its rows"
         if not vectors_fit(result, len(self.pooled)):
@@ -98,8 +98,8 @@ class InFlightStep(NamedTuple):
         return ""
 
     def _draft_counts_fit(self, counts: bytes) -> bool:
-        """Whether each drawing row has between 1 token and one more than its drafts."""
-        most = [1 + drafts for drafts in self.drafts] + [1] * (len(self.drawing) - len(self.drafts))
+        """Whether each sampling row has between 1 token and one more than its drafts."""
+        most = [1 + drafts for drafts in self.drafts] + [1] * (len(self.sampling_requests) - len(self.drafts))
         return len(counts) == len(most) and all(1 <= count <= one for count, one in zip(counts, most, strict=True))
 
 
@@ -201,7 +201,7 @@ class StepPipeline:
         return due_at if now < due_at else None
 
 
-def requests_in_hand(steps: list[InFlightStep]) -> dict[bytes, int]:
+def requests_in_progress(steps: list[InFlightStep]) -> dict[bytes, int]:
     """The requests with a row in these steps, by fingerprint, with the tokens that they have generated. Those that have
     been cancelled or preempted since are included: the worker computes their rows nevertheless."""
     return {request.fingerprint: request.generated_tokens for step in steps for request in step.requests}
@@ -213,27 +213,27 @@ FinishedRequests = list[tuple[Request, FinishReason]]
 
 
 def distribute_tokens(step: InFlightStep, result: StepResult, early_exits: int) -> FinishedRequests:
-    """Adds one token to each request with a drawing row, and to the tokens of its client. `early_exits`: those of the
+    """Adds one token to each request with a sampling row, and to the tokens of its client. `early_exits`: those of the
     running batch now. Returns the requests that are complete.
 
-    Whole lanes are distributed by column, the other rows (and all rows of a result with top-n tokens) one by one.
+    Whole partitions are distributed by column, the other rows (and all rows of a result with top-n tokens) one by one.
     """
     number = step.message.number
-    drawn = unpack_int32(result.token_ids)
-    rest = 0  # index of the first drawing row that is not distributed by column
+    sampled = unpack_int32(result.token_ids)
+    rest = 0  # index of the first sampling row that is not distributed by column
     stopped: list[Request] = []
     if result.top_counts:
-        for request, top in zip(step.drawing, split_top_tokens(result), strict=True):
+        for request, top in zip(step.sampling_requests, split_top_tokens(result), strict=True):
             if number >= request.valid_from_step:
                 request.tokenizer.top_tokens.append(top)
     else:
         some_left = early_exits != step.early_exits
-        for rows in step.lane_rows:
-            stopped += _distribute_lane(rows, step, result, drawn, some_left)
+        for rows in step.partition_rows:
+            stopped += _distribute_partition(rows, step, result, sampled, some_left)
             rest = rows.end
-    if rest < len(drawn):
+    if rest < len(sampled):
         logprobs = unpack_float32(result.logprobs[ITEM_BYTES * rest :])
-        for request, token, logprob in zip(step.drawing[rest:], drawn[rest:], logprobs, strict=True):
+        for request, token, logprob in zip(step.sampling_requests[rest:], sampled[rest:], logprobs, strict=True):
             if number < request.valid_from_step:
                 continue  # it has left its slot since this step was planned
             request.token_ids.append(token)
@@ -246,18 +246,18 @@ def distribute_tokens(step: InFlightStep, result: StepResult, early_exits: int) 
     return finished + [(one, length) for one in step.finishing if number >= one.valid_from_step]
 
 
-def _distribute_lane(
-    rows: LaneRows, step: InFlightStep, result: StepResult, drawn: list[int], some_left: bool
+def _distribute_partition(
+    rows: PartitionRows, step: InFlightStep, result: StepResult, sampled: list[int], some_left: bool
 ) -> Iterable[Request]:
-    """Distributes the rows of a lane by column. `some_left`: requests have left their slots since the step was planned,
-    perhaps of this lane. Returns the requests that have drawn one of their stop ids."""
+    """Distributes the rows of a partition by column. `some_left`: requests have left their slots since the step was
+    planned, perhaps of this partition. Returns the requests that have sampled one of their stop ids."""
     begin, end, token_ids, stop_ids = rows.begin, rows.end, rows.token_ids, rows.stop_ids
-    tokens = drawn[begin:end]
+    tokens = sampled[begin:end]
     columns = DrawnTokens(
         rows.rids, column_slice(result.token_ids, begin, end), column_slice(result.logprobs, begin, end)
     )
     if some_left:
-        valid = [step.message.number >= request.valid_from_step for request in step.drawing[begin:end]]
+        valid = [step.message.number >= request.valid_from_step for request in step.sampling_requests[begin:end]]
         tokens = [*compress(tokens, valid)]
         token_ids, stop_ids = [*compress(token_ids, valid)], [*compress(stop_ids, valid)]
         columns = compress_columns(columns, valid)
@@ -266,7 +266,7 @@ def _distribute_lane(
     rows.tokenizer.token_columns = columns
     if rows.stop_id_union.isdisjoint(tokens):
         return ()
-    requests: Iterable[Request] = step.drawing[begin:end]
+    requests: Iterable[Request] = step.sampling_requests[begin:end]
     if some_left:
         requests = compress(requests, valid)
     return [one for one, ids, token in zip(requests, stop_ids, tokens, strict=True) if token in ids]
@@ -282,7 +282,7 @@ def distribute_token_runs(
         unpack_int32(result.token_ids), unpack_float32(result.logprobs), _top_tokens_or_none(result), strict=False
     )
     finished: FinishedRequests = []
-    for row, (request, count) in enumerate(zip(step.drawing, result.counts, strict=True)):
+    for row, (request, count) in enumerate(zip(step.sampling_requests, result.counts, strict=True)):
         run = [next(tokens) for _ in range(count)]
         drafted = step.drafts[row] if row < len(step.drafts) else 0
         counters.draft_tokens += drafted
@@ -300,8 +300,8 @@ def distribute_token_runs(
                 finished.append((request, reason))
                 break
         # The positions of rejected drafts are computed again.
-        if request.lane is not None:
-            request.lane.set_start(request, len(request.token_ids) - 1)
+        if request.partition is not None:
+            request.partition.set_start(request, len(request.token_ids) - 1)
         kv_cache.mark_filled([request])
     return finished
 

@@ -11,7 +11,16 @@ from tgi.microkernel.host.rundir import scheduler_socket, suspects_path
 from tgi.microkernel.links import curve
 from tgi.microkernel.links.discovery import nth_address
 from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, end_sessions
-from tgi.microkernel.messages.protocol import Add, Beat, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
+from tgi.microkernel.messages.protocol import (
+    Add,
+    Beat,
+    Hello,
+    PredecessorState,
+    StepResult,
+    SuspectRecord,
+    decode,
+    encode,
+)
 from tgi.microkernel.observability import tracing
 from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.observability.progress import TOKENIZERS
@@ -56,7 +65,7 @@ def main(process: Process) -> None:
         scheduler = RecordedScheduler(config, journal, recorder, register)
     suspects = SuspectsFile(suspects_path(process.run_dir, process.name))
     own = PeerId(process.role, process.replica, process.boot)
-    scheduler.handle(Inheritance(suspects.read(), process.last_exit), own, time.monotonic())
+    scheduler.handle(PredecessorState(suspects.read(), process.last_exit), own, time.monotonic())
     metrics = SchedulerMetrics()
     tracer = tracing.create_tracer(settings, process.name)
     spans = RequestSpans(tracer) if tracer is not None else None
@@ -88,7 +97,7 @@ def main(process: Process) -> None:
 
 def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics, spans: RequestSpans | None) -> None:
     """Handles received messages, sends steps first so that the worker stays busy, then other messages, then commits.
-    States in the work register what is in hand."""
+    States in the work register what is in progress."""
     now, register = time.monotonic(), scheduler.work_register
     for link in links:
         for peer, message in link.receive():
@@ -101,8 +110,8 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
                 continue  # the worker responds, which the link observes
             if spans is not None:
                 spans.message_received(peer, message)
-            if isinstance(message, Inheritance):
-                log.warning("dropped an unexpected Inheritance from %s", peer)
+            if isinstance(message, PredecessorState):
+                log.warning("dropped an unexpected PredecessorState from %s", peer)
             elif isinstance(message, StepResult):
                 with register.working_on_batch():
                     metrics.handle_result(scheduler, message, peer, now)
@@ -144,7 +153,7 @@ class SuspectsFile:
         except (OSError, ProtocolError) as error:
             log.warning("ignored %s, which is damaged: %s", self._path, error)
             return []
-        return kept.suspects if isinstance(kept, Inheritance) else []
+        return kept.suspects if isinstance(kept, PredecessorState) else []
 
     def write_changes(self, scheduler: Scheduler) -> None:
         """Replaces the file if the suspects have changed. If it cannot be written, this process works on."""
@@ -153,7 +162,7 @@ class SuspectsFile:
         self._written = scheduler.suspect_changes
         draft = self._path.with_suffix(".draft")
         try:
-            draft.write_bytes(encode(Inheritance(scheduler.suspect_records)))
+            draft.write_bytes(encode(PredecessorState(scheduler.suspect_records)))
             draft.replace(self._path)
         except OSError as error:
             log.error("cannot write %s: the next scheduler does not know the suspects (%s)", self._path, error.strerror)

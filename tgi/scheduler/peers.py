@@ -155,7 +155,7 @@ class TokenizerPeers:
     def queue_tokens(
         self, make_message: Callable[[DrawnTokens, list[DrawnToken], list[TopTokens], int], Tokens], load: int
     ) -> None:
-        """Queues the tokens that each tokenizer's requests have drawn, with the number of requests that the scheduler
+        """Queues the tokens that each tokenizer's requests have sampled, with the number of requests that the scheduler
         has. The messages are made when they are sent."""
         tokens = [
             (one.peer, one.take_tokens()) for one in self.connected.values() if one.token_rows or one.token_columns.rids

@@ -27,7 +27,7 @@ def replay(
     return None
 
 
-def verdict(journal: Journal, divergence: Divergence | None) -> str:
+def describe(journal: Journal, divergence: Divergence | None) -> str:
     """Whether the decisions were repeated, in a sentence."""
     if divergence is None:
         cut = "; the journal ends within a record" if journal.cut_off else ""

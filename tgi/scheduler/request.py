@@ -42,11 +42,11 @@ class Drafter(Protocol):
         ...
 
     def record_verification(self, drafted: int, accepted: int) -> None:
-        """Records that the first `accepted` of `drafted` tokens were drawn."""
+        """Records that the first `accepted` of `drafted` tokens were accepted."""
 
 
-class Lane(Protocol):
-    """The operations of `decode_batch.DecodeLane` on one of its requests."""
+class Partition(Protocol):
+    """The operations of `decode_batch.DecodePartition` on one of its requests."""
 
     starts: "array[int]"
 
@@ -59,7 +59,7 @@ class Lane(Protocol):
 
 class Request:
     """`token_ids[p]` is the token at position p: the prompt, then what was generated. A row that covers position p
-    computes it (writes its keys and values); the row that computes the last known position draws the next token."""
+    computes it (writes its keys and values); the row that computes the last known position samples the next token."""
 
     __slots__ = (
         "arrival",
@@ -74,11 +74,11 @@ class Request:
         "extras",
         "fingerprint",
         "first_planned_at",
-        "lane",
-        "lane_index",
         "last_start",
         "max_total_tokens",
         "missing_pages",
+        "partition",
+        "partition_index",
         "planned",
         "pooling",
         "prefix",
@@ -107,13 +107,13 @@ class Request:
     # These mean something only while it holds a slot.
     tables: list[list[int]]  # its page tables, one for each KV group: pages in the order of positions, or NO_PAGE
     capacity: int  # tokens that its pages hold: those of the shortest table
-    planned: int  # positions below this are computed by the steps sent so far; in a lane, `DecodeLane.starts` is exact
+    planned: int  # positions below this are computed by the steps sent so far; while it decodes, see `partition.starts`
     shares_pages: bool  # whether it uses the prefix cache: finds pages of other requests, and they find its pages
     published_pages: int  # of each table: its first pages, which are in the prefix cache
     prefix: bytes  # the name of the prefix in these pages
-    lane_index: int  # its index in the columns of its lane
-    decodes_since: int  # the step after which it entered the lane
-    due_step: int  # the lane's step count at which it needs a page or draws its last token
+    partition_index: int  # its index in the columns of its partition
+    decodes_since: int  # the step after which it entered the partition
+    due_step: int  # the step count of its partition at which it needs a page or samples its last token
 
     def __init__(self, tokenizer: "TokenizerPeer", add: Add, arrival: int, received_at: float) -> None:
         """`arrival`: its place in the order of arrival, which no other request has. Raises ValueError or ProtocolError
@@ -154,7 +154,7 @@ class Request:
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.drafter: Drafter | None = None  # None: no drafts
         self.missing_pages = 0  # pages that were needed when its admission last failed; 0: not tried
-        self.lane: Lane | None = None  # while it decodes
+        self.partition: Partition | None = None  # while it decodes
         self.slot = NO_SLOT
         self.vector = b""  # what it ends in, with `pooling`
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
@@ -170,8 +170,8 @@ class Request:
         for table, page in zip(self.tables, pages, strict=True):
             table.append(page)
         self.capacity += page_size
-        if self.lane is not None:
-            self.lane.page_added(self)
+        if self.partition is not None:
+            self.partition.page_added(self)
 
     @property
     def generated_tokens(self) -> int:
@@ -185,7 +185,7 @@ class Request:
 
     @property
     def prompt_only(self) -> bool:
-        """Whether no token is drawn: it ends when all logprobs of its prompt are sent, or with its vector."""
+        """Whether no token is sampled: it ends when all logprobs of its prompt are sent, or with its vector."""
         return self.max_total_tokens == self.prompt_tokens
 
     def finish_reason(self) -> FinishReason | None:

@@ -23,7 +23,7 @@ from tgi.microkernel.messages.protocol import (
     FinishReason,
     HeldPages,
     Hello,
-    Inheritance,
+    PredecessorState,
     RequestContext,
     Status,
     Step,
@@ -44,7 +44,7 @@ from tgi.scheduler.in_flight import (
     StepPipeline,
     distribute_token_runs,
     distribute_tokens,
-    requests_in_hand,
+    requests_in_progress,
     split_prompt_logprobs,
     split_vectors,
 )
@@ -81,7 +81,7 @@ class LostWorker(NamedTuple):
     """A worker whose cause of death is not known yet."""
 
     boot: bytes
-    in_hand: dict[bytes, int]  # the requests in its steps, by fingerprint, with the tokens that they had generated
+    in_progress: dict[bytes, int]  # the requests in its steps, by fingerprint, with the tokens that they had generated
 
 
 class Scheduler:
@@ -98,7 +98,7 @@ class Scheduler:
         recorder: FlightRecorder = NO_RECORDER,
         work_register: WorkRegister | None = None,
     ) -> None:
-        """`work_register`: where the running batch is stated."""
+        """`work_register`: where the running batch is registered."""
         self.config = config
         self.work_register = WorkRegister() if work_register is None else work_register
         self._recorder = recorder
@@ -128,8 +128,8 @@ class Scheduler:
             self._handle_worker_message(message, source, now)
         elif isinstance(message, Add) and (tokenizer := self._tokenizers.connected.get(source)) is not None:
             self._add_request(message, tokenizer, now)  # the most frequent message
-        elif isinstance(message, Inheritance) and source.role == "scheduler":
-            self._inherit(message, now)
+        elif isinstance(message, PredecessorState) and source.role == "scheduler":
+            self._take_over(message, now)
         else:
             self._handle_tokenizer_message(message, source, now)
 
@@ -216,7 +216,7 @@ class Scheduler:
             return None
         if isolation.turn_over:
             if pipeline:
-                return None  # the steps in flight must be answered first, so that only one group is in hand
+                return None  # the steps in flight must be answered first, so that only one group is in progress
             isolation.next_turn()
             planner.begin_turn()
         latest, speculation = pipeline.latest, self._speculation
@@ -335,14 +335,14 @@ class Scheduler:
         return messages + [(change._replace(rid=0), peer) for peer in tokenizers[:1] for change in changes]
 
     def suspects(self, now: float) -> bytes:
-        """The fingerprints of the requests that no other replica may compute: those on trial or convicted, and those
-        that a worker had in hand that has died of an unknown cause, or that has not answered in time."""
+        """The fingerprints of the requests that no other replica may compute: those on trial or quarantined, and those
+        that a worker had in progress that has died of an unknown cause, or that has not answered in time."""
         isolation, lost = self._isolation, self._lost_worker
         suspects = dict.fromkeys(isolation.dangerous) if isolation.suspects else {}
         if lost is not None:
-            suspects |= dict.fromkeys(lost.in_hand)
+            suspects |= dict.fromkeys(lost.in_progress)
         if self.pipeline.is_stalled(now):
-            suspects |= dict.fromkeys(requests_in_hand(self.pipeline.steps))
+            suspects |= dict.fromkeys(requests_in_progress(self.pipeline.steps))
         return b"".join(one for one in suspects if len(one) == FINGERPRINT_BYTES)
 
     def check(self) -> None:
@@ -410,8 +410,8 @@ class Scheduler:
     def _admit_suspect(self, request: Request, now: float) -> bool:
         """Puts a request on trial whose like has crashed a process. False: it is quarantined, and has been answered."""
         fingerprint, isolation = request.fingerprint, self._isolation
-        if isolation.is_convicted(fingerprint, now):
-            self._end_request(request, FinishReason.QUARANTINED, now, self._verdict(fingerprint))
+        if isolation.is_quarantined(fingerprint, now):
+            self._end_request(request, FinishReason.QUARANTINED, now, self._quarantine_message(fingerprint))
             return False
         if isolation.is_suspect(fingerprint):
             request.drafter = None
@@ -475,17 +475,17 @@ class Scheduler:
             self._handle_lack_of_memory(step, planner, result.error, now)
             return
         if fault:
-            in_hand = requests_in_hand([step])
+            in_progress = requests_in_progress([step])
             cause = f"a step failed ({fault})"
-            convicted = self._isolation.record_death(in_hand, now, cause=cause, strikes=FAILED_STEP_STRIKES)
+            quarantined = self._isolation.record_death(in_progress, now, cause=cause, strikes=FAILED_STEP_STRIKES)
             self.pipeline.step_failed()
             self._requeue_running()
-            self._begin_trial(in_hand, convicted, now, f"Server error: {fault}")
+            self._begin_trial(in_progress, quarantined, now, f"Server error: {fault}")
             return
         self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us)
         self._step_limits.record(step.size, seconds)
         if was_alone and 0 < result.forward_us < 1e6 * seconds:
-            self._step_limits.record_way(seconds - result.forward_us / 1e6)
+            self._step_limits.record_transit(seconds - result.forward_us / 1e6)
         self._progress.record()
         planner.size_limit.record_step()
         if self._speculation is not None:
@@ -493,7 +493,7 @@ class Scheduler:
         if result.row_errors:
             self._end_faulty_rows(step, result, now)
         if step.prefill_tokens:
-            for request in step.drawing[step.decode_rows :]:
+            for request in step.sampling_requests[step.decode_rows :]:
                 self._recorder.stamp(Event.PREFILLED, request.context)
         if step.prompt_logprob_rows:
             self._send_prompt_logprobs(step, result, vocab_size, now)
@@ -508,7 +508,7 @@ class Scheduler:
         self._send_adapter_updates()
         self._tokenizers.queue_tokens(make_message, self.queued + self.running)
         if self._isolation.on_trial:
-            for request in step.drawing:
+            for request in step.sampling_requests:
                 if step.message.number >= request.valid_from_step and (
                     released := self._isolation.record_tokens(request.fingerprint)
                 ):
@@ -570,34 +570,34 @@ class Scheduler:
                 self._isolation.record_other_death()
                 return
             cause, outside = f"the worker {report.cause}", report.outside
-        convicted = self._isolation.record_death(lost.in_hand, now, cause=cause, outside=outside)
-        self._begin_trial(lost.in_hand, convicted, now)
+        quarantined = self._isolation.record_death(lost.in_progress, now, cause=cause, outside=outside)
+        self._begin_trial(lost.in_progress, quarantined, now)
 
-    def _inherit(self, inheritance: Inheritance, now: float) -> None:
-        """Takes over the suspects of the scheduler before this one, and blames the requests that it had in hand."""
+    def _take_over(self, predecessor: PredecessorState, now: float) -> None:
+        """Takes over the suspects of the scheduler before this one, and blames the requests that it had in progress."""
         self._isolation.restore(
             {
                 record.fingerprint: Suspect(
                     strikes=record.strikes,
-                    convicted=record.convicted,
+                    quarantined=record.quarantined,
                     cause=record.cause,
                     blamed_at=min(record.blamed_at, now),
                     outside_deaths=record.outside_deaths,
                     group=record.group,
                     tokens_left=record.tokens_left,
                 )
-                for record in inheritance.suspects
+                for record in predecessor.suspects
             }
         )
-        if (report := inheritance.last_exit) is None:
+        if (report := predecessor.last_exit) is None:
             return
-        in_hand = dict.fromkeys(split_fingerprints(report.in_hand), 0)
+        in_progress = dict.fromkeys(split_fingerprints(report.in_progress), 0)
         # How far the requests have come is not known. A death from outside, then, counts only if it came at once and if
-        # one request was alone in hand: that is no accident if it happens again and again.
-        if report.outside and (len(in_hand) > 1 or report.lived_ms > QUICK_DEATH_MS):
-            in_hand = {}
+        # one request was alone in progress: that is no accident if it happens again and again.
+        if report.outside and (len(in_progress) > 1 or report.lived_ms > QUICK_DEATH_MS):
+            in_progress = {}
         cause = f"the scheduler {report.cause}"
-        self._isolation.record_death(in_hand, now, cause=cause, outside=report.outside)
+        self._isolation.record_death(in_progress, now, cause=cause, outside=report.outside)
 
     @property
     def suspect_changes(self) -> int:
@@ -611,7 +611,7 @@ class Scheduler:
             SuspectRecord(
                 fingerprint=fingerprint,
                 strikes=suspect.strikes,
-                convicted=suspect.convicted,
+                quarantined=suspect.quarantined,
                 cause=suspect.cause,
                 blamed_at=suspect.blamed_at,
                 outside_deaths=suspect.outside_deaths,
@@ -624,23 +624,25 @@ class Scheduler:
 
     def refusal(self, add: Add, now: float) -> End | None:
         """The answer to a request that must not be handled, since handling it would crash this process; else None."""
-        if not self._isolation.suspects or not self._isolation.is_convicted(add.context.fingerprint, now):
+        if not self._isolation.suspects or not self._isolation.is_quarantined(add.context.fingerprint, now):
             return None
-        return End(add.rid, FinishReason.QUARANTINED, self._verdict(add.context.fingerprint))
+        return End(add.rid, FinishReason.QUARANTINED, self._quarantine_message(add.context.fingerprint))
 
-    def _verdict(self, fingerprint: bytes) -> str:
+    def _quarantine_message(self, fingerprint: bytes) -> str:
         suspect = self._isolation.suspects[fingerprint]
         deaths = max(CONVICTING_STRIKES, suspect.outside_deaths)
         return f"{suspect.cause} while it worked on this request alone, after {deaths - 1} similar deaths"
 
-    def _begin_trial(self, in_hand: Iterable[bytes], convicted: Iterable[bytes], now: float, message: str = "") -> None:
-        """Ends the convicted requests, and puts the suspects among those that were in hand on trial."""
-        guilty, blamed = frozenset(convicted), frozenset(in_hand)
+    def _begin_trial(
+        self, in_progress: Iterable[bytes], quarantined: Iterable[bytes], now: float, message: str = ""
+    ) -> None:
+        """Ends the quarantined requests, and puts the suspects among those that were in progress on trial."""
+        culprits, blamed = frozenset(quarantined), frozenset(in_progress)
         requests = [request for request in self._tokenizers.requests if request.fingerprint in blamed]
         for request in requests:
-            if request.fingerprint in guilty:
-                verdict = message or self._verdict(request.fingerprint)
-                self._end_request(request, FinishReason.QUARANTINED, now, verdict)
+            if request.fingerprint in culprits:
+                reason = message or self._quarantine_message(request.fingerprint)
+                self._end_request(request, FinishReason.QUARANTINED, now, reason)
             elif self._isolation.is_suspect(request.fingerprint):
                 request.drafter = None  # a suspect is computed without drafts, and so when it is released
                 self._isolation.admit(request.fingerprint)
@@ -710,7 +712,7 @@ class Scheduler:
         assert self.worker.peer is not None
         self._recorder.stamp(Event.WORKER_DOWN, RequestContext(request_key=EVERY_REQUEST))
         self._outbox.discard(self.worker.peer)
-        self._lost_worker = LostWorker(self.worker.peer.boot, requests_in_hand(self.pipeline.steps))
+        self._lost_worker = LostWorker(self.worker.peer.boot, requests_in_progress(self.pipeline.steps))
         self.worker.disconnect()
         self._step_limits.worker_lost()
         self.counters.worker_losses += 1

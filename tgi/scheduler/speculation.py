@@ -87,7 +87,7 @@ class Speculation:
         for request in rows:
             acceptance = self._acceptance(request)
             if acceptance > MIN_ACCEPTANCE:
-                # The step in flight draws the next token itself; only those after it would be drafted.
+                # The step in flight samples the next token itself; only those after it would be drafted.
                 gain += acceptance * _best_draft(acceptance, draft_cost, self._max_room(request) - 1)[1]
         return gain > idle_cost
 
@@ -126,7 +126,7 @@ class Speculation:
         return drafter.acceptance
 
     def _max_room(self, request: Request) -> int:
-        """Drafts that the request may have: another token is drawn after the last one."""
+        """Drafts that the request may have: another token is sampled after the last one."""
         return min(self._max_drafts, request.max_total_tokens - len(request.token_ids) - 1)
 
     def _costs(self, rows: int) -> tuple[float, float]:
@@ -280,7 +280,7 @@ class DraftAcceptance:
         self.acceptance = INITIAL_ACCEPTANCE
 
     def record_verification(self, drafted: int, accepted: int) -> None:
-        """Records that the first `accepted` of `drafted` tokens were drawn. Drafts after the first rejected one are
+        """Records that the first `accepted` of `drafted` tokens were accepted. Drafts after the first rejected one are
         not counted."""
         for index in range(min(drafted, accepted + 1)):
             self.acceptance += ACCEPTANCE_WEIGHT * ((index < accepted) - self.acceptance)

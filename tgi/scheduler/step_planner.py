@@ -20,7 +20,7 @@ from tgi.microkernel.recovery.work_register import WorkRegister
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import ONE
 from tgi.scheduler.counters import Counters
-from tgi.scheduler.decode_batch import DecodeLane, LaneRows, RunningBatch, preemption_order
+from tgi.scheduler.decode_batch import DecodePartition, PartitionRows, RunningBatch, preemption_order
 from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits, StepSizeLimit
 from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
 from tgi.scheduler.kv_cache import NO_PAGE, KVCacheManager
@@ -96,7 +96,7 @@ class StepPlanner:
         if kv_cache.slides:
             self._slide_prompts()
         self._plan_decode(builder)
-        decode_rows = len(builder.drawing)
+        decode_rows = len(builder.sampling_requests)
         if self._speculation is not None and not ahead:
             self._plan_drafts(builder, self._speculation)
         self._plan_prefill(builder, number, now)
@@ -104,7 +104,7 @@ class StepPlanner:
         if not builder.rows and not builder.chunks:
             return None
         # This step writes the pages of its prompts; later steps may find them.
-        kv_cache.mark_filled(builder.drawing[decode_rows:] + builder.prefilling)
+        kv_cache.mark_filled(builder.sampling_requests[decode_rows:] + builder.prefilling)
         if kv_cache.appended:
             tables, pages = kv_cache.take_appended()
             builder.page_tables.insert(0, pack_column(INT32, tables))  # before any other page of the same request
@@ -127,10 +127,10 @@ class StepPlanner:
         without_page: set[Request] = set()
         if need_page and not self.kv_cache.append_pages(need_page):
             without_page = self._append_scarce_pages(need_page)
-            finishing = [one for one in finishing if one.lane is not None and one not in without_page]
+            finishing = [one for one in finishing if one.partition is not None and one not in without_page]
         if not without_page:
-            for tokenizer, lane in self.batch.lanes.items():
-                builder.add_lane(tokenizer, lane)
+            for tokenizer, partition in self.batch.partitions.items():
+                builder.add_partition(tokenizer, partition)
         else:
             for request in self.batch.decoding:
                 if request not in without_page:
@@ -155,7 +155,7 @@ class StepPlanner:
     def _plan_drafts(self, builder: "StepBuilder", speculation: Speculation) -> None:
         """Adds drafts to the decode rows, within the pages that are available beyond the spare ones. While prompts
         wait, drafts get at most half of the tokens that a step may compute."""
-        rows = builder.drawing
+        rows = builder.sampling_requests
         most = self.size_limit.tokens - len(rows)
         counts = speculation.draft_counts(rows, most // 2 if self.batch.prefilling or self.queue else most)
         for request, start, wanted in zip(rows, builder.starts, counts, strict=False):  # no counts: nothing is drafted
@@ -173,11 +173,11 @@ class StepPlanner:
         """Ensures that this many pages are available for this request; preempts those after it in `preemption_order`
         until they are, in the turn of a trial first any that is not of it. False: too few could be freed."""
         while not self.kv_cache.ensure_available(count):
-            if (victim := self._bystander()) is None:
-                victim = self.batch.preemption_victim(excluding=request)
-                if victim is None or preemption_order(victim) < preemption_order(request):
+            if (candidate := self._bystander()) is None:
+                candidate = self.batch.preemption_candidate(excluding=request)
+                if candidate is None or preemption_order(candidate) < preemption_order(request):
                     return False
-            self._preempt(victim)
+            self._preempt(candidate)
         return True
 
     def _bystander(self) -> Request | None:
@@ -217,9 +217,9 @@ class StepPlanner:
             share = max(batch.shares, key=lambda one: one.load)
             if not head.share.may_preempt(share, self.queue.step):
                 return
-            if (victim := batch.preemption_victim(share=share)) is None:
+            if (candidate := batch.preemption_candidate(share=share)) is None:
                 return
-            self._preempt(victim)
+            self._preempt(candidate)
 
     # --- prefill ------------------------------------------------------------------------------------------------------
 
@@ -234,15 +234,15 @@ class StepPlanner:
         waiting = self._waiting
         if not self.batch.prefilling and not waiting:
             return
-        budget = self.size_limit.tokens - len(builder.drawing) - sum(builder.drafts)
+        budget = self.size_limit.tokens - len(builder.sampling_requests) - sum(builder.drafts)
         if budget <= 0:
             return
-        if builder.drawing:
+        if builder.sampling_requests:
             budget = self._prefill_budget.target_tokens(min(self.limits.page_size, budget), budget)
         elif len(self.queue.clients) > 1:  # a request of another client may arrive at any time, and waits for this step
             budget = self._prefill_budget.shared_tokens(budget)
         # Prompts are added until the remaining budget is at or below this.
-        stop_at = max(0, budget - self._prefill_budget.worthwhile_tokens(budget))
+        stop_at = max(0, budget - self._prefill_budget.amortizing_tokens(budget))
         begun = self._begun_prompts()
         free, blocked = self.batch.free_slots, False
         while budget > stop_at:
@@ -285,8 +285,8 @@ class StepPlanner:
             if not budget:
                 return 0
         tokens = known - start
-        draws = tokens <= budget
-        if not draws:
+        samples = tokens <= budget
+        if not samples:
             tokens = budget
         request.planned = end = start + tokens
         if end > (charged := request.charged_tokens):  # not so if it was computed before a preemption
@@ -295,26 +295,26 @@ class StepPlanner:
             request.charged_tokens = end
         if request.prompt_logprobs_from < request.prompt_tokens and (row := prompt_logprob_row(request, start, end)):
             builder.prompt_logprob_rows.append(row)
-        if draws:
+        if samples:
             if request.state is PREFILL:
                 del self.batch.prefilling[request]
             request.state = LAST_CHUNK[request.state]
             if end <= request.last_start:
-                builder.drawing.append(request)
+                builder.sampling_requests.append(request)
                 self.batch.prefilled.append(request)
             elif request.prompt_only:
-                draws = False
+                samples = False
                 builder.prefilling.append(request)
                 if request.pooling:
                     builder.pooled.append(request)
             else:
-                builder.drawing.append(request)
+                builder.sampling_requests.append(request)
                 builder.finishing.append(request)
         else:
             request.state = CHUNK[request.state]
             builder.prefilling.append(request)
             self.batch.prefilling[request] = None
-        builder.chunks.append((request.slot, start, tokens, draws))
+        builder.chunks.append((request.slot, start, tokens, samples))
         return tokens
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
@@ -326,8 +326,8 @@ class StepPlanner:
         kv_cache = self.kv_cache
         if request.missing_pages and busy and not kv_cache.ensure_available(request.missing_pages):
             return False  # as many are missing as when it was last tried
-        # The last token is always computed, since its row draws the next one; so is each position that yields a prompt
-        # logprob.
+        # The last token is always computed, since its row samples the next one; so is each position that yields a
+        # prompt logprob.
         prompt_logprobs = request.prompt_logprobs_from < request.prompt_tokens
         must_compute = request.prompt_logprobs_from if prompt_logprobs else len(request.token_ids)
         # Without its adapter the worker would fill the pages with other keys and values.
@@ -442,10 +442,10 @@ class StepPlanner:
             self.kv_cache.worker_state_lost()
 
     def check(self) -> None:
-        """Raises AssertionError if pages, lanes and requests contradict each other. For tests."""
+        """Raises AssertionError if pages, partitions and requests contradict each other. For tests."""
         self.kv_cache.check(list(self.batch))
-        for lane in self.batch.lanes.values():
-            assert lane.starts_sum == sum(lane.starts), "the sum of a lane's positions is wrong"
+        for partition in self.batch.partitions.values():
+            assert partition.starts_sum == sum(partition.starts), "the sum of a partition's positions is wrong"
 
 
 class TrialQueue:
@@ -481,36 +481,36 @@ class StepBuilder:
         self.rows = array(INT32)  # the slots of the decode rows
         self.starts = array(INT32)  # their positions
         self.starts_sum = 0
-        self.chunks: list[tuple[int, int, int, bool]] = []  # slot, start, tokens, whether the row draws
+        self.chunks: list[tuple[int, int, int, bool]] = []  # slot, start, tokens, whether the row samples
         self.draft_ids: list[bytes] = []  # of each row in `drafts`: int32
         # As in InFlightStep:
         self.drafts: list[int] = []
-        self.drawing: list[Request] = []
-        self.lane_rows: list[LaneRows] = []
+        self.sampling_requests: list[Request] = []
+        self.partition_rows: list[PartitionRows] = []
         self.finishing: list[Request] = []
         self.prefilling: list[Request] = []
         self.prompt_logprob_rows: list[PromptLogprobRow] = []
         self.pooled: list[Request] = []
 
     def add_decode_row(self, request: Request) -> None:
-        """A row for one request in a lane."""
-        lane = request.lane
-        assert lane is not None
-        start = lane.starts[request.lane_index]
-        self.drawing.append(request)
+        """A row for one request in a partition."""
+        partition = request.partition
+        assert partition is not None
+        start = partition.starts[request.partition_index]
+        self.sampling_requests.append(request)
         self.rows.append(request.slot)
         self.starts.append(start)
         self.starts_sum += start
-        lane.set_start(request, start + 1)
+        partition.set_start(request, start + 1)
 
-    def add_lane(self, tokenizer: TokenizerPeer, lane: DecodeLane) -> None:
-        """A row for each request in a lane."""
-        begin = len(self.drawing)
-        self.drawing += lane.requests
-        self.rows += lane.slots
-        self.starts += lane.starts
-        self.starts_sum += lane.starts_sum
-        self.lane_rows.append(lane.plan_rows(tokenizer, begin))
+    def add_partition(self, tokenizer: TokenizerPeer, partition: DecodePartition) -> None:
+        """A row for each request in a partition."""
+        begin = len(self.sampling_requests)
+        self.sampling_requests += partition.requests
+        self.rows += partition.slots
+        self.starts += partition.starts
+        self.starts_sum += partition.starts_sum
+        self.partition_rows.append(partition.plan_rows(tokenizer, begin))
 
     def build(
         self,
@@ -526,13 +526,18 @@ class StepBuilder:
         step after it is planned shortly before this one ends, otherwise at once."""
         decode_rows, prefill_tokens = len(self.rows), 0
         attended = self.starts_sum + decode_rows
-        rows, starts, counts, draws = self.rows.tobytes(), self.starts.tobytes(), ONE * decode_rows, b"\1" * decode_rows
+        rows, starts, counts, samples = (
+            self.rows.tobytes(),
+            self.starts.tobytes(),
+            ONE * decode_rows,
+            b"\1" * decode_rows,
+        )
         if self.chunks:
-            chunk_slots, chunk_starts, chunk_tokens, chunk_draws = zip(*self.chunks, strict=True)
+            chunk_slots, chunk_starts, chunk_tokens, chunk_samples = zip(*self.chunks, strict=True)
             rows += pack_column(INT32, chunk_slots)
             starts += pack_column(INT32, chunk_starts)
             counts += pack_column(INT32, chunk_tokens)
-            draws += bytes(chunk_draws)
+            samples += bytes(chunk_samples)
             prefill_tokens = sum(chunk_tokens)
             attended += sum(tokens * (start + tokens) for _, start, tokens, _ in self.chunks)
         computed = decode_rows + prefill_tokens
@@ -549,7 +554,7 @@ class StepBuilder:
             rows=rows,
             starts=starts,
             counts=counts,
-            draws=draws,
+            samples=samples,
             limit_ms=0 if late_after is None else int(1000 * (late_after + HANG_SECONDS)),
         )
         if self.drafts:
@@ -557,8 +562,8 @@ class StepBuilder:
             step = step._replace(drafts=drafts, draft_ids=b"".join(self.draft_ids))
         return InFlightStep(
             message=step,
-            drawing=self.drawing,
-            lane_rows=self.lane_rows,
+            sampling_requests=self.sampling_requests,
+            partition_rows=self.partition_rows,
             finishing=self.finishing,
             prefilling=self.prefilling,
             prompt_logprob_rows=self.prompt_logprob_rows,

@@ -3,7 +3,7 @@
 import time
 from typing import NamedTuple
 
-from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.links.link import PeerId, ReplicaId
 from tgi.microkernel.messages.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter, record_change
 from tgi.tokenizer.request import TokenizerRequestState
 
@@ -16,7 +16,7 @@ class PendingUpdate(NamedTuple):
     api: PeerId | None  # None: it has disconnected
     update: UpdateAdapter  # with the api's rid
     previous: str  # the path of the adapter that had the name; "": none had it
-    answers: dict[Place, AdapterUpdated]  # by the place of the scheduler
+    answers: dict[ReplicaId, AdapterUpdated]  # by scheduler
 
 
 class AdapterDirectory:
@@ -86,16 +86,16 @@ class AdapterDirectory:
         theirs = {change.name: change for change in known}
         return [change for change in self.changes.values() if change.replaces(theirs.get(change.name))]
 
-    def pending_updates(self, scheduler: Place) -> list[UpdateAdapter]:
+    def pending_updates(self, scheduler: ReplicaId) -> list[UpdateAdapter]:
         """The updates that this scheduler has not answered, for one that has just connected."""
         return [one.update._replace(rid=rid) for rid, one in self._pending.items() if scheduler not in one.answers]
 
-    def record_answer(self, scheduler: Place, answer: AdapterUpdated) -> None:
+    def record_answer(self, scheduler: ReplicaId, answer: AdapterUpdated) -> None:
         """A scheduler has answered an update."""
         if (pending := self._pending.get(answer.rid)) is not None:
             pending.answers[scheduler] = answer
 
-    def completed_updates(self, schedulers: set[Place]) -> list[tuple[PeerId, AdapterUpdated]]:
+    def completed_updates(self, schedulers: set[ReplicaId]) -> list[tuple[PeerId, AdapterUpdated]]:
         """Removes the updates that all these schedulers have answered. Returns the apis and the answers for them: an
         error, if one has failed. Then the change is to be taken back where it has not."""
         completed = []

@@ -153,6 +153,9 @@ class PromptEncoder:
 
     def encode_tokenize(self, tokenize: Tokenize) -> Tokenized:
         """Returns the answer to a Tokenize message."""
+        if tokenize.ids:
+            text = self._vocabulary.tokenizer.decode(unpack_int32(tokenize.ids), skip_special_tokens=False)
+            return Tokenized(tokenize.rid, b"", b"", b"", b"", text=text)
         if not tokenize.chat:
             return tokenize_text(self._vocabulary, tokenize.rid, tokenize.inputs, tokenize.add_special_tokens)
         try:

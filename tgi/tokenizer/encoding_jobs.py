@@ -52,7 +52,9 @@ class EncodingJob(NamedTuple):
 def encoding_size(message: Generate | Tokenize) -> int:
     """What the encoding of a request costs, in characters of a prompt."""
     size = len(message.inputs) + len(message.chat)
-    if isinstance(message, Generate):
+    if isinstance(message, Tokenize):
+        size += len(message.ids)
+    else:
         if message.pooling is not None:
             size += len(message.pooling.pair or "")
         size += len(message.input_ids) + BAD_WORD_COST * sum(map(len, message.bad_words))

@@ -13,12 +13,12 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.rundir import scheduler_socket, tokenizer_socket
 from tgi.microkernel.links import curve
 from tgi.microkernel.links.discovery import Discovery, DownstreamLinks, nth_address
-from tgi.microkernel.links.link import Link, Place, end_sessions
+from tgi.microkernel.links.link import Link, ReplicaId, end_sessions
 from tgi.microkernel.messages.protocol import Hello, ModelSource
 from tgi.microkernel.observability import tracing
 from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.observability.progress import CHAT_TEMPLATE, TASK
-from tgi.microkernel.processes.process import Process, work_in_hand
+from tgi.microkernel.processes.process import Process, work_in_progress
 from tgi.microkernel.settings.table import Settings
 from tgi.tokenizer.answers.formats import RESPONSE_TEMPLATE, FormatDetector
 from tgi.tokenizer.answers.response_template import described_formats
@@ -55,7 +55,7 @@ def main(process: Process) -> None:
         recorder=RingRecorder(ring_path(process.run_dir, process.name)),
         build_grammar=compiler.build,
         work_register=process.work_register,
-        work_in_hand=partial(work_in_hand, process.run_dir),
+        work_in_progress=partial(work_in_progress, process.run_dir),
         tokenizers=process.settings.validation_workers,
         allow_adapter_updates=process.settings.allow_adapter_updates,
         pooling=pooling,
@@ -89,7 +89,7 @@ def main(process: Process) -> None:
             streams.drop_detached()
         deadline = pool.deadline()
         process.wait(IDLE_SECONDS if deadline is None else deadline - time.monotonic())
-        run_once(pool, streams, api_links, schedulers.links, executors, partial(schedulers.note_place, pool))
+        run_once(pool, streams, api_links, schedulers.links, executors, partial(schedulers.note_replica, pool))
         if executors.longest_seconds() > process.settings.hang_timeout:
             process.begin_work(0.0, "a text")  # the supervisor ends this process: a thread cannot be ended
         if process.beat_due:
@@ -126,7 +126,7 @@ class SchedulerLinks:
     def __init__(self, process: Process, hello: Hello) -> None:
         self.links: list[Link] = []
         self._process = process
-        self._places: dict[Link, Place] = {}  # of the schedulers that were connected last
+        self._replica_ids: dict[Link, ReplicaId] = {}  # of the schedulers that were connected last
         connect = partial(process.connect_link, hello=hello)
         if process.settings.connect:
             self._found = DownstreamLinks(Discovery(process.settings.connect).addresses, connect)
@@ -137,10 +137,10 @@ class SchedulerLinks:
     def _find(self) -> list[str]:
         return [self._process.link_address(name) for name in self._process.scheduler_sockets("front")]
 
-    def note_place(self, pool: TokenizerPool, link: Link, place: Place) -> None:
-        """A scheduler has connected over this link. Forgets one of another place, which it has replaced."""
-        before, self._places[link] = self._places.get(link, place), place
-        if before != place:
+    def note_replica(self, pool: TokenizerPool, link: Link, replica_id: ReplicaId) -> None:
+        """A scheduler has connected over this link. Forgets one of another replica, which it has replaced."""
+        before, self._replica_ids[link] = self._replica_ids.get(link, replica_id), replica_id
+        if before != replica_id:
             pool.remove_scheduler(before)
 
     def follow(self, pool: TokenizerPool) -> None:
@@ -151,8 +151,8 @@ class SchedulerLinks:
         for link in removed:
             for peer, message in link.receive():  # that it is lost may not have been handled yet
                 pool.handle(peer, message)
-            if link in self._places:
-                pool.remove_scheduler(self._places.pop(link))
+            if link in self._replica_ids:
+                pool.remove_scheduler(self._replica_ids.pop(link))
             self._process.unwatch_link(link)
             link.close()
         self.links = [*self._found.links.values()]
@@ -164,15 +164,15 @@ def run_once(
     api_links: list[Link],
     scheduler_links: list[Link],
     executors: JobExecutors,
-    note_place: Callable[[Link, Place], None] = lambda link, place: None,
+    note_replica: Callable[[Link, ReplicaId], None] = lambda link, replica_id: None,
 ) -> None:
     """One iteration of the loop: handles all received messages and completed jobs, then sends what they produced.
-    `note_place` is called for each scheduler that has connected."""
+    `note_replica` is called for each scheduler that has connected."""
     for link in scheduler_links:
         for peer, message in link.receive():
             pool.handle(peer, message)
             if isinstance(message, Hello):
-                note_place(link, Place(message.site, peer.replica))
+                note_replica(link, ReplicaId(message.site, peer.replica))
     for link in api_links:
         for peer, message in link.receive():
             streams.receive(peer, message)

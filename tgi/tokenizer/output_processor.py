@@ -20,7 +20,7 @@ class OutputProcessor:
     """Collects the Texts of all steps until `drain_texts`, and the durations of the steps until `flush_metrics`."""
 
     def __init__(self, vocabulary: Vocabulary, work_register: WorkRegister) -> None:
-        """`work_register`: where it is stated whose tokens are in hand."""
+        """`work_register`: where the requests are registered whose tokens are in progress."""
         self._vocabulary = vocabulary
         self._work_register = work_register
         self._builders: dict[PeerId, TextsBuilder] = {}  # by api

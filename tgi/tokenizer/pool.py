@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tgi.hub.pooling import PoolingConfig
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
 from tgi.microkernel.links.liveness import ProgressClock
 from tgi.microkernel.messages.protocol import (
     AdapterUpdated,
@@ -75,7 +75,7 @@ class TokenizationKey(NamedTuple):
 
 
 class TokenizerPool:
-    """All requests of this process. `clock` returns seconds. `work_register` is where it is stated what is in hand.
+    """All requests of this process. `clock` returns seconds. `work_register` registers the requests in progress.
 
     Call `handle` with what the links receive, run `jobs` in threads and pass their results to `complete_job`, and send
     what `drain_outgoing` returns, also at the `deadline`. Call `run_trials` while no job runs.
@@ -93,13 +93,13 @@ class TokenizerPool:
         recorder: FlightRecorder = NO_RECORDER,
         build_grammar: GrammarBuild | None = None,
         work_register: WorkRegister | None = None,
-        work_in_hand: Callable[[PeerId], bytes | None] = lambda peer: b"",
+        work_in_progress: Callable[[PeerId], bytes | None] = lambda peer: b"",
         tokenizers: int = 1,
         allow_adapter_updates: bool = True,
         pooling: PoolingConfig | None = None,
     ) -> None:
         """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory.
-        `work_in_hand`: what a scheduler has, or had, in hand, as WorkRegister.in_hand; None: not known.
+        `work_in_progress`: what a scheduler has, or had, in progress, as WorkRegister.in_progress; None: not known.
         `tokenizers`: how many the server has. `allow_adapter_updates`: whether front ends may change adapters.
         `pooling`: of a model that ends in a vector."""
         self._build_grammar = build_grammar or _build_in_process(AnswerGrammarBuilder(vocabulary))
@@ -115,7 +115,7 @@ class TokenizerPool:
         ] = {}  # per api, by the api's rid, until its End is sent
         self._requests: dict[int, TokenizerRequestState] = {}  # by the tokenizer's rid
         self._last_rid = 0
-        self._schedulers = Schedulers(work_in_hand, tokenizers)
+        self._schedulers = Schedulers(work_in_progress, tokenizers)
         self._assignments = self._schedulers.assignments  # of the live requests
         self._progress = ProgressClock()
         self._limits: DeploymentLimits | None = None
@@ -192,7 +192,7 @@ class TokenizerPool:
 
     def beat(self) -> Beat:
         """How the work progresses, here or in a scheduler. To be called every BEAT_SECONDS."""
-        self._move_stranded()  # suspects, after their time
+        self._move_requests()  # suspects, after their time
         now, limit_ms = self._clock(), 0
         for replica in self._schedulers:
             limit_ms = max(limit_ms, replica.beat.limit_ms)
@@ -296,7 +296,7 @@ class TokenizerPool:
         return min_token_limit_error(self._limits, least, generate.max_new_tokens)
 
     def run_trials(self) -> None:
-        """Encodes the texts on trial. To be called while no job runs, so that each is alone in hand."""
+        """Encodes the texts on trial. To be called while no job runs, so that each is alone in progress."""
         while (job := self.jobs.take_trial(in_loop=True)) is not None:
             with self._work_register.working_on(job.context):
                 self.complete_job(job.key, job.run())
@@ -332,12 +332,12 @@ class TokenizerPool:
     # Messages from schedulers
 
     def _on_scheduler_hello(self, scheduler: PeerId, hello: Hello) -> None:
-        replica = self._schedulers.at(Place(hello.site, scheduler.replica))
+        replica = self._schedulers.at(ReplicaId(hello.site, scheduler.replica))
         if replica.peer is not None:  # its connection, at another address, has not been noticed as lost yet
             self._on_scheduler_gone(replica.peer, PeerDisconnected())
         self._schedulers.connect(replica, scheduler, hello, self._clock())
         self._tell_changes()  # before its requests, which may need these adapters
-        for update in self._adapters.pending_updates(replica.place):
+        for update in self._adapters.pending_updates(replica.replica_id):
             self._send(scheduler, update)
 
     def _tell_changes(self) -> None:
@@ -378,9 +378,9 @@ class TokenizerPool:
                 self._assignments.wait(request)
         self._publish_status()
 
-    def remove_scheduler(self, place: Place) -> None:
+    def remove_scheduler(self, replica_id: ReplicaId) -> None:
         """A scheduler was retired: nothing waits for it any more. Does nothing if it is connected."""
-        self._schedulers.remove(place)
+        self._schedulers.remove(replica_id)
         self._limits = self._schedulers.limits
         self._answer_adapter_updates()
         self._publish_status()
@@ -396,13 +396,13 @@ class TokenizerPool:
         if (replica := self._schedulers.replica_of(scheduler)) is not None:
             replica.silent = silent
         self._publish_status()
-        self._move_stranded()
+        self._move_requests()
 
-    def _move_stranded(self) -> None:
+    def _move_requests(self) -> None:
         """Sends the requests of replicas that do not compute to those that do, and cancels them where they were: what
         is still sent for them from there is dropped. A request moves only to a replica that computes, so it moves again
         only if that one fails, too."""
-        for replica, request in self._schedulers.stranded(self._clock()):
+        for replica, request in self._schedulers.requests_to_move(self._clock()):
             assert replica.peer is not None
             self._send(replica.peer, Cancel(request.rid))
             self._assignments.remove(request)
@@ -411,7 +411,7 @@ class TokenizerPool:
             request.rid = self._last_rid
             self._requests[request.rid] = request
             self._assignments.wait(request)
-            self._stamp(Event.SCHEDULER_LOST, request, replica.place.replica)
+            self._stamp(Event.SCHEDULER_LOST, request, replica.replica_id.replica)
 
     def _on_scheduler_beat(self, scheduler: PeerId, beat: Beat) -> None:
         if (replica := self._schedulers.replica_of(scheduler)) is not None:
@@ -427,7 +427,7 @@ class TokenizerPool:
         if status.limits is not None and (self._schedulers.status.ready or not self._adapters.loaded):
             self._adapters.set_loaded(self._schedulers.adapters)  # else they are loaded again soon
         self._publish_status()
-        self._move_stranded()
+        self._move_requests()
         if status.limits is None or self._schedulers.limits is None:
             return
         if self._limits is None:
@@ -440,11 +440,11 @@ class TokenizerPool:
 
     def _on_adapter_updated(self, scheduler: PeerId, updated: AdapterUpdated) -> None:
         if (replica := self._schedulers.replica_of(scheduler)) is not None:
-            self._adapters.record_answer(replica.place, updated)
+            self._adapters.record_answer(replica.replica_id, updated)
         self._answer_adapter_updates()
 
     def _answer_adapter_updates(self) -> None:
-        for api, answer in self._adapters.completed_updates(self._schedulers.places):
+        for api, answer in self._adapters.completed_updates(self._schedulers.replica_ids):
             self._send(api, answer)
         self._tell_changes()
 

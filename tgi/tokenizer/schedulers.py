@@ -4,7 +4,7 @@ request, and what the front ends are told of all together. Sans-IO."""
 import logging
 from collections.abc import Callable, Iterator
 
-from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.links.link import PeerId, ReplicaId
 from tgi.microkernel.messages.protocol import (
     DeploymentLimits,
     Hello,
@@ -26,8 +26,8 @@ SCHEDULER_DRAINS = "the scheduler finishes its requests and ends"
 LIMITS_DIFFER = Status(False, False, "a replica does not meet the limits of the others", 0)
 # How long the suspects of a replica that does not compute stay there: longer than a worker loads.
 SUSPECT_SECONDS = 600.0
-# A request that was in hand at a worker's loss at one replica, and then at another one before it had got this many more
-# tokens, stays at the second: a scheduler convicts by what it has seen itself.
+# A request that was in progress at a worker's loss at one replica, and then at another one before it had got this many
+# more tokens, stays at the second: a scheduler quarantines by what it has seen itself.
 MOVED_PROGRESS = 8
 # What requests were promised. Other limits of replicas may be lower than those of the first one.
 MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens")
@@ -36,9 +36,9 @@ MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens")
 class SchedulerReplica(Neighbour[TokenizerRequestState]):
     """One scheduler, with the requests that were sent to it."""
 
-    def __init__(self, place: Place, tokenizers: int) -> None:
-        super().__init__(place)
-        self.number = place.number
+    def __init__(self, replica_id: ReplicaId, tokenizers: int) -> None:
+        super().__init__(replica_id)
+        self.number = replica_id.number
         self.status = NO_SCHEDULER  # without the last three fields, which follow
         self.worker_suspects: set[bytes] = set()  # may have ended or stopped its worker; tried here
         self.unable_since: float | None = None  # while it does not compute
@@ -106,26 +106,26 @@ class SchedulerReplica(Neighbour[TokenizerRequestState]):
 class Schedulers:
     """All replicas. The limits of the first one hold: one that offers less than that is not used."""
 
-    def __init__(self, work_in_hand: Callable[[PeerId], bytes | None], tokenizers: int = 1) -> None:
-        """`work_in_hand`: the fingerprints of the requests that a process has, or had, in hand; None if that is not
-        known, as of processes on other hosts. `tokenizers`: how many share the replicas."""
+    def __init__(self, work_in_progress: Callable[[PeerId], bytes | None], tokenizers: int = 1) -> None:
+        """`work_in_progress`: the fingerprints of the requests that a process has, or had, in progress; None if that is
+        not known, as of processes on other hosts. `tokenizers`: how many share the replicas."""
         self.limits: DeploymentLimits | None = None
-        self._replicas: dict[Place, SchedulerReplica] = {}
+        self._replicas: dict[ReplicaId, SchedulerReplica] = {}
         self._connected: dict[PeerId, SchedulerReplica] = {}
         self._suspecting: set[SchedulerReplica] = set()  # those with `worker_suspects`
         self.assignments: Assignments[SchedulerReplica, TokenizerRequestState]
-        self.assignments = Assignments(self._choose_replica, work_in_hand)
+        self.assignments = Assignments(self._choose_replica, work_in_progress)
         self._tokenizers = tokenizers
 
-    def __getitem__(self, place: Place) -> SchedulerReplica:
-        return self._replicas[place]
+    def __getitem__(self, replica_id: ReplicaId) -> SchedulerReplica:
+        return self._replicas[replica_id]
 
     def __iter__(self) -> Iterator[SchedulerReplica]:
         return iter(self._replicas.values())
 
     @property
-    def places(self) -> set[Place]:
-        """The places of the replicas."""
+    def replica_ids(self) -> set[ReplicaId]:
+        """The ids of the replicas."""
         return set(self._replicas)
 
     @property
@@ -133,14 +133,14 @@ class Schedulers:
         """Whether requests can be sent at all."""
         return any(replica.peer is not None for replica in self)
 
-    def at(self, place: Place) -> SchedulerReplica:
-        """The replica at this place, which is a new one if there was none."""
-        if place not in self._replicas:
-            self._replicas[place] = SchedulerReplica(place, self._tokenizers)
-        return self._replicas[place]
+    def at(self, replica_id: ReplicaId) -> SchedulerReplica:
+        """The replica of this id, which is a new one if there was none."""
+        if replica_id not in self._replicas:
+            self._replicas[replica_id] = SchedulerReplica(replica_id, self._tokenizers)
+        return self._replicas[replica_id]
 
     def connect(self, replica: SchedulerReplica, peer: PeerId, hello: Hello, now: float) -> None:
-        """The scheduler of this replica has sent its Hello. What its predecessor had in hand at its death, by that
+        """The scheduler of this replica has sent its Hello. What its predecessor had in progress at its death, by that
         Hello, is tried there."""
         self._connected[peer] = replica
         self.assignments.connected(replica, peer, hello, now)
@@ -160,11 +160,11 @@ class Schedulers:
         replica.status = NO_SCHEDULER._replace(limits=self.limits, adapters=replica.status.adapters)
         return requests
 
-    def remove(self, place: Place) -> None:
+    def remove(self, replica_id: ReplicaId) -> None:
         """A replica was retired. Does nothing if it is connected."""
-        if place in self._replicas and self._replicas[place].peer is None:
-            self.assignments.release(self._replicas.pop(place))
-            self._suspecting = {one for one in self._suspecting if one.place != place}
+        if replica_id in self._replicas and self._replicas[replica_id].peer is None:
+            self.assignments.release(self._replicas.pop(replica_id))
+            self._suspecting = {one for one in self._suspecting if one.replica_id != replica_id}
             for replica in self:
                 if replica.unfit:  # perhaps no other is left
                     self.set_status(replica, replica.reported)
@@ -220,10 +220,10 @@ class Schedulers:
                 replica.lasting_excess = lasting_excess(one.lasting, one.load - mean, lifetimes)
         return chosen
 
-    def stranded(self, now: float) -> list[tuple[SchedulerReplica, TokenizerRequestState]]:
+    def requests_to_move(self, now: float) -> list[tuple[SchedulerReplica, TokenizerRequestState]]:
         """The requests at replicas that do not compute that another replica would compute now, with the replicas where
-        they are. What a replica may have been stopped by stays there: the work in hand of a silent scheduler, and what
-        a scheduler suspects of its worker's end."""
+        they are. What a replica may have been stopped by stays there: the work in progress of a silent scheduler, and
+        what a scheduler suspects of its worker's end."""
         able = [replica for replica in self if replica.takes_requests and replica.can_compute]
         found = []
         for replica in self:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.conftest import Front, Reply, Stream, openai_error, request, texts
 from tests.golden.scripts import SCRIPTS
-from tgi.api import response_store
+from tgi.api import response_store, sqlite_store
 from tgi.api.response_store import HistoryTooLong, ResponseStore, StoredResponse
 from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate, Prompted
 from tgi.microkernel.settings.table import Settings
@@ -366,7 +366,7 @@ def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 10_000)
     monkeypatch.setattr(response_store, "MAX_CONVERSATIONS", 4)
-    monkeypatch.setattr(response_store, "PURGE_SECONDS", 0)
+    monkeypatch.setattr(sqlite_store, "PURGE_SECONDS", 0)
 
     async def work(store: ResponseStore, _: ResponseStore) -> None:
         await store.put(RECORD._replace(id="small", owner="other"))

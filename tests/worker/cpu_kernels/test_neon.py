@@ -13,7 +13,7 @@ from tests.worker.cpu_kernels.emulation.library import PROCESSORS, missing_tools
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-# Those that take the emulator no more than a few seconds. The longest part is the compilation, so there is one type.
+# Those that take the emulator no more than a few seconds. They are compiled for one type.
 LINEAR, ATTENTION = "test_linear.py::test_", "test_attention.py::test_"
 CLOSE = f"{LINEAR}products_are_close_to_float64_and_do_not_depend_on_the_other_rows"
 TESTS = (
@@ -21,23 +21,25 @@ TESTS = (
     *(f"{LINEAR}{name}" for name in ("epilogues_are_computed_on_float32_sums", "adding_zeros_changes_no_bit")),
     *(f"{LINEAR}{name}" for name in ("norms_are_close_to_float64", "rope_matches_torch")),
     f"{LINEAR}activations_are_correct_for_any_magnitude",
-    "test_quantized_linear.py::test_products_match_the_dequantized_weight[SET bfloat16-8-32-True]",
     "test_quantized_linear.py::test_scales_in_float32[SET bfloat16-4-128-True]",
     "test_integer_linear.py::test_results_are_close_to_the_dequantized_weight",
     *(
         f"test_integer_linear.py::test_epilogues_match_those_of_other_products[SET bfloat16-none-{bits}]"
         for bits in (4, 8)
     ),
-    "test_quantizer.py",
     "test_head.py::test_greedy_tokens_and_their_logprobs",
     "test_head.py::test_nan_is_never_the_greedy_token",
     "test_head.py::test_the_greedy_head_matches_the_greedy_tokens_of_its_logits[SET bfloat16-1.0-30.0-7-64]",
     f"{ATTENTION}a_token_is_correct_and_the_same_in_any_chunk_and_batch[(2, 2, 32, 40, None)-SET bfloat16]",
-    f"{ATTENTION}results_do_not_depend_on_the_number_of_threads",
 )
-# A whole model, with the set whose instructions the emulator computes fast: products of pairs of bfloat16 numbers take
-# it far longer than fused multiply-adds.
-MODELS = ("test_program.py::test_a_program_matches_its_operations[llama]",)
+# What is the same code for both sets, and a whole model: with the set whose instructions the emulator computes fast.
+# Products of pairs of bfloat16 numbers take it far longer than fused multiply-adds.
+ONCE = (
+    "test_quantized_linear.py::test_products_match_the_dequantized_weight[SET bfloat16-8-32-True]",
+    "test_quantizer.py",
+    f"{ATTENTION}results_do_not_depend_on_the_number_of_threads",
+    "test_program.py::test_a_program_matches_its_operations[llama]",
+)
 
 
 @pytest.mark.parametrize("instruction_set", PROCESSORS)
@@ -46,7 +48,7 @@ def test_kernels_pass_their_tests_in_the_emulator(instruction_set: str) -> None:
     if reason := missing_tools():
         assert "CI" not in os.environ, reason
         pytest.skip(reason)
-    names = TESTS + MODELS if instruction_set == "neon" else TESTS
+    names = TESTS + ONCE if instruction_set == "neon" else TESTS
     tests = (str(HERE / name).replace("SET", instruction_set) for name in names)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(

@@ -48,7 +48,7 @@ def weights(draw: st.DrawFn) -> Tensor:
     return weight.to(draw(st.sampled_from(TYPES)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(weight=weights(), form=st.sampled_from(["int8", "int4"]))
 def test_weights_match_torch(quantizer: CpuQuantizer, weight: Tensor, form: str) -> None:
     assert same(quantizer.quantize_weight(weight, form), quantize_weight(weight, form))

@@ -67,7 +67,7 @@ def test_an_engine_samples_from_the_logits_of_the_head_as_torch_does() -> None:
     samplings = [SamplingParams(0), SamplingParams(1, True, top_p=0.8, temperature=0.7), WARMUP_SAMPLING_PARAMS]
     samplings[2] = samplings[2]._replace(watermark=False)
     for gpu in (GPU, None):
-        model = build_model(make("gemma2", layers=2), "bfloat16", "cpu", lambda stage, percent: None, gpu=GPU)
+        model = build_model(make("gemma2", layers=1), "bfloat16", "cpu", lambda stage, percent: None, gpu=GPU)
         attention = CudaAttention(model.kv, PAGES, CPU)
         model.kv = model.kv._replace(gpu_kernels=gpu)  # of the engine and the head alone
         recording = GraphCaptureConfig(Again(), attention, [4])

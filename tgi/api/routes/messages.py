@@ -9,7 +9,6 @@ from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
 from tgi.api.answer import Answer, Outcome, StopStringMatch
-from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
 from tgi.api.errors import ApiError
 from tgi.api.generation import AnswerFormatter, FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
@@ -17,7 +16,7 @@ from tgi.api.rejected_fields import MESSAGES_FIELDS, FieldChecker
 from tgi.api.requests import Generation
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations
-from tgi.api.routes.tokenize import TokenizationResource
+from tgi.api.routes.tokenize import input_tokens
 from tgi.api.service import Resource
 from tgi.api.shapes import messages as shapes
 from tgi.api.shapes.chat import ChatRequest, FunctionDefinition, Message, Tool, ToolCall
@@ -25,7 +24,6 @@ from tgi.api.shapes.messages import CountTokensRequest, MessagesRequest
 from tgi.api.shapes.native import GrammarType
 from tgi.api.sse import named_event
 from tgi.api.token_columns import TokenColumns
-from tgi.microkernel.messages.codec import ITEM_BYTES
 from tgi.microkernel.messages.protocol import AnswerPart, End, PartKind
 
 # Claude Code begins its system prompt with such a block, whose content differs in each request: the prefix cache would
@@ -324,7 +322,7 @@ class MessagesResource(Resource):
         await answer_generations(service, req, resp, [generation], formatter)
 
 
-class CountTokensResource(TokenizationResource):
+class CountTokensResource(Resource):
     """POST /v1/messages/count_tokens."""
 
     body = JsonBody(CountTokensRequest, FieldChecker(CountTokensRequest, MESSAGES_FIELDS).check)
@@ -332,7 +330,5 @@ class CountTokensResource(TokenizationResource):
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with the number of tokens of the prompt, without generating."""
         request = chat_request(await self._service.read_body(req, self.body))
-        chat = chat_prompt_json(request, ToolSelection.from_request(request))
-        tokenized = await self._tokenize(req, "", False, chat)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(shapes.MessageTokensCount(len(tokenized.token_ids) // ITEM_BYTES))
+        count = await input_tokens(self._service, req, request)
+        resp.content_type, resp.data = "application/json", msgspec.json.encode(shapes.MessageTokensCount(count))

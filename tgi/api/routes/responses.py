@@ -20,7 +20,7 @@ from tgi.api.generation import FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
 from tgi.api.rejected_fields import RESPONSES_FIELDS, FieldChecker
 from tgi.api.requests import Generation
-from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse, StoreUnavailable
+from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations, logprob_items
 from tgi.api.routes.stored_responses import (
@@ -29,6 +29,7 @@ from tgi.api.routes.stored_responses import (
     background_response,
     stored_items,
 )
+from tgi.api.routes.tokenize import input_tokens
 from tgi.api.service import Resource, Service
 from tgi.api.shapes import responses as shapes
 from tgi.api.shapes.chat import (
@@ -44,7 +45,9 @@ from tgi.api.shapes.chat import (
     ToolChoiceObject,
 )
 from tgi.api.shapes.native import GrammarType
+from tgi.api.shapes.openai_responses import InputTokens
 from tgi.api.shapes.responses import InputItem, ResponsesRequest
+from tgi.api.sqlite_store import StoreUnavailable
 from tgi.api.sse import named_event
 from tgi.api.token_columns import TokenColumns
 from tgi.microkernel.messages.protocol import AnswerPart, DeploymentLimits, End, PartKind
@@ -445,6 +448,24 @@ class ResponsesResource(Resource):
         if (found := await self._service.responses.conversation(client.name, conversation_id)) is None:
             raise errors.not_kept("conversation", conversation_id, "conversation")
         return found[1]
+
+
+class ResponseInputTokensResource(ResponsesResource):
+    """POST /v1/responses/input_tokens."""
+
+    async def on_post(self, req: Request, resp: Response) -> None:
+        """Answers with the number of tokens of the prompt, without generating."""
+        request = await self._service.read_body(req, self.body)
+        request_metrics.count_request(req)
+        service, client, conversation = self._service, req.context.client, request.conversation
+        name = conversation if conversation is None or isinstance(conversation, str) else conversation.id
+        previous = await self._previous(client, request, name)
+        history = [] if previous is None else await read_history(service, client, previous)
+        given = stored_items(request.input, response_key(req))
+        items = msgspec.convert([*history, *given], list[InputItem])
+        chat = chat_request(request, items, len(history), service.router.limits)
+        count = await input_tokens(service, req, chat)
+        resp.content_type, resp.data = "application/json", msgspec.json.encode(InputTokens(count))
 
 
 async def read_history(service: Service, client: Client, response_id: str) -> Items:

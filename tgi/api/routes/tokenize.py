@@ -1,47 +1,64 @@
-"""POST /tokenize and /chat_tokenize: the token ids of a text or a chat, with the position of each token."""
+"""POST /tokenize and /chat_tokenize: the token ids of a text or a chat, with the position of each token. POST
+/detokenize: the reverse. POST /v1/chat/completions/input_tokens: the number of a chat's tokens."""
 
 from collections.abc import Iterator
 from json.encoder import encode_basestring as quote
 
+import msgspec
 from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
 from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
 from tgi.api.json_body import JsonBody
 from tgi.api.requests import TokenizationRequest, WakeEvent
-from tgi.api.service import Resource
+from tgi.api.routes.chat import ChatResource
+from tgi.api.service import Resource, Service
 from tgi.api.shapes.chat import ChatRequest
-from tgi.api.shapes.native import TokenizeRequest
+from tgi.api.shapes.native import DetokenizeRequest, TokenizeRequest
+from tgi.api.shapes.native_responses import DetokenizeResponse
+from tgi.api.shapes.openai_responses import InputTokens
 from tgi.api.token_columns import join_in_turns
-from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import FinishReason, Tokenized
 
 
-class TokenizationResource(Resource):
-    """What all such routes share."""
+async def tokenize(
+    service: Service,
+    req: Request,
+    inputs: str = "",
+    add_special_tokens: bool = False,
+    chat: bytes = b"",
+    ids: bytes = b"",
+) -> Tokenized:
+    """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has passed,
+    424 as Service.next_contexts."""
+    if not service.router.health.probe_passed:
+        raise errors.unhealthy(service.router.health.stage)
+    (context,) = service.next_contexts(req, 1)
+    request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, context, ids)
+    await service.run_requests([request], req)
+    assert request.result is not None
+    if request.quarantined:
+        raise errors.generation_failed(request.result.error)
+    if request.result.error:
+        match request.result.reason:
+            case FinishReason.TEMPLATE:
+                raise errors.template_error(request.result.error)
+            case FinishReason.OVERLOADED:
+                raise errors.overloaded()
+        raise errors.validation_error(request.result.error)
+    return request.result
 
-    async def _tokenize(self, req: Request, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> Tokenized:
-        """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has
-        passed, 424 as Service.next_contexts."""
-        if not self._service.router.health.probe_passed:
-            raise errors.unhealthy(self._service.router.health.stage)
-        (context,) = self._service.next_contexts(req, 1)
-        request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, context)
-        await self._service.run_requests([request], req)
-        assert request.result is not None
-        if request.quarantined:
-            raise errors.generation_failed(request.result.error)
-        if request.result.error:
-            match request.result.reason:
-                case FinishReason.TEMPLATE:
-                    raise errors.template_error(request.result.error)
-                case FinishReason.OVERLOADED:
-                    raise errors.overloaded()
-            raise errors.validation_error(request.result.error)
-        return request.result
+
+async def input_tokens(service: Service, req: Request, request: ChatRequest) -> int:
+    """The number of tokens of a chat's prompt, without generating. Raises ApiError as `tokenize`, and 422 for invalid
+    tools."""
+    chat = chat_prompt_json(request, ToolSelection.from_request(request))
+    count = len((await tokenize(service, req, chat=chat)).token_ids) // ITEM_BYTES
+    return count if request.truncate_prompt_tokens is None else min(count, request.truncate_prompt_tokens)
 
 
-class TokenizeResource(TokenizationResource):
+class TokenizeResource(Resource):
     """POST /tokenize."""
 
     body = JsonBody(TokenizeRequest)
@@ -49,12 +66,12 @@ class TokenizeResource(TokenizationResource):
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with an array of {id, text, start, stop, special}."""
         request = await self._service.read_body(req, self.body)
-        tokenized = await self._tokenize(req, request.inputs, request.add_special_tokens is not False)
+        tokenized = await tokenize(self._service, req, request.inputs, request.add_special_tokens is not False)
         resp.content_type = "application/json"
         resp.text = f"[{await join_in_turns(token_items(request.inputs, tokenized))}]"
 
 
-class ChatTokenizeResource(TokenizationResource):
+class ChatTokenizeResource(Resource):
     """POST /chat_tokenize."""
 
     body = JsonBody(ChatRequest)
@@ -64,10 +81,42 @@ class ChatTokenizeResource(TokenizationResource):
         request = await self._service.read_body(req, self.body)
         request_metrics.count_request(req)
         chat = chat_prompt_json(request, ToolSelection.from_request(request))
-        tokenized = await self._tokenize(req, "", False, chat)
+        tokenized = await tokenize(self._service, req, chat=chat)
         items = await join_in_turns(token_items(tokenized.text, tokenized))
         resp.content_type = "application/json"
         resp.text = f'{{"tokenize_response":[{items}],"templated_text":{quote(tokenized.text)}}}'
+
+
+class InputTokensResource(Resource):
+    """POST /v1/chat/completions/input_tokens."""
+
+    body = ChatResource.body
+
+    async def on_post(self, req: Request, resp: Response) -> None:
+        """Answers with the number of tokens of the prompt."""
+        request = await self._service.read_body(req, self.body)
+        request_metrics.count_request(req)
+        count = await input_tokens(self._service, req, request)
+        resp.content_type, resp.data = "application/json", msgspec.json.encode(InputTokens(count))
+
+
+class DetokenizeResource(Resource):
+    """POST /detokenize."""
+
+    body = JsonBody(DetokenizeRequest)
+
+    async def on_post(self, req: Request, resp: Response) -> None:
+        """Answers with the text of token ids, special tokens included."""
+        request = await self._service.read_body(req, self.body)
+        limits = self._service.router.limits
+        if limits is not None and any(token >= limits.vocab_size for token in request.tokens):
+            raise errors.validation_error(
+                f"`tokens` must hold token ids >= 0 and < {limits.vocab_size}", param="tokens"
+            )
+        text = ""
+        if request.tokens:
+            text = (await tokenize(self._service, req, ids=pack_column(INT32, request.tokens))).text
+        resp.content_type, resp.data = "application/json", msgspec.json.encode(DetokenizeResponse(text))
 
 
 def token_items(inputs: str, tokenized: Tokenized) -> Iterator[str]:

@@ -115,6 +115,13 @@ class GenerateRequest(Struct):
         return GenerateParameters.with_sampling() if self.parameters is None else self.parameters
 
 
+class DetokenizeRequest(Struct):
+    """Body of POST /detokenize."""
+
+    tokens: Annotated[list[UInt32], doc(example=[1, 306, 626])]
+    model: Annotated[str | None, doc("Without effect: all adapters have the tokenizer of the model")] = None
+
+
 class CompatGenerateRequest(GenerateRequest):
     """Body of POST /, where `stream` chooses the form of the answer."""
 

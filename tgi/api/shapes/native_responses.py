@@ -103,3 +103,9 @@ class ChatTokenizeResponse(ResponseBody):
 
     tokenize_response: TokenizeResponse
     templated_text: str
+
+
+class DetokenizeResponse(ResponseBody):
+    """The text of token ids."""
+
+    prompt: Annotated[str, doc(example="<s>I am")]

@@ -245,3 +245,9 @@ class Chunk(ResponseBody, tag_field="object", tag="text_completion"):
 
 
 Completion = Annotated[Any, any_of("Completion", Chunk, CompletionFinal)]
+
+
+class InputTokens(ResponseBody, tag_field="object", tag="response.input_tokens"):
+    """The size of the prompt that a request makes."""
+
+    input_tokens: Annotated[UInt32, doc(example=26)]

@@ -81,7 +81,7 @@ class PeerId(NamedTuple):
         return f"{self.role}-{self.replica} ({self.boot.hex()[:8]})"
 
 
-class Place(NamedTuple):
+class ReplicaId(NamedTuple):
     """What a process of a role and its successors have in common: the run directory and the number there."""
 
     site: str
@@ -89,7 +89,7 @@ class Place(NamedTuple):
 
     @property
     def number(self) -> int:
-        """A number that is the same in all processes, and the same for two places by chance only."""
+        """A number that is the same in all processes, and the same for two replicas by chance only."""
         return crc32(f"{self.site}/{self.replica}".encode()) if self.site else self.replica
 
 

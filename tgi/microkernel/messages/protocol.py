@@ -68,14 +68,14 @@ class LastExit(NamedTuple):
     """How the previous process of a role and replica ended, as its supervisor saw it: the evidence for crash isolation.
 
     `outside`: a signal ended it that neither its supervisor nor the kernel's memory limit had sent, so that the work in
-    hand is hardly the cause. `in_hand` are the fingerprints of the requests that it was working on, 8 bytes each; empty
-    if it does not know them, as the worker.
+    progress is hardly the cause. `in_progress` are the fingerprints of the requests that it was working on, 8 bytes
+    each; empty if it does not know them, as the worker.
     """
 
     boot: bytes
     cause: str
     outside: bool
-    in_hand: bytes = b""
+    in_progress: bytes = b""
     lived_ms: int = 0  # from its start on
 
 
@@ -84,7 +84,7 @@ class SuspectRecord(NamedTuple):
 
     fingerprint: bytes
     strikes: int
-    convicted: bool
+    quarantined: bool
     cause: str
     blamed_at: float
     outside_deaths: int
@@ -92,7 +92,7 @@ class SuspectRecord(NamedTuple):
     tokens_left: int
 
 
-class Inheritance(NamedTuple):
+class PredecessorState(NamedTuple):
     """What a scheduler takes over from the one that ended before it, from a file in the run directory and from its
     supervisor. The first message that it handles; never sent over a link."""
 
@@ -443,7 +443,7 @@ class Generate(NamedTuple):
     after the loss of the client or the api; it continues the request meanwhile. A Generate with the same key and no
     `resume_ids`, from any api, takes it over: all is sent again under the new rid, then what follows.
 
-    With `alone` the tokenizer works on the request only while it has nothing else in hand.
+    With `alone` the tokenizer works on the request only while it has nothing else in progress.
     """
 
     rid: int
@@ -482,6 +482,7 @@ class Tokenize(NamedTuple):
     chat: bytes = b""
     alone: bool = False
     context: RequestContext = RequestContext()
+    ids: bytes = b""  # int32: to be converted to text, in place of `inputs`
 
 
 class Cancel(NamedTuple):
@@ -600,7 +601,7 @@ class Step(NamedTuple):
     empty page tables), appends the pages `page_ids` to the tables `page_tables` in order, and computes the rows. Slot
     s has a table for each of the G KV groups (DeploymentLimits.groups): table s * G + g belongs to group g. Row
     k computes the tokens at positions starts[k] .. starts[k] + counts[k] - 1 of slot rows[k] and writes their keys and
-    values to the pages of those positions. If draws[k] is 1, it then samples the token at position starts[k] +
+    values to the pages of those positions. If samples[k] is 1, it then samples the token at position starts[k] +
     counts[k]. The worker appends it to the slot's ids, so the next step can read it on the device before the scheduler
     has received it.
 
@@ -617,14 +618,14 @@ class Step(NamedTuple):
     rows: bytes  # int32: slot of each row
     starts: bytes  # int32: first position of each row
     counts: bytes  # int32: tokens that each row computes, >= 1
-    draws: bytes  # uint8
-    drafts: bytes = b""  # int32, one per row; empty: none has any. A row with drafts has draws = 1
+    samples: bytes  # uint8
+    drafts: bytes = b""  # int32, one per row; empty: none has any. A row with drafts has samples = 1
     draft_ids: bytes = b""  # int32, sum(drafts); empty: the worker's draft model proposes them
     limit_ms: int = 0  # the worker hangs if it computes this step for longer; 0: nothing is known of such steps
 
 
 class StepResult(NamedTuple):
-    """The tokens of a step: one entry per row with draws = 1, in the order of `Step.rows`.
+    """The tokens of a step: one entry per row with samples = 1, in the order of `Step.rows`.
 
     A non-empty `error`: the step failed as a whole, no token was sampled, and the worker continues. With
     `out_of_memory` the step was too large for the memory that is free; what earlier steps have computed stays.
@@ -800,7 +801,7 @@ class Tokenized(NamedTuple):
     byte_stops: bytes  # int32
     special: bytes  # uint8
     error: str = ""
-    text: str = ""  # the rendered chat; "" for a Tokenize without a chat
+    text: str = ""  # the rendered chat, or the text of `ids`; "" for a Tokenize of a text
     reason: str = FinishReason.INVALID  # the kind of the error: INVALID, TEMPLATE or OVERLOADED
 
 
@@ -845,7 +846,7 @@ MESSAGES: list[type] = [
     UpdateAdapter,
     AdapterUpdated,
     Goodbye,
-    Inheritance,
+    PredecessorState,
     Beat,
     HeldPages,
     ResetSlots,

@@ -161,23 +161,24 @@ class ChildProcess:
         return cause_of_exit(code, self._oom_kills.has_risen())
 
     def exit_report(self, code: int) -> LastExit | None:
-        """How it ended, for its successor. What it had in hand may be the cause, unless it was a signal from outside.
+        """How it ended, for its successor. What it had in progress may be the cause, unless it was a signal from
+        outside.
 
         A process that ended before it took the work register did nothing that its predecessor's report does not say.
-        One that was never ready and had nothing in hand may have ended before it could deliver that report, so its
+        One that was never ready and had nothing in progress may have ended before it could deliver that report, so its
         successor does. Neighbours know the predecessor by its boot id, so a report that they get twice counts once. A
         scheduler needs no neighbour for it.
         """
-        boot, in_hand = self.work_register.boot, self.work_register.in_hand()
+        boot, in_progress = self.work_register.boot, self.work_register.in_progress()
         if self._last_exit is not None:
-            may_be_undelivered = self.spec.role != "scheduler" and not (self.had_been_ready or in_hand)
+            may_be_undelivered = self.spec.role != "scheduler" and not (self.had_been_ready or in_progress)
             if may_be_undelivered or self._last_exit.boot == boot:
                 return self._last_exit
         if not any(boot):
             return None
         cause, outside = self.cause_of_exit(code)
         lived_ms = int(1000 * (time.monotonic() - self.started))
-        return LastExit(boot, cause, outside, in_hand, lived_ms)
+        return LastExit(boot, cause, outside, in_progress, lived_ms)
 
     def close(self) -> None:
         """Releases the resources of an ended process."""

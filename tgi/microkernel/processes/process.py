@@ -442,27 +442,27 @@ def work_register_path(run: Path, name: str) -> Path:
     return run / f"{name}.work"
 
 
-def work_in_hand(run: Path, peer: PeerId) -> bytes | None:
-    """The fingerprints that a process has, or had, in hand; None if it is not known: the process is one of another
+def work_in_progress(run: Path, peer: PeerId) -> bytes | None:
+    """The fingerprints that a process has, or had, in progress; None if it is not known: the process is one of another
     host, or its successor has taken the register."""
     path = work_register_path(run, f"{peer.role}-{peer.replica}")
     if not path.exists():
         return None
     register = WorkRegister.open(path)
-    return register.in_hand() if register.boot == peer.boot else None
+    return register.in_progress() if register.boot == peer.boot else None
 
 
 def last_exit_text(last_exit: LastExit) -> str:
     """The value of LAST_EXIT."""
-    boot, in_hand = last_exit.boot.hex(), last_exit.in_hand.hex()
-    return json.dumps(last_exit._replace(boot=boot, in_hand=in_hand))  # type: ignore[arg-type]
+    boot, in_progress = last_exit.boot.hex(), last_exit.in_progress.hex()
+    return json.dumps(last_exit._replace(boot=boot, in_progress=in_progress))  # type: ignore[arg-type]
 
 
 def _last_exit(text: str) -> LastExit | None:
     if not text:
         return None
-    boot, cause, outside, in_hand, lived_ms = json.loads(text)
-    return LastExit(bytes.fromhex(boot), cause, outside, bytes.fromhex(in_hand), lived_ms)
+    boot, cause, outside, in_progress, lived_ms = json.loads(text)
+    return LastExit(bytes.fromhex(boot), cause, outside, bytes.fromhex(in_progress), lived_ms)
 
 
 def die_with_parent(parent: int) -> None:

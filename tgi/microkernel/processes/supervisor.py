@@ -366,7 +366,7 @@ class Supervisor:
             child.had_been_ready = state is not None and state.pid == child.pid and state.state != "starting"
             report = child.exit_report(code)
             if report is not None and name in self._replacing:
-                report = report._replace(in_hand=b"")  # it was told to end: no request is the cause
+                report = report._replace(in_progress=b"")  # it was told to end: no request is the cause
             self._last_exits[name] = report
             cause, _ = child.cause_of_exit(code)
             del self._children[name]

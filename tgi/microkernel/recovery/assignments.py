@@ -4,17 +4,17 @@ The router of a front end (for tokenizers) and the pool of a tokenizer (for sche
 upstream owns what is needed to submit a request again. They choose neighbours; this class knows which requests wait,
 how fast they are sent again, and which of them may have ended a process.
 
-What a process had in hand when it died is bound to its neighbour until a successor has told how it ended, or for
+What a process had in progress when it died is bound to its neighbour until a successor has told how it ended, or for
 EXIT_REPORT_SECONDS: so a request that crashes processes does not end one after the other. A neighbour on another host
-tells what it had in hand only then. Its requests go on at once, and those that lose a second process so are bound: a
-request ends two processes at most before it is known.
+tells what it had in progress only then. Its requests go on at once, and those that lose a second process so are bound:
+a request ends two processes at most before it is known.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from tgi.microkernel.admission.token_bucket import TokenBucket
-from tgi.microkernel.links.link import PeerId, Place
+from tgi.microkernel.links.link import PeerId, ReplicaId
 from tgi.microkernel.messages.protocol import Beat, Hello, LastExit, RequestContext
 from tgi.microkernel.recovery.work_register import split_fingerprints
 
@@ -39,10 +39,10 @@ RequestT = TypeVar("RequestT", bound=Assignable)
 
 
 class Neighbour(Generic[RequestT]):
-    """A place below, whose process may be replaced, and the requests that it has."""
+    """A replica below, whose process may be replaced, and the requests that it has."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, replica_id: ReplicaId) -> None:
+        self.replica_id = replica_id
         self.peer: PeerId | None = None  # None while no process is connected
         self.silent = False  # it is connected, and sends no beats any more
         self.beat = Beat(None)
@@ -67,17 +67,17 @@ class Assignments(Generic[NeighbourT, RequestT]):
     def __init__(
         self,
         choose: Callable[[RequestT, float], NeighbourT | None],
-        work_in_hand: Callable[[PeerId], bytes | None],
+        work_in_progress: Callable[[PeerId], bytes | None],
     ) -> None:
         """`choose`: the connected neighbour for a request that is not bound to one; None: it has to wait.
-        `work_in_hand`: the fingerprints of what a process has, or had, in hand; None: not known."""
+        `work_in_progress`: the fingerprints of what a process has, or had, in progress; None: not known."""
         self._choose = choose
-        self.work_in_hand = work_in_hand
+        self.work_in_progress = work_in_progress
         self.waiting: dict[RequestT, None] = {}  # an ordered set
         self.due_at: float | None = None  # when more of them may be submitted; None: the rate limits nothing
         self._assigned: dict[RequestT, tuple[NeighbourT, int]] = {}  # with the rid
         self._bound: dict[bytes, tuple[NeighbourT, float]] = {}  # by fingerprint, and until when it waits there
-        self._lost_once: dict[bytes, None] = {}  # whose process died, or hangs, with unknown work in hand
+        self._lost_once: dict[bytes, None] = {}  # whose process died, or hangs, with unknown work in progress
         self._bucket = TokenBucket(RESUBMISSIONS_PER_SECOND, RESUBMISSION_BURST)
 
     def __iter__(self) -> Iterator[RequestT]:
@@ -144,13 +144,13 @@ class Assignments(Generic[NeighbourT, RequestT]):
 
     def connected(self, neighbour: NeighbourT, peer: PeerId, hello: Hello, now: float) -> LastExit | None:
         """A process has connected. Returns how the one before it ended, if that is the one that died here; what it had
-        in hand stays bound to this neighbour, and nothing else does."""
+        in progress stays bound to this neighbour, and nothing else does."""
         report, neighbour.peer = hello.last_exit, peer
         lost, neighbour.lost_boot = neighbour.lost_boot, b""
         if report is None or not lost or report.boot != lost:
             return None
         self.release(neighbour)
-        self._bind(neighbour, split_fingerprints(report.in_hand), now)
+        self._bind(neighbour, split_fingerprints(report.in_progress), now)
         return report
 
     def lost(self, neighbour: NeighbourT, now: float, *, planned: bool) -> list[RequestT]:
@@ -169,8 +169,8 @@ class Assignments(Generic[NeighbourT, RequestT]):
     def suspects(self, neighbour: NeighbourT) -> set[bytes]:
         """The fingerprints of what may have stopped or ended the process of a neighbour."""
         assert neighbour.peer is not None
-        if (in_hand := self.work_in_hand(neighbour.peer)) is not None:
-            return set(split_fingerprints(in_hand))
+        if (in_progress := self.work_in_progress(neighbour.peer)) is not None:
+            return set(split_fingerprints(in_progress))
         present = dict.fromkeys(one.context.fingerprint for one in neighbour.requests.values())
         present.pop(b"", None)
         suspects = present.keys() & self._lost_once.keys()

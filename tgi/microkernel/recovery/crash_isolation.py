@@ -1,16 +1,17 @@
 """Crash isolation: finds the requests that crash a process, by trial. Sans-IO.
 
 Equal requests have the same key, so a retry of the same request is recognised. A death of a process gives a
-strike to each request that the process had in hand, never to those that it had queued. These requests are then on
+strike to each request that the process had in progress, never to those that it had queued. These requests are then on
 trial: they are divided into groups, and only one group is worked on at a time, in short turns, with turns of all other
 requests in between, so that every stream continues. The next death therefore names one group, and the one after it, as
-a rule, one request. A request is convicted by its third strike if that fell while it was alone in hand. A group is
-released when its members have made enough progress; their strikes remain until they end well.
+a rule, one request. A request is quarantined by its third strike if that fell while it was alone in progress. A group
+is released when its members have made enough progress; their strikes remain until they end well.
 
 A death from outside (a signal that neither the supervisor nor the process itself sent) says nearly nothing about the
-requests in hand. Two of them in a row, with almost no progress in between, begin a trial, in which a single group has
-one turn in six: an accident hardly ever hits it again and again. A request that was in hand at CONVICTING_OUTSIDE of
-them in a row, at the last one alone, is convicted. A death without it, or of another process, begins a new row.
+requests in progress. Two of them in a row, with almost no progress in between, begin a trial, in which a single group
+has one turn in six: an accident hardly ever hits it again and again. A request that was in progress at
+QUARANTINE_OUTSIDE_DEATHS of them in a row, at the last one alone, is quarantined. A death without it, or of another
+process, begins a new row.
 """
 
 import math
@@ -20,16 +21,16 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Strikes that convict, if the last one fell while the request was alone in hand.
+# Strikes that quarantine, if the last one fell while the request was alone in progress.
 CONVICTING_STRIKES = 3
 # A request that makes OUTSIDE_PROGRESS tokens between two deaths from outside begins a new row of them.
 OUTSIDE_PROGRESS = 8
-# Deaths from outside in a row that convict, if the request was alone in hand at the last one: after the two that begin
-# the trial, five in a turn that comes once in six times.
-CONVICTING_OUTSIDE = 7
+# Deaths from outside in a row that quarantine, if the request was alone in progress at the last one: after the two that
+# begin the trial, five in a turn that comes once in six times.
+QUARANTINE_OUTSIDE_DEATHS = 7
 # Up to this many suspects are tried alone; more in groups of √n, so that a third death names one request.
 MAX_TRIED_ALONE = 8
-# Steps of a turn. Blame is exact however short a turn is, since only one group is in hand. Longer turns have fewer
+# Steps of a turn. Blame is exact however short a turn is, since only one group is in progress. Longer turns have fewer
 # pauses in between, shorter ones delay streams less.
 TURN_STEPS = 2
 # Steps of all other requests between two turns of a single group that is tried for deaths from outside.
@@ -46,9 +47,9 @@ class Suspect:
     """What is known of a suspect."""
 
     strikes: int = 0
-    convicted: bool = False
+    quarantined: bool = False
     cause: str = ""  # of the latest strike, in words
-    blamed_at: float = 0.0  # the latest death with it in hand
+    blamed_at: float = 0.0  # the latest death with it in progress
     outside_deaths: int = 0  # in a row
     progress: int = 0  # its tokens at the latest death from outside
     group: int = -1  # number of the group in which it is tried; -1: it is not on trial
@@ -70,7 +71,7 @@ class CrashIsolation(Generic[Key]):
 
     Call `record_death` at each death, `admit` for each suspect that arrives (those that have just become suspects
     included) and `discard` for each that ends. While `on_trial`, work only on requests for which `may_run`, report
-    steps and tokens, and call `next_turn` when `turn_over`, as soon as nothing is in hand.
+    steps and tokens, and call `next_turn` when `turn_over`, as soon as nothing is in progress.
     """
 
     def __init__(self) -> None:
@@ -85,13 +86,13 @@ class CrashIsolation(Generic[Key]):
     # --- deaths -------------------------------------------------------------------------------------------------------
 
     def record_death(
-        self, in_hand: Mapping[Key, int], now: float, *, cause: str = "", outside: bool = False, strikes: int = 1
+        self, in_progress: Mapping[Key, int], now: float, *, cause: str = "", outside: bool = False, strikes: int = 1
     ) -> list[Key]:
-        """The process died with these requests in hand; the values are the tokens that each has made so far. Puts them
-        on trial, and returns those that are convicted."""
+        """The process died with these requests in progress; the values are the tokens that each has made so far. Puts
+        them on trial, and returns those that are quarantined."""
         self.changes += 1
-        blamed = self._blame_for_outside_death(in_hand, now) if outside else list(in_hand)
-        convicted = []
+        blamed = self._blame_for_outside_death(in_progress, now) if outside else list(in_progress)
+        quarantined = []
         for key in blamed:
             suspect = self._touch(key)
             if not outside:
@@ -102,38 +103,40 @@ class CrashIsolation(Generic[Key]):
             suspect.cause = cause
             self._leave_group(key, suspect)
             suspect.group = -1
-            if len(in_hand) == 1 and (
-                suspect.outside_deaths >= CONVICTING_OUTSIDE if outside else suspect.strikes >= CONVICTING_STRIKES
+            if len(in_progress) == 1 and (
+                suspect.outside_deaths >= QUARANTINE_OUTSIDE_DEATHS
+                if outside
+                else suspect.strikes >= CONVICTING_STRIKES
             ):
-                suspect.convicted = True
-                convicted.append(key)
+                suspect.quarantined = True
+                quarantined.append(key)
         if blamed:
             self._forget_old(now)
-            self._begin_trial([key for key in blamed if key not in convicted])
+            self._begin_trial([key for key in blamed if key not in quarantined])
         if outside and self._group is not None:  # the turns of other groups are next
             self._next_group = self._groups.index(self._group) + 1
         else:
             self._next_group = 0
         self._group, self._steps_left = None, 0
-        return convicted
+        return quarantined
 
     def record_other_death(self) -> None:
-        """Another process has died, so deaths from outside have another cause than the requests in hand."""
+        """Another process has died, so deaths from outside have another cause than the requests in progress."""
         for key, suspect in list(self.suspects.items()):
             self._end_row(key, suspect)
 
-    def _blame_for_outside_death(self, in_hand: Mapping[Key, int], now: float) -> list[Key]:
+    def _blame_for_outside_death(self, in_progress: Mapping[Key, int], now: float) -> list[Key]:
         """Counts a death from outside. Returns those that are to be tried, or tried in smaller groups."""
         for key, suspect in list(self.suspects.items()):
-            if key not in in_hand:
+            if key not in in_progress:
                 self._end_row(key, suspect)
         blamed = []
-        for key, tokens in in_hand.items():
+        for key, tokens in in_progress.items():
             suspect = self._touch(key)
             suspect.blamed_at = now
             if suspect.outside_deaths and tokens - suspect.progress < OUTSIDE_PROGRESS:
                 suspect.outside_deaths += 1
-                if suspect.group < 0 or len(in_hand) > 1 or suspect.outside_deaths >= CONVICTING_OUTSIDE:
+                if suspect.group < 0 or len(in_progress) > 1 or suspect.outside_deaths >= QUARANTINE_OUTSIDE_DEATHS:
                     blamed.append(key)
                 suspect.tokens_left = _trial_tokens(suspect)
             else:
@@ -184,10 +187,10 @@ class CrashIsolation(Generic[Key]):
         suspect = self.suspects.get(key)
         return suspect is not None and suspect.strikes > 0
 
-    def is_convicted(self, key: Key, now: float) -> bool:
-        """Whether it was convicted within the last MEMORY_SECONDS."""
+    def is_quarantined(self, key: Key, now: float) -> bool:
+        """Whether it was quarantined within the last MEMORY_SECONDS."""
         suspect = self.suspects.get(key)
-        return suspect is not None and suspect.convicted and now - suspect.blamed_at < MEMORY_SECONDS
+        return suspect is not None and suspect.quarantined and now - suspect.blamed_at < MEMORY_SECONDS
 
     def admit(self, key: Key) -> None:
         """A request has arrived, or has just become a suspect. It joins the group in which it is to be tried, if any:
@@ -219,8 +222,8 @@ class CrashIsolation(Generic[Key]):
 
     @property
     def dangerous(self) -> Iterator[Key]:
-        """The suspects on trial, also those that are not here now, and those that were convicted."""
-        return (key for key, suspect in self.suspects.items() if suspect.group >= 0 or suspect.convicted)
+        """The suspects on trial, also those that are not here now, and those that were quarantined."""
+        return (key for key, suspect in self.suspects.items() if suspect.group >= 0 or suspect.quarantined)
 
     @property
     def on_trial(self) -> bool:
@@ -253,7 +256,7 @@ class CrashIsolation(Generic[Key]):
 
     def next_turn(self) -> None:
         """Begins the next turn: of the next group, or after a group of all requests that are not on trial. To be called
-        when nothing is in hand."""
+        when nothing is in progress."""
         self._steps_left = TURN_STEPS
         if self._group is not None or not self._groups:
             self._group = None
@@ -295,7 +298,7 @@ class CrashIsolation(Generic[Key]):
                 if not group.members:
                     del self._groups[index]
                     if group is self._group or not self._groups:
-                        # What it has in hand is awaited before anything else is worked on.
+                        # What it has in progress is awaited before anything else is worked on.
                         self._group, self._steps_left = None, 0
                     if index < self._next_group:
                         self._next_group -= 1

@@ -1,4 +1,4 @@
-"""Why a process has ended, and whether a request that it had in hand may be the cause."""
+"""Why a process has ended, and whether a request that it had in progress may be the cause."""
 
 import contextlib
 import errno

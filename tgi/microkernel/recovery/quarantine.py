@@ -1,6 +1,6 @@
 """The quarantine: fingerprints of requests that have crashed processes, refused by all front ends for a while.
 
-One file in the run directory, which the front end that learns of a conviction replaces atomically.
+One file in the run directory, which the front end that learns of a quarantine replaces atomically.
 """
 
 import fcntl

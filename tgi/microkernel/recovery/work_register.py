@@ -1,6 +1,7 @@
-"""The work register: what a process has in hand right now, in shared memory, for those who must know when it has died.
+"""The work register: what a process has in progress right now, in shared memory, for those who must know when it has
+died.
 
-Requests are stated by their fingerprints as numbers (8 bytes), each with one store. A queued request is not in it.
+Requests are registered by their fingerprints as numbers (8 bytes), each with one store. A queued request is not in it.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ class WorkRegister:
     """The register of one process, in any buffer. The process writes it, others only read.
 
     `units[k]` states the fingerprint of what thread k works on, 0 that it works on no request: `working_on`.
-    `slots[k] = fingerprint` states a request of the batch, which is in hand during `working_on_batch`.
+    `slots[k] = fingerprint` registers a request of the batch, which is in progress during `working_on_batch`.
     """
 
     def __init__(self, buffer: Any = None) -> None:
@@ -37,7 +38,7 @@ class WorkRegister:
         return cls(map_file(path, FINGERPRINT_BYTES * _WORDS))
 
     def begin_life(self, boot: bytes) -> None:
-        """A new process takes the register: nothing is in hand."""
+        """A new process takes the register: nothing is in progress."""
         self._words[:] = memoryview(bytes(FINGERPRINT_BYTES * _WORDS)).cast("Q")
         self._words[_BOOT] = fingerprint_number(boot)
 
@@ -56,8 +57,8 @@ class WorkRegister:
         self._words[_BATCH_IN_HAND] = 1
         return self._end[_BATCH_IN_HAND]
 
-    def in_hand(self) -> bytes:
-        """The fingerprints in hand, 8 bytes each, each once."""
+    def in_progress(self) -> bytes:
+        """The fingerprints in progress, 8 bytes each, each once."""
         words: Iterable[int] = self.units
         if self._words[_BATCH_IN_HAND]:
             words = [*self.units, *self.slots]
@@ -81,7 +82,7 @@ class _EndOfWork:
 
 
 def split_fingerprints(column: bytes) -> list[bytes]:
-    """The fingerprints of a column as `in_hand` returns it."""
+    """The fingerprints of a column as `in_progress` returns it."""
     return [column[at : at + FINGERPRINT_BYTES] for at in range(0, len(column), FINGERPRINT_BYTES)]
 
 

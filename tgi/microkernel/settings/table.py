@@ -285,10 +285,24 @@ class Settings:
     response_store: str = setting(
         SERVING,
         "file",
-        "Where such responses are kept: file, in the run directory, or memory, of the only front end.",
+        "Where responses, files and batches are kept: file, in the run directory, or memory, of the only front end.",
         text,
         env=("TGI_RESPONSE_STORE",),
         choices=("file", "memory"),
+    )
+    batch_ttl: float = setting(
+        SERVING,
+        604800.0,
+        "Seconds that files, and batches that have ended, are kept; 0: neither are served.",
+        number,
+        env=("TGI_BATCH_TTL",),
+    )
+    batch_store_bytes: int = setting(
+        SERVING,
+        1 << 30,
+        "Bytes of all files and batches; results of running batches may take as much again.",
+        count,
+        env=("TGI_BATCH_STORE_BYTES",),
     )
     disable_grammar_support: bool = setting(SERVING, False, "Reject requests with a grammar.", boolean)
     watermark_gamma: float = setting(

@@ -6,6 +6,7 @@
 #include "byte_planes.h"
 
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <vector>
 
@@ -62,7 +63,7 @@ struct SplitJob final : Job {
 
     // Rows that one thread converts alone; rows of a chunk
     static constexpr int64_t ROWS_OF_ONE_THREAD = 8, CHUNK = 16;
-    const LinearCall& call;
+    const LinearCall call;
     const OperandRows x;
     const int64_t inputs;
     uint8_t *const upper, *const lower;
@@ -70,22 +71,63 @@ struct SplitJob final : Job {
     float* const units;
 };
 
+struct SplitGroupsJob final : Job {
+    void run(int64_t chunk, int64_t thread) const override {
+        for (int64_t part = 0; part < jobs[chunk].chunks(); part++) jobs[chunk].run(part, thread);
+    }
+
+    std::deque<SplitJob> jobs;
+};
+
 struct alignas(CACHE_LINE) Line {
     uint8_t bytes[CACHE_LINE];
+};
+
+// Memory for the byte planes and units of all rows of a call.
+struct PlaneMemory {
+    explicit PlaneMemory(const LinearCall& call) : step(call.weight.form.padded_inputs(call.weight.inputs)) {
+        static thread_local std::vector<Line> lines;
+        static thread_local std::vector<float> all_units;
+        const int64_t bytes = call.rows * step;
+        if ((int64_t)lines.size() * CACHE_LINE < 2 * bytes) lines.resize(2 * bytes / CACHE_LINE);
+        if ((int64_t)all_units.size() < call.rows) all_units.resize(call.rows);
+        at = lines[0].bytes, units = all_units.data();
+    }
+
+    // Both planes of some rows, next to each other.
+    BytePlanes planes(int64_t first, int64_t rows) const {
+        return {(const bf16*)upper(first), units + first, step / 2, rows * step / 2};
+    }
+
+    uint8_t* upper(int64_t first) const { return at + 2 * first * step; }
+
+    const int64_t step;  // bytes
+    uint8_t* at;
+    float* units;
 };
 
 }  // namespace
 
 BytePlanes split_activations(ThreadPool& pool, const LinearCall& call, const OperandRows& x) {
-    static thread_local std::vector<Line> lines;
-    static thread_local std::vector<float> units;
-    const int64_t step = call.weight.form.padded_inputs(call.weight.inputs), bytes = call.rows * step;
-    if ((int64_t)lines.size() * CACHE_LINE < 2 * bytes) lines.resize(2 * bytes / CACHE_LINE);
-    if ((int64_t)units.size() < call.rows) units.resize(call.rows);
-    uint8_t* const at = lines[0].bytes;
-    const SplitJob job(call, x, at, at + bytes, step, units.data());
+    const PlaneMemory memory(call);
+    const SplitJob job(call, x, memory.at, memory.at + call.rows * memory.step, memory.step, memory.units);
     pool.run(job, job.chunks());
-    return {(const bf16*)at, units.data(), step / 2, bytes / 2};
+    return memory.planes(0, call.rows);
+}
+
+std::vector<BytePlanes> split_groups(ThreadPool& pool, const LinearCall& call, const OperandRows& x,
+    const std::vector<WeightRows>& groups) {
+    const PlaneMemory memory(call);
+    SplitGroupsJob all;
+    std::vector<BytePlanes> planes;
+    for (const auto& [weight, bias, first, rows] : groups) {
+        uint8_t* const upper = memory.upper(first);
+        all.jobs.emplace_back(group_call(call, {weight, bias, first, rows}), x.from(first), upper,
+            upper + rows * memory.step, memory.step, memory.units + first);
+        planes.push_back(memory.planes(first, rows));
+    }
+    pool.run(all, all.jobs.size());
+    return planes;
 }
 
 }  // namespace tgi

@@ -22,6 +22,10 @@ struct BytePlanes {
 // The byte planes of the rows x of a call, valid until the next call.
 BytePlanes split_activations(ThreadPool& pool, const LinearCall& call, const OperandRows& x);
 
+// The byte planes of each group of a call, valid until the next call.
+std::vector<BytePlanes> split_groups(ThreadPool& pool, const LinearCall& call, const OperandRows& x,
+    const std::vector<WeightRows>& groups);
+
 // Reads the sums [rows][32] of products with upper bytes and, `apart` elements behind them, with lower bytes. The
 // offset of the activations makes a sum too large by 32768 times the sum of the output's weights; `offsets` corrects
 // that.

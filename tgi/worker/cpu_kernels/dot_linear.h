@@ -233,4 +233,31 @@ void linear_of(ThreadPool& pool, const LinearCall& call) {
     else run(pool, call, BfloatOperands<kind>{call, x});
 }
 
+// `operands_of(part, group)` are the operands of the part of a call that multiplies a group.
+template <class OperandsOf>
+void run_groups(ThreadPool& pool, const LinearCall& call, const std::vector<WeightRows>& groups,
+    const OperandsOf& operands_of) {
+    std::deque<LinearCall> parts;  // operands refer to them
+    GroupedLinearJob<DotLinearJob<decltype(operands_of(call, 0))>> all;
+    for (size_t group = 0; group < groups.size(); group++) {
+        parts.push_back(group_call(call, groups[group]));
+        all.jobs.emplace_back(parts.back(), operands_of(parts.back(), group), pool.threads());
+    }
+    pool.run(all, pool.threads());
+}
+
+template <FormatKind kind>
+void grouped_linear_of(ThreadPool& pool, const LinearCall& call, const std::vector<WeightRows>& groups) {
+    const OperandRows x = operand_rows(pool, call);
+    if constexpr (kind == FormatKind::integers) {
+        const std::vector<BytePlanes> planes = split_groups(pool, call, x, groups);
+        run_groups(pool, call, groups, [&](const LinearCall& part, int64_t group) {
+            return IntegerOperands{part, planes[group]};
+        });
+    } else
+        run_groups(pool, call, groups, [&](const LinearCall& part, int64_t group) {
+            return BfloatOperands<kind>{part, x.from(groups[group].first)};
+        });
+}
+
 }  // namespace tgi

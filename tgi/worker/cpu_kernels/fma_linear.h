@@ -183,8 +183,13 @@ struct FmaLinearJob final : LinearJob {
     const int64_t x_sums_step;
 };
 
-template <FormatKind kind>
-void linear_of(ThreadPool& pool, const LinearCall& call) {
+// The rows of a call and, for a weight in groups, the sums of GroupSumsJob; valid until the next call.
+struct FmaOperands {
+    OperandRows x;
+    const float* sums;
+};
+
+inline FmaOperands fma_operands(ThreadPool& pool, const LinearCall& call) {
     OperandRows x = operand_rows(pool, call);
     static thread_local std::vector<float> sums, factors;
     if (const int64_t group = call.weight.form.group) {
@@ -195,8 +200,25 @@ void linear_of(ThreadPool& pool, const LinearCall& call) {
         pool.run(job, job.chunks());
         if (has_factors) x.at = factors.data();
     }
-    const FmaLinearJob<kind> job(call, x, sums.data(), pool.threads());
+    return {x, sums.data()};
+}
+
+template <FormatKind kind>
+void linear_of(ThreadPool& pool, const LinearCall& call) {
+    const FmaOperands operands = fma_operands(pool, call);
+    const FmaLinearJob<kind> job(call, operands.x, operands.sums, pool.threads());
     pool.run(job, job.queue.threads());
+}
+
+template <FormatKind kind>
+void grouped_linear_of(ThreadPool& pool, const LinearCall& call, const std::vector<WeightRows>& groups) {
+    const FmaOperands operands = fma_operands(pool, call);
+    const int64_t sums_step = call.weight.form.group ? operands.x.step / call.weight.form.group : 0;
+    GroupedLinearJob<FmaLinearJob<kind>> all;
+    for (const WeightRows& group : groups)
+        all.jobs.emplace_back(group_call(call, group), operands.x.from(group.first),
+            operands.sums + group.first * sums_step, pool.threads());
+    pool.run(all, pool.threads());
 }
 
 }  // namespace tgi

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "argmax.h"
+#include "experts.h"
 #include "fma_peak.h"
 #include "head.h"
 #include "linear.h"
@@ -135,6 +136,36 @@ void tgi_norm(ThreadPool* pool, const Element* x, const float* weight, const flo
     norm(*pool, {x, weight, bias, y, rows, parts * size, parts, size, centred != 0, epsilon});
 }
 
+// `rule`: experts, top_k, groups, top_groups, sigmoid, normalized. `shape`, of an expert and of the shared one: inner
+// width, formats of the first and of the last weight, epilogue. The addresses of weights and biases are, for each expert,
+// up, up's bias, down and down's bias; the same four of the shared expert; of the router and its bias; of the shared
+// expert's gate. Missing ones are null.
+Experts* tgi_experts(int64_t hidden, const int64_t* rule, float scale, const float* choice_bias, int64_t router_form,
+    const int64_t* shape, const int64_t* shared_shape, int64_t gate_form, const void* const* weights) {
+    const auto mlp = [&](const int64_t* shape, const void* const* at) {
+        return ExpertMlp{{(const uint8_t*)at[0], shape[0], hidden, WeightFormat(shape[1])},
+            {(const uint8_t*)at[2], hidden, shape[0], WeightFormat(shape[2])}, (const float*)at[1],
+            (const float*)at[3], Epilogue(shape[3])};
+    };
+    const void* const* further = weights + 4 * rule[0];
+    auto* experts = new Experts{
+        {rule[0], rule[1], rule[2], rule[3], rule[4] != 0, rule[5] != 0, scale, choice_bias},
+        {(const uint8_t*)further[4], rule[0], hidden, WeightFormat(router_form)}, (const float*)further[5],
+        mlp(shape, weights), {}, {}, {}, {}, mlp(shared_shape, further),
+        {(const uint8_t*)further[6], 1, hidden, WeightFormat(gate_form)}};
+    for (const void* const* at = weights; at < further; at += 4) {
+        experts->up.push_back((const uint8_t*)at[0]), experts->up_bias.push_back((const float*)at[1]);
+        experts->down.push_back((const uint8_t*)at[2]), experts->down_bias.push_back((const float*)at[3]);
+    }
+    return experts;
+}
+
+void tgi_experts_free(Experts* experts) { delete experts; }
+
+void tgi_run_experts(ThreadPool* pool, const Experts* experts, const Element* x, Element* y, int64_t rows) {
+    run_experts(*pool, *experts, x, y, rows);
+}
+
 int64_t tgi_rank_group_bytes(int64_t ranks) { return RankGroup::shared_bytes(ranks); }
 
 RankGroup* tgi_rank_group(void* memory, int64_t rank, int64_t ranks, int spins) {
@@ -178,6 +209,10 @@ void tgi_program_rope(Program* program, int64_t x, int64_t rope, int64_t heads, 
 void tgi_program_attention(Program* program, int64_t qkv, int64_t y, int64_t layer, int64_t heads, int64_t kv_heads,
                         int64_t head_dim, int64_t window, float scale, float softcap) {
     program->attention(qkv, y, layer, {nullptr, heads, kv_heads, head_dim}, {nullptr, nullptr, window, scale, softcap});
+}
+
+void tgi_program_experts(Program* program, int64_t x, int64_t y, const Experts* experts) {
+    program->experts(x, y, *experts);
 }
 
 void tgi_program_add(Program* program, int64_t x, int64_t y, float scale) { program->add(x, y, scale); }

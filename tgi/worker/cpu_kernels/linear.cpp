@@ -16,4 +16,14 @@ void linear(ThreadPool& pool, const LinearCall& call) {
     }
 }
 
+void grouped_linear(ThreadPool& pool, const LinearCall& call, const std::vector<WeightRows>& groups) {
+    if (!call.rows) return;
+    switch (call.weight.form.kind()) {
+        case FormatKind::numbers: return grouped_linear_of<FormatKind::numbers>(pool, call, groups);
+        case FormatKind::eight_bit_groups: return grouped_linear_of<FormatKind::eight_bit_groups>(pool, call, groups);
+        case FormatKind::four_bit_groups: return grouped_linear_of<FormatKind::four_bit_groups>(pool, call, groups);
+        case FormatKind::integers: return grouped_linear_of<FormatKind::integers>(pool, call, groups);
+    }
+}
+
 }  // namespace tgi

@@ -1,6 +1,7 @@
 // A linear layer with a packed weight. See linear.cpp.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "packed_weight.h"
 #include "argmax.h"
@@ -36,9 +37,22 @@ struct LinearCall {
 
 void linear(ThreadPool& pool, const LinearCall& call);
 
+// The rows from `first` on that are multiplied with a weight of their own.
+struct WeightRows {
+    const uint8_t* weight;  // of the shape and format of the call's
+    const float* bias;  // may be null
+    int64_t first, rows;
+};
+
+// One product of many weights: `groups` divide the rows of the call, whose own `weight.at` and `bias` are not used. A
+// thread that has finished its share of one group goes on with the next one, so that groups of few rows cost no wait.
+void grouped_linear(ThreadPool& pool, const LinearCall& call, const std::vector<WeightRows>& groups);
+
 // The same for formats of one kind and at least one row. Each kind is compiled in a source file of its own
 // (linear_numbers.cpp, ...), so that they are compiled at the same time.
 template <FormatKind kind>
 void linear_of(ThreadPool& pool, const LinearCall& call);
+template <FormatKind kind>
+void grouped_linear_of(ThreadPool& pool, const LinearCall& call, const std::vector<WeightRows>& groups);
 
 }  // namespace tgi

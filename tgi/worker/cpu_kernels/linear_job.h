@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <deque>
 #include <vector>
 
 #include "engine.h"
@@ -44,8 +45,22 @@ inline LinearCall up_projection_call(LinearCall call) {
     return call;
 }
 
+// The part of a call that multiplies the rows of a group.
+inline LinearCall group_call(LinearCall call, const WeightRows& group) {
+    const int64_t skipped = group.first * call.weight.outputs;
+    call.weight.at = group.weight, call.bias = group.bias, call.rows = group.rows;
+    call.x += group.first * call.weight.inputs;
+    if (call.plus) call.plus += group.first * call.plus_step;
+    if (call.other) call.other += skipped;
+    if (call.y) call.y += skipped;
+    if (call.wide) call.wide += skipped;
+    return call;
+}
+
 // The rows of x as operands, padded with zeros to a multiple of 32 inputs.
 struct OperandRows {
+    OperandRows from(int64_t row) const { return {at + row * step, step}; }
+
     const Operand* at;
     int64_t step;
 };
@@ -116,6 +131,16 @@ struct LinearJob : Job {
     const PackedWeight& w;
     const LinearCall up_call;
     mutable WorkStealingQueue queue;
+};
+
+// The products of all groups of a call, one after the other on each thread.
+template <class GroupJob>
+struct GroupedLinearJob final : Job {
+    void run(int64_t, int64_t thread) const override {
+        for (const GroupJob& job : jobs) job.run(0, thread);
+    }
+
+    std::deque<GroupJob> jobs;  // which cannot be moved
 };
 
 }  // namespace tgi

@@ -94,6 +94,12 @@ void Program::attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, Atte
     });
 }
 
+void Program::experts(Buffer x, Buffer y, const Experts& experts) {
+    operations_.push_back([=, &experts](const Run& run) {
+        run_experts(run.pool, experts, run.buffers[x], run.buffers[y], run.tokens);
+    });
+}
+
 void Program::add(Buffer x, Buffer y, float scale) {
     operations_.push_back([=, width = widths_[x]](const Run& run) {
         const AddJob job(run.buffers[x], run.buffers[y], run.tokens * width, scale);

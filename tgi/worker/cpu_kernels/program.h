@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "head.h"
 #include "linear.h"
 #include "lora.h"
@@ -74,6 +75,7 @@ class Program {
     void lora(Buffer x, int64_t place, int64_t layer);  // recorded before the products that add its sums
     void rope(Buffer x, int64_t rope, RopeCall call);
     void attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, AttentionCall call);
+    void experts(Buffer x, Buffer y, const Experts& experts);
     void add(Buffer x, Buffer y, float scale);  // y += scale * x
     void all_reduce(Buffer x, RankGroup& group);  // x = the sum of x over all ranks
 

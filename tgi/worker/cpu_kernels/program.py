@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tgi.worker.cpu_kernels.experts import PackedExperts
 from tgi.worker.cpu_kernels.kernels import AttentionRows, CpuKernels, LoraTiles, PackedWeight, VocabularyShards
 from tgi.worker.greedy import GreedyTokens
 
@@ -22,6 +23,7 @@ _SIGNATURES = {
     "tgi_program_lora": (c_int64, c_int64, c_int64),
     "tgi_program_rope": (*[c_int64] * 6,),
     "tgi_program_attention": (*[c_int64] * 7, c_float, c_float),
+    "tgi_program_experts": (c_int64, c_int64, c_void_p),
     "tgi_program_add": (c_int64, c_int64, c_float),
     "tgi_program_all_reduce": (c_int64, c_void_p),
     "tgi_program_head": (
@@ -142,6 +144,11 @@ class Program:
         """CpuKernels.paged_attention on the cache of a layer; `heads` are the numbers of query and KV heads."""
         assert self._widths[y] == heads[0] * head_dim
         self._record("attention", qkv, y, layer, *heads, head_dim, window or 0, scale, softcap or 0.0)
+
+    def experts(self, x: int, y: int, experts: PackedExperts) -> None:
+        """The mixture of experts of x. The caller keeps it alive."""
+        assert self._widths[x] == self._widths[y]
+        self._record("experts", x, y, experts.handle)
 
     def add(self, x: int, y: int, scale: float) -> None:
         """y += scale * x, with scale * x rounded to the type of the buffers first."""

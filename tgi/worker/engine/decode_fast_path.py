@@ -44,7 +44,7 @@ class DecodeStreak:
         self._slots = slots
         self._rows = rows
         self._prepared = prepared
-        self._row_columns = step.rows, step.counts, step.draws
+        self._row_columns = step.rows, step.counts, step.samples
         self._context_lens, self._positions, self._slot_mapping, self._page_table, self._tokens = (
             column.numpy()
             for column in (batch.context_lens, batch.positions, batch.slot_mapping, batch.page_table, batch.tokens)
@@ -62,7 +62,7 @@ class DecodeStreak:
         """Whether the step has these rows, each one token further, and the prepared columns have room for it."""
         return (
             self._longest < self._max_context
-            and (step.rows, step.counts, step.draws) == self._row_columns
+            and (step.rows, step.counts, step.samples) == self._row_columns
             and step.starts == self._context_lens.tobytes()
             and not (step.slots or step.drafts)
         )
@@ -84,7 +84,7 @@ class DecodeStreak:
         ids = self._ids.astype(np.int32).tobytes()
         self._uncommitted.append(ids)
         forward_us = int((time.monotonic() - began) * 1e6)
-        return StepResult(step.number, step.epoch, step.draws, ids, self._logprobs.tobytes(), forward_us)
+        return StepResult(step.number, step.epoch, step.samples, ids, self._logprobs.tobytes(), forward_us)
 
     def commit(self) -> None:
         """Writes the ids and lengths of all steps so far to the slots."""

@@ -285,7 +285,7 @@ class TorchEngine:
             return []
         faults = [slot_faults.get(slot, "") for slot in rows.slots.tolist()]
         if bitmask is not None and stuck:
-            for row, fault in zip(np.flatnonzero(np.frombuffer(step.draws, np.uint8)), bitmask.faults, strict=True):
+            for row, fault in zip(np.flatnonzero(np.frombuffer(step.samples, np.uint8)), bitmask.faults, strict=True):
                 faults[row] = faults[row] or fault
         return faults if any(faults) else []  # the slot with a fault may have no row in this step
 

@@ -177,9 +177,9 @@ class Slots:
     def validate_rows(self, step: Step) -> StepRows:
         """The step's rows. Raises BadStep if they do not continue the state of their slots."""
         slots, starts, counts = _int64_column(step.rows), _int64_column(step.starts), _int64_column(step.counts)
-        draws = np.frombuffer(step.draws, np.uint8)
-        if not len(slots) == len(starts) == len(counts) == len(draws):
-            raise BadStep("rows, starts, counts and draws differ in length")
+        samples = np.frombuffer(step.samples, np.uint8)
+        if not len(slots) == len(starts) == len(counts) == len(samples):
+            raise BadStep("rows, starts, counts and samples differ in length")
         if not len(slots):
             raise BadStep("no rows")
         self._require_occupied(slots)
@@ -188,17 +188,17 @@ class Slots:
         if np.count_nonzero(seen) != len(slots):
             raise BadStep("a slot has two rows")
         ends, pages = starts + counts, self._tables(self.num_pages)[slots].min(axis=1)
-        drafts = _validate_drafts(step, draws, self.vocab_size) if step.drafts else None
+        drafts = _validate_drafts(step, samples, self.vocab_size) if step.drafts else None
         draft_ends = ends if drafts is None else ends + drafts.counts
         computed, known = self.num_computed[slots], self.num_known[slots]
-        new, drawing = computed == NEW, draws != 0
+        new, sampled = computed == NEW, samples != 0
         faults = {
             "has no token to compute": counts < 1,
             "does not start where its computed tokens end": ((starts != computed) & ~new) | (starts < 0),
             "goes beyond its known ids": ends > known,
             "goes beyond its pages": draft_ends > pages * self.page_size,
-            "draws before its last known id": drawing & (ends != known),
-            "draws beyond the longest request": drawing & (draft_ends >= self.width),
+            "samples before its last known id": sampled & (ends != known),
+            "samples beyond the longest request": sampled & (draft_ends >= self.width),
         }
         if reduce(or_, faults.values()).any():
             fault, row = np.argwhere(np.array(list(faults.values())))[0]
@@ -212,7 +212,7 @@ class Slots:
             for table in slots[row] * len(self._groups) + np.arange(len(self._groups)):
                 self._written_from[self.page_table[table, cached : self.num_pages[table]]] = self._steps
         self._latest_row[slots] = self._steps
-        (sampling,) = draws.nonzero()
+        (sampling,) = samples.nonzero()
         if drafts is None:
             return StepRows(slots, starts, ends, sampling, ends[sampling])
         offsets = np.arange(drafts.lengths.sum()) - np.repeat(row_offsets(drafts.lengths), drafts.lengths)
@@ -411,22 +411,22 @@ class BatchBuilder:
         return [AdapterSpan(adapters[slot], first, stop) for slot, first, stop in spans if slot in adapters]
 
 
-def _validate_drafts(step: Step, draws: NDArray[np.uint8], vocab_size: int) -> StepDrafts | None:
+def _validate_drafts(step: Step, samples: NDArray[np.uint8], vocab_size: int) -> StepDrafts | None:
     """The drafts of a step, if it has any. Raises BadStep."""
     counts, ids = _int64_column(step.drafts), _int64_column(step.draft_ids)
-    if len(counts) != len(draws):
+    if len(counts) != len(samples):
         raise BadStep("rows and drafts differ in length")
     _require_within(counts, MAX_DRAFT_TOKENS + 1, "a number of drafts")
-    if counts[draws == 0].any():
-        raise BadStep("a row that does not draw has drafts")
+    if counts[samples == 0].any():
+        raise BadStep("a row that does not sample has drafts")
     if not counts.any():
         return None
     if not len(ids):
-        return StepDrafts(counts, 1 + counts[draws != 0], None)
+        return StepDrafts(counts, 1 + counts[samples != 0], None)
     if len(ids) != counts.sum():
         raise BadStep(f"{len(ids)} draft_ids for {counts.sum()} drafts")
     _require_within(ids, vocab_size, "draft id")
-    return StepDrafts(counts, 1 + counts[draws != 0], ids)
+    return StepDrafts(counts, 1 + counts[samples != 0], ids)
 
 
 def _require_within(values: Ints, limit: int, what: str) -> None:

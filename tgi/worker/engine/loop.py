@@ -223,7 +223,8 @@ class WorkerLoop:
     def _send_failure(self, error: Exception, step: Step) -> None:
         """Answers a step that raised `error`. Raises Poisoned if the worker cannot continue after it."""
         if isinstance(error, Poisoned) and _lacks_memory(cause := error.__cause__):
-            # Ranks differ after it. The requests are not the cause, so they must not be in hand when this worker ends.
+            # Ranks differ after it. The requests are not the cause, so they must not be in progress when this worker
+            # ends.
             text = f"{type(cause).__name__}: {cause}"
             self._send_result(StepResult(step.number, step.epoch, b"", b"", b"", error=text, out_of_memory=True))
         self._send_result(_failed_result(error, step))
@@ -237,7 +238,7 @@ class WorkerLoop:
 
 
 def _describe(step: Step) -> str:
-    return f"step {step.number} of epoch {step.epoch}: {len(step.draws)} rows"
+    return f"step {step.number} of epoch {step.epoch}: {len(step.samples)} rows"
 
 
 def _failed_result(error: Exception, step: Step) -> StepResult:

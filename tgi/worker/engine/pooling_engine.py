@@ -66,29 +66,29 @@ class PoolingEngine:
         for new in step.slots:
             self._slots[new.slot] = np.frombuffer(new.token_ids, np.int32)
         columns = (np.frombuffer(column, np.int32).tolist() for column in (step.rows, step.starts, step.counts))
-        rows = list(zip(*columns, step.draws, strict=True))
-        faults = [NO_TEXT if draws else "" for *_, draws in rows]
+        rows = list(zip(*columns, step.samples, strict=True))
+        faults = [NO_TEXT if samples else "" for *_, samples in rows]
         ending = []
-        for slot, start, count, draws in rows:
+        for slot, start, count, samples in rows:
             if slot not in self._slots:
                 raise BadStep(f"slot {slot} has no request")
             ids = self._slots[slot]
             if start < 0 or count < 1 or start + count > len(ids):
                 raise BadStep(f"positions {start} to {start + count - 1} of slot {slot}, which has {len(ids)} ids")
-            if start + count == len(ids) and not draws:
+            if start + count == len(ids) and not samples:
                 ending.append(ids)
         try:
             with torch.inference_mode():
                 vectors = self._compute(ending)
         except torch.AcceleratorError as error:
             raise Poisoned(str(error)) from error
-        drawing = sum(step.draws)
+        sampled = sum(step.samples)
         return StepResult(
             step.number,
             step.epoch,
-            b"\1" * drawing,
-            bytes(ITEM_BYTES * drawing),
-            bytes(ITEM_BYTES * drawing),
+            b"\1" * sampled,
+            bytes(ITEM_BYTES * sampled),
+            bytes(ITEM_BYTES * sampled),
             int((time.monotonic() - began) * 1e6),
             row_errors=faults if any(faults) else [],
             vectors=vectors,

@@ -520,12 +520,12 @@ def _step(
 ) -> Step:
     """A step of the first `rows` slots, all of which sample."""
     owners, page_ids = (pack_column(INT32, [page[at] for page in pages]) for at in range(2))
-    starts, counts, draws = (
+    starts, counts, samples = (
         pack_column(INT32, [start] * rows),
         pack_column(INT32, [count] * rows),
         pack_column(UINT8, [1] * rows),
     )
-    return Step(number, 0, list(slots), owners, page_ids, pack_column(INT32, range(rows)), starts, counts, draws)
+    return Step(number, 0, list(slots), owners, page_ids, pack_column(INT32, range(rows)), starts, counts, samples)
 
 
 def _run_step(engine: TorchEngine, step: Step) -> None:

@@ -211,10 +211,10 @@ class FakeWorker:
         self._assign_slots(step)
         self._append_pages(step)
         rows, starts, counts = unpack_int32(step.rows), unpack_int32(step.starts), unpack_int32(step.counts)
-        require(len(rows) == len(starts) == len(counts) == len(step.draws), "rows, starts, counts and draws differ")
+        require(len(rows) == len(starts) == len(counts) == len(step.samples), "rows, starts, counts and samples differ")
         require(len(set(rows)) == len(rows), "a slot has two rows")
         require(bool(rows), "no rows")
-        require(set(step.draws) <= {0, 1}, "draws are 0 or 1")
+        require(set(step.samples) <= {0, 1}, "samples are 0 or 1")
         drafts = self._drafts(step, len(rows))
         total = sum(counts) + sum(map(len, drafts))
         require(
@@ -226,10 +226,10 @@ class FakeWorker:
         sampled: list[list[FakeToken]] = []
         prompt_logprobs: list[FakeToken] = []
         vectors: array[float] = array(FLOAT32)
-        for slot, start, count, draw, row_drafts in zip(rows, starts, counts, step.draws, drafts, strict=True):
+        for slot, start, count, samples, row_drafts in zip(rows, starts, counts, step.samples, drafts, strict=True):
             prompt_logprobs += self._compute(slot, start, count)
             request = self._slots[slot]
-            if draw:
+            if samples:
                 sampled.append(self._sample(slot, row_drafts))
             elif start + count == len(request.ids) and not request.slot.prompt_logprobs_from:
                 vectors.extend(fake_vector(request.chain))
@@ -248,7 +248,9 @@ class FakeWorker:
             min(counts) >= 0 and max(counts) <= MAX_DRAFT_TOKENS,
             f"a row has {min(counts)} or {max(counts)} drafts; 0 to {MAX_DRAFT_TOKENS} are possible",
         )
-        require(all(draw for count, draw in zip(counts, step.draws, strict=True) if count), "drafts without draws")
+        require(
+            all(samples for count, samples in zip(counts, step.samples, strict=True) if count), "drafts without samples"
+        )
         require(not ids or len(ids) == sum(counts), f"{len(ids)} draft_ids for {sum(counts)} drafts")
         require(all(0 <= token < self.config.vocab_size for token in ids), "a draft is not in the vocabulary")
         each = iter(ids)
@@ -396,7 +398,7 @@ class FakeWorker:
         request = self._slots[slot]
         known = len(request.ids)
         if request.computed != known:
-            raise Violation(f"slot {slot} draws at {request.computed} of {known} known ids")
+            raise Violation(f"slot {slot} samples at {request.computed} of {known} known ids")
         if known >= self.limits.max_total_tokens:
             raise Violation(f"slot {slot}: token {known} is over the limit of a request")
         number = hash((request.chain, request.noise)) % (1 << 32)

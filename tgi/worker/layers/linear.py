@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.cpu_kernels.experts import PackedLinear
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -178,6 +179,12 @@ class Linear:
             return self._kernels.greedy_head(x, self._weight, self._bias, scale, cap, shards)
         assert shards is WHOLE_VOCABULARY
         return find_greedy_tokens(self.logits(x, scale, cap))
+
+    @property
+    def packed(self) -> PackedLinear:
+        """The weight and the bias as our CPU kernels take them, which this layer must have."""
+        assert self._kernels is not None
+        return PackedLinear(self._weight, self._bias)
 
     def lookup(self, outputs: Tensor, first: int = 0) -> Tensor:
         """Rows of the weight, as an embedding: [n, inputs] for int64 [n]; zeros for those that it does not have. The

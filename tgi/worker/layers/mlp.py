@@ -1,6 +1,7 @@
-"""Feed-forward blocks: a dense MLP, and a mixture of experts, computed expert by expert or, on our GPU kernels, in
+"""Feed-forward blocks: a dense MLP, and a mixture of experts, computed expert by expert or, on our own kernels, in
 products of all experts."""
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple, TypeAlias
 
@@ -8,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.cpu_kernels.experts import PackedExperts, PackedMlp
+from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.linear import Linear
@@ -87,6 +90,7 @@ class MixtureOfExperts(NamedTuple):
     router: Router
     experts: list[Mlp]
     shared: SharedExpert | None
+    packed: PackedExperts | None = None  # on our CPU kernels, computes all of it in one call
 
     @property
     def partial_sum(self) -> bool:
@@ -95,6 +99,9 @@ class MixtureOfExperts(NamedTuple):
 
     def __call__(self, x: Tensor, count: int) -> Tensor:
         """The result [rows, hidden] for x [rows, hidden]. Rows from `count` on are padding and become zeros."""
+        if self.packed is not None:
+            assert count == len(x)
+            return self.packed(x)
         weights, chosen = self.router.choose(x)
         weights, chosen, top_k = weights[:count], chosen[:count], self.router.top_k
         order = chosen.view(-1).argsort(stable=True)
@@ -107,6 +114,24 @@ class MixtureOfExperts(NamedTuple):
         if self.shared is not None:
             mixed = mixed + self.shared(x)[:count]
         return F.pad(mixed.to(x.dtype), (0, 0, 0, x.shape[0] - count))
+
+
+def pack_experts(
+    kernels: CpuKernels, router: Router, experts: Sequence[Mlp], shared: SharedExpert | None
+) -> PackedExperts | None:
+    """MixtureOfExperts.packed of layers on our CPU kernels. None if a gate and an up projection, or two experts, differ
+    in their format."""
+    every = [*experts, *([] if shared is None else [shared.mlp])]
+    if any(mlp.gate is not None for mlp in every):
+        return None
+    packed = [PackedMlp(mlp.up.packed, mlp.down.packed, mlp.up.epilogue) for mlp in every]
+    own = packed[: len(experts)]
+    if len({mlp.shape for mlp in own}) > 1:
+        return None
+    gate = None if shared is None or shared.gate is None else shared.gate.packed.weight
+    shared_mlp = None if shared is None else packed[-1]
+    rule = router.config, router.top_k, router.linear.packed, router.bias
+    return PackedExperts(kernels, *rule, own, shared_mlp, gate)
 
 
 class GroupedExperts(NamedTuple):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec, TransformingBackend
+from tgi.worker.cpu_kernels.experts import PackedExperts
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
 from tgi.worker.decoder_config import DecoderConfig
@@ -21,7 +22,7 @@ from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.linear import Linear
-from tgi.worker.layers.mlp import Experts, Mlp
+from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
@@ -246,14 +247,14 @@ def write_program(
 ) -> Program | None:
     """The layers and the output head, of several ranks the `shards`, as a program for our CPU kernels.
 
-    None if a program is impossible: without our CPU kernels; with several ranks that do not share memory; with experts,
-    since the tokens of an expert are known only at run time; and if a parallel layer has no norm, since its MLP would
-    read HIDDEN after attention has changed it.
+    None if a program is impossible: without our CPU kernels; with several ranks that do not share memory; with experts
+    of different formats; and if a parallel layer has no norm, since its MLP would read HIDDEN after attention has
+    changed it.
     """
     layers = weights.layers
-    dense = all(isinstance(layer.mlp, Mlp) for layer in layers)
+    recordable = all(isinstance(layer.mlp, Mlp) or _packed_experts(layer.mlp) is not None for layer in layers)
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
-    if kv.cpu_kernels is None or not dense or not normed:
+    if kv.cpu_kernels is None or not recordable or not normed:
         return None
     mixed = kv.heads * kv.head_dim
     widths = {
@@ -273,6 +274,10 @@ def write_program(
     scoring = config.logit_scale, config.logit_cap
     weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring, shards)
     return program
+
+
+def _packed_experts(experts: Experts) -> PackedExperts | None:
+    return experts.packed if isinstance(experts, MixtureOfExperts) else None
 
 
 class ProgramOperations(NamedTuple):
@@ -334,7 +339,10 @@ class ProgramOperations(NamedTuple):
 
     def experts(self, experts: Experts, x: ProgramBuffer) -> ProgramBuffer:
         """The mixture of experts of x."""
-        raise NotImplementedError("a model with experts has no program")
+        packed = _packed_experts(experts)
+        assert packed is not None
+        self.program.experts(x, ProgramBuffer.PROJECTED, packed)
+        return ProgramBuffer.PROJECTED
 
     def all_reduce(self, x: ProgramBuffer) -> ProgramBuffer:
         """The sum of x over all ranks."""

@@ -19,7 +19,7 @@ from tgi.worker.distributed.sharding import Shard
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.linear import Linear
-from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp, Router, SharedExpert
+from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp, Router, SharedExpert, pack_experts
 from tgi.worker.layers.norm import Norm
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights
 from tgi.worker.models.interface import WeightFootprint
@@ -183,11 +183,9 @@ class DecoderWeightLoader:
             gate, up, down = (name.format(number) for name in each)
             return self._mlp(prefix, (gate, up, down), experts.intermediate, self._shard.expert_inner, True)
 
-        return MixtureOfExperts(
-            router=router,
-            experts=[expert(number) for number in range(experts.count)],
-            shared=shared,
-        )
+        each_mlp = [expert(number) for number in range(experts.count)]
+        packed = None if self._kernels is None else pack_experts(self._kernels, router, each_mlp, shared)
+        return MixtureOfExperts(router, each_mlp, shared, packed)
 
     def _grouped_experts(
         self,
