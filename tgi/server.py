@@ -74,7 +74,7 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if first:
         metrics.remove_all_samples(settings.run_dir / "metrics")
         flight_recorder.remove_rings(settings.run_dir)
-        rundir.forget_crashes(settings.run_dir)
+        rundir.forget_server(settings.run_dir)
     else:
         metrics.fold_dead_processes(settings.run_dir / "metrics")
     metrics.use_directory(settings.run_dir / "metrics")

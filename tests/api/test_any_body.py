@@ -25,7 +25,7 @@ from tgi.microkernel.settings.table import Settings
 pytestmark = pytest.mark.fuzz
 
 ROUTES: dict[str, type[msgspec.Struct]] = {
-    operation.path.format(model="m", version="1"): operation.request
+    operation.path.format(model="m", version="1", conversation_id="conv_0"): operation.request
     for operation in OPERATIONS + KSERVE
     if operation.request is not None
 }

@@ -224,6 +224,8 @@ OPENING = Token(20, "<tool_call>", -0.5, True)
 NAME = Token(21, '{"name": "f", "arguments": ', -0.25, parts=((PartKind.CALL, "f"),))
 BEGIN = Token(22, '{"a":', -0.125, parts=((PartKind.ARGUMENTS, '{"a":'),))
 REST = Token(23, ' "é"}}', -0.75, parts=((PartKind.ARGUMENTS, ' "é"}'),))
+TEXT_BEGINS = Token(28, '{"input": "a\\', -0.5, parts=((PartKind.ARGUMENTS, '{"input": "a\\'),))
+TEXT_ENDS = Token(29, 'n\\"é"}}', -0.5, parts=((PartKind.ARGUMENTS, 'n\\"é"}'),))
 CLOSING = Token(24, "</tool_call>", -0.5, True)
 CALL = (OPENING, NAME, BEGIN, REST, CLOSING)
 # A token that ends content, calls f, and begins a call of g.
@@ -275,6 +277,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     '" a", " b", length | " b", " a", length, in turn': together((A, B), (B, A)),
     '" a", end of sequence | failure': second_fails,
     "a call of f": divided(FinishReason.EOS, *CALL, EOS),
+    "a call of n.f": divided(FinishReason.EOS, NAME._replace(parts=((PartKind.CALL, "n.f"),)), BEGIN, REST, EOS),
     "a call of f with top tokens": divided(FinishReason.EOS, NAME._replace(top=(NAME,)), BEGIN, REST, EOS),
     "text, and calls of f and g": divided(FinishReason.EOS, BOTH, REST, EOS),
     "a call of f, the rest of which the end brings": divided(
@@ -288,6 +291,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     "reasoning, then text": divided(FinishReason.EOS, THOUGHT, SAID, EOS),
     "reasoning that is cut off": divided(FinishReason.LENGTH, THOUGHT),
     "reasoning, then a call of f": divided(FinishReason.EOS, THOUGHT, NAME, BEGIN, REST, EOS),
+    "a call of f with a text": divided(FinishReason.EOS, NAME, TEXT_BEGINS, TEXT_ENDS, EOS),
     "a call of f | text, in turn": together((NAME, BEGIN, REST, EOS), (SHOWN, EOS)),
     "no pieces": no_pieces,
     "three pieces of \"a é\"": pieces([0, 0, 1], [0, 1, 4]),

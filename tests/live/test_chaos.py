@@ -33,9 +33,8 @@ def test_every_answer_is_exact_while_processes_are_killed_and_stopped(tmp_path: 
 
 
 def test_two_replicas_and_an_adapter_that_is_loaded_and_unloaded(tmp_path: Path) -> None:
-    """The tokenizers live: a server forgets the adapter if all processes below the front ends end at once."""
     few = ("--clients", "40", "--requests", "80", "--tokens", "15")
-    kills = ("--seconds", "8", "--interval", "1.9", "--signals", "KILL", "--roles", "scheduler,worker")
+    kills = ("--seconds", "8", "--interval", "1.9", "--signals", "KILL", "--roles", "tokenizer,scheduler,worker")
     printed = run_chaos(tmp_path, *few, *kills, "--adapter-updates", "--", "--replicas", "2")
     assert "SIGKILL" in printed
     (line,) = (line for line in printed.splitlines() if line.startswith("adapters"))

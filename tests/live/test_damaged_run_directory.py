@@ -25,7 +25,7 @@ def test_a_server_starts_in_a_run_directory_with_damaged_files(tiny_llama: Path,
         server.start().wait_until_ready()
         server.generate("Hello", max_new_tokens=3)
     (run / "quarantine.json").touch()
-    (run / "scheduler-0.suspects").touch()
+    (run / "scheduler-0.successor").touch()
     (run / "pipeline").touch()
     names = {path.name for path in files(run)}
     assert {"site", "permits", "api-0.json", "worker-0.json", "scheduler-0.work", "api-0.beat"} <= names
@@ -47,7 +47,7 @@ def test_processes_that_are_restarted_over_damaged_files_serve(tiny_llama: Path,
         def damage() -> None:
             for name in ("quarantine.json", "pipeline", *(f"state/{name}.json" for name in pids)):
                 (run / name).write_bytes(b"[[{" + os.urandom(100))
-            (run / "scheduler-0.suspects").mkdir()
+            (run / "scheduler-0.successor").mkdir()
             for pid in pids.values():
                 if pid != pids["api-0"]:  # it has the connections of the streams
                     psutil.Process(pid).kill()

@@ -317,8 +317,8 @@ def test_files_that_are_damaged_are_replaced_at_start(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "remove"),
     [
-        ("scheduler-0.suspects", rundir.forget_crashes),
-        ("quarantine.json", rundir.forget_crashes),
+        ("scheduler-0.successor", rundir.forget_server),
+        ("quarantine.json", rundir.forget_server),
         ("state/api-0.json", rundir.remove_leftovers),
     ],
 )

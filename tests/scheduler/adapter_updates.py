@@ -96,17 +96,6 @@ class AdapterUpdates:
         for name, path in self.preloaded.items():
             registry.add_adapter(registry.fetch_adapter(name, path))
 
-    def scheduler_restarted(self) -> None:
-        """The new scheduler knows only the adapters that the worker has."""
-        self.queued_updates.clear()
-        self.latest.clear()
-        before = set(self.wanted.values())
-        if self._sim.worker is None:
-            self.wanted = {name: str(path) for name, path in self.preloaded.items()}
-        else:
-            self.wanted = {adapter.name: adapter.path for adapter in self._sim.engine.adapters.loaded_adapters}
-        self.dropped |= before - set(self.wanted.values())
-
     def worker_status(self) -> Status:
         engine = self._sim.engine
         return Status(
@@ -131,7 +120,7 @@ class AdapterUpdates:
         update = self.queued_updates.popleft()
         registry = self._sim.engine.adapters
         changed = (
-            registry.add_adapter(registry.fetch_adapter(update.name, Path(update.path)), update.stamp)
+            registry.add_adapter(registry.fetch_adapter(update.name, Path(update.path)))
             if update.path
             else registry.remove_adapter(update.name)
         )

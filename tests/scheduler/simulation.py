@@ -23,7 +23,6 @@ from tgi.microkernel.messages.protocol import (
     Hello,
     LastExit,
     LoadedAdapter,
-    PredecessorState,
     RequestContext,
     SlotAssignment,
     Step,
@@ -113,9 +112,9 @@ class Simulation:
         """The scheduler is killed from outside, or crashes with these requests in progress. All processes connect to
         the new one, and tokenizers submit their requests again."""
         report = LastExit(b"scheduler", "crashed", outside, b"".join(in_progress or ()))
-        predecessor = PredecessorState(self.scheduler.suspect_records, report)
+        predecessor = self.scheduler.successor_state._replace(last_exit=report)
         self.scheduler = Scheduler(self.scheduler.config)
-        self.adapters.scheduler_restarted()
+        self.adapters.queued_updates.clear()
         self.journal.clear()
         self.sent.clear()
         self.received.clear()

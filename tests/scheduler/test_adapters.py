@@ -48,7 +48,7 @@ def test_of_two_changes_the_later_one_holds_in_whatever_order_they_come(sim: Sim
         pass
     (loaded,) = (one for one in sim.adapters.loaded() if one.name == "name")
     assert loaded.path == late.path
-    assert sim.scheduler.worker.adapters.changes == {"name": late._replace(rid=0)}
+    assert sim.scheduler.worker.adapters.wanted == {"name": late._replace(rid=0)}
 
 
 def test_a_change_that_a_tokenizer_tells_is_carried_out_before_the_worker_is_ready(sim: Simulation) -> None:
@@ -64,7 +64,7 @@ def test_a_change_that_a_tokenizer_tells_is_carried_out_before_the_worker_is_rea
         pass
     assert sim.scheduler.ready
     assert names(sim) == ["second"]
-    assert [*sim.scheduler.worker.adapters.changes.values()] == changes
+    assert [*sim.scheduler.worker.adapters.wanted.values()] == changes
 
 
 def test_a_tokenizer_that_starts_while_no_worker_is_ready_learns_the_changes(sim: Simulation) -> None:
@@ -105,7 +105,7 @@ def test_the_later_of_a_told_and_a_requested_change_holds(
     while sim.adapters.apply_next_update():
         pass
     late = told if late_is_told else requested
-    assert sim.scheduler.worker.adapters.changes == {"name": late._replace(rid=0)}
+    assert sim.scheduler.worker.adapters.wanted == {"name": late._replace(rid=0)}
     assert [one.path for one in sim.adapters.loaded() if one.name == "name"] == ([late.path] if late.path else [])
     assert sim.adapters.errors == [""]
 
@@ -117,7 +117,7 @@ def test_a_change_of_a_dead_tokenizer_is_recorded_if_the_worker_carries_it_out(s
     sim.tokenizer_up(0)
     assert sim.adapters.apply_next_update()
     assert names(sim, 1) == ["first", "second"]
-    assert sim.scheduler.worker.adapters.changes == {"second": update._replace(rid=0)}
+    assert sim.scheduler.worker.adapters.wanted == {"second": update._replace(rid=0)}
 
 
 def test_requests_with_different_adapters_share_steps_and_no_pages(sim: Simulation) -> None:
@@ -168,20 +168,29 @@ def test_unanswered_updates_are_sent_to_the_next_worker(sim: Simulation) -> None
     assert sim.adapters.errors == ["", ""]
 
 
-def test_a_restarted_scheduler_learns_the_adapters_from_the_worker(sim: Simulation) -> None:
+def test_a_restarted_scheduler_knows_the_adapters_that_are_wanted(sim: Simulation) -> None:
     sim.adapters.request_update("second", "two")
     sim.adapters.apply_next_update()
     request = [sim.add(PROMPT, 12, adapter=adapter) for adapter in sim.adapters.loaded()]
     sim.step()
-    changes = dict(sim.scheduler.worker.adapters.changes)
+    changes = dict(sim.scheduler.worker.adapters.wanted)
     sim.restart_scheduler()
     sim.step()
     assert names(sim) == ["first", "second"]
-    assert sim.scheduler.worker.adapters.changes == changes
+    assert sim.scheduler.worker.adapters.wanted == changes
     assert changes.keys() == {"second"}  # so other replicas learn it, but not what each has had at its start
     sim.worker_up()
     sim.run()
     assert names(sim) == ["first", "second"]
+    sim.adapters.request_update("first", None)
+    sim.adapters.apply_next_update()
+    sim.worker_down()
+    sim.restart_scheduler()  # both are gone, and no tokenizer tells the next one of changes
+    sim.worker_up()
+    assert not sim.scheduler.ready
+    assert [order.name for order in sim.adapters.queued_updates] == ["first", "second"]
+    sim.run()
+    assert names(sim) == ["second"]
     for one in request:
         assert_as_if_alone(one, WORKER_CONFIG)
 
@@ -325,13 +334,12 @@ def test_a_told_change_that_fails_is_tried_again_at_growing_intervals(
     waits = [round(retry(sim, fails=True)) for _ in range(8)]
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
     assert caplog.text.count("could not load adapter second") == 1
-    assert sim.scheduler.worker.adapters.changes == {}
     request = sim.add(PROMPT)
     sim.run()
     assert_as_if_alone(request, WORKER_CONFIG)
     retry(sim)
     assert names(sim) == ["first", "second"]
-    assert sim.scheduler.worker.adapters.changes == {"second": change}
+    assert sim.scheduler.worker.adapters.wanted == {"second": change}
     assert sim.scheduler.deadline(sim.now) - sim.now > 1000
 
 
@@ -343,7 +351,7 @@ def test_a_later_change_ends_the_attempts(sim: Simulation, path: str) -> None:
     sim.handle(later, sim.tokenizers[0].peer)
     sim.adapters.apply_next_update()
     assert sim.scheduler.deadline(sim.now) - sim.now > 1000
-    assert sim.scheduler.worker.adapters.changes == {"second": later}
+    assert sim.scheduler.worker.adapters.wanted == {"second": later}
 
 
 def test_a_retry_does_not_undo_a_later_change_that_is_pending(sim: Simulation) -> None:
@@ -369,8 +377,9 @@ def test_a_told_change_is_carried_out_if_the_later_one_that_was_pending_fails(si
     sim.handle(told, sim.tokenizers[1].peer)
     sim.adapters.fail_next_update()
     assert sim.adapters.errors == ["no such directory"]
-    retry(sim)
-    assert sim.scheduler.worker.adapters.changes == {"second": told}
+    sim.adapters.apply_next_update()
+    assert names(sim) == ["first", "second"]
+    assert sim.scheduler.worker.adapters.wanted == {"second": told}
 
 
 def test_what_has_failed_is_tried_by_the_next_worker_before_it_is_ready(sim: Simulation) -> None:

@@ -210,7 +210,7 @@ def test_pages_are_shared_up_to_the_first_extra_that_differs() -> None:
     assert [found(cache, case) for case in cases] == [12] * len(cases)
     assert [found(cache, [one], b"adapter") for _ in range(2)] == [0, 12]
     adopting = KVCacheManager(WORKER_CONFIG.limits())
-    assert adopting.adopt([HeldPages(ids, pack_column(INT32, [3, 4, 5]), b"adapter", [one])]) == 3
+    assert adopting.adopt([HeldPages(ids, pack_column(INT32, [3, 4, 5]), [PageExtra(0, b"adapter"), one])]) == 3
     assert [found(adopting, [one], b"adapter"), found(adopting, [other], b"adapter")] == [12, 4]
 
 

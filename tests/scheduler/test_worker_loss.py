@@ -7,14 +7,23 @@ from random import Random
 import pytest
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone, fingerprint_of
-from tgi.microkernel.host.rundir import suspects_path
+from tgi.microkernel.host.rundir import successor_path
 from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
 from tgi.microkernel.messages.codec import unpack_int32
-from tgi.microkernel.messages.protocol import PROTOCOL, End, FinishReason, Hello, LastExit, Status, StepResult
+from tgi.microkernel.messages.protocol import (
+    PROTOCOL,
+    End,
+    FinishReason,
+    Hello,
+    LastExit,
+    Status,
+    StepResult,
+    UpdateAdapter,
+)
 from tgi.microkernel.recovery.crash_isolation import MEMORY_SECONDS, OUTSIDE_PROGRESS, TRIAL_TOKENS
 from tgi.microkernel.recovery.work_register import split_fingerprints
 from tgi.scheduler.estimators import GROWTH_STEPS
-from tgi.scheduler.main import SuspectsFile
+from tgi.scheduler.main import SuccessorFile
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(
@@ -648,34 +657,38 @@ def test_a_request_after_which_schedulers_are_killed_at_once_is_refused_in_the_e
     sim.run()
 
 
-def test_suspects_survive_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept = SuspectsFile(suspects_path(tmp_path, "scheduler-0"))
-    assert kept.read() == []
+def test_suspects_and_changes_of_adapters_survive_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = SuccessorFile(successor_path(tmp_path, "scheduler-0"))
+    assert kept.read().suspects == []
     sim = named_simulation(3)
     kept.write_changes(sim.scheduler)
-    assert not suspects_path(tmp_path, "scheduler-0").exists()
+    assert not successor_path(tmp_path, "scheduler-0").exists()
     sim.step()
     sim.worker_down()
     sim.worker_up()
     kept.write_changes(sim.scheduler)
-    records = SuspectsFile(suspects_path(tmp_path, "scheduler-0")).read()
+    records = SuccessorFile(successor_path(tmp_path, "scheduler-0")).read().suspects
     assert [record.strikes for record in records] == [1, 1, 1]
     assert records == sim.scheduler.suspect_records
     sim.run()
     kept.write_changes(sim.scheduler)
-    assert kept.read() == []
-    suspects_path(tmp_path, "scheduler-0").write_bytes(b"damaged")
-    assert kept.read() == []
+    assert kept.read().suspects == []
+    change = UpdateAdapter(0, "name", "", 5)
+    sim.handle(change, sim.tokenizers[0].peer)
+    kept.write_changes(sim.scheduler)
+    assert kept.read().adapter_changes == [change]
+    successor_path(tmp_path, "scheduler-0").write_bytes(b"damaged")
+    assert kept.read().suspects == []
     assert "damaged" in caplog.text
 
 
-def test_a_scheduler_that_cannot_write_the_file_of_suspects_works_on(
+def test_a_scheduler_that_cannot_write_the_file_for_its_successor_works_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    suspects_path(tmp_path, "scheduler-0").with_suffix(".draft").mkdir()  # where the new file would be written first
+    successor_path(tmp_path, "scheduler-0").with_suffix(".draft").mkdir()  # where the new file would be written first
     sim = named_simulation(3)
     sim.step()
     sim.worker_down()
     sim.worker_up()
-    SuspectsFile(suspects_path(tmp_path, "scheduler-0")).write_changes(sim.scheduler)
+    SuccessorFile(successor_path(tmp_path, "scheduler-0")).write_changes(sim.scheduler)
     assert "the next scheduler does not know the suspects" in caplog.text

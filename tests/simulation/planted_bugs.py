@@ -19,6 +19,7 @@ from tgi.scheduler.kv_cache import KVCacheManager
 from tgi.scheduler.peers import Outbox, TokenizerPeers
 from tgi.scheduler.scheduler import Scheduler
 from tgi.scheduler.waiting_queue import WaitingQueue
+from tgi.tokenizer.adapters import AdapterDirectory
 from tgi.tokenizer.output_processor import OutputProcessor
 from tgi.tokenizer.pool import TokenizerPool
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
@@ -189,14 +190,6 @@ def in_order_of_arrival(original: Any) -> Any:
     return lambda self, share, head: (-share.priority, 0.0, False, head.arrival, share)
 
 
-def adapters_of_the_first_worker_are_forgotten(original: Any) -> Any:
-    def worker_reported(self: WorkerAdapters, loaded: Any) -> None:
-        self._known = self._known and self._worker_ready
-        original(self, loaded)
-
-    return worker_reported
-
-
 def nothing_is_silent(original: Any) -> Any:
     return lambda self, heard: ([], [])
 
@@ -224,8 +217,8 @@ PLANTED_BUGS = {
     ),
     "scheduler does not load adapters into the next worker": PlantedBug(
         WorkerAdapters,
-        "worker_reported",
-        adapters_of_the_first_worker_are_forgotten,
+        "_reconcile",
+        does_nothing,
         seed=1,
         adapter_share=0.1,
         faults=WORKER_KILLS,
@@ -255,19 +248,20 @@ PLANTED_BUGS = {
     "tokenizer leaves requests at a replica whose worker does not compute": PlantedBug(
         TokenizerPool, "_move_requests", does_nothing, seed=3, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
     ),
-    "tokenizer does not tell a new scheduler of adapters": PlantedBug(
-        TokenizerPool,
-        "_tell_changes",
-        does_nothing,
+    "tokenizer does not tell schedulers of changes of adapters": PlantedBug(
+        AdapterDirectory,
+        "record_changes",
+        answers([]),
         seed=0,
         adapter_share=0.1,
+        adapter_failures=0.3,
         replicas=2,
         faults=WORKER_KILLS._replace(role_weights=(0, 0, 1, 1)),
         restart_seconds=0.5,
     ),
     "scheduler does not try again to load an adapter": PlantedBug(
         WorkerAdapters,
-        "_retry_later",
+        "retry",
         does_nothing,
         seed=0,
         adapter_share=0.1,

@@ -1,7 +1,7 @@
 """The processes of a server, each with the product's own classes and loop, and the supervisor that restarts them."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,6 @@ from tgi.microkernel.messages.protocol import (
     PredecessorState,
     Step,
     StepResult,
-    SuspectRecord,
-    UpdateAdapter,
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.recovery.work_register import WorkRegister, fingerprint_number, split_fingerprints
@@ -129,7 +127,6 @@ class SimulatedProcess:
         if not self.alive:
             return
         self.simulation.trace(self.name, "dies:", cause)
-        self.simulation.workload.process_ends(self)
         self.alive = self.stopped = False
         self._changed()
         for link in self.links:
@@ -518,11 +515,6 @@ class TokenizerProcess(SimulatedProcess):
         self._streams = ResumableStreams(self.pool.handle, lambda: self.clock.now)
         self._executors = SimulatedExecutors(self)
 
-    @property
-    def loaded_adapters(self) -> list[UpdateAdapter]:
-        """The adapters that it would have a scheduler load that lacks them."""
-        return [one for one in self.pool._adapters.changes.values() if one.path] if self.pool is not None else []
-
     def scheduler_work_in_progress(self, peer: PeerId) -> bytes:
         """As process.work_in_progress."""
         scheduler = self.simulation.schedulers[peer.replica]
@@ -611,16 +603,16 @@ class SchedulerProcess(SimulatedProcess):
     """The scheduler."""
 
     role = "scheduler"
-    _suspects: Sequence[SuspectRecord] = ()  # those that it has written down for its successor
+    _state_for_successor = PredecessorState([])  # what it has written down for its successor
 
     def _start(self) -> None:
         self.front = self.bind(scheduler_socket(self.replica, "front"))
         self._links = [self.bind(scheduler_socket(self.replica, "back")), self.front]
         self.ends = EndsPerAdd(self.simulation, self.name)
         self.scheduler: Scheduler | None = CheckedScheduler(self)
-        self._suspect_changes = 0
-        inherited = PredecessorState(list(self._suspects), self.last_exit)
-        self.scheduler.handle(inherited, PeerId(*self.hello()[1:4]), self.clock.now)
+        self._state_changes = 0
+        predecessor = self._state_for_successor._replace(last_exit=self.last_exit)
+        self.scheduler.handle(predecessor, PeerId(*self.hello()[1:4]), self.clock.now)
         self._metrics = UnpublishedMetrics()
         self._turns = 0
         self._draining_since = float("inf")
@@ -659,12 +651,6 @@ class SchedulerProcess(SimulatedProcess):
         """The adapters that the worker has, or is to load again."""
         return self.scheduler.worker.adapters.loaded if self.scheduler is not None else []
 
-    @property
-    def adapters_to_load(self) -> list[str]:
-        """The adapters that it tells tokenizers of, for other schedulers."""
-        changes = self.scheduler.worker.adapters.known_changes if self.scheduler is not None else []
-        return [change.name for change in changes if change.path]
-
     def _run(self) -> None:
         scheduler = self.scheduler
         assert scheduler is not None
@@ -675,9 +661,9 @@ class SchedulerProcess(SimulatedProcess):
         scheduler_main.run_once(scheduler, self._links, self._metrics, None)
         if self.beat_due:
             self.exchange_beats(scheduler.beat(self.clock.now))
-        if scheduler.suspect_changes != self._suspect_changes:  # as SuspectsFile.write_changes
-            self._suspect_changes = scheduler.suspect_changes
-            self._suspects = scheduler.suspect_records
+        if scheduler.successor_state_changes != self._state_changes:  # as SuccessorFile.write_changes
+            self._state_changes = scheduler.successor_state_changes
+            self._state_for_successor = scheduler.successor_state
         self._turns += 1
         if self._turns % 64 == 0:
             scheduler.check()

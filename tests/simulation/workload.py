@@ -15,7 +15,6 @@ from tests.simulation.processes import (
     SETTINGS_ADAPTERS,
     CallbackEvent,
     FrontEnd,
-    SimulatedProcess,
 )
 from tests.tokenizer.vocabularies import byte_level
 from tgi.api.clients import Client
@@ -583,13 +582,8 @@ class Workload:
 
     def adapter_added(self) -> None:
         """A client knows that ADDED_ADAPTER is loaded."""
-        if self.adapter_added_at is None and self._added_adapter_is_known():
+        if self.adapter_added_at is None:
             self.adapter_added_at = self.simulation.clock.now
-
-    def process_ends(self, process: SimulatedProcess) -> None:
-        """ADDED_ADAPTER is lost only with the last process that knows it, but for those above the tokenizers."""
-        if self.adapter_added_at is not None and not self._added_adapter_is_known(without=process):
-            self.adapter_added_at = None
 
     def look_for_adapter(self) -> None:
         """To be called four times a second."""
@@ -598,12 +592,6 @@ class Workload:
         # Where it could not be loaded again, requests may come that know no other replica.
         if not (all if self.simulation.config.adapter_failures else any)(having):
             self.adapter_absent_at = self.simulation.clock.now
-
-    def _added_adapter_is_known(self, without: SimulatedProcess | None = None) -> bool:
-        processes = [*self.simulation.tokenizers, *self.simulation.schedulers, *self.simulation.workers]
-        known = [adapter.name for one in processes if one is not without for adapter in one.loaded_adapters]
-        told = [name for one in self.simulation.schedulers if one is not without for name in one.adapters_to_load]
-        return ADDED_ADAPTER in known + told
 
     def front_end_lost(self, front_end: FrontEnd) -> None:
         """The connections of its clients break."""

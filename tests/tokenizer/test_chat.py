@@ -11,7 +11,7 @@ from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import FinishReason, Generate, Prompted, Tokenize
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.tokenizer import chat_template as templates
-from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer
+from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer, OfferedTool
 from tgi.tokenizer.chat_template import ChatTemplates, TemplateError
 from tgi.tokenizer.encoding_jobs import MAX_INLINE_SIZE, ExecutorName
 
@@ -140,6 +140,13 @@ def test_tools_with_native_call_format() -> None:
     assert text(template, HI, tools=[TOOL], tool_prompt="Use it.") == shown + "Hi\n---\nUse it.\n"
     assert text({"default": PLAIN, "tool_use": template}, HI, tools=[TOOL]) == shown + "Hi\n"
     assert text({"default": PLAIN, "tool_use": template}, HI, tools=[]) == text(PLAIN, HI)
+
+
+def test_tools_that_a_message_shows_are_not_listed_again() -> None:
+    other = TOOL | {"function": {"name": "other"}}
+    shown = text(NATIVE, HI, tools=[TOOL, other | {"in_messages": True}])
+    assert shown == text(NATIVE, HI, tools=[TOOL])
+    assert text(NATIVE, HI, tools=[other | {"in_messages": True}]) == text(NATIVE, HI, tools=[other])
 
 
 def test_tools_listed_by_template_without_known_call_format() -> None:
@@ -357,3 +364,13 @@ SWITCH = BODY + "{% if enable_thinking is defined and not enable_thinking %}<thi
 )
 def test_reasoning_effort_and_verbosity(template: str, fields: dict[str, Any], prompt: str) -> None:
     assert text(template, HI, **fields) == prompt
+
+
+def test_what_a_template_is_not_told_about_a_tool() -> None:
+    shown, enforced = {"type": "object"}, {"type": "object", "maxProperties": 1}
+    function = {"name": "f", "parameters": shown, "strict": True, "enforced_parameters": enforced}
+    chat = {"messages": [HI], "tools": [{"type": "function", "function": function}]}
+    templates = ChatTemplates({"default": "{{ tools | tojson }}<tool_call>"}, {})
+    rendered = ChatRenderer(templates).render_chat(json.dumps(chat).encode())
+    assert json.loads(rendered.text.partition("<tool_call>")[0])[0]["function"] == {"name": "f", "parameters": shown}
+    assert rendered.tools == [OfferedTool("f", enforced, strict=True)]

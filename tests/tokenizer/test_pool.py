@@ -1,5 +1,8 @@
 """TokenizerPool: prompts to Add, Tokens to Texts, and one End for each Generate."""
 
+import json
+from typing import Any
+
 import pytest
 
 from tests.tokenizer.harness import (
@@ -192,3 +195,39 @@ def test_unexpected_messages_are_ignored(caplog: pytest.LogCaptureFixture) -> No
     harness.send_tokens((99, [1]))
     assert harness.received_by(API) == harness.received_by(harness.scheduler) == []
     assert len(caplog.records) == 2  # an End may cross a Cancel
+
+
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "expected"),
+    [
+        (THINKS, {"thinking_budget": 7}, (7, "", "</think>")),
+        (THINKS, {"reasoning_effort": "medium"}, (20, "", "</think>")),
+        (THINKS + "{# reasoning_effort #}{% if reasoning_effort %}{% endif %}", {"reasoning_effort": "low"}, None),
+        (THINKS, {"reasoning_effort": "max"}, None),
+        (THINKS, {}, None),
+        (THINKS.replace("<think>\n", "{# </think> #}"), {"thinking_budget": 7}, (7, "<think>", "</think>")),
+        (THINKS.replace("<think>\n", ""), {"thinking_budget": 7}, None),
+        (
+            THINKS.replace("<think>\n", "{# <|start|><|channel|><|message|> #}"),
+            {"thinking_budget": 0},
+            (0, "<|channel|>analysis<|message|>", "<|end|>"),
+        ),
+    ],
+)
+def test_budgets_of_reasoning_reach_the_worker(
+    template: str, fields: dict[str, Any], expected: tuple[int, str, str] | None
+) -> None:
+    harness = PoolHarness(template=template)
+    chat = json.dumps({"messages": [{"role": "user", "content": "Hi"}], **fields}).encode()
+    sampling = decode(harness.submit(1, "", chat=chat, max_new_tokens=40).sampling)
+    if expected is None:
+        assert not sampling.reasoning_close_ids
+        return
+    budget, opening, close = expected
+    assert sampling.reasoning_budget == budget
+    assert unpack_int32(sampling.reasoning_open_ids) == ids_of(opening)
+    assert unpack_int32(sampling.reasoning_close_ids) == ids_of(close)
+    assert sampling.reasoning_repeats == opening.startswith("<|channel|>")

@@ -1,6 +1,7 @@
 """The fake worker: deterministic tokens, and each step that breaks the protocol is rejected with the fault's name."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tgi.microkernel.messages.codec import (
 from tgi.microkernel.messages.protocol import MAX_DRAFT_TOKENS, SlotAssignment, Step, StepResult, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.fake_worker.fake_tokens import ID_COUNT
-from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorker, FakeWorkerConfig
+from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorker, FakeWorkerConfig, read_answers
 
 SCRIPT = FakeWorkerConfig(
     pages=12, page_size=4, slots=3, vocab_size=128, max_total_tokens=24, max_batch_prefill_tokens=16
@@ -84,6 +85,17 @@ def test_a_resumed_request_continues_as_if_never_interrupted() -> None:
     assert len(set(whole)) > 3
     assert generate(worker, [7, 8, 9, *whole[:6]], 4) == whole[6:]
     assert generate(worker, [7, 8, 10], 10) != whole
+
+
+def test_scripted_answers_to_prompts_with_these_ids_in_this_order(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    path.write_text("[[[7, 9], [1, 2, 0]], [[9, 9], [3]]]")
+    worker = FakeWorker(SCRIPT._replace(answers=read_answers(path)))
+    assert generate(worker, [6, 7, 8, 9], 5) == [1, 2, 0, 0, 0]
+    assert generate(worker, [9, 7, 9], 2) == [1, 2]
+    assert generate(worker, [9, 7, 8, 9, 9], 2) == [1, 2]
+    assert generate(worker, [9, 8, 9], 2) == [3, 3]
+    assert generate(worker, [9, 7], 4) == generate(FakeWorker(SCRIPT), [9, 7], 4)
 
 
 def test_the_seed_matters_where_the_request_samples() -> None:

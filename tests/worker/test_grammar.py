@@ -208,13 +208,13 @@ def test_without_a_grammar_no_token_table_is_loaded() -> None:
         raise AssertionError("a table was made")
 
     grammars = GrammarManager(load)  # type: ignore[arg-type]
-    grammars.assign_slot(0, "", [])
+    grammars.assign_slot(0, SamplingParams(0), [])
     assert grammars.wait_for_bitmask(np.array([0, 1])) is None
 
 
 def test_a_grammar_whose_text_no_tokens_can_write() -> None:
     grammars = GrammarManager(lambda: piece_table([b"a", b"b"]))
-    grammars.assign_slot(3, of("[ab]{2}(c|d)x"), [])
+    grammars.assign_slot(3, sampling("[ab]{2}(c|d)x"), [])
     slots = np.array([0, 3])
     faults = []
     for token in (1, 2, 1):
@@ -230,7 +230,7 @@ def test_a_grammar_whose_text_no_tokens_can_write() -> None:
 def test_compiled_grammars_are_cached() -> None:
     grammars = GrammarManager(lambda: piece_table([b"a", b"b"]))
     for number in [*range(MAX_COMPILED_GRAMMARS + 5), MAX_COMPILED_GRAMMARS + 4]:
-        grammars.assign_slot(0, of(f"a{{{number + 1}}}"), [])
+        grammars.assign_slot(0, sampling(f"a{{{number + 1}}}"), [])
         assert grammars.wait_for_bitmask(np.array([0])) is not None
     assert len(grammars._compiled) == MAX_COMPILED_GRAMMARS
     assert of("a{1}") not in grammars._compiled

@@ -66,6 +66,7 @@ def test_the_warm_up_runs_each_logits_processor() -> None:
     """The KV cache leaves free the peak of memory that the warm-up measures."""
     choosing = set(FIELDS_WITHOUT_EFFECT_ON_LOGITS)
     choosing.add("grammar")  # one bit for each id: little next to the logits
+    choosing |= {name for name in SamplingParams._fields if name.startswith("reasoning_")}  # the same
     idle = {
         name for name, off in SamplingParams._field_defaults.items() if getattr(WARMUP_SAMPLING_PARAMS, name) == off
     }

@@ -145,7 +145,7 @@ def test_bitmasks_end_at_the_first_draft_that_the_grammar_forbids() -> None:
     cannot complete: the tokens sampled before count, and the fault is reported in the next step."""
     grammars = GrammarManager(lambda: piece_table([b"a", b"b"]))
     for number, pattern in ((3, "a[ab]*"), (5, "[ab]{2}(c|d)x")):
-        grammars.assign_slot(number, str(LLMatcher.grammar_from_regex(pattern)), [])
+        grammars.assign_slot(number, SamplingParams(0, grammar=str(LLMatcher.grammar_from_regex(pattern))), [])
     slots = np.array([0, 3, 5])
     drafted = DraftBatch(slots, np.array([2, 3, 5]), torch.tensor([1, 2, 2, 2, 1, 2, 2]))
     grammars.compute_draft_bitmasks(drafted, None)

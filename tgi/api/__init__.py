@@ -19,7 +19,7 @@ Read operations.py first: the table of all routes. A request then passes through
   response_store what POST /v1/responses keeps
 
 What a request may contain: shapes/ (types of bodies), request_parameters, validation (rules and TGI's messages),
-rejected_fields (names that no shape has), chat_prompt, grammar. What responses consist of: answer (text,
+rejected_fields (names that no shape has), chat_prompt, custom_tools, grammar. What responses consist of: answer (text,
 reasoning and tool calls of one generation), openai_output, float32, errors.
 
 Around it: main (the process), health (what /health tells), readiness (the probe before clients are admitted),

@@ -21,6 +21,12 @@ from tgi.api.routes.batches import (
 )
 from tgi.api.routes.chat import ChatResource
 from tgi.api.routes.completions import CompletionsResource
+from tgi.api.routes.conversations import (
+    ConversationItemResource,
+    ConversationItemsResource,
+    ConversationResource,
+    ConversationsResource,
+)
 from tgi.api.routes.info import HealthResource, InfoResource, MetricsResource
 from tgi.api.routes.kserve import InferResource, LiveResource, ModelVersionResource, ServerResource
 from tgi.api.routes.messages import CountTokensResource, MessagesResource
@@ -39,8 +45,6 @@ from tgi.api.routes.responses import ResponseInputTokensResource, ResponsesResou
 from tgi.api.routes.sagemaker import SagemakerResource
 from tgi.api.routes.stored_responses import (
     CancelResponseResource,
-    ConversationResource,
-    ConversationsResource,
     InputItemsResource,
     ResponseResource,
 )
@@ -65,7 +69,14 @@ from tgi.api.shapes.openai_responses import (
     InputTokens,
     StreamErrorResponse,
 )
-from tgi.api.shapes.responses import ConversationObject, ItemList, ResponseDeleted, ResponseEvent, ResponseObject
+from tgi.api.shapes.responses import (
+    ConversationObject,
+    InputItem,
+    ItemList,
+    ResponseDeleted,
+    ResponseEvent,
+    ResponseObject,
+)
 
 JSON = "application/json"
 EVENTS = "text/event-stream"  # its schema is that of the data of one event
@@ -315,8 +326,29 @@ OPERATIONS = (
         ConversationResource, (ok("The conversation", json(ConversationObject)), *STORED),
     ),
     Operation(
+        "post", "/v1/conversations/{conversation_id}", "update_conversation", "Replace the metadata of a conversation",
+        ConversationResource, (ok("The conversation", json(ConversationObject)), *UNREADABLE, *STORED),
+    ),
+    Operation(
         "delete", "/v1/conversations/{conversation_id}", "delete_conversation", "Forget a conversation",
         ConversationResource, (ok("It is not kept any more", json(ResponseDeleted)), *STORED),
+    ),
+    Operation(
+        "get", "/v1/conversations/{conversation_id}/items", "list_conversation_items", "The items of a conversation",
+        ConversationItemsResource, (ok("Some of the items", json(ItemList)), *STORED, VALIDATION),
+    ),
+    Operation(
+        "post", "/v1/conversations/{conversation_id}/items", "create_conversation_items", "Append items",
+        ConversationItemsResource, (ok("The new items", json(ItemList)), *UNREADABLE, *STORED),
+    ),
+    Operation(
+        "get", "/v1/conversations/{conversation_id}/items/{item_id}", "get_conversation_item", "An item",
+        ConversationItemResource, (ok("The item", json(InputItem)), *STORED),
+    ),
+    Operation(
+        "delete", "/v1/conversations/{conversation_id}/items/{item_id}", "delete_conversation_item",
+        "Take an item out of a conversation",
+        ConversationItemResource, (ok("The conversation", json(ConversationObject)), *STORED),
     ),
     Operation(
         "post", "/v1/files", "create_file", "Keep a file of requests",

@@ -28,7 +28,7 @@ from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.messages import MessagesTool, OutputConfig, OutputFormat, ThinkingConfig, ToolUseChoice
 from tgi.api.shapes.native import GrammarType, JsonSchemaConfig
 from tgi.api.shapes.openai import StreamOptions
-from tgi.api.shapes.responses import ReasoningConfig, ResponsesTool, TextConfig, TextFormat
+from tgi.api.shapes.responses import ReasoningConfig, ResponsesTool, TextConfig, TextFormat, ToolFormat
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ REJECTED_FIELDS = [
     RejectedFields(
         "where the text ends",
         BOTH,
-        {"stop_regex": ([],), "no_stop_trim": (False,), "repetition_detection": (), "thinking_token_budget": (-1,)},
+        {"stop_regex": ([],), "no_stop_trim": (False,), "repetition_detection": ()},
     ),
     RejectedFields(
         "the prompt",
@@ -145,6 +145,8 @@ REJECTED_FIELDS = [
             "thinking": (False,),
             "think": (False,),
             "enable_thinking": (False,),
+            "thinking_budget": (-1,),
+            "thinking_token_budget": (-1,),
         },
     ),
     RejectedFields(
@@ -273,9 +275,7 @@ MESSAGES_FIELDS = ProtocolFields(
     {"container": (), "mcp_servers": ([],)},
     {
         "tool_choice": _members(ToolUseChoice),
-        "tools": _members(
-            MessagesTool, "cache_control", "allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"
-        ),
+        "tools": _members(MessagesTool, "cache_control", "allowed_callers", "eager_input_streaming", "input_examples"),
         "thinking": _members(ThinkingConfig, "display"),
         "output_config": _members(OutputConfig, format=_members(OutputFormat)),
     },
@@ -286,6 +286,7 @@ RESPONSES_FIELDS = ProtocolFields(
     {
         "access_programs": "about OpenAI's models",
         "background_options": "background responses have no options here",
+        "client_metadata": "bookkeeping",
         "max_tool_calls": "it limits the built-in tools, which are refused",
         "prompt_cache_key": "every prefix of a prompt is cached",
         "prompt_cache_options": "every prefix of a prompt is cached",
@@ -299,7 +300,9 @@ RESPONSES_FIELDS = ProtocolFields(
     {
         "reasoning": _members(ReasoningConfig, "context", "mode"),
         "text": _members(TextConfig, format=_members(TextFormat)),
-        "tools": _members(ResponsesTool, "allowed_callers", "async", "defer_loading", "output_schema"),
+        "tools": _members(
+            ResponsesTool, "allowed_callers", "async", "defer_loading", "output_schema", format=_members(ToolFormat)
+        ),
     },
 )
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from tgi.api.sqlite_store import SqliteStore
 
-Items = list[dict[str, Any]]
+Items = Sequence[dict[str, Any]]
 
 MAX_STORED_BYTES = 256 << 20
-ROW_BYTES = 1 << 10  # that a response counts besides its text
+ROW_BYTES = 1 << 10  # that a response, or an item of a conversation, counts besides its text
 MAX_CONVERSATIONS = 1 << 14
 # Responses that one may go on from: what is read for a request is bounded in bytes, too.
 MAX_TURNS = 1000
@@ -29,8 +29,11 @@ CREATE TABLE IF NOT EXISTS responses(
     size INTEGER NOT NULL, used REAL NOT NULL, beat REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS by_use ON responses(used);
 CREATE TABLE IF NOT EXISTS events(id TEXT NOT NULL, first INTEGER NOT NULL, text TEXT NOT NULL, PRIMARY KEY(id, first));
-CREATE TABLE IF NOT EXISTS conversations(id TEXT PRIMARY KEY, owner TEXT NOT NULL, head TEXT, body TEXT NOT NULL,
-    used REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS threads(id TEXT PRIMARY KEY, owner TEXT NOT NULL, body TEXT NOT NULL,
+    size INTEGER NOT NULL, used REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS items(thread TEXT NOT NULL, number INTEGER NOT NULL, id TEXT NOT NULL, item TEXT NOT NULL,
+    PRIMARY KEY(thread, number));
+CREATE INDEX IF NOT EXISTS items_by_id ON items(thread, id);
 """
 
 
@@ -47,6 +50,11 @@ class StoredResponse(NamedTuple):
     streamed: bool = False  # its events are kept, too
     background: bool = False
     beat: float = 0.0  # when its front end was last heard of; seconds since the epoch
+
+    @property
+    def items(self) -> "Items":
+        """What it adds to a conversation."""
+        return [*json.loads(self.input), *json.loads(self.output)]
 
     @property
     def lost(self) -> bool:
@@ -74,7 +82,7 @@ class ResponseStore(SqliteStore):
         _purge(db, self.ttl)
 
     async def put(self, response: StoredResponse, conversation: str | None = None) -> None:
-        """Keeps a response; as the head of a conversation of its owner if one is named."""
+        """Keeps a response, and appends its items to a conversation of its owner if one is named."""
 
         def write(db: sqlite3.Connection) -> None:
             size = ROW_BYTES + sum(map(len, (response.body, response.input, response.output)))
@@ -83,10 +91,7 @@ class ResponseStore(SqliteStore):
                 (*response[:9], size, time.time(), time.time()),
             )
             if conversation is not None:
-                db.execute(
-                    "UPDATE conversations SET head=?, used=? WHERE id=? AND owner=?",
-                    (response.id, time.time(), conversation, response.owner),
-                )
+                _append_items(db, response.owner, conversation, response.items)
 
         await self._run(write)
 
@@ -100,8 +105,7 @@ class ResponseStore(SqliteStore):
                 (response.status, response.body, response.output, size, time.time(), response.id, *RUNNING),
             )
             if conversation is not None and found.rowcount:
-                values = (response.id, conversation, response.owner)
-                db.execute("UPDATE conversations SET head=? WHERE id=? AND owner=?", values)
+                _append_items(db, response.owner, conversation, response.items)
             return found.rowcount > 0
 
         return await self._run(write)
@@ -183,26 +187,85 @@ class ResponseStore(SqliteStore):
 
     # --- conversations ---
 
-    async def put_conversation(self, owner: str, conversation_id: str, body: str, head: str | None) -> None:
-        """Keeps a conversation. `head` is its latest response."""
-        values = (conversation_id, owner, head, body, time.time())
-        await self._run(lambda db: db.execute("INSERT OR REPLACE INTO conversations VALUES(?,?,?,?,?)", values))
+    async def put_conversation(self, owner: str, conversation_id: str, body: str, items: Items = ()) -> None:
+        """Keeps a conversation, or its new body, and appends items to it."""
 
-    async def conversation(self, owner: str, conversation_id: str) -> tuple[str, str | None] | None:
-        """The body and the head of a conversation of this owner."""
+        def write(db: sqlite3.Connection) -> None:
+            db.execute(
+                "INSERT INTO threads VALUES(?1,?2,?3,?4,?5) ON CONFLICT(id) DO UPDATE SET body=?3 WHERE owner=?2",
+                (conversation_id, owner, body, len(body), time.time()),
+            )
+            _append_items(db, owner, conversation_id, items)
 
-        def read(db: sqlite3.Connection) -> tuple[str, str | None] | None:
-            found: tuple[str, str | None] | None = db.execute(
-                "SELECT body, head FROM conversations WHERE id=? AND owner=?", (conversation_id, owner)
-            ).fetchone()
-            return found
+        await self._run(write)
+
+    async def conversation(self, owner: str, conversation_id: str) -> str | None:
+        """The body of a conversation of this owner."""
+
+        def read(db: sqlite3.Connection) -> str | None:
+            found = db.execute("SELECT body FROM threads WHERE id=? AND owner=?", (conversation_id, owner)).fetchone()
+            return None if found is None else found[0]
 
         return await self._run(read)
 
     async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
-        """Forgets a conversation, not its responses. Returns whether there was one."""
-        statement = "DELETE FROM conversations WHERE id=? AND owner=?"
-        return await self._run(lambda db: db.execute(statement, (conversation_id, owner)).rowcount > 0)
+        """Forgets a conversation with its items, not its responses. Returns whether there was one."""
+
+        def write(db: sqlite3.Connection) -> bool:
+            found = db.execute("DELETE FROM threads WHERE id=? AND owner=?", (conversation_id, owner))
+            if found.rowcount:
+                db.execute("DELETE FROM items WHERE thread=?", (conversation_id,))
+            return found.rowcount > 0
+
+        return await self._run(write)
+
+    async def append_items(self, owner: str, conversation_id: str, items: Items) -> bool:
+        """Appends items to a conversation. Returns whether there is one."""
+        return await self._run(lambda db: _append_items(db, owner, conversation_id, items))
+
+    async def items(self, owner: str, conversation_id: str, max_bytes: int) -> Items | None:
+        """The items of a conversation, oldest first; None if it is not kept. It is kept from now on as if it were new.
+
+        Raises HistoryTooLong beyond `max_bytes`.
+        """
+
+        def read(db: sqlite3.Connection) -> Items | None:
+            if not _append_items(db, owner, conversation_id, ()):
+                return None
+            size = db.execute("SELECT SUM(LENGTH(item)) FROM items WHERE thread=?", (conversation_id,)).fetchone()[0]
+            if (size or 0) > max_bytes:
+                raise HistoryTooLong
+            rows = db.execute("SELECT item FROM items WHERE thread=? ORDER BY number", (conversation_id,))
+            return [json.loads(text) for (text,) in rows]
+
+        return await self._run(read)
+
+    async def item(self, owner: str, conversation_id: str, item_id: str) -> str | None:
+        """An item of a conversation, as JSON."""
+
+        def read(db: sqlite3.Connection) -> str | None:
+            found = db.execute(
+                "SELECT item FROM items JOIN threads ON thread = threads.id WHERE thread=? AND items.id=? AND owner=?",
+                (conversation_id, item_id, owner),
+            ).fetchone()
+            return None if found is None else found[0]
+
+        return await self._run(read)
+
+    async def delete_item(self, owner: str, conversation_id: str, item_id: str) -> bool:
+        """Takes an item out of a conversation. Returns whether there was one."""
+
+        def write(db: sqlite3.Connection) -> bool:
+            found = db.execute(
+                "DELETE FROM items WHERE thread=?1 AND id=?2 AND thread IN (SELECT id FROM threads WHERE owner=?3) "
+                "RETURNING LENGTH(item)",
+                (conversation_id, item_id, owner),
+            ).fetchall()
+            size = sum(length + ROW_BYTES for (length,) in found)
+            db.execute("UPDATE threads SET size = size - ? WHERE id=?", (size, conversation_id))
+            return bool(found)
+
+        return await self._run(write)
 
 
 def _get(db: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse | None:
@@ -214,24 +277,46 @@ def _get(db: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse
     return None if row is None else StoredResponse._make(row)
 
 
+def _append_items(db: sqlite3.Connection, owner: str, thread: str, items: Items) -> bool:
+    """Returns whether there is such a conversation, which is kept from now on as if it were new."""
+    texts = [json.dumps(item, ensure_ascii=False) for item in items]
+    found = db.execute(
+        "UPDATE threads SET size=size+?, used=? WHERE id=? AND owner=?",
+        (sum(map(len, texts)) + ROW_BYTES * len(texts), time.time(), thread, owner),
+    )
+    if found.rowcount and items:
+        first = db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM items WHERE thread=?", (thread,)).fetchone()[0]
+        numbered = enumerate(zip(items, texts, strict=True), first)
+        rows = [(thread, number, item["id"], text) for number, (item, text) in numbered]
+        db.executemany("INSERT INTO items VALUES(?,?,?,?)", rows)
+    return found.rowcount > 0
+
+
 def _purge(db: sqlite3.Connection, ttl: float) -> None:
     """Drops what has expired, then the oldest of the client that stores most until the rest fits."""
-    db.execute("DELETE FROM responses WHERE used < ?", (time.time() - ttl,))
-    db.execute("DELETE FROM conversations WHERE used < ?", (time.time() - ttl,))
-    total = db.execute("SELECT COALESCE(SUM(size), 0) FROM responses").fetchone()[0]
+    for table in _KEPT:
+        db.execute(f"DELETE FROM {table} WHERE used < ?", (time.time() - ttl,))
+    kept = " UNION ALL ".join(f"SELECT '{table}' AS kind, id, owner, size, used FROM {table}" for table in _KEPT)
+    total = db.execute(f"SELECT COALESCE(SUM(size), 0) FROM ({kept})").fetchone()[0]
     while total > MAX_STORED_BYTES:
-        found = db.execute(
-            "DELETE FROM responses WHERE id IN (SELECT id FROM (SELECT id, SUM(size) OVER (ORDER BY used, id) - size "
-            "AS older FROM responses WHERE owner = (SELECT owner FROM responses GROUP BY owner ORDER BY SUM(size) DESC "
-            "LIMIT 1)) WHERE older < ?) RETURNING size",
+        oldest = db.execute(
+            f"WITH kept AS ({kept}) SELECT kind, id, size FROM (SELECT *, SUM(size) OVER (ORDER BY used, id) - size "
+            "AS older FROM kept WHERE owner = (SELECT owner FROM kept GROUP BY owner ORDER BY SUM(size) DESC LIMIT 1)) "
+            "WHERE older < ?",
             (total - MAX_STORED_BYTES,),
         ).fetchall()
-        total -= sum(size for (size,) in found)
-    too_many = db.execute("SELECT COUNT(*) FROM conversations").fetchone()[0] - MAX_CONVERSATIONS
+        for kind, name, size in oldest:
+            db.execute(f"DELETE FROM {kind} WHERE id=?", (name,))
+            total -= size
+    too_many = db.execute("SELECT COUNT(*) FROM threads").fetchone()[0] - MAX_CONVERSATIONS
     if too_many > 0:
         db.execute(
-            "DELETE FROM conversations WHERE id IN (SELECT id FROM conversations WHERE owner = (SELECT owner FROM "
-            "conversations GROUP BY owner ORDER BY COUNT(*) DESC LIMIT 1) ORDER BY used LIMIT ?)",
+            "DELETE FROM threads WHERE id IN (SELECT id FROM threads WHERE owner = (SELECT owner FROM threads "
+            "GROUP BY owner ORDER BY COUNT(*) DESC LIMIT 1) ORDER BY used LIMIT ?)",
             (too_many,),
         )
     db.execute("DELETE FROM events WHERE id NOT IN (SELECT id FROM responses)")
+    db.execute("DELETE FROM items WHERE thread NOT IN (SELECT id FROM threads)")
+
+
+_KEPT = ("responses", "threads")  # a thread is a conversation with its items

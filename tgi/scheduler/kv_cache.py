@@ -24,7 +24,7 @@ from struct import Struct
 from tgi.microkernel.messages.codec import INT32, unpack_int32
 from tgi.microkernel.messages.kv_groups import MAX_GROUPS
 from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, PageExtra
-from tgi.scheduler.request import Request, extras_out_of_range, page_extras
+from tgi.scheduler.request import Request, extras_out_of_range
 
 # Share of the pages that is evicted ahead of time, so that planning a step does not wait for eviction.
 FREE_PAGES_SHARE = 0.02
@@ -285,14 +285,13 @@ class KVCacheManager:
         for one in held:
             pages = unpack_int32(one.page_ids)
             count = len(pages) // tables
-            extras = page_extras(one.cache_salt, one.extras)
             whole = len(one.token_ids) == count * size * ID_BYTES and len(pages) == count * tables
-            if not whole or extras_out_of_range(extras, count * size):
+            if not whole or extras_out_of_range(one.extras, count * size):
                 continue
             columns = [pages[number * count : (number + 1) * count] for number in range(tables)]
             prefix = ROOT_PREFIX
             own: list[int] = []
-            for begin, end, extra in _runs(extras, 0, count, size):
+            for begin, end, extra in _runs(one.extras, 0, count, size):
                 column = one.token_ids[begin * size * ID_BYTES : end * size * ID_BYTES]
                 taken, names = self.pool.adopt(prefix + extra, columns[0][begin:end], column, free)
                 own += taken

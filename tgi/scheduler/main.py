@@ -7,20 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.host.rundir import scheduler_socket, suspects_path
+from tgi.microkernel.host.rundir import scheduler_socket, successor_path
 from tgi.microkernel.links import curve
 from tgi.microkernel.links.discovery import nth_address
 from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, end_sessions
-from tgi.microkernel.messages.protocol import (
-    Add,
-    Beat,
-    Hello,
-    PredecessorState,
-    StepResult,
-    SuspectRecord,
-    decode,
-    encode,
-)
+from tgi.microkernel.messages.protocol import Add, Beat, Hello, PredecessorState, StepResult, decode, encode
 from tgi.microkernel.observability import tracing
 from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.observability.progress import TOKENIZERS
@@ -63,9 +54,9 @@ def main(process: Process) -> None:
     if settings.journal is not None:
         journal = JournalWriter(Path(settings.journal), process.boot, config, settings.journal_size << 20)
         scheduler = RecordedScheduler(config, journal, recorder, register)
-    suspects = SuspectsFile(suspects_path(process.run_dir, process.name))
+    successor_file = SuccessorFile(successor_path(process.run_dir, process.name))
     own = PeerId(process.role, process.replica, process.boot)
-    scheduler.handle(PredecessorState(suspects.read(), process.last_exit), own, time.monotonic())
+    scheduler.handle(successor_file.read()._replace(last_exit=process.last_exit), own, time.monotonic())
     metrics = SchedulerMetrics()
     tracer = tracing.create_tracer(settings, process.name)
     spans = RequestSpans(tracer) if tracer is not None else None
@@ -78,7 +69,7 @@ def main(process: Process) -> None:
             scheduler.draining = process.stopping
             process.facts = {TOKENIZERS: scheduler.tokenizers}
             process.publish_state(*_process_state(process, scheduler))
-            suspects.write_changes(scheduler)
+            successor_file.write_changes(scheduler)
             process.wait(scheduler.deadline(now) - now)
             run_once(scheduler, links, metrics, spans)
             if isinstance(scheduler, RecordedScheduler):
@@ -137,35 +128,38 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
     metrics.publish(scheduler, now)
 
 
-class SuspectsFile:
-    """The suspects of the scheduler, kept in a file for its successor."""
+class SuccessorFile:
+    """What the successor of the scheduler must know, in a file that only the scheduler writes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._written = 0  # Scheduler.suspect_changes
+        self._written = 0  # Scheduler.successor_state_changes
 
-    def read(self) -> list[SuspectRecord]:
+    def read(self) -> PredecessorState:
         """What the previous scheduler has written."""
         try:
             kept = decode(self._path.read_bytes())
         except FileNotFoundError:
-            return []
+            return PredecessorState([])
         except (OSError, ProtocolError) as error:
             log.warning("ignored %s, which is damaged: %s", self._path, error)
-            return []
-        return kept.suspects if isinstance(kept, PredecessorState) else []
+            return PredecessorState([])
+        return kept if isinstance(kept, PredecessorState) else PredecessorState([])
 
     def write_changes(self, scheduler: Scheduler) -> None:
-        """Replaces the file if the suspects have changed. If it cannot be written, this process works on."""
-        if scheduler.suspect_changes == self._written:
+        """Replaces the file if it has changed. If it cannot be written, this process works on."""
+        if scheduler.successor_state_changes == self._written:
             return
-        self._written = scheduler.suspect_changes
+        self._written = scheduler.successor_state_changes
         draft = self._path.with_suffix(".draft")
         try:
-            draft.write_bytes(encode(PredecessorState(scheduler.suspect_records)))
+            draft.write_bytes(encode(scheduler.successor_state))
             draft.replace(self._path)
         except OSError as error:
-            log.error("cannot write %s: the next scheduler does not know the suspects (%s)", self._path, error.strerror)
+            log.error(
+                "cannot write %s: the next scheduler does not know the suspects and the changes of adapters (%s)",
+                self._path, error.strerror,
+            )  # fmt: skip
 
 
 def _send(links: list[Link], peer: PeerId, message: tuple[Any, ...]) -> None:

@@ -207,7 +207,7 @@ class Scheduler:
         planner, pipeline, isolation = self._planner, self.pipeline, self._isolation
         self.next_plan_at = None
         if (update_at := self.worker.adapters.next_due_at) is not None and update_at <= now:
-            self.worker.adapters.queue_postponed(now)
+            self.worker.adapters.retry(now)
             self._send_adapter_updates()
         if planner is None or not pipeline.has_room or not self.ready or self.worker.adapters.has_unsent_updates:
             return None
@@ -325,14 +325,13 @@ class Scheduler:
         worker, counters = self.worker, self.counters
         assert worker.peer is not None
         status = worker.status._replace(limits=worker.limits, adapters=worker.adapters.loaded)
-        tokenizers, changes = list(self._tokenizers.connected), [*self.worker.adapters.changes.values()]
+        tokenizers, predecessor = list(self._tokenizers.connected), self.successor_state
         config = self.config._replace(first_epoch=self.pipeline.epoch + 1)
         Scheduler.__init__(self, config, self._recorder, self.work_register)
         self.counters = counters
-        messages = [(Hello(PROTOCOL, *worker.peer), worker.peer), (status, worker.peer)]
-        messages += [(Hello(PROTOCOL, *peer), peer) for peer in tokenizers]
-        # As a tokenizer tells a scheduler that may not know them.
-        return messages + [(change._replace(rid=0), peer) for peer in tokenizers[:1] for change in changes]
+        messages: list[tuple[Any, PeerId]] = [(predecessor, PeerId("scheduler", 0, b""))]
+        messages += [(Hello(PROTOCOL, *worker.peer), worker.peer), (status, worker.peer)]
+        return messages + [(Hello(PROTOCOL, *peer), peer) for peer in tokenizers]
 
     def suspects(self, now: float) -> bytes:
         """The fingerprints of the requests that no other replica may compute: those on trial or quarantined, and those
@@ -574,7 +573,8 @@ class Scheduler:
         self._begin_trial(lost.in_progress, quarantined, now)
 
     def _take_over(self, predecessor: PredecessorState, now: float) -> None:
-        """Takes over the suspects of the scheduler before this one, and blames the requests that it had in progress."""
+        """Takes over what the scheduler before this one knew, and blames the requests that it had in progress."""
+        self.worker.adapters.take_over(predecessor.adapter_changes)
         self._isolation.restore(
             {
                 record.fingerprint: Suspect(
@@ -600,13 +600,18 @@ class Scheduler:
         self._isolation.record_death(in_progress, now, cause=cause, outside=report.outside)
 
     @property
-    def suspect_changes(self) -> int:
-        """Counts up when `suspect_records` have changed."""
-        return self._isolation.changes
+    def successor_state_changes(self) -> int:
+        """Counts up when `successor_state` has changed."""
+        return self._isolation.changes + self.worker.adapters.wanted_changes
+
+    @property
+    def successor_state(self) -> PredecessorState:
+        """What a successor of this scheduler must know."""
+        return PredecessorState(self.suspect_records, adapter_changes=[*self.worker.adapters.wanted.values()])
 
     @property
     def suspect_records(self) -> list[SuspectRecord]:
-        """What a successor of this scheduler must know."""
+        """The suspects, for a successor."""
         return [
             SuspectRecord(
                 fingerprint=fingerprint,
@@ -706,6 +711,7 @@ class Scheduler:
     def _handle_adapter_updated(self, answer: AdapterUpdated, now: float) -> None:
         if (forwarded := self.worker.adapters.take_answer(answer, now)) is not None:
             self._outbox.append(*forwarded)
+        self._send_adapter_updates()
         self.report_status(now)
 
     def _handle_worker_lost(self, now: float) -> None:
@@ -758,9 +764,9 @@ class Scheduler:
             healthy=status.healthy and not stage,
             stage=stage or status.stage,
             percent=status.percent,
-            limits=worker.limits,
+            limits=worker.limits if worker.adapters.known else None,  # tokenizers admit requests when they know both
             adapters=worker.adapters.loaded,
             suspects=self.suspects(now),
             draining=self.draining,
-            adapter_changes=worker.adapters.known_changes,
+            adapter_changes=[*worker.adapters.wanted.values()],
         )

@@ -1,6 +1,7 @@
 """The loaded LoRA adapters that requests may name, and the pending requests to load or unload adapters."""
 
 import time
+from collections import deque
 from typing import NamedTuple
 
 from tgi.microkernel.links.link import PeerId, ReplicaId
@@ -11,40 +12,46 @@ MAX_STAMP = 2**64 - 1  # of a change: messages hold no higher number
 
 
 class PendingUpdate(NamedTuple):
-    """An update that not all schedulers have answered."""
+    """An update that an api has requested."""
 
+    rid: int  # the tokenizer's
     api: PeerId | None  # None: it has disconnected
     update: UpdateAdapter  # with the api's rid
-    previous: str  # the path of the adapter that had the name; "": none had it
-    answers: dict[ReplicaId, AdapterUpdated]  # by scheduler
+
+
+class CompletedUpdate(NamedTuple):
+    """An update that all schedulers have answered."""
+
+    api: PeerId | None
+    answer: AdapterUpdated
+    taken_back: list[UpdateAdapter]  # the change that undoes it, if one scheduler has failed and another one has not
 
 
 class AdapterDirectory:
-    """Loaded adapters as the schedulers report them, and UpdateAdapter messages until all schedulers have answered."""
+    """Loaded adapters as the schedulers report them, and UpdateAdapter messages until all schedulers have answered.
+
+    The schedulers get one update at a time, so the state to which one that fails is taken back is known.
+    """
 
     def __init__(self) -> None:
         self.loaded: list[LoadedAdapter] = []
         self.changes: dict[str, UpdateAdapter] = {}  # by name: the latest that schedulers have carried out
         self._digests: dict[str, bytes] = {}
-        self._pending: dict[int, PendingUpdate] = {}  # by the tokenizer's rid
+        self._pending: deque[PendingUpdate] = deque()  # the first one may be with the schedulers
+        self._sent: UpdateAdapter | None = None  # the first one as it was sent
+        self._previous = ""  # the path of the adapter that had its name; "": none had it
+        self._answers: dict[ReplicaId, AdapterUpdated] = {}  # to it, by scheduler
 
     @property
     def idle(self) -> bool:
         """Whether no api waits for an answer."""
-        return all(pending.api is None for pending in self._pending.values())
+        return all(pending.api is None for pending in self._pending)
 
     def set_loaded(self, loaded: list[LoadedAdapter]) -> None:
-        """Replaces the list of loaded adapters. One that no scheduler has now stays if the latest change of its name
-        loads it: they are told of that."""
-        names = {adapter.name for adapter in loaded}
-        loaded = loaded + [one for one in self.loaded if one.name not in names and self._is_wanted(one)]
+        """Replaces the list of loaded adapters."""
         if loaded != self.loaded:
             self.loaded = loaded
             self._digests = {adapter.name: adapter.digest for adapter in loaded}
-
-    def _is_wanted(self, adapter: LoadedAdapter) -> bool:
-        change = self.changes.get(adapter.name)
-        return change is not None and change.path == adapter.path
 
     def is_loaded(self, name: str, path: str) -> bool:
         """Whether the adapter in this directory has this name."""
@@ -64,55 +71,54 @@ class AdapterDirectory:
         request.generate = request.generate._replace(sampling=sampling._replace(adapter_digest=digest))
         return ""
 
-    def add_update(self, rid: int, api: PeerId, update: UpdateAdapter) -> UpdateAdapter:
-        """Records an api's update. Returns it with the tokenizer's rid, for the schedulers."""
-        previous = next((adapter.path for adapter in self.loaded if adapter.name == update.name), "")
-        update = update._replace(stamp=self._next_stamp())
-        self._pending[rid] = PendingUpdate(api, update, previous, {})
-        return update._replace(rid=rid)
+    def add_update(self, rid: int, api: PeerId, update: UpdateAdapter) -> None:
+        """Queues an api's update, under the tokenizer's rid."""
+        self._pending.append(PendingUpdate(rid, api, update))
+
+    def begin_next(self) -> UpdateAdapter | None:
+        """The next update for all schedulers; None if one is with them, or there is none."""
+        if self._sent is not None or not self._pending:
+            return None
+        rid, _, update = self._pending[0]
+        loaded = next((adapter.path for adapter in self.loaded if adapter.name == update.name), "")
+        self._previous = self.changes[update.name].path if update.name in self.changes else loaded
+        self._sent, self._answers = update._replace(rid=rid, stamp=self._next_stamp()), {}
+        return self._sent
 
     def _next_stamp(self) -> int:
-        known = (*self.changes.values(), *(pending.update for pending in self._pending.values()))
-        latest = max((change.stamp for change in known), default=0)
-        return min(MAX_STAMP, max(int(1e6 * time.time()), 1 + latest))
+        known = [change.stamp for change in self.changes.values()]
+        sent = 0 if self._sent is None else self._sent.stamp
+        return min(MAX_STAMP, max(int(1e6 * time.time()), 1 + max(sent, *known, 0)))
 
-    def record_changes(self, changes: list[UpdateAdapter]) -> None:
-        """Takes the changes that a scheduler has carried out."""
-        for change in changes:
-            record_change(self.changes, change)
+    def record_changes(self, changes: list[UpdateAdapter]) -> list[UpdateAdapter]:
+        """Takes the changes that a scheduler has carried out. Returns those that are new here."""
+        return [change for change in changes if record_change(self.changes, change)]
 
-    def missing_changes(self, known: list[UpdateAdapter]) -> list[UpdateAdapter]:
-        """The changes that a scheduler lacks that knows these."""
-        theirs = {change.name: change for change in known}
-        return [change for change in self.changes.values() if change.replaces(theirs.get(change.name))]
-
-    def pending_updates(self, scheduler: ReplicaId) -> list[UpdateAdapter]:
-        """The updates that this scheduler has not answered, for one that has just connected."""
-        return [one.update._replace(rid=rid) for rid, one in self._pending.items() if scheduler not in one.answers]
+    def missed_update(self, scheduler: ReplicaId) -> list[UpdateAdapter]:
+        """The update that a scheduler that has just connected has to answer."""
+        return [self._sent] if self._sent is not None and scheduler not in self._answers else []
 
     def record_answer(self, scheduler: ReplicaId, answer: AdapterUpdated) -> None:
         """A scheduler has answered an update."""
-        if (pending := self._pending.get(answer.rid)) is not None:
-            pending.answers[scheduler] = answer
+        if self._sent is not None and answer.rid == self._sent.rid:
+            self._answers[scheduler] = answer
 
-    def completed_updates(self, schedulers: set[ReplicaId]) -> list[tuple[PeerId, AdapterUpdated]]:
-        """Removes the updates that all these schedulers have answered. Returns the apis and the answers for them: an
-        error, if one has failed. Then the change is to be taken back where it has not."""
-        completed = []
-        for rid, (api, update, previous, answers) in list(self._pending.items()):
-            if answers and schedulers <= answers.keys():
-                failed = next((one for one in answers.values() if one.error), None)
-                if failed is not None and any(not one.error for one in answers.values()):
-                    record_change(self.changes, update._replace(path=previous, stamp=self._next_stamp()))
-                del self._pending[rid]
-                answer = failed or next(iter(answers.values()))
-                if api is not None:
-                    completed.append((api, answer._replace(rid=update.rid)))
-        return completed
+    def complete(self, schedulers: set[ReplicaId]) -> CompletedUpdate | None:
+        """Removes the update that is with the schedulers if all these have answered it. If one has failed, the error
+        is the answer, and the change is taken back where it has not."""
+        if (sent := self._sent) is None or not self._answers or not schedulers <= self._answers.keys():
+            return None
+        _, api, update = self._pending.popleft()
+        failed = next((one for one in self._answers.values() if one.error), None)
+        taken_back = []
+        if failed is not None and any(not one.error for one in self._answers.values()):
+            taken_back = [sent._replace(rid=0, path=self._previous, stamp=self._next_stamp())]
+        self._sent = None
+        answer = AdapterUpdated(update.rid, failed.error if failed is not None else "")
+        return CompletedUpdate(api, answer, self.record_changes(taken_back))
 
     def remove_api(self, api: PeerId) -> None:
-        """An api has disconnected. Its pending updates stay: one that fails at some schedulers is still to be taken
-        back."""
-        for rid, pending in self._pending.items():
-            if pending.api == api:
-                self._pending[rid] = pending._replace(api=None)
+        """An api has disconnected. An update that is with the schedulers stays: it may have to be taken back."""
+        sent = 0 if self._sent is None else self._sent.rid
+        left = [one._replace(api=None) if one.api == api else one for one in self._pending]
+        self._pending = deque(one for one in left if one.api is not None or one.rid == sent)

@@ -3,7 +3,7 @@
 A chat is a JSON object with `messages` (a list of objects, as the client sent them) and these optional keys. null means
 absent everywhere.
 
-- `tools`: a list of objects, the tools that may be called
+- `tools`: a list of objects, the tools that may be called; the template gets those without `in_messages`
 - `tool_prompt`: a string, instructions on tools
 - `tool_choice`: "auto" or "required"; with "required" the answer must call a tool
 - `parallel_tool_calls`: whether the answer may call several tools
@@ -11,6 +11,7 @@ absent everywhere.
 - `chat_template_kwargs`: an object, variables of the template
 - `reasoning_effort`, `verbosity`: strings, variables of templates that read them; "none" switches reasoning off
 - `thinking`: true switches reasoning on where the template has a variable for it
+- `thinking_budget`: an integer, how many tokens of reasoning the answer may have; also a variable of templates
 """
 
 import hashlib
@@ -53,6 +54,8 @@ THINKING_KEY = re.compile(r"message\.thinking|message\[['\"]thinking['\"]\]")
 
 # Variables with which templates switch reasoning off.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
+# The shares of an answer that reasoning may take, where the template does not read the effort itself.
+EFFORT_SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
 # The name of arguments that are no object, for templates that list their names and values.
 MALFORMED_ARGUMENTS = "arguments"
 # Messages of a chat whose text is looked for in the prompt.
@@ -71,6 +74,17 @@ class OfferedTool(NamedTuple):
     strict: bool = False  # a keyword of the schema that cannot be enforced is an error
 
 
+class ReasoningLimit(NamedTuple):
+    """How much an answer may reason."""
+
+    tokens: int | None = None
+    share: float = 1.0  # of all its tokens, without `tokens`
+
+    def budget(self, max_new_tokens: int) -> int:
+        """The tokens of reasoning in an answer of at most this length."""
+        return int(max_new_tokens * self.share) if self.tokens is None else self.tokens
+
+
 class RenderedChat(NamedTuple):
     """The prompt text of a chat, and what its answer may contain."""
 
@@ -79,6 +93,7 @@ class RenderedChat(NamedTuple):
     tools: list[OfferedTool] = []
     call_required: bool = False  # the answer must be a call
     parallel_calls: bool | None = None  # whether several calls are allowed; None: the format's default
+    reasoning_limit: ReasoningLimit | None = None
 
 
 class ChatRenderer:
@@ -108,7 +123,8 @@ class ChatRenderer:
         """`as_objects`: arguments of calls are objects even where they are no JSON."""
         given_tools = _object_list(chat, "tools")
         offered = [_offered_tool(tool) for tool in given_tools]
-        tools = [adapt_tool(tool) for tool in given_tools] or None
+        listed = [tool for tool in given_tools if not tool.get("in_messages")] or given_tools
+        tools = [adapt_tool(tool) for tool in listed] or None
         features = self._templates.features(tools is not None)
         if as_objects:
             features = features._replace(iterates_arguments=True)
@@ -155,6 +171,7 @@ class ChatRenderer:
             tools=offered,
             call_required=chat.get("tool_choice") == "required",
             parallel_calls=chat.get("parallel_tool_calls"),
+            reasoning_limit=_reasoning_limit(chat, features),
         )
 
 
@@ -217,12 +234,20 @@ def _answer_format(
 
 def _options(chat: JsonObject, features: TemplateFeatures) -> JsonObject:
     """The variables that `reasoning_effort`, `verbosity` and `thinking` stand for in this template."""
-    options = {name: chat.get(name) for name in ("reasoning_effort", "verbosity")}
+    options = {name: chat.get(name) for name in ("reasoning_effort", "verbosity", "thinking_budget")}
     if options["reasoning_effort"] == "none":
         options |= dict.fromkeys(THINKING_SWITCHES, False)
     elif chat.get("thinking"):
         options |= dict.fromkeys(THINKING_SWITCHES, True)
     return {name: value for name, value in options.items() if value is not None and name in features.variables}
+
+
+def _reasoning_limit(chat: JsonObject, features: TemplateFeatures) -> ReasoningLimit | None:
+    """How much the answer may reason; None: as much as it has tokens."""
+    if (budget := chat.get("thinking_budget")) is not None:
+        return ReasoningLimit(int(budget))
+    share = None if "reasoning_effort" in features.variables else EFFORT_SHARES.get(chat.get("reasoning_effort", ""))
+    return None if share is None else ReasoningLimit(share=share)
 
 
 def _without_reasoning(text: str, tags: ReasoningTags, features: TemplateFeatures) -> str:
@@ -273,6 +298,7 @@ def _offered_tool(tool: JsonObject) -> OfferedTool:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TemplateError("a tool has no `function` with a `name`")
     schema = _rename_key(function, "parameters", "arguments").get("parameters")
+    schema = function.get("enforced_parameters", schema)
     return OfferedTool(function["name"], schema, function.get("strict") is True)
 
 
@@ -328,11 +354,12 @@ def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, templ
 
 
 def adapt_tool(tool: JsonObject) -> JsonObject:
-    """Moves a tool's schema to the key that templates expect (`parameters`). `strict` is not for the model."""
+    """Moves a tool's schema to the key that templates expect (`parameters`). What else the arguments must match is not
+    for the model."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool
-    function = {name: value for name, value in function.items() if name != "strict"}
+    function = {name: value for name, value in function.items() if name not in ("strict", "enforced_parameters")}
     return {**tool, "function": _rename_key(function, "parameters", "arguments")}
 
 

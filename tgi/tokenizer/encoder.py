@@ -18,7 +18,7 @@ from tgi.microkernel.messages.protocol import (
 )
 from tgi.microkernel.observability import tracing
 from tgi.tokenizer.answers.formats import MARKED_FORMATS, AnswerFormat, FormatTokens
-from tgi.tokenizer.chat import ChatRenderer, RenderedChat
+from tgi.tokenizer.chat import ChatRenderer, ReasoningLimit, RenderedChat
 from tgi.tokenizer.chat_template import TemplateError
 from tgi.tokenizer.detokenizer import create_detokenizer
 from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError
@@ -62,6 +62,7 @@ class EncodedPrompt(NamedTuple):
     answer_format: AnswerFormat | None = None  # None: the answer is plain text
     bad_words: list[list[int]] = []  # token sequences of Generate.bad_words
     text: str = ""  # the decoded text, if the prompt came as ids
+    reasoning_limit: ReasoningLimit | None = None  # of an answer that may have reasoning
 
 
 class UnconstrainedPrompt(NamedTuple):
@@ -118,7 +119,7 @@ class PromptEncoder:
                     with_starts = generate.prompt_logprobs_from is not None
                     prompt = encode_prompt(self._vocabulary, text, add_special_tokens, generate.truncate, with_starts)
             if chat is not None and chat.answer_format is not None:
-                prompt = prompt._replace(answer_format=chat.answer_format)
+                prompt = prompt._replace(answer_format=chat.answer_format, reasoning_limit=chat.reasoning_limit)
             if generate.bad_words:
                 prompt = prompt._replace(bad_words=encode_bad_words(self._vocabulary, generate.bad_words))
             if generate.grammar or (chat is not None and chat.tools):

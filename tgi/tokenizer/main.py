@@ -20,7 +20,7 @@ from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_pat
 from tgi.microkernel.observability.progress import CHAT_TEMPLATE, TASK
 from tgi.microkernel.processes.process import Process, work_in_progress
 from tgi.microkernel.settings.table import Settings
-from tgi.tokenizer.answers.formats import RESPONSE_TEMPLATE, FormatDetector
+from tgi.tokenizer.answers.formats import RESPONSE_TEMPLATE_NAMES, FormatDetector
 from tgi.tokenizer.answers.response_template import described_formats
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.encoding_jobs import JobExecutors
@@ -108,8 +108,9 @@ def main(process: Process) -> None:
 def load_formats(settings: Settings, config: ModelConfig, vocabulary: Vocabulary) -> FormatDetector:
     """The formats of the model's answers. Raises UserError if settings ask for a description that cannot be served."""
     described, fault = described_formats(config.directory)
-    if fault and RESPONSE_TEMPLATE in (settings.tool_call_parser, settings.reasoning_parser):
-        raise UserError(f"`tool_call_parser` and `reasoning_parser` cannot be {RESPONSE_TEMPLATE}: {fault}.")
+    named = [one for one in (settings.tool_call_parser, settings.reasoning_parser) if one in RESPONSE_TEMPLATE_NAMES]
+    if fault and named:
+        raise UserError(f"`tool_call_parser` and `reasoning_parser` cannot be {named[0]}: {fault}.")
     tokens = [token.content for token in vocabulary.tokenizer.get_added_tokens_decoder().values()]
     formats = FormatDetector(settings.tool_call_parser, settings.reasoning_parser, tokens, described)
     template = config.chat_templates.get("tool_use") or config.chat_templates.get("default")

@@ -248,10 +248,8 @@ class TokenizerPool:
             self._send(api, AdapterUpdated(update.rid, UPDATES_REFUSED))
             return
         self._last_rid += 1
-        forwarded = self._adapters.add_update(self._last_rid, api, update)
-        for replica in self._schedulers:
-            if replica.peer is not None:
-                self._send(replica.peer, forwarded)
+        self._adapters.add_update(self._last_rid, api, update)
+        self._update_adapters()
 
     def _on_cancel(self, api: PeerId, cancel: Cancel) -> None:
         request = self._apis[api].get(cancel.rid)
@@ -336,18 +334,16 @@ class TokenizerPool:
         if replica.peer is not None:  # its connection, at another address, has not been noticed as lost yet
             self._on_scheduler_gone(replica.peer, PeerDisconnected())
         self._schedulers.connect(replica, scheduler, hello, self._clock())
-        self._tell_changes()  # before its requests, which may need these adapters
-        for update in self._adapters.pending_updates(replica.replica_id):
+        # Before its requests, which may need these adapters. It may know some of these changes.
+        for update in (*self._adapters.changes.values(), *self._adapters.missed_update(replica.replica_id)):
             self._send(scheduler, update)
 
-    def _tell_changes(self) -> None:
-        """Tells each scheduler once of the changes of adapters that it does not know: it was added later, or is new."""
+    def _send_updates(self, updates: list[UpdateAdapter], source: SchedulerReplica | None = None) -> None:
+        """Sends all schedulers but `source` updates of adapters, or changes, of which some may not know."""
         for replica in self._schedulers:
-            if replica.peer is not None:
-                for change in self._adapters.missing_changes(replica.adapter_changes):
-                    if change not in replica.told_changes:
-                        replica.told_changes.add(change)
-                        self._send(replica.peer, change)
+            if replica.peer is not None and replica is not source:
+                for update in updates:
+                    self._send(replica.peer, update)
 
     def _submit(self, request: TokenizerRequestState, replica: SchedulerReplica) -> None:
         """Sends a live request to a scheduler, with the ids generated so far."""
@@ -382,7 +378,7 @@ class TokenizerPool:
         """A scheduler was retired: nothing waits for it any more. Does nothing if it is connected."""
         self._schedulers.remove(replica_id)
         self._limits = self._schedulers.limits
-        self._answer_adapter_updates()
+        self._update_adapters()
         self._publish_status()
 
     def _on_scheduler_silent(self, scheduler: PeerId, silent: PeerSilent) -> None:
@@ -422,8 +418,7 @@ class TokenizerPool:
         if (replica := self._schedulers.replica_of(scheduler)) is None:
             return
         self._schedulers.set_status(replica, status)
-        self._adapters.record_changes(status.adapter_changes)
-        self._tell_changes()
+        self._send_updates(self._adapters.record_changes(status.adapter_changes), replica)
         if status.limits is not None and (self._schedulers.status.ready or not self._adapters.loaded):
             self._adapters.set_loaded(self._schedulers.adapters)  # else they are loaded again soon
         self._publish_status()
@@ -441,12 +436,16 @@ class TokenizerPool:
     def _on_adapter_updated(self, scheduler: PeerId, updated: AdapterUpdated) -> None:
         if (replica := self._schedulers.replica_of(scheduler)) is not None:
             self._adapters.record_answer(replica.replica_id, updated)
-        self._answer_adapter_updates()
+        self._update_adapters()
 
-    def _answer_adapter_updates(self) -> None:
-        for api, answer in self._adapters.completed_updates(self._schedulers.replica_ids):
-            self._send(api, answer)
-        self._tell_changes()
+    def _update_adapters(self) -> None:
+        """Answers the update of an adapter that all schedulers have answered, and sends them the next one."""
+        if (completed := self._adapters.complete(self._schedulers.replica_ids)) is not None:
+            if completed.api is not None:
+                self._send(completed.api, completed.answer)
+            self._send_updates(completed.taken_back)
+        if (update := self._adapters.begin_next()) is not None:
+            self._send_updates([update])
 
     def _on_prompt_logprobs(self, scheduler: PeerId, logprobs: PromptLogprobs) -> None:
         check_prompt_logprobs(logprobs)

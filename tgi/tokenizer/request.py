@@ -20,7 +20,7 @@ from tgi.microkernel.messages.protocol import (
     Texts,
     encode,
 )
-from tgi.tokenizer.answers.formats import FormatTokens
+from tgi.tokenizer.answers.formats import FormatTokens, reasoning_sampling
 from tgi.tokenizer.answers.parser import StreamingAnswerParser
 from tgi.tokenizer.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, create_detokenizer
 from tgi.tokenizer.encoder import EncodedPrompt
@@ -121,6 +121,10 @@ class TokenizerRequestState:
         if words := [word for word in self.prompt.bad_words if max(word) < model_vocab_size]:
             ids = pack_column(INT32, [token_id for word in words for token_id in word])
             sampling = sampling._replace(bad_word_ids=ids, bad_word_lengths=pack_column(INT32, map(len, words)))
+        limit, answer_format = self.prompt.reasoning_limit, self.prompt.answer_format
+        if limit is not None and answer_format is not None:
+            budget = limit.budget(max_new_tokens)
+            sampling = sampling._replace(**reasoning_sampling(answer_format, format_tokens, budget, model_vocab_size))
         self.generate = self.generate._replace(sampling=sampling)
         if self.generate.skip_special_tokens:
             self._hidden_ids = vocabulary.special_ids
@@ -131,7 +135,7 @@ class TokenizerRequestState:
         self._detokenizer = create_detokenizer(
             vocabulary, unpack_int32(self.prompt.ids[-ITEM_BYTES * CONTEXT_TOKENS :])
         )
-        if (answer_format := self.prompt.answer_format) is not None:
+        if answer_format is not None:
             self.answer_parser = StreamingAnswerParser(answer_format, format_tokens)
             if answer_format.reasoning_tags is not None:
                 self._reasoning = ReasoningSpan(*answer_format.reasoning_tags, answer_format.starts_in_reasoning)

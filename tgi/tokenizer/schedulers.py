@@ -10,7 +10,6 @@ from tgi.microkernel.messages.protocol import (
     Hello,
     LoadedAdapter,
     Status,
-    UpdateAdapter,
     limits_shortfall,
 )
 from tgi.microkernel.recovery.assignments import Assignments, Neighbour
@@ -43,8 +42,6 @@ class SchedulerReplica(Neighbour[TokenizerRequestState]):
         self.worker_suspects: set[bytes] = set()  # may have ended or stopped its worker; tried here
         self.unable_since: float | None = None  # while it does not compute
         self.draining = False
-        self.adapter_changes: list[UpdateAdapter] = []  # that it has carried out
-        self.told_changes: set[UpdateAdapter] = set()  # those that it was told of by this process
         self.unfit = False  # its limits differ from those of the others
         self.reported = NO_SCHEDULER  # the latest status, also of an unfit one
         self.slots = 1  # requests that it computes at once
@@ -83,7 +80,7 @@ class SchedulerReplica(Neighbour[TokenizerRequestState]):
         """Takes what the scheduler reports."""
         self.set_load(status.queued + status.running)
         self._set_suspects(status.suspects)
-        self.draining, self.adapter_changes = status.draining, status.adapter_changes
+        self.draining = status.draining
         if status.limits is not None:
             self.slots = status.limits.max_batch_size
         self.status = status._replace(suspects=b"", draining=False, adapter_changes=[])
@@ -155,7 +152,6 @@ class Schedulers:
             del self._connected[replica.peer]
         requests = self.assignments.lost(replica, now, planned=planned)
         replica.unfit, replica.draining = False, False
-        replica.adapter_changes, replica.told_changes = [], set()
         replica.set_load(0)
         replica.status = NO_SCHEDULER._replace(limits=self.limits, adapters=replica.status.adapters)
         return requests

@@ -24,7 +24,7 @@ from tgi.worker.engine.interface import Engine, Poisoned
 from tgi.worker.engine.loop import WorkerLoop
 from tgi.worker.engine.rank import lost_rank_first, serve_child_rank, serve_rank
 from tgi.worker.engine.rank_group import LeadingEngine, RankGroup
-from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorkerConfig
+from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorkerConfig, read_answers
 from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, request_reproducible_mkl, take_cores
 from tgi.worker.lora.registry import load_adapters
 
@@ -160,6 +160,7 @@ def _fake_worker_config(settings: Settings) -> FakeWorkerConfig:
         "slots": settings.max_batch_size,
         "step_us": settings.scripted_step_us,
         "vocab_size": _vocab_size(settings.model_dir),
+        "answers": None if settings.scripted_answers is None else read_answers(Path(settings.scripted_answers)),
     }
     config = FakeWorkerConfig(**{name: value for name, value in chosen.items() if value is not None})
     if settings.max_batch_total_tokens is not None:

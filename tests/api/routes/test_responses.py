@@ -127,6 +127,71 @@ def test_what_reaches_the_chat_template(front: Front, path: str, body: Any, mess
     assert sent_chat(front)["messages"] == messages
 
 
+LATER = {"name": "later", "description": "d", "input_schema": {"type": "object"}, "defer_loading": True}
+NOW = {"name": "now"}
+
+
+def loading(tool: Any, kind: str = "tool_addition") -> Any:
+    return {"role": "system", "content": [{"type": kind, "tool": tool}]}
+
+
+def found(*names: str) -> Any:
+    """The result of a search for tools."""
+    references = [{"type": "tool_reference", "tool_name": name} for name in names]
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": references}]}
+
+
+SHOWN = '<function>{"description":"d","name":"later","parameters":{"type":"object"}}</function>'
+LOADED = [{"name": "now"}, {"name": "later", "in_messages": True}]
+OTHER = {"type": "tool_definition", "definition": {"name": "other"}}
+HELLO = {"role": "user", "content": "x"}
+CHANGES = [
+    ([HELLO], [NOW], None),
+    ([found("later")], LOADED, SHOWN),
+    ([found("later"), loading({"type": "tool_reference", "name": "later"})], LOADED, SHOWN),
+    ([HELLO, loading(OTHER)], [NOW, {"name": "other", "in_messages": True}],
+     '<function>{"description":"","name":"other","parameters":{}}</function>'),
+    ([HELLO, loading({"type": "tool_reference", "name": "now"}, "tool_removal")], [],
+     "The tool now is no longer available."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "offered", "shown"), CHANGES)
+def test_messages_load_tools_and_withdraw_them(
+    front: Front, messages: list[Any], offered: list[Any], shown: str | None
+) -> None:
+    """A tool with `defer_loading` is offered once a message has loaded it, and is shown there."""
+    post(front, "/v1/messages", **MESSAGES, messages=messages, tools=[NOW, LATER])
+    chat = sent_chat(front)
+    tools = [
+        {"name": tool["function"]["name"]} | {key: tool[key] for key in tool if key == "in_messages"}
+        for tool in chat.get("tools", [])
+    ]
+    assert tools == offered
+    assert chat["messages"][-1]["content"] == (shown or "x")
+
+
+def test_a_message_cannot_load_an_unknown_tool(front: Front) -> None:
+    body = MESSAGES | {"messages": [found("none")], "tools": [LATER]}
+    reply = front.post("/v1/messages", json.dumps(body), authorization="Bearer mine")
+    assert reply.status == 400
+    assert "a message loads the tool `none`, which `tools` does not list" in reply.body.decode()
+
+
+def test_functions_of_a_namespace(front: Front) -> None:
+    """The model knows them as `namespace.name`; the protocol has both apart."""
+    answer_with(front, "a call of n.f")
+    group = {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", "name": "f"}]}
+    history = {"type": "function_call", "call_id": "c", "namespace": "n", "name": "f", "arguments": "{}"}
+    response = post(front, input=[history], tools=[{"type": "function", "name": "f"}, group])
+    chat = sent_chat(front)
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["f", "n.f"]
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "n.f"
+    call = response["output"][0]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("n", "f", '{"a": "é"}')
+    assert response["tools"][1]["tools"][0]["name"] == "f"
+
+
 REASONING = [
     (PATH, {"input": "x"}, {}),
     (PATH, {"input": "x", "reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
@@ -217,7 +282,46 @@ def test_conversations(front: Front) -> None:
     assert roles == ["user", "user", "assistant", "user"]
     assert json.loads(get(front, path).body) == made
     assert get(front, path, key="other").status == 404
+    assert post(front, path, metadata={"c": "d"}) == made | {"metadata": {"c": "d"}}
+    assert json.loads(get(front, path).body)["metadata"] == {"c": "d"}
+
+
+def test_the_items_of_a_conversation(front: Front) -> None:
+    path = f"/v1/conversations/{post(front, '/v1/conversations')['id']}"
+
+    def listed(query: str = "") -> list[str]:
+        page = json.loads(get(front, f"{path}/items?order=asc{query}").body)
+        return [part["text"] for item in page["data"] for part in item["content"]]
+
+    added = post(front, f"{path}/items", items=[{"role": "user", "content": text} for text in ("one", "two")])
+    first, second = added["data"]
+    assert (added["first_id"], added["last_id"], added["has_more"]) == (first["id"], second["id"], False)
+    response = post(front, input="three", conversation=path.rpartition("/")[2])
+    assert listed() == ["one", "two", "three", " a"]
+    assert listed(f"&limit=1&after={first['id']}") == ["two"]
+    item = f"{path}/items/{second['id']}"
+    assert json.loads(get(front, item).body) == second
+    for method in ("GET", "DELETE"):
+        assert get(front, item, method, key="other").status == 404
+    assert json.loads(get(front, item, "DELETE").body)["object"] == "conversation"
+    assert get(front, item).status == 404
+    assert get(front, f"{PATH}/{response['id']}", "DELETE").status == 200  # its items stay
+    assert listed() == ["one", "three", " a"]
+    assert front.post(f"{path}/items", json.dumps({"items": [{"content": "x"}] * 21}), **MINE).status == 422
+    post(front, f"{path}/items", items=[{"role": "user", "content": "x" * 3000}])
+    post(front, f"{path}/items", items=[{"role": "user", "content": "x" * 1000}])
+    reply = get(front, f"{path}/items")
+    assert reply.status == 422
+    assert b"longer than a request may be: 4000 bytes" in reply.body
+
+
+def test_a_conversation_that_is_forgotten(front: Front) -> None:
+    made = post(front, "/v1/conversations", items=[{"role": "user", "content": "one"}])
+    path = f"/v1/conversations/{made['id']}"
     assert get(front, path, "DELETE").status == 200
+    for gone in (path, f"{path}/items"):
+        assert get(front, gone).status == 404
+    assert front.post(f"{path}/items", json.dumps({"items": []}), **MINE).status == 404
     body = json.dumps({"input": "x", "conversation": {"id": made["id"]}})
     assert front.post(PATH, body, **MINE).status == 404
 
@@ -376,7 +480,7 @@ def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert await store.get("me", "resp_0") is None
         assert await store.get("other", "small") is not None  # the client that keeps most loses its oldest
         for owner, name in (("other", "theirs"), *(("me", f"conv_{number}") for number in range(9))):
-            await store.put_conversation(owner, name, "{}", None)
+            await store.put_conversation(owner, name, "{}")
         kept = [await store.conversation("me", f"conv_{number}") is not None for number in range(9)]
         assert kept == [False] * 6 + [True] * 3
         assert await store.conversation("other", "theirs") is not None

@@ -35,6 +35,7 @@ from tgi.tokenizer.answers.formats import (
     FALLBACK_FORMATS,
     NAMED_FORMATS,
     REASONING_TAGS,
+    RESPONSE_TEMPLATE_NAMES,
     TOOL_CALL_FORMATS,
     AnswerFormat,
     Channels,
@@ -145,12 +146,24 @@ FORMS = {
                         reasoning=THINK),
     "hy_v3": Form(f"<tool_calls>\n<tool_call>get_weather<tool_sep>\n{KEYS}</tool_call>\n"
                   "<tool_call>now<tool_sep>\n</tool_call>\n</tool_calls>", "<tool_calls> <tool_sep> <arg_key>"),
+    "hy_v4": Form(
+        f"<tool_calls>\n<tool_call>get_weather\n{KEYS}</tool_call>\n<tool_call>now\n</tool_call>\n</tool_calls>",
+                  "<tool_calls> <arg_key> <think>", reasoning=THINK),
+    "k2_horizon": Form(
+        "<ifm|tool_calls>\n<ifm|tool_call>get_weather\n" + KEYS.replace("arg_", "ifm|arg_")
+        + "</ifm|tool_call>\n<ifm|tool_call>now\n</ifm|tool_call>\n</ifm|tool_calls>",
+        "<ifm|tool_calls> <ifm|think>", reasoning=("<ifm|think>\n", "</ifm|think>\n"),
+    ),
+    "iquest_q1": Form(
+        f"<iquest_tool_call>get_weather\n{KEYS}</iquest_tool_call>\n<iquest_tool_call>now\n</iquest_tool_call>",
+                      "<iquest_tool_call>"),
     "glm": Form(f"<tool_call>get_weather\n{KEYS}</tool_call>\n<tool_call>now\n</tool_call>",
                 "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> <think>", reasoning=THINK),
     "deepseek_v41": Form(dsml(" ", "calls"), "<｜DSML｜ calls>"),
     "deepseek_v32": Form(dsml("", "function_calls"), 'dsml_token = "｜DSML｜" <{{ dsml_token }}function_calls> <think>',
                          reasoning=THINK),
     "deepseek_v4": Form(dsml("", "tool_calls"), "<｜DSML｜tool_calls>"),
+    "gigachat35": Form(dsml("", "tool_calls").replace("DSML", "GCML"), "<｜GCML｜tool_calls>"),
     "deepseek_v3": Form(deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", "\n"),
                         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'\n```json"),
     "deepseek_v31": Form(deepseek("", "<｜tool▁sep｜>", "", ""), "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"),
@@ -168,6 +181,11 @@ FORMS = {
     "dots": Form(
         '<dots_function_call>\n<invoke name="get_weather">\n' + NAMED.format("", "", "")
         + '</invoke>\n<invoke name="now">\n</invoke>\n</dots_function_call>', "<dots_function_call>",
+    ),
+    "minicpm5": Form(
+        '<function name="get_weather">\n' + NAMED.format("", "", "").replace("parameter", "param")
+        + '</function>\n<function name="now">\n</function>',
+        '<function name="a"> <param name="b"> <think>', reasoning=THINK,
     ),
     "step3": Form(
         '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
@@ -410,15 +428,15 @@ def test_documentation_lists_all_forms() -> None:
 def test_settings_name_all_forms() -> None:
     forms = (*TOOL_CALL_FORMATS, *NAMED_FORMATS)
     names = {name for known in forms for name in (known.name, *known.also)}
-    assert {*TOOL_CALL_PARSERS} == {"auto", "hf", *names}
-    assert {*REASONING_PARSERS} == {"auto", "hf", *NAMES_OF_REASONING}
+    assert {*TOOL_CALL_PARSERS} == {"auto", *RESPONSE_TEMPLATE_NAMES, *names}
+    assert {*REASONING_PARSERS} == {"auto", *RESPONSE_TEMPLATE_NAMES, *NAMES_OF_REASONING}
     for name in names:
         assert formats_of(name)
 
 
 def test_settings_choose_the_form() -> None:
     """By name, whatever the template shows; a name of several forms stands for the one that the template shows."""
-    for name in TOOL_CALL_PARSERS[2:]:
+    for name in {*TOOL_CALL_PARSERS} - {"auto", *RESPONSE_TEMPLATE_NAMES}:
         found = FormatDetector(name, "none").call_format("{{ messages }}")
         assert found is not None
         assert name in (found.name, *found.also)

@@ -57,7 +57,7 @@ class LoadAdapterResource(_AdapterResource):
                 param="lora_path",
                 counted=False,
             )
-        await self._update(req, name, path)
+        await self._update(req, name, str(PurePosixPath(path)))  # in the form in which workers report it
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(model_info(self._service, name))
 

@@ -19,7 +19,7 @@ from tgi.api.routes.chat import create_chat_generations
 from tgi.api.routes.tokenize import input_tokens
 from tgi.api.service import Resource
 from tgi.api.shapes import messages as shapes
-from tgi.api.shapes.chat import ChatRequest, FunctionDefinition, Message, Tool, ToolCall
+from tgi.api.shapes.chat import ChatRequest, FunctionDefinition, Message, Tool, ToolCall, ToolInMessages
 from tgi.api.shapes.messages import CountTokensRequest, MessagesRequest
 from tgi.api.shapes.native import GrammarType
 from tgi.api.sse import named_event
@@ -41,10 +41,12 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
     output = request.output_config or shapes.OutputConfig()
     form = output.format or request.output_format
     parallel = choice.disable_parallel_tool_use
+    tools = OfferedTools(request.tools or [])
+    messages = _merged(_chat_messages(message, tools) for message in request.messages)
     chat = ChatRequest(
-        messages=[*_system(request.system), *_merged(map(_chat_messages, request.messages))],
+        messages=[*_system(request.system), *messages],
         model=request.model,
-        tools=[_tool(index, tool) for index, tool in enumerate(request.tools or [])] or None,
+        tools=tools.offered or None,
         tool_choice=_tool_choice(choice) if request.tool_choice is not None else None,
         parallel_tool_calls=None if parallel is None else not parallel,
         response_format=None if form is None else GrammarType("json_schema", json_schema={"schema": form.schema}),
@@ -57,13 +59,13 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
             chat.reasoning_effort = "none"
         case None:
             chat.reasoning_effort = output.effort or "none"
+    chat.thinking_token_budget = budget = None if request.thinking is None else request.thinking.budget_tokens
     if isinstance(request, MessagesRequest):
         chat.max_tokens = request.max_tokens
         chat.stop = request.stop_sequences
         chat.stream = request.stream
         for name in ("temperature", "top_k", "top_p"):
             setattr(chat, name, getattr(request, name))
-        budget = None if request.thinking is None else request.thinking.budget_tokens
         if budget is not None and not 0 < budget < request.max_tokens:
             text = f"`thinking.budget_tokens` must be > 0 and < `max_tokens`. Given: {budget}"
             raise errors.validation_error(text, param="thinking.budget_tokens")
@@ -76,7 +78,41 @@ def _system(system: str | list[shapes.TextBlock] | None) -> list[Message]:
     return [Message("system", "\n".join(texts))] if texts else []
 
 
-def _chat_messages(message: shapes.InputMessage) -> Iterator[Message]:
+class OfferedTools:
+    """The tools that the model may call, as the messages of a request leave them.
+
+    A tool with `defer_loading` is shown to the model where a message loads it: the prompt before it stays as it was,
+    and the prefix cache finds it.
+    """
+
+    def __init__(self, tools: Sequence[shapes.MessagesTool]) -> None:
+        """Raises ApiError: 422 for a tool that is not served."""
+        made = [(_tool(index, tool), tool) for index, tool in enumerate(tools)]
+        self.offered = [one for one, tool in made if not tool.defer_loading]
+        self._declared = {tool.name: tool for tool in tools}
+
+    def load(self, tool: str | shapes.MessagesTool) -> str:
+        """Offers a tool, or the one of this name. Returns the text that shows it. Raises ApiError: 422."""
+        if isinstance(tool, str):
+            if (found := self._declared.get(tool)) is None:
+                raise errors.tool_error(
+                    f"a message loads the tool `{tool[:64]}`, which `tools` does not list", "messages"
+                )
+            tool = found
+        self._declared[tool.name] = tool
+        loaded = _tool("messages", tool)
+        if all(one.function.name != tool.name for one in self.offered):
+            self.offered.append(ToolInMessages(loaded.type, loaded.function))
+        shown = {"description": tool.description or "", "name": tool.name, "parameters": tool.input_schema or {}}
+        return f"<function>{msgspec.json.encode(shown).decode()}</function>"
+
+    def remove(self, name: str) -> str:
+        """Offers this tool no longer. Returns the text that says so."""
+        self.offered = [one for one in self.offered if one.function.name != name]
+        return f"The tool {name} is no longer available."
+
+
+def _chat_messages(message: shapes.InputMessage, tools: OfferedTools) -> Iterator[Message]:
     """A turn as messages of a chat: each result of a call is one of its own, before the text that follows it."""
     texts: list[str] = []
     thoughts: list[str] = []
@@ -96,7 +132,11 @@ def _chat_messages(message: shapes.InputMessage) -> Iterator[Message]:
                 if texts:
                     yield Message(message.role, "\n".join(texts))
                     texts = []
-                yield Message("tool", _result_text(content), tool_call_id=call_id)
+                yield Message("tool", _result_text(content, tools), tool_call_id=call_id)
+            case shapes.ToolAdditionBlock(tool=shapes.DefinedTool(tool) | shapes.ReferencedTool(tool)):
+                texts.append(tools.load(tool))
+            case shapes.ToolRemovalBlock(tool=shapes.ReferencedTool(name)):
+                texts.append(tools.remove(name))
             case _:
                 raise _unsupported(block)
     if texts or calls or thoughts:
@@ -106,14 +146,18 @@ def _chat_messages(message: shapes.InputMessage) -> Iterator[Message]:
         )
 
 
-def _result_text(content: str | Sequence[shapes.ResultBlock] | None) -> str:
+def _result_text(content: str | Sequence[shapes.ResultBlock] | None, tools: OfferedTools) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for block in content:
-        if not isinstance(block, shapes.TextBlock):
-            raise _unsupported(block)
-        texts.append(block.text)
+        match block:
+            case shapes.TextBlock(text):
+                texts.append(text)
+            case shapes.ToolReferenceBlock(name):
+                texts.append(tools.load(name))
+            case _:
+                raise _unsupported(block)
     return "\n".join(texts)
 
 
@@ -146,10 +190,10 @@ def _merged(turns: Iterable[Iterable[Message]]) -> list[Message]:
     return merged
 
 
-def _tool(index: int, tool: shapes.MessagesTool) -> Tool:
+def _tool(where: int | str, tool: shapes.MessagesTool) -> Tool:
     if tool.type not in (None, "custom"):
         text = f"the tool `{tool.type}` is not served here: only tools with a name and an `input_schema` are"
-        raise errors.tool_error(text, f"tools[{index}].type")
+        raise errors.tool_error(text, f"tools[{where}].type" if isinstance(where, int) else where)
     return Tool("function", FunctionDefinition(
         tool.name, tool.description, parameters=msgspec.UNSET if tool.input_schema is None else tool.input_schema,
         strict=tool.strict,

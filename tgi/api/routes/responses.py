@@ -5,7 +5,7 @@ import base64
 import binascii
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from msgspec import Raw
 from tgi.api import errors, request_metrics
 from tgi.api.answer import Answer, Outcome
 from tgi.api.clients import Client
+from tgi.api.custom_tools import CustomFormat, InputReader, custom_function, input_arguments
 from tgi.api.errors import ApiError
 from tgi.api.generation import FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
@@ -23,6 +24,7 @@ from tgi.api.requests import Generation
 from tgi.api.response_store import RUNNING, HistoryTooLong, Items, StoredResponse
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations, logprob_items
+from tgi.api.routes.conversations import conversation_items
 from tgi.api.routes.stored_responses import (
     StoredFormatter,
     StoredStream,
@@ -75,7 +77,7 @@ def chat_request(
         messages=chat_messages(request.instructions, items, kept),
         model=request.model,
         max_tokens=request.max_output_tokens,
-        tools=[_tool(index, tool) for index, tool in enumerate(request.tools or [])] or None,
+        tools=list(_tools(request.tools or [])) or None,
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_grammar(text.format),
@@ -129,9 +131,16 @@ def chat_messages(instructions: str | None, items: Sequence[InputItem], kept: in
                 call_id = item.call_id or item.id or ""
                 if item.name is None:
                     raise errors.validation_error(f"`{where}` has no `name`", param=where)
-                function = FunctionDefinition(item.name, arguments=item.arguments or "{}")
+                name = _full_name(item.namespace, item.name)
+                function = FunctionDefinition(name, arguments=item.arguments or "{}")
                 calls.append(ToolCall(call_id, "function", function))
-            case "function_call_output":
+            case "custom_tool_call":
+                if item.name is None:
+                    raise errors.validation_error(f"`{where}` has no `name`", param=where)
+                name = _full_name(item.namespace, item.name)
+                function = FunctionDefinition(name, arguments=input_arguments(item.input or ""))
+                calls.append(ToolCall(item.call_id or item.id or "", "function", function))
+            case "function_call_output" | "custom_tool_call_output":
                 end_turn()
                 messages.append(Message("tool", _text(item.output, where), tool_call_id=item.call_id))
             case kind:
@@ -167,14 +176,46 @@ def _reasoning(item: InputItem, where: str) -> str:
     return "".join(_part_text(part, where) for part in item.summary or [])
 
 
-def _tool(index: int, tool: shapes.ResponsesTool) -> Tool:
-    if tool.type != "function":
-        text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` are"
-        raise errors.tool_error(text, f"tools[{index}].type")
-    return Tool("function", FunctionDefinition(
-        tool.name or "", tool.description, parameters=msgspec.UNSET if tool.parameters is None else tool.parameters,
-        strict=tool.strict,
-    ))  # fmt: skip
+def _tools(given: Sequence[shapes.ResponsesTool], where: str = "tools", namespace: str = "") -> Iterator[Tool]:
+    """The tools as functions, also those of namespaces, whose names the model knows with that of the namespace in
+    front."""
+    for index, tool in enumerate(given):
+        place, name = f"{where}[{index}]", _full_name(namespace, tool.name)
+        if tool.type == "namespace" and not namespace and tool.name:
+            yield from _tools(tool.tools or (), f"{place}.tools", tool.name)
+        elif tool.type == "custom":
+            yield _custom_tool(tool, name, place)
+        elif tool.type == "function":
+            yield Tool("function", FunctionDefinition(
+                name, tool.description, strict=tool.strict,
+                parameters=msgspec.UNSET if tool.parameters is None else tool.parameters,
+            ))  # fmt: skip
+        else:
+            text = f"the tool `{tool.type[:64]}` is not served here: only tools of type `function` and `custom` are"
+            raise errors.tool_error(text, f"{place}.type")
+
+
+def _custom_tool(tool: shapes.ResponsesTool, name: str, where: str) -> Tool:
+    form = tool.format or shapes.ToolFormat()
+    given = CustomFormat(form.syntax or "", form.definition or "") if form.type == "grammar" else None
+    try:
+        return Tool("function", custom_function(name, tool.description, given))
+    except ValueError as error:
+        raise errors.tool_error(f"`definition` of the tool `{name}` {error}", f"{where}.format") from None
+
+
+def _grouped_tools(given: Sequence[shapes.ResponsesTool]) -> Iterator[tuple[str, shapes.ResponsesTool]]:
+    """Each tool with the name of its namespace, or ""."""
+    for one in given:
+        if one.type == "namespace":
+            yield from ((one.name or "", tool) for tool in one.tools or ())
+        else:
+            yield "", one
+
+
+def _full_name(namespace: str | None, name: str | None) -> str:
+    """By which the model knows a function. Names in OpenAI's protocol have no dot."""
+    return f"{namespace}.{name}" if namespace and name else name or ""
 
 
 def _tool_choice(choice: str | shapes.ResponsesToolChoice | None) -> Any:
@@ -183,9 +224,9 @@ def _tool_choice(choice: str | shapes.ResponsesToolChoice | None) -> Any:
             raise errors.tool_error("`tool_choice` is `none`, `auto`, `required` or an object", "tool_choice")
         return choice
     for kind in (choice.type, *(tool.type for tool in choice.tools or [])):
-        if kind not in ("function", "allowed_tools"):
+        if kind not in ("function", "custom", "allowed_tools"):
             raise errors.tool_error(f"the tool `{kind[:64]}` is not served here", "tool_choice.type")
-    if choice.type == "function":
+    if choice.type != "allowed_tools":
         return [choice.name or ""]  # a list: a function may be called `auto`
     allowed = [NamedTool(FunctionName(tool.name or "")) for tool in choice.tools or []]
     return ToolChoiceObject("allowed_tools", allowed_tools=AllowedTools(choice.mode or "auto", allowed))
@@ -217,6 +258,9 @@ class ResponseFormatter(StoredFormatter):
         self._wants_logprobs = False
         self._as_summary = False
         self._encrypted = False
+        self._namespaces: dict[str, tuple[str, str]] = {}  # and names of the tools in them, by their full names
+        self._custom_tools: set[str] = set()  # full names
+        self._input = InputReader()  # of the open call of a custom tool
 
     def configure(self, request: ResponsesRequest) -> "ResponseFormatter":
         """Applies what the request asks for besides the answer."""
@@ -224,6 +268,12 @@ class ResponseFormatter(StoredFormatter):
         self._wants_logprobs = request.top_logprobs is not None or LOGPROBS in include
         self._encrypted = ENCRYPTED_REASONING in include
         self._as_summary = bool(reasoning.summary or reasoning.generate_summary)
+        for group, tool in _grouped_tools(request.tools or ()):
+            full_name = _full_name(group, tool.name)
+            if tool.type == "custom":
+                self._custom_tools.add(full_name)
+            if group and tool.name:
+                self._namespaces[full_name] = group, tool.name
         return self
 
     def opening_events(self) -> list[str]:
@@ -315,8 +365,17 @@ class ResponseFormatter(StoredFormatter):
             case PartKind.CALL:
                 events = self._close_item("completed")
                 call_id = f"call_{self._key.hex_id(f'call 0 {len(self.response.output)}')}"
-                call = shapes.CallItem(self._id("fc"), "in_progress", call_id, part.text, "")
+                namespace, name = self._namespaces.get(part.text, (msgspec.UNSET, part.text))
+                call: shapes.OutputItem = shapes.CallItem(self._id("fc"), "in_progress", call_id, name, "", namespace)
+                if part.text in self._custom_tools:
+                    call = shapes.CustomCallItem(self._id("ctc"), "in_progress", call_id, name, "", namespace)
+                    self._input = InputReader()
                 return [*events, *self._open_item(call)]
+            case _ if isinstance(self._item, shapes.CustomCallItem):
+                if not (text := self._input.read(part.text)):
+                    return []
+                self._pieces.append(text)
+                return [self._event(shapes.CustomInputDelta, **self._place, delta=text)]
             case _:
                 delta = self._event(shapes.CallArgumentsDelta, **self._place, delta=part.text)
         self._pieces.append(part.text)
@@ -351,6 +410,9 @@ class ResponseFormatter(StoredFormatter):
             case shapes.CallItem():
                 item.arguments = text
                 events.append(self._event(shapes.CallArgumentsDone, **self._place, name=item.name, arguments=text))
+            case shapes.CustomCallItem():
+                item.input = text
+                events.append(self._event(shapes.CustomInputDone, **self._place, input=text))
         item.status = status
         events.append(self._event(shapes.OutputItemDone, output_index=len(self.response.output), item=item))
         self.response.output.append(item)
@@ -403,10 +465,8 @@ class ResponsesResource(Resource):
         if request.background and not stored:
             text = "`background` needs `store`, and a server with --response-ttl above 0"
             raise errors.validation_error(text, param="background")
-        conversation = request.conversation
-        conversation_id = conversation if conversation is None or isinstance(conversation, str) else conversation.id
-        previous = await self._previous(client, request, conversation_id)
-        history = [] if previous is None else await read_history(service, client, previous)
+        conversation_id, history = await self._history(client, request)
+        previous = request.previous_response_id
         key = response_key(req, resumable=bool(request.stream and service.settings.resume_window))
         given = stored_items(request.input, key)
         items = msgspec.convert([*history, *given], list[InputItem])
@@ -438,16 +498,16 @@ class ResponsesResource(Resource):
             await keep()
             resp.data, resp.text = msgspec.json.encode(response), None
 
-    async def _previous(self, client: Client, request: ResponsesRequest, conversation_id: str | None) -> str | None:
-        """The response that this one goes on from. Raises ApiError: 422, and 404 for an unknown conversation."""
-        if conversation_id is None:
-            return request.previous_response_id
-        if request.previous_response_id is not None:
-            text = "`previous_response_id` and `conversation` exclude each other"
-            raise errors.validation_error(text, param="previous_response_id")
-        if (found := await self._service.responses.conversation(client.name, conversation_id)) is None:
-            raise errors.not_kept("conversation", conversation_id, "conversation")
-        return found[1]
+    async def _history(self, client: Client, request: ResponsesRequest) -> tuple[str | None, Items]:
+        """The conversation that a request names, and the items before its own. Raises ApiError."""
+        conversation, previous = request.conversation, request.previous_response_id
+        conversation_id = conversation if conversation is None or isinstance(conversation, str) else conversation.id
+        if conversation_id is not None:
+            if previous is not None:
+                text = "`previous_response_id` and `conversation` exclude each other"
+                raise errors.validation_error(text, param="previous_response_id")
+            return conversation_id, await conversation_items(self._service, client.name, conversation_id)
+        return None, [] if previous is None else await read_history(self._service, client, previous)
 
 
 class ResponseInputTokensResource(ResponsesResource):
@@ -457,10 +517,8 @@ class ResponseInputTokensResource(ResponsesResource):
         """Answers with the number of tokens of the prompt, without generating."""
         request = await self._service.read_body(req, self.body)
         request_metrics.count_request(req)
-        service, client, conversation = self._service, req.context.client, request.conversation
-        name = conversation if conversation is None or isinstance(conversation, str) else conversation.id
-        previous = await self._previous(client, request, name)
-        history = [] if previous is None else await read_history(service, client, previous)
+        service = self._service
+        _, history = await self._history(req.context.client, request)
         given = stored_items(request.input, response_key(req))
         items = msgspec.convert([*history, *given], list[InputItem])
         chat = chat_request(request, items, len(history), service.router.limits)

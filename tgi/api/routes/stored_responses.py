@@ -1,5 +1,5 @@
 """What POST /v1/responses has stored: GET and DELETE /v1/responses/{id}, its input items, background responses (their
-stream, cancel) and conversations. All is the client's own."""
+stream, cancel). All is the client's own."""
 
 import asyncio
 import json
@@ -13,7 +13,6 @@ from tgi.api import errors
 from tgi.api.asgi import RECEIVE_KEY, DisconnectWatcher
 from tgi.api.clients import Client
 from tgi.api.generation import AnswerFormatter
-from tgi.api.json_body import JsonBody
 from tgi.api.requests import Generation
 from tgi.api.response_store import BEAT_SECONDS, RUNNING, Items, ResponseStore, StoredResponse
 from tgi.api.resumption import ResponseKey
@@ -246,51 +245,15 @@ class InputItemsResource(PrivateResource):
     on_head = on_get  # falcon omits the body
 
 
-class ConversationsResource(PrivateResource):
-    """POST /v1/conversations."""
-
-    body = JsonBody(shapes.ConversationRequest)
-
-    async def on_post(self, req: Request, resp: Response) -> None:
-        """Begins a conversation, with its first items if there are any."""
-        request = await self._service.read_body(req, self.body)
-        store, owner, key = self._service.responses, req.context.client.name, ResponseKey.new()
-        conversation = shapes.ConversationObject(f"conv_{key.response_id}", key.created, request.metadata or {})
-        head = None
-        if items := stored_items(request.items, key):
-            head = f"items_{key.response_id}"
-            await store.put(StoredResponse(head, owner, None, "completed", "", json.dumps(items)))
-        body = msgspec.json.encode(conversation)
-        await store.put_conversation(owner, conversation.id, body.decode(), head)
-        resp.content_type, resp.data = "application/json", body
-
-
-class ConversationResource(PrivateResource):
-    """GET and DELETE /v1/conversations/{conversation_id}."""
-
-    async def on_get(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Answers with the conversation."""
-        found = await self._service.responses.conversation(req.context.client.name, conversation_id)
-        if found is None:
-            raise errors.not_kept("conversation", conversation_id)
-        resp.content_type, resp.text = "application/json", found[0]
-
-    on_head = on_get  # falcon omits the body
-
-    async def on_delete(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Forgets the conversation."""
-        if not await self._service.responses.delete_conversation(req.context.client.name, conversation_id):
-            raise errors.not_kept("conversation", conversation_id)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(shapes.ResponseDeleted(conversation_id, "conversation.deleted", True))
-
-
 def stored_items(given: str | Sequence[shapes.InputItem] | None, key: ResponseKey) -> Items:
     """The items of a request as they are kept and listed: each has a type and an id."""
     if isinstance(given, str):
         given = [shapes.InputItem(role="user", content=given)]
-    prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-    items: Items = []
+    prefixes = {
+        "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+        "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+    }  # fmt: skip
+    items: list[dict[str, Any]] = []
     for index, item in enumerate(given or []):
         built = msgspec.to_builtins(item)
         built["type"] = item.type or "message"
@@ -321,7 +284,7 @@ def item_list(req: Request, items: Items) -> shapes.ItemList:
     begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), 0)
     shown = items[begin : begin + limit]
     ids = [item["id"] for item in shown] or [None]
-    return shapes.ItemList(shown, ids[0], ids[-1], begin + limit < len(items))
+    return shapes.ItemList([*shown], ids[0], ids[-1], begin + limit < len(items))
 
 
 def query_number(req: Request, name: str, default: int, most: int) -> int:

@@ -55,7 +55,8 @@ async def input_tokens(service: Service, req: Request, request: ChatRequest) -> 
     tools."""
     chat = chat_prompt_json(request, ToolSelection.from_request(request))
     count = len((await tokenize(service, req, chat=chat)).token_ids) // ITEM_BYTES
-    return count if request.truncate_prompt_tokens is None else min(count, request.truncate_prompt_tokens)
+    kept = request.truncate_prompt_tokens
+    return count if kept is None or kept < 0 else min(count, kept)  # negative: all, as in vLLM
 
 
 class TokenizeResource(Resource):

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct
 
 from tgi.api.shapes.openai import OpenAiRequest
-from tgi.api.shapes.types import ShapeError, UInt32, doc
+from tgi.api.shapes.types import Int32, ShapeError, UInt32, doc
 
 _BODY = Meta(extra={"untagged": "MessageBody", "owner": True})
 
@@ -72,6 +72,12 @@ class Tool(Struct):
 
     type: Annotated[str, doc(example="function")]
     function: FunctionDefinition
+
+
+class ToolInMessages(Tool):
+    """One that a message shows to the model. No client sends it: routes make it for the tokenizer."""
+
+    in_messages: bool = True
 
 
 class ToolCall(Struct):
@@ -163,12 +169,14 @@ class ReasoningOptions(Struct):
 
     effort: Annotated[str | None, doc("The same as `reasoning_effort`", example="none")] = None
     enabled: Annotated[bool | None, doc("Switches reasoning on or off", example=False)] = None
+    max_tokens: Annotated[UInt32 | None, doc("The same as `thinking_token_budget`")] = None
 
 
 class ThinkingOptions(Struct):
-    """Reasoning as clients of DeepSeek, GLM and Kimi ask for it."""
+    """Reasoning as clients of DeepSeek, GLM, Kimi and Anthropic ask for it."""
 
     type: Annotated[str | None, doc("`enabled` or `disabled`; anything else leaves it to the model")] = None
+    budget_tokens: Annotated[UInt32 | None, doc("The same as `thinking_token_budget`")] = None
 
 
 class ChatRequest(OpenAiRequest):
@@ -235,6 +243,14 @@ class ChatRequest(OpenAiRequest):
     thinking: ThinkingOptions | bool | None = None
     think: Annotated[bool | str | None, doc("Switches reasoning on or off, or the same as `reasoning_effort`")] = None
     enable_thinking: Annotated[bool | None, doc("Switches reasoning on or off", example=False)] = None
+    thinking_token_budget: Annotated[
+        Int32 | None,
+        doc(
+            "After this many tokens of reasoning its end is forced, and the answer follows; negative: no limit",
+            example=1024,
+        ),
+    ] = None
+    thinking_budget: Annotated[Int32 | None, doc("Another name of `thinking_token_budget`")] = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
@@ -258,9 +274,23 @@ class ChatRequest(OpenAiRequest):
         switches = (reasoning.enabled, thinking, self.think, self.enable_thinking)
         effort = next((one for one in efforts if one is not None), None)
         switch = next((one for one in switches if isinstance(one, bool)), None)
+        fields: dict[str, Any] = {} if (budget := self._thinking_budget) is None else {"thinking_budget": budget}
         if effort is None and switch is not None:
-            return {"thinking": True} if switch else {"reasoning_effort": "none"}
-        return {} if effort is None else {"reasoning_effort": effort}
+            return fields | ({"thinking": True} if switch else {"reasoning_effort": "none"})
+        return fields if effort is None else fields | {"reasoning_effort": effort}
+
+    @property
+    def _thinking_budget(self) -> int | None:
+        """The tokens of reasoning, from the first field that says it; None: no limit."""
+        given = (
+            self.thinking_token_budget,
+            self.thinking_budget,
+            None if self.reasoning is None else self.reasoning.max_tokens,
+            self.thinking.budget_tokens if isinstance(self.thinking, ThinkingOptions) else None,
+            (self.chat_template_kwargs or {}).get("thinking_budget"),
+        )
+        budget = next((one for one in given if type(one) is int), -1)
+        return budget if 0 <= budget < 1 << 31 else None
 
     def chat(self, tools: Sequence[Tool], must_call: bool) -> bytes:
         """The chat as JSON for the tokenizer (keys: tokenizer/chat.py). `tools` are those that may be called."""

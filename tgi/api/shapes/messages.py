@@ -48,7 +48,13 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
     input: dict[str, Any]
 
 
-ResultBlock = TextBlock | ImageBlock | DocumentBlock
+class ToolReferenceBlock(Struct, tag_field="type", tag="tool_reference"):
+    """A tool of the request that a search for tools has found: the model may call it from here on."""
+
+    tool_name: str
+
+
+ResultBlock = TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock
 
 
 class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
@@ -57,24 +63,6 @@ class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[ResultBlock] | None = None
     is_error: Annotated[bool | None, doc("Without effect: the content tells it")] = None
-
-
-ContentBlock = (
-    TextBlock
-    | ImageBlock
-    | DocumentBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-    | ToolUseBlock
-    | ToolResultBlock
-)  # fmt: skip
-
-
-class InputMessage(Struct):
-    """One turn of a chat. Turns of one role that follow each other are one turn."""
-
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[str | list[ContentBlock], Meta(title="InputContent")]
 
 
 class MessagesTool(Struct):
@@ -87,6 +75,53 @@ class MessagesTool(Struct):
     strict: Annotated[
         bool | None, doc("Whether a keyword of the schema that cannot be enforced is an error, not a hint")
     ] = None
+    defer_loading: Annotated[
+        bool | None, doc("Whether the model knows it only from the block of a message that loads it")
+    ] = None
+
+
+class ReferencedTool(Struct, tag_field="type", tag="tool_reference"):
+    """Names a tool of the request."""
+
+    name: str
+
+
+class DefinedTool(Struct, tag_field="type", tag="tool_definition"):
+    """A tool that the request does not list in `tools`."""
+
+    definition: MessagesTool
+
+
+class ToolAdditionBlock(Struct, tag_field="type", tag="tool_addition"):
+    """The model may call this tool from here on."""
+
+    tool: ReferencedTool | DefinedTool
+
+
+class ToolRemovalBlock(Struct, tag_field="type", tag="tool_removal"):
+    """The model may not call this tool any more."""
+
+    tool: ReferencedTool
+
+
+ContentBlock = (
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ToolAdditionBlock
+    | ToolRemovalBlock
+)  # fmt: skip
+
+
+class InputMessage(Struct):
+    """One turn of a chat. Turns of one role that follow each other are one turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[str | list[ContentBlock], Meta(title="InputContent")]
 
 
 class ToolUseChoice(Struct):
@@ -105,7 +140,7 @@ class ThinkingConfig(Struct):
         doc("`adaptive` and `between_tools` leave it to the model; without `thinking` it is off"),
     ]
     budget_tokens: Annotated[
-        UInt32 | None, doc("How much the model should think: below `max_tokens`. It is not enforced", minimum=1)
+        UInt32 | None, doc("After this many tokens of thinking its end is forced: below `max_tokens`", minimum=1)
     ] = None
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from tgi.api.shapes.types import Float32, ResponseBody, ShapeError, UInt32, any_of, doc
 
@@ -36,8 +36,9 @@ InputParts = Annotated[str | list[InputPart], Meta(title="InputParts", extra={"u
 
 
 class InputItem(Struct, omit_defaults=True):
-    """A message (`role`, `content`), a call (`function_call` with `call_id`, `name`, `arguments`), its result
-    (`function_call_output` with `call_id`, `output`), or earlier reasoning (`reasoning`)."""
+    """A message (`role`, `content`), a call (`function_call` with `call_id`, `name`, `arguments`, `custom_tool_call`
+    with `input`), its result (`function_call_output` or `custom_tool_call_output` with `call_id`, `output`), or earlier
+    reasoning (`reasoning`)."""
 
     type: Annotated[str | None, doc(example="message")] = None
     id: str | None = None
@@ -45,23 +46,44 @@ class InputItem(Struct, omit_defaults=True):
     content: InputParts | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: InputParts | None = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
     status: str | None = None
 
 
-class ResponsesTool(Struct):
-    """A function that the model may call."""
+class ToolFormat(Struct, omit_defaults=True):
+    """What the input of a custom tool must match."""
 
-    type: Annotated[str, doc("`function`. Others are refused by name", example="function")]
+    type: Literal["text", "grammar"] = "text"
+    syntax: Annotated[Literal["lark", "regex"] | None, doc("Of the grammar")] = None
+    definition: Annotated[str | None, doc("The grammar")] = None
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError for a grammar without its members."""
+        for name in ("syntax", "definition"):
+            if self.type == "grammar" and getattr(self, name) is None:
+                raise ShapeError(f"missing field `{name}`")
+
+
+class ResponsesTool(Struct):
+    """A function that the model may call, a custom tool, whose input is text, or a group of such tools."""
+
+    type: Annotated[
+        str,
+        doc("`function`, `custom`, or `namespace`: a group of them. Others are refused by name", example="function"),
+    ]
     name: str | None = None
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, doc("JSON schema of its arguments")] = None
     strict: Annotated[
         bool | None, doc("Whether a keyword of the schema that cannot be enforced is an error, not a hint")
     ] = None
+    format: Annotated[ToolFormat | UnsetType | None, doc("Of the input of a custom tool")] = UNSET
+    tools: Annotated[list["ResponsesTool"] | UnsetType, doc("The tools of a namespace")] = UNSET
 
 
 class ToolOfResponses(Struct, omit_defaults=True):
@@ -74,7 +96,7 @@ class ToolOfResponses(Struct, omit_defaults=True):
 class ResponsesToolChoice(Struct, omit_defaults=True):
     """The function that must be called, or those that may be."""
 
-    type: Annotated[str, doc("`function` or `allowed_tools`. Others are refused by name", example="function")]
+    type: Annotated[str, doc("`function`, `custom` or `allowed_tools`. Others are refused by name", example="function")]
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[ToolOfResponses] | None = None
@@ -159,6 +181,30 @@ class ResponsesRequest(Struct, kw_only=True):
         check_metadata(self.metadata)
 
 
+MAX_ITEMS_AT_ONCE = 20
+
+
+class ConversationUpdate(Struct):
+    """Body of POST /v1/conversations/{conversation_id}."""
+
+    metadata: Metadata
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError."""
+        check_metadata(self.metadata)
+
+
+class ItemsRequest(Struct):
+    """Body of POST /v1/conversations/{conversation_id}/items."""
+
+    items: Annotated[list[InputItem], doc("At most 20, which are appended")]
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError."""
+        if len(self.items) > MAX_ITEMS_AT_ONCE:
+            raise ShapeError(f"invalid length {len(self.items)}, expected at most {MAX_ITEMS_AT_ONCE}", "items")
+
+
 class ConversationRequest(Struct):
     """Body of POST /v1/conversations."""
 
@@ -225,9 +271,21 @@ class CallItem(ResponseBody, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: Annotated[str | UnsetType, doc("That of the function, if it has one")] = UNSET
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(ResponseBody, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool. `input` may be cut off where the status is `incomplete`."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+    namespace: Annotated[str | UnsetType, doc("That of the tool, if it has one")] = UNSET
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class CachedInputTokens(ResponseBody):
@@ -473,12 +531,24 @@ class CallArgumentsDone(_PartEvent, tag_field="type", tag="response.function_cal
     arguments: str
 
 
+class CustomInputDelta(_PartEvent, tag_field="type", tag="response.custom_tool_call_input.delta"):
+    """More of the input of a custom tool."""
+
+    delta: str
+
+
+class CustomInputDone(_PartEvent, tag_field="type", tag="response.custom_tool_call_input.done"):
+    """The input of a custom tool is complete."""
+
+    input: str
+
+
 ResponseEvent = Annotated[
     Any,
     any_of(
         "ResponseEvent", ResponseCreated, ResponseQueued, ResponseInProgress, ResponseCompleted, ResponseIncomplete,
         ResponseFailed, OutputItemAdded, OutputItemDone, ContentPartAdded, ContentPartDone, OutputTextDelta,
         OutputTextDone, ReasoningTextDelta, ReasoningTextDone, SummaryPartAdded, SummaryPartDone, SummaryTextDelta,
-        SummaryTextDone, CallArgumentsDelta, CallArgumentsDone,
+        SummaryTextDone, CallArgumentsDelta, CallArgumentsDone, CustomInputDelta, CustomInputDone,
     ),
 ]  # fmt: skip

@@ -295,9 +295,10 @@ def remove_leftovers(run: Path) -> None:
             _remove(path)
 
 
-def suspects_path(run: Path, name: str) -> Path:
-    """The file in which a scheduler keeps what its successor must know of requests that crash processes."""
-    return run / f"{name}.suspects"
+def successor_path(run: Path, name: str) -> Path:
+    """The file in which a scheduler keeps what its successor must know: requests that crash processes, and changes of
+    adapters."""
+    return run / f"{name}.successor"
 
 
 def quarantine_path(run: Path) -> Path:
@@ -305,9 +306,9 @@ def quarantine_path(run: Path) -> Path:
     return run / "quarantine.json"
 
 
-def forget_crashes(run: Path) -> None:
-    """Ends all suspicions and quarantines, for the first supervisor of a run directory."""
-    for path in (*run.glob("*.suspects"), quarantine_path(run)):
+def forget_server(run: Path) -> None:
+    """Ends all suspicions, quarantines and changes of adapters, for the first supervisor of a run directory."""
+    for path in (*run.glob("*.successor"), quarantine_path(run)):
         _remove(path)
 
 

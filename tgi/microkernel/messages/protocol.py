@@ -98,6 +98,7 @@ class PredecessorState(NamedTuple):
 
     suspects: list[SuspectRecord]
     last_exit: LastExit | None = None
+    adapter_changes: list["UpdateAdapter"] = []  # by name the latest that is wanted, see WorkerAdapters
 
 
 class ModelTask(StrEnum):
@@ -242,7 +243,6 @@ class LoadedAdapter(NamedTuple):
     name: str
     path: str  # its directory
     digest: bytes
-    stamp: int = 0  # of the UpdateAdapter that has loaded it; 0: it was loaded at start
 
 
 class UpdateAdapter(NamedTuple):
@@ -591,7 +591,7 @@ class SlotAssignment(NamedTuple):
     sampling: bytes  # encoded SamplingParams
     prompt_logprobs_from: int = 0
     prompt_top_n: int = 0
-    extras: list[PageExtra] = []  # as in Add, for HeldPages
+    extras: list[PageExtra] = []  # of its pages, the adapter included; HeldPages tells them to the next scheduler
 
 
 class Step(NamedTuple):
@@ -658,8 +658,7 @@ class HeldPages(NamedTuple):
 
     token_ids: bytes  # int32, as many as the pages hold
     page_ids: bytes  # int32
-    cache_salt: bytes = b""  # as in Add
-    extras: list[PageExtra] = []  # as in Add
+    extras: list[PageExtra] = []  # as in SlotAssignment
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------------------

@@ -336,6 +336,11 @@ class SamplingParams(NamedTuple):
             openai=RequestField(example=0.2),
         ),
     ] = 0.1
+    reasoning_budget: Annotated[int, "tokens of reasoning, with reasoning_close_ids; from the tokenizer"] = 0
+    reasoning_open_ids: Annotated[bytes, 'int32: what begins reasoning; b"": the answer begins within it'] = b""
+    reasoning_close_ids: Annotated[bytes, 'int32: what is forced after the budget; b"": there is no budget'] = b""
+    reasoning_special_ids: Annotated[bytes, "int32: those of both that are special tokens, which no text equals"] = b""
+    reasoning_repeats: Annotated[bool, "whether reasoning may begin later than at the beginning, and again"] = False
 
     @property
     def samples(self) -> bool:

@@ -275,7 +275,7 @@ class Supervisor:
         self._last_exits.pop(spec.name, None)  # a later process of this name does not take over its requests
         self._remove_socket(spec)
         if spec.role == "scheduler":
-            rundir.suspects_path(self.settings.run_dir, spec.name).unlink(missing_ok=True)
+            rundir.successor_path(self.settings.run_dir, spec.name).unlink(missing_ok=True)
         if spec.lock is not None:
             spec.lock.release()
 

@@ -55,21 +55,23 @@ LOAD_FORMATS = ("auto", "dummy")
 # Names of the forms of tool calls and of reasoning: those of vLLM and SGLang, where the form is known here. A test
 # compares them with the tables in tgi/tokenizer/answers/formats.py.
 TOOL_CALL_PARSERS = (
-    "auto", "hf", "apertus", "cohere_command3", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
-    "deepseek_v41", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "deepseekv41", "dots", "functiongemma",
-    "gemma4", "gigachat3", "glm", "glm45", "glm47", "gpt-oss", "granite", "granite-20b-fc", "granite4", "harmony",
-    "hermes", "hunyuan_a13b", "hy_v3", "internlm", "interns1", "jamba", "kimi_k2", "lfm2", "ling3", "llama3",
-    "llama3_json", "llama4_json", "llama4_pythonic", "longcat", "mimo", "minimax-m2", "minimax_m2", "mistral",
-    "mistral-args", "mistral-ids", "nanbeige", "nemotron_json", "nemotron_v3", "olmo3", "openai", "phi4_mini_json",
-    "plamo3", "poolside_v1", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_json", "qwen3_xml", "seed_oss",
-    "step3", "step3p5", "step5", "trinity", "xlam",
+    "auto", "hf", "apertus", "apertus2509", "cohere_command3", "cohere_command4", "deepseek_v3", "deepseek_v31",
+    "deepseek_v32", "deepseek_v4", "deepseek_v41", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4",
+    "deepseekv41", "dots", "ernie45", "functiongemma", "gemma4", "gigachat3", "gigachat35", "glm", "glm45", "glm47",
+    "gpt-oss", "granite", "granite-20b-fc", "granite4", "harmony", "hermes", "hunyuan", "hunyuan_a13b", "hy_v3",
+    "hy_v4", "internlm", "interns1", "iquest_q1", "jamba", "k2_horizon", "kimi_k2", "lfm2", "ling3", "llama3",
+    "llama3_json", "llama4_json", "llama4_pythonic", "longcat", "mimo", "minicpm5", "minimax-m2", "minimax_m2",
+    "mistral", "mistral-args", "mistral-ids", "nanbeige", "nemotron_json", "nemotron_v3", "olmo3", "openai",
+    "phi4_mini_json", "plamo3", "poolside_v1", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_json", "qwen3_xml",
+    "response_template", "seed_oss", "spark25", "step3", "step3p5", "step5", "trinity", "xlam",
 )  # fmt: skip
 REASONING_PARSERS = (
-    "auto", "hf", "apertus", "cohere_command3", "deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41",
-    "deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "dots", "gemma4", "gigachat35", "glm45", "glm47",
-    "gpt-oss", "granite_thinking_parser", "holo2", "hy_v3", "interns1", "kimi_k2", "ling3", "mimo", "minimax",
-    "minimax_m2", "mistral", "nanbeige", "nemotron_3", "nemotron_v3", "none", "olmo3", "openai_gptoss", "plamo3",
-    "poolside_v1", "qwen3", "qwen3-thinking", "seed_oss", "step3", "step3p5", "step5", "think",
+    "auto", "hf", "apertus", "cohere_command3", "cohere_command4", "deepseek-r1", "deepseek-v3", "deepseek-v4",
+    "deepseek-v41", "deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "dots", "ernie45", "gemma4",
+    "gigachat35", "glm45", "glm47", "gpt-oss", "granite", "granite_thinking_parser", "holo2", "hy_v3", "hy_v4",
+    "interns1", "k2_horizon", "kimi_k2", "ling3", "mimo", "minimax", "minimax_m2", "minimax_m3", "mistral", "nanbeige",
+    "nemotron_3", "nemotron_v3", "none", "olmo3", "openai_gptoss", "plamo3", "poolside_v1", "qwen3", "qwen3-thinking",
+    "response_template", "seed_oss", "step3", "step3p5", "step5", "think",
 )  # fmt: skip
 # Values of --kv-cache-dtype, by the device.
 GPU_KV_CACHE_DTYPES, CPU_KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2"), ("bfloat16", "int8")
@@ -568,6 +570,16 @@ class Settings:
         env=("TGI_SCRIPTED_STEP_US",),
         hidden=True,
     )
+    scripted_answers: str | None = setting(
+        OPERATIONS,
+        None,
+        "A JSON file with answers of the scripted worker: a list of pairs of token ids that occur in a prompt in this "
+        "order, and the ids of its answer. The first pair that fits a prompt counts.",
+        text,
+        env=("TGI_SCRIPTED_ANSWERS",),
+        hidden=True,
+        unset="tokens without meaning",
+    )
 
     # Hosts
     listen: str | None = setting(
@@ -775,7 +787,15 @@ RELOADED_MODEL = (
 )  # fmt: skip
 # The settings of a worker that a `tgi worker` on another host is given.
 WORKER_GROUPS = (MODEL, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATION)
-WORKER_OPERATIONS = ("json_output", "log_level", "start_timeout", "hang_timeout", "worker", "scripted_step_us")
+WORKER_OPERATIONS = (
+    "json_output",
+    "log_level",
+    "start_timeout",
+    "hang_timeout",
+    "worker",
+    "scripted_step_us",
+    "scripted_answers",
+)
 NOT_OF_WORKERS = ("sharded", "num_shard", "replicas")  # what they say is said by the number of the commands
 RELOADED_LIMITS = (
     "max_input_tokens", "max_total_tokens", "max_batch_size", "max_batch_prefill_tokens", "max_batch_total_tokens",

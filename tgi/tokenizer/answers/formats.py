@@ -4,11 +4,12 @@ A new form is a row of TOOL_CALL_FORMATS: its pieces, the kind of its body, and 
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import StrEnum
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.tokenizer.vocabulary import Vocabulary
 
 # White space that may precede the first piece of an answer, and is not part of it.
@@ -102,6 +103,7 @@ class Channels:
     RECIPIENT = "to=functions."
     REASONING = "analysis"  # the channel of reasoning
     FINAL = "final"  # the channel of the answer
+    REASONING_HEADER = CHANNEL + REASONING + MESSAGE
 
 
 def _json_call(arguments_key: str, name_key: str = "name") -> tuple[str, ...]:
@@ -123,9 +125,9 @@ def _json_list(name: str, marker: str, end: str, *signs: str, key: str = "argume
     )
 
 
-def _dsml(name: str, calls: str, signs: tuple[str, ...], space: str = "") -> ToolCallFormat:
-    """DeepSeek's markup. Its elements have `space` behind the token."""
-    head = f"｜DSML｜{space}"
+def _dsml(name: str, calls: str, signs: tuple[str, ...], space: str = "", token: str = "｜DSML｜") -> ToolCallFormat:
+    """DeepSeek's markup, and GigaChat's with another token. Its elements have `space` behind the token."""
+    head = f"{token}{space}"
     return ToolCallFormat(
         name=name,
         call=(f'<{head}invoke name="', CallPlaceholder.WORD, '">', CallPlaceholder.TAGS, f"</{head}invoke>"),
@@ -208,6 +210,7 @@ TOOL_CALL_FORMATS = (
     ),
     ToolCallFormat(
         name="hy_v3",
+        also=("hunyuan",),
         call=("<tool_call>", CallPlaceholder.WORD, "<tool_sep>", CallPlaceholder.TAGS, "</tool_call>"),
         required_signs=("<tool_calls", "<tool_sep", "<arg_key"),
         marker="<tool_calls>",
@@ -215,8 +218,34 @@ TOOL_CALL_FORMATS = (
         tags=_ARG_KEYS,
     ),
     ToolCallFormat(
+        name="hy_v4",
+        call=("<tool_call>", CallPlaceholder.WORD, CallPlaceholder.TAGS, "</tool_call>"),
+        required_signs=("<tool_calls>", "<arg_key"),
+        marker="<tool_calls>",
+        after=("</tool_calls>",),
+        tags=_ARG_KEYS,
+    ),
+    ToolCallFormat(
+        name="k2_horizon",
+        call=("<ifm|tool_call>", CallPlaceholder.WORD, CallPlaceholder.TAGS, "</ifm|tool_call>"),
+        required_signs=("<ifm|tool_calls>",),
+        marker="<ifm|tool_calls>",
+        after=("</ifm|tool_calls>",),
+        tags=ArgumentTags(
+            "<ifm|arg_key>", "</ifm|arg_key>", "</ifm|arg_value>", "<ifm|arg_value>", "<ifm|arg_value>"
+        ),
+    ),
+    ToolCallFormat(
+        name="iquest_q1",
+        call=(CallPlaceholder.WORD, CallPlaceholder.TAGS, "</iquest_tool_call>"),
+        required_signs=("<iquest_tool_call>",),
+        marker="<iquest_tool_call>",
+        marker_repeats=True,
+        tags=_ARG_KEYS,
+    ),
+    ToolCallFormat(
         name="glm",
-        also=("glm45", "glm47", "glm", "ling3", "poolside_v1"),
+        also=("glm45", "glm47", "glm", "ling3", "poolside_v1", "spark25"),
         call=(CallPlaceholder.WORD, CallPlaceholder.TAGS, "</tool_call>"),
         required_signs=("<tool_call>", "<arg_key>"),
         marker="<tool_call>",
@@ -226,6 +255,7 @@ TOOL_CALL_FORMATS = (
     _dsml("deepseek_v41", "calls", ("｜DSML｜ calls",), " ")._replace(also=("deepseekv41",)),
     _dsml("deepseek_v32", "function_calls", ("｜DSML｜", "function_calls"))._replace(also=("deepseekv32",)),
     _dsml("deepseek_v4", "tool_calls", ("｜DSML｜",))._replace(also=("deepseekv4",)),
+    _dsml("gigachat35", "tool_calls", ("｜GCML｜",), token="｜GCML｜"),
     ToolCallFormat(
         name="deepseek_v3",
         also=("deepseekv3",),
@@ -278,6 +308,14 @@ TOOL_CALL_FORMATS = (
         tags=_NAMED_PARAMETERS,
     ),
     ToolCallFormat(
+        name="minicpm5",
+        call=(CallPlaceholder.WORD, '">', CallPlaceholder.TAGS, "</function>"),
+        required_signs=('<function name="', '<param name="'),
+        marker='<function name="',
+        marker_repeats=True,
+        tags=ArgumentTags('<param name="', '">', "</param>"),
+    ),
+    ToolCallFormat(
         name="step3",
         call=(
             "<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", '<steptml:invoke name="', CallPlaceholder.WORD, '">',
@@ -318,6 +356,7 @@ TOOL_CALL_FORMATS = (
     ),
     ToolCallFormat(
         name="cohere_command3",
+        also=("cohere_command4",),
         call=(
             "{", '"tool_call_id"', ":", '"', CallPlaceholder.INDEX, '"', ",",
             *_json_call("parameters", "tool_name")[1:],
@@ -330,6 +369,7 @@ TOOL_CALL_FORMATS = (
     ),
     ToolCallFormat(
         name="apertus",
+        also=("apertus2509",),
         call=("{", CallPlaceholder.NAME, ":", CallPlaceholder.ARGUMENTS, "}"),
         required_signs=("<|tools_prefix|>",),
         marker="<|tools_prefix|>",
@@ -395,7 +435,7 @@ TOOL_CALL_FORMATS = (
     _json_list("hunyuan_a13b", "<tool_calls>", "</tool_calls>")._replace(also=("jamba",)),
     ToolCallFormat(
         name="hermes",
-        also=("qwen3_json", "qwen25", "qwen", "granite4", "trinity"),
+        also=("qwen3_json", "qwen25", "qwen", "granite4", "trinity", "ernie45"),
         call=(*_json_call("arguments"), "</tool_call>"),
         required_signs=("<tool_call>",),
         excluding_signs=_XML_ARGUMENT_SIGNS,
@@ -473,24 +513,32 @@ REASONING_TAGS = (
     ReasoningTags("<|inner_prefix|>", "<|inner_suffix|>"),
     ReasoningTags("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
     ReasoningTags("<|channel>thought", "<channel|>"),
+    ReasoningTags("<mm:think>", "</mm:think>"),
+    ReasoningTags("<ifm|think>", "</ifm|think>"),
+    ReasoningTags("Here is my thought process:", "Here is my response:"),
 )
 # Names of reasoning parsers in vLLM and SGLang. harmony (openai_gptoss) has channels in place of tags.
 REASONING_PARSERS: dict[str, ReasoningTags | None] = {
     **dict.fromkeys(
         (
             "deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41", "deepseek_r1", "deepseek_v3", "deepseek_v4",
-            "deepseek_v41", "dots", "gigachat35", "glm45", "glm47", "granite_thinking_parser", "holo2", "hy_v3",
-            "interns1", "kimi_k2", "ling3", "mimo", "minimax", "minimax_m2", "nanbeige", "nemotron_3", "nemotron_v3",
-            "olmo3", "poolside_v1", "qwen3", "qwen3-thinking", "step3", "step3p5", "step5", "think",
+            "deepseek_v41", "dots", "ernie45", "gigachat35", "glm45", "glm47", "granite_thinking_parser", "holo2",
+            "hy_v3", "hy_v4", "interns1", "kimi_k2", "ling3", "mimo", "minimax", "minimax_m2", "nanbeige",
+            "nemotron_3", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "qwen3-thinking", "step3", "step3p5",
+            "step5", "think",
         ),
         REASONING_TAGS[0],
     ),
     "mistral": REASONING_TAGS[1],
     "seed_oss": REASONING_TAGS[2],
     "cohere_command3": REASONING_TAGS[3],
+    "cohere_command4": REASONING_TAGS[3],
     "apertus": REASONING_TAGS[4],
     "plamo3": REASONING_TAGS[5],
     "gemma4": REASONING_TAGS[6],
+    "minimax_m3": REASONING_TAGS[7],
+    "k2_horizon": REASONING_TAGS[8],
+    "granite": REASONING_TAGS[9],
     "openai_gptoss": None,
     "gpt-oss": None,
     "none": None,
@@ -507,6 +555,29 @@ class AnswerFormat(NamedTuple):
     channels: bool = False  # the answer consists of messages with headers, see Channels
     # The types of the arguments of each tool that may be called (see arguments.argument_types); None: any tool.
     tools: Mapping[str, Mapping[str, list[str]]] | None = None
+
+
+def reasoning_sampling(
+    answer_format: AnswerFormat, tokens: "FormatTokens", budget: int, vocab_size: int
+) -> dict[str, Any]:
+    """The fields of SamplingParams that end the reasoning of an answer after this many tokens; none without markers
+    that a model with this many token ids can write."""
+    tags = answer_format.reasoning_tags
+    if answer_format.channels:
+        tags = ReasoningTags(Channels.REASONING_HEADER, Channels.END)
+    if tags is None:
+        return {}
+    close_ids = tokens.ids_of(tags.close)
+    open_ids = [] if answer_format.starts_in_reasoning else tokens.ids_of(tags.open)
+    if any(token >= vocab_size for token in (*open_ids, *close_ids)):
+        return {}
+    return {
+        "reasoning_budget": budget,
+        "reasoning_open_ids": pack_column(INT32, open_ids),
+        "reasoning_close_ids": pack_column(INT32, close_ids),
+        "reasoning_special_ids": pack_column(INT32, sorted(tokens.ids & {*open_ids, *close_ids})),
+        "reasoning_repeats": answer_format.channels,
+    }
 
 
 def call_prefix(call_format: ToolCallFormat) -> tuple[str, ...]:
@@ -553,8 +624,8 @@ class FormatDetector:
     ) -> None:
         """`tool_call_parser` and `reasoning_parser` are values of the settings. `tokens` are the added tokens of the
         vocabulary; `described` is what a response template says."""
-        self._tool_call_parser = tool_call_parser
-        self._reasoning_parser = reasoning_parser
+        self._tool_call_parser = _own_name(tool_call_parser)
+        self._reasoning_parser = _own_name(reasoning_parser)
         self._tokens = frozenset(tokens) & {known.token for known in TOOL_CALL_FORMATS if known.token}
         self.described = described
 
@@ -589,8 +660,13 @@ class FormatDetector:
         return known is not None and known.channels
 
 
-# The name of the format that tokenizer_config.json describes, as vLLM calls it.
+# The name of the format that tokenizer_config.json describes, as vLLM calls it, and as SGLang does.
 RESPONSE_TEMPLATE = "hf"
+RESPONSE_TEMPLATE_NAMES = (RESPONSE_TEMPLATE, "response_template")
+
+
+def _own_name(name: str) -> str:
+    return RESPONSE_TEMPLATE if name in RESPONSE_TEMPLATE_NAMES else name
 
 
 def formats_of(name: str) -> list[ToolCallFormat]:
@@ -633,6 +709,9 @@ class FormatTokens:
         self._tokens = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self.ids = frozenset(self._stand_ins_by_id)
         self.eos_ids = vocabulary.eos_ids
+        self._encode: Callable[[str], list[int]] = lambda text: (
+            vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        )
         self.other_ids = sorted(vocabulary.special_ids - self._stand_ins_by_id.keys() - vocabulary.eos_ids)
 
     def parts(self, piece: str) -> list[str | int]:
@@ -640,6 +719,13 @@ class FormatTokens:
         if self._tokens is None:
             return [piece] if piece else []
         return [self._ids.get(part, part) for part in self._tokens.split(piece) if part]
+
+    def ids_of(self, piece: str) -> list[int]:
+        """The token ids that write a piece."""
+        ids: list[int] = []
+        for part in self.parts(piece):
+            ids += self._encode(part) if isinstance(part, str) else [part]
+        return ids
 
     def token_id(self, piece: str) -> int | None:
         """The id of a piece that is a special token as a whole."""

@@ -113,7 +113,6 @@ class Slots:
         self._steps = 0  # applied so far
         self._written_from = np.zeros(pages, np.int64)  # the step in which each page was given to be written
         self._latest_row = np.zeros(count, np.int64)  # the step of each slot's latest row
-        self._cache_salts = [b""] * count
         self._extras: list[list[PageExtra]] = [[]] * count  # as in SlotAssignment
         self.touched_pages = 0  # 1 + the highest page id that any request has had
         self.params = SamplingColumns.allocate(count)
@@ -264,8 +263,7 @@ class Slots:
             if len(found) and slot not in self.faults:
                 pages = np.ascontiguousarray(pages[:, : found[-1] + 1])
                 ids = self.ids[slot, : (found[-1] + 1) * self.page_size].cpu().numpy()
-                salt, extras = self._cache_salts[slot], self._extras[slot]
-                held.append(HeldPages(ids.tobytes(), pages.tobytes(), salt, extras))
+                held.append(HeldPages(ids.tobytes(), pages.tobytes(), self._extras[slot]))
         return held
 
     def _assign(self, new: SlotAssignment) -> None:
@@ -295,15 +293,15 @@ class Slots:
         if (ends := self.params.end_ids[slot]) is not None:
             _require_within(ends, self.vocab_size, "end id")
         _require_within(_int64_column(params.bad_word_ids), self.vocab_size, "bad word id")
+        _require_within(_int64_column(params.reasoning_close_ids), self.vocab_size, "closing id")
         self.ids[slot, : len(ids)] = copy_to_device(ids.astype(np.int32), self.ids.device)
         self.prompt_logprobs_from[slot] = new.prompt_logprobs_from
         self.prompt_top_n[slot] = min(new.prompt_top_n, self.vocab_size)
         self.num_known[slot] = len(ids)
         self.num_computed[slot] = NEW
         self._tables(self.num_pages)[slot] = 0
-        self._cache_salts[slot] = params.adapter_digest
         self._extras[slot] = new.extras
-        self._grammars.assign_slot(slot, params.grammar, ids[new.prompt_tokens :].tolist())
+        self._grammars.assign_slot(slot, params, ids[new.prompt_tokens :].tolist())
         self._assign_adapter(slot, params)
 
     def _assign_adapter(self, slot: int, params: SamplingParams) -> None:

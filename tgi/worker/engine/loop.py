@@ -39,7 +39,6 @@ class WorkerLoop:
         self._may_prefault = True  # the engine may have memory left to prefault
         self._may_release = False  # the engine may have memory to give back
         self._latest_message_at = 0.0  # by time.monotonic
-        self._early_updates: list[tuple[PeerId, UpdateAdapter]] = []  # received while the model was loading
         process.watch_link(link)
 
     def progress(self, stage: str, percent: int) -> None:
@@ -53,8 +52,6 @@ class WorkerLoop:
         for peer, message in self._link.receive():
             if isinstance(message, Hello):
                 self._scheduler = peer
-            elif isinstance(message, UpdateAdapter):
-                self._early_updates.append((peer, message))
             elif not isinstance(message, PeerDisconnected):
                 log.warning("dropped %s from %s: the model is loading", type(message).__name__, peer)
         self._link.broadcast(status)
@@ -78,8 +75,6 @@ class WorkerLoop:
         self._process.publish_state("ready", "ready", 100)
         self._link.broadcast(self._status)
         self._link.flush()
-        for peer, message in self._early_updates:
-            updates.submit_update(peer, message)
         return updates
 
     def run_once(self, engine: Engine, updates: AdapterUpdates) -> None:

@@ -3,14 +3,17 @@
 It keeps the state that a real worker keeps (ids, page tables, the content of each page) and rejects a step for which a
 real worker would compute garbage, naming the fault. So it serves as a worker for tests, as a baseline for measuring the
 rest of the stack, and as a checker of the scheduler. It ignores bad words. A grammar changes the tokens, which do not
-match it. Any directory with an adapter_config.json is an adapter; its content changes the tokens.
+match it. Any directory with an adapter_config.json is an adapter; its content changes the tokens. With
+`--scripted-answers` prompts get the answers of a file, so that a client can be tried with answers that are known.
 """
 
+import json
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 from tgi.microkernel.errors import ProtocolError
@@ -43,6 +46,18 @@ from tgi.worker.lora.registry import AdapterRegistry, FakeAdapter, missing_adapt
 NO_PAGE = -1  # in Step.page_ids and HeldPages.page_ids
 
 
+class ScriptedAnswer(NamedTuple):
+    """The answer to prompts in which the ids `after` occur in this order, with any others between them."""
+
+    after: Sequence[int]
+    answer: Sequence[int]  # the last one is repeated for as long as the request goes on: an end token
+
+
+def read_answers(path: Path) -> tuple[ScriptedAnswer, ...]:
+    """The file of `--scripted-answers`: a JSON list of [after, answer] in the order in which they are tried."""
+    return tuple(ScriptedAnswer(after, answer) for after, answer in json.loads(path.read_text()))
+
+
 class FakeWorkerConfig(NamedTuple):
     """The limits and the pace of a fake worker."""
 
@@ -55,6 +70,7 @@ class FakeWorkerConfig(NamedTuple):
     device: str = "cpu"  # that it reports
     groups: tuple[KVGroup, ...] = (KVGroup(),)
     step_us: int = 0  # the shortest duration of a step in microseconds; 0: as fast as possible
+    answers: tuple[ScriptedAnswer, ...] = ()
 
     def limits(self) -> DeploymentLimits:
         """The limits that the worker reports."""
@@ -136,6 +152,7 @@ class FakeRequest:
     lost: dict[tuple[int, int], str] = field(default_factory=dict)  # by group and index: who was given this page
     adapter: FakeAdapter | None = None
     fault: str = ""  # why it cannot sample
+    answer: Sequence[int] = ()  # of `--scripted-answers`
 
 
 class FakeWorker:
@@ -177,7 +194,7 @@ class FakeWorker:
                 ]
             if full and not request.fault:
                 pages = pack_column(INT32, columns)
-                held.append(HeldPages(pack_column(INT32, ids), pages, adapter, request.slot.extras))
+                held.append(HeldPages(pack_column(INT32, ids), pages, request.slot.extras))
         return held
 
     def run_step(self, step: Step) -> StepResult:
@@ -260,6 +277,7 @@ class FakeWorker:
         seen = set()
         for new in step.slots:
             request = fake_request(new, self.limits, self.adapters)
+            request.answer = self._answer_to(request.ids[: new.prompt_tokens])
             require(new.slot not in seen, f"slot {new.slot} gets two requests")
             seen.add(new.slot)
             if old := self._slots.get(new.slot):
@@ -403,8 +421,18 @@ class FakeWorker:
             raise Violation(f"slot {slot}: token {known} is over the limit of a request")
         number = hash((request.chain, request.noise)) % (1 << 32)
         sampled = fake_token(number, request.top_n, self._ids)
+        if request.answer:
+            position = min(known - request.slot.prompt_tokens, len(request.answer) - 1)
+            sampled = (request.answer[position], *sampled[1:])
         request.ids.append(sampled[0])
         return sampled, fake_draft(number, self._ids)
+
+    def _answer_to(self, prompt: Sequence[int]) -> Sequence[int]:
+        for answer in self.config.answers:
+            rest = iter(prompt)
+            if all(token in rest for token in answer.after):
+                return answer.answer
+        return ()
 
     def _request_in(self, slot: int) -> FakeRequest:
         request = self._slots.get(slot)

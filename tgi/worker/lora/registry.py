@@ -77,15 +77,13 @@ class AdapterRegistry:
         self.on_fetch(fetched.adapter)
         return fetched
 
-    def add_adapter(self, fetched: FetchedAdapter, stamp: int = 0) -> bool:
-        """Registers a fetched adapter, between two steps. `stamp`: of the update. Returns False if its name has this
-        content already, by this update or a later one. Raises UserError if the registry is full."""
-        adapter, content = fetched.adapter._replace(stamp=stamp), fetched.content
+    def add_adapter(self, fetched: FetchedAdapter) -> bool:
+        """Registers a fetched adapter, between two steps. Returns False if its name has this content, from this
+        directory, already. Raises UserError if the registry is full."""
+        adapter, content = fetched
         known = self._named.get(adapter.name)
-        if known is not None and known[0].digest == adapter.digest:
-            if stamp > known[0].stamp:
-                self._named[adapter.name] = adapter, known[1]
-            return stamp > known[0].stamp
+        if known is not None and known[0] == adapter:
+            return False
         self._require_free_name(adapter.name)  # others may have been added since it was fetched
         content = self._contents.setdefault(adapter.digest, content)
         self._named[adapter.name] = adapter, content
@@ -146,7 +144,7 @@ class AdapterUpdates:
                 if fetched is None:
                     changed = self._registry.remove_adapter(update.name)
                 else:
-                    changed = self._registry.add_adapter(fetched.result(), update.stamp)
+                    changed = self._registry.add_adapter(fetched.result())
             except UserError as expected:
                 error = str(expected)
             except Exception as unexpected:

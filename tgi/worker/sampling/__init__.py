@@ -7,6 +7,7 @@
 - top_logprobs: the top-n alternatives of each sampled token
 - verification: speculative decoding: which sampled tokens confirm their drafts
 - grammar: compiled grammars and the token bitmask of each row that has one
+- reasoning_budget: which token is forced once a row has reasoned enough; grammar applies it
 - token_bitmask: masks of one bit for each token
 - watermark: the watermark of Kirchenbauer et al. and its detection
 """

@@ -5,7 +5,7 @@ reached the host. So the engine launches the next forward pass, the bitmasks are
 waits for them before it samples; rows without a grammar in the same step wait too.
 
 For drafts, a copy of the row's matcher advances over them and gives the bitmask after each; the row's own matcher
-advances over accepted tokens only.
+advances over accepted tokens only. A reasoning budget (reasoning_budget.py) is a bitmask, too.
 """
 
 import logging
@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.hub.llguidance_tables import new_matcher
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.worker.sampling.reasoning_budget import ReasoningBudget
 from tgi.worker.sampling.token_bitmask import BITS_PER_WORD, GrammarBitmask, allows_token
 from tgi.worker.sampling.verification import DraftBatch, count_accepted, row_offsets
 
@@ -31,12 +33,26 @@ MAX_COMPILED_GRAMMARS = 32  # kept for later requests with the same grammar; the
 
 @dataclass(slots=True)
 class _GrammarRow:
-    """The state of one row's grammar. `words` is the bitmask of its next token."""
+    """The state of one row's grammar and budget. `words` is the bitmask of its next token."""
 
-    matcher: LLMatcher | None  # None: the grammar could not be compiled
+    matcher: LLMatcher | None  # None: there is no grammar, or it could not be compiled
     words: NDArray[np.int32]  # [W]
     fault: str = ""
+    budget: ReasoningBudget | None = None
     draft_words: list[NDArray[np.int32]] = field(default_factory=list)  # the bitmask after each draft that is allowed
+
+    def consume(self, tokens: list[int]) -> None:
+        """Advances over tokens."""
+        if self.matcher is not None:
+            self.matcher.consume_tokens(tokens)
+        if self.budget is not None:
+            for token in tokens:
+                self.budget.consume(token)
+
+    def scout(self) -> "_GrammarRow":
+        """A copy that advances over drafts."""
+        matcher, budget = self.matcher, self.budget
+        return _GrammarRow(matcher and matcher.deep_copy(), self.words, "", budget and budget.copy())
 
 
 class GrammarManager:
@@ -57,11 +73,11 @@ class GrammarManager:
         """Removes the grammars of all slots."""
         self._rows.clear()
 
-    def assign_slot(self, slot: int, grammar: str, generated: list[int]) -> None:
+    def assign_slot(self, slot: int, params: SamplingParams, generated: list[int]) -> None:
         """Assigns a request and the ids that it has generated so far to the slot. Starts to compile its grammar, if it
         has one, while its prompt is computed."""
-        if grammar:
-            self._rows[slot] = self._compile_thread.submit(self._new_row, grammar, generated)
+        if params.grammar or params.reasoning_close_ids:
+            self._rows[slot] = self._compile_thread.submit(self._new_row, params, generated)
         else:
             self._rows.pop(slot, None)
 
@@ -112,18 +128,21 @@ class GrammarManager:
 
     # In the compile thread
 
-    def _new_row(self, grammar: str, generated: list[int]) -> _GrammarRow:
+    def _new_row(self, params: SamplingParams, generated: list[int]) -> _GrammarRow:
         try:
             if self._token_table is None:
                 self._token_table = self._load_token_table()
                 self._executor = LLExecutor()
-            words = np.zeros(-(-self._token_table.vocab_size // BITS_PER_WORD), np.int32)
-            state = _GrammarRow(self._compile(self._token_table, grammar), words)
-            state.matcher.consume_tokens(generated)  # type: ignore[union-attr]
+            table = self._token_table
+            words = np.full(-(-table.vocab_size // BITS_PER_WORD), -1, np.int32)
+            matcher = self._compile(table, params.grammar) if params.grammar else None
+            state = _GrammarRow(matcher, words, budget=ReasoningBudget.from_params(params, table.decode_bytes))
+            state.consume(generated)
             self._compute_bitmasks([state])
         except Exception as error:
             log.exception("a grammar could not be compiled")
-            state = _GrammarRow(None, np.full(1, -1, np.int32), f"its grammar could not be compiled: {error}")
+            size = 1 if self._token_table is None else -(-self._token_table.vocab_size // BITS_PER_WORD)
+            state = _GrammarRow(None, np.full(size, -1, np.int32), f"its grammar could not be compiled: {error}")
         return state
 
     def _compile(self, table: LLTokenizer, grammar: str) -> LLMatcher:
@@ -154,12 +173,12 @@ class GrammarManager:
                 continue
             state = future.result()
             state.draft_words = []  # a failed step may have left some
-            if state.matcher is not None and not state.fault:
-                scouts.append((state, _GrammarRow(state.matcher.deep_copy(), state.words), tokens))
+            if not state.fault:
+                scouts.append((state, state.scout(), tokens))
         for at in range(max((len(tokens) for _, _, tokens in scouts), default=0)):
             scouts = [one for one in scouts if at < len(one[2]) and allows_token(one[1].words, one[2][at])]
             for _, scout, tokens in scouts:
-                scout.matcher.consume_token(tokens[at])  # type: ignore[union-attr]
+                scout.consume([tokens[at]])
             self._compute_bitmasks([scout for _, scout, _ in scouts])
             scouts = [one for one in scouts if not one[1].fault]
             for state, scout, _ in scouts:
@@ -180,9 +199,8 @@ class GrammarManager:
             offsets, counts = row_offsets(drafts.lengths), count_accepted(drafts, ids, reach)
         for row, state in states:
             state.draft_words = []
-            if state.matcher is not None and not state.fault:
-                for token in tokens[offsets[row] : offsets[row] + counts[row]]:
-                    state.matcher.consume_token(token)
+            if not state.fault:
+                state.consume(tokens[offsets[row] : offsets[row] + counts[row]])
         self._compute_bitmasks([state for _, state in states if not state.fault])
 
     # In either thread
@@ -192,10 +210,14 @@ class GrammarManager:
         if not states:
             return
         assert self._executor is not None
-        words = np.zeros((len(states), len(states[0].words)), np.int32)
+        words = np.full((len(states), len(states[0].words)), -1, np.int32)
         pairs = [(state.matcher, row) for row, state in enumerate(states) if state.matcher is not None]
-        self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.shape[1] * 4, len(states))
+        if pairs:
+            self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.shape[1] * 4, len(states))
         for state, row_words in zip(states, words, strict=True):
+            if state.budget is not None and (forced := state.budget.forced) is not None and row_words.any():
+                row_words[:] = 0
+                row_words.view(np.uint32)[forced // BITS_PER_WORD] = 1 << forced % BITS_PER_WORD
             state.words = row_words
             if state.matcher is not None and state.matcher.is_error():
                 state.fault = f"its grammar cannot continue: {state.matcher.get_error().splitlines()[0]}"
