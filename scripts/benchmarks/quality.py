@@ -163,10 +163,10 @@ def logits(model: Model, attention: AttentionBackend, ids: Sequence[int]) -> Ten
     batch = ForwardBatch(
         tokens=torch.tensor(ids),
         positions=positions,
-        slot_mapping=positions,
+        slot_mapping=positions[None],
         cu_query_lens=torch.tensor([0, count], dtype=torch.int32),
         context_lens=torch.tensor([count], dtype=torch.int32),
-        page_table=torch.arange(-(-count // size), dtype=torch.int32)[None],
+        page_table=torch.arange(-(-count // size), dtype=torch.int32)[None, None],
         logits_indices=positions,
         query_lens_host=[count],
         context_lens_host=[count],

@@ -31,7 +31,7 @@ from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
 from tgi.microkernel.messages.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.scheduler.kv_cache import PagePool
+from tgi.scheduler.kv_cache import ROOT_PREFIX, PagePool
 from tgi.scheduler.main import GC_THRESHOLD
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -155,14 +155,13 @@ def prefix(tokens: int, page_size: int) -> None:
     pages = tokens // page_size
     pool = PagePool(pages, page_size)
     column = pack_column(INT32, [random.randrange(40000) for _ in range(tokens)])
-    name = pool.find_prefix(b"", b"", 0)[1]
     held = pool.allocate(pages)
-    published = _seconds(lambda: pool.publish(name, held, column))
+    published = _seconds(lambda: pool.publish(ROOT_PREFIX, held, column))
     released = _seconds(lambda: pool.release(held))
     times = []
     for _ in range(50):
         keys = _seconds(lambda: _keys(column, 4 * page_size))
-        times.append((_seconds(lambda: pool.find_prefix(b"", column, pages)), keys))
+        times.append((_seconds(lambda: pool.find_prefix(ROOT_PREFIX, column, pages)), keys))
         pool.release(held)
     found, hashed = (1e6 * min(column) for column in zip(*times, strict=True))
     print(f"{page_size:>9} {found:>9.0f} {hashed:>12.0f} {1e6 * published:>12.0f} {1e6 * released:>12.0f}")

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.scheduler.adapter_updates import PATHS
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, expected_answer, replay
+from tgi.microkernel.messages.kv_groups import GroupKind, KVGroup
 from tgi.microkernel.messages.protocol import Cancel, FinishReason, StepResult, Stop
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -23,6 +24,9 @@ pytestmark = pytest.mark.fuzz
 # The first id of a prompt that crashes the worker, or makes its step fail. Other prompts begin with smaller ids.
 DEADLY, BROKEN = 3, 4
 LIMIT = 24
+FULL, SLIDING = KVGroup(), KVGroup(GroupKind.SLIDING, 5)
+KV_GROUPS = [(FULL,)] * 3 + [(FULL, SLIDING), (FULL, SLIDING, SLIDING), (FULL, FULL, SLIDING), (SLIDING,)]
+KV_GROUPS += [(FULL, KVGroup(GroupKind.SLIDING, 1), KVGroup(GroupKind.SLIDING, 12))]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -39,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         draft_model=st.booleans(),
         vocab_size=st.sampled_from([5, 128]),  # with 5 ids the text repeats itself often
         names_requests=st.booleans(),
+        groups=st.sampled_from(KV_GROUPS),
     )
     def start(
         self,
@@ -49,9 +54,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         commits: bool,
         vocab_size: int,
         names_requests: bool,
+        groups: tuple[KVGroup, ...],
         **config: Any,
     ) -> None:
-        self.worker_config = FakeWorkerConfig(pages, 4, slots, vocab_size, LIMIT, budget)
+        self.worker_config = FakeWorkerConfig(pages * len(groups), 4, slots, vocab_size, LIMIT, budget, groups=groups)
         self.sim = Simulation(self.worker_config, SchedulerConfig(step_target=step_target, **config), tokenizers=2)
         self.sim.commits_after_plan = commits
         self.sim.names_requests = names_requests
@@ -194,7 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert request.end is not None, "no end"
         if request.end.reason == FinishReason.INVALID:
             nothing = not request.new and not request.expected_prompt_logprobs
-            assert nothing or len(request.prompt) + request.new > min(LIMIT, self.worker_config.pages * 4)
+            assert nothing or len(request.prompt) + request.new > self.worker_config.limits().max_total_tokens
             assert not request.ids
             return
         expected = expected_answer(request, self.worker_config)

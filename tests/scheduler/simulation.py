@@ -13,6 +13,7 @@ from tests.scheduler.simulated_tokenizers import GREEDY, SimulatedTokenizer, Sub
 from tests.tops import Tops, split_tops
 from tgi.microkernel.links.link import PeerDisconnected, PeerId
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column, unpack_float32, unpack_int32
+from tgi.microkernel.messages.kv_groups import KVGroup
 from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     AdapterUpdated,
@@ -348,7 +349,9 @@ def expected_ids(request: SubmittedRequest, worker_config: FakeWorkerConfig) -> 
 
 def expected_answer(request: SubmittedRequest, worker_config: FakeWorkerConfig) -> ExpectedAnswer:
     """The reference: the request is computed alone, one token per step, without limits."""
-    worker = FakeWorker(worker_config)
+    limits = worker_config.limits()
+    pages = -(-limits.max_total_tokens // worker_config.page_size)
+    worker = FakeWorker(worker_config._replace(groups=(KVGroup(),), pages=pages))
     if request.cache_salt:
         worker.adapters.add_adapter(worker.adapters.fetch_adapter("", PATHS[request.cache_salt]))
     size = worker_config.page_size
@@ -357,7 +360,7 @@ def expected_answer(request: SubmittedRequest, worker_config: FakeWorkerConfig) 
     asks = () if request.prompt_top_n is None or known == 1 else (1, request.prompt_top_n)
     prompt_only = not request.new and asks
     while (prompt_only and not expected.prompt_logprobs) or (
-        len(expected.ids) < request.new and known < worker_config.limits().max_total_tokens
+        len(expected.ids) < request.new and known < limits.max_total_tokens
     ):
         first = not expected.ids
         slots = [SlotAssignment(0, pack_column(INT32, request.prompt), known, request.sampling, *asks)] if first else []
@@ -366,7 +369,7 @@ def expected_answer(request: SubmittedRequest, worker_config: FakeWorkerConfig) 
         pages = list(range(held, -(-known // size)))
         step = Step(
             number=len(expected.ids) + 1, epoch=1, slots=slots,
-            page_slots=pack_column(INT32, [0] * len(pages)), page_ids=pack_column(INT32, pages),
+            page_tables=pack_column(INT32, [0] * len(pages)), page_ids=pack_column(INT32, pages),
             rows=pack_column(INT32, [0]), starts=pack_column(INT32, [start]),
             counts=pack_column(INT32, [known - start]),
             samples=pack_column(UINT8, [not prompt_only]),

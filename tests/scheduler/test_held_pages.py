@@ -3,8 +3,8 @@
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.messages.protocol import PROTOCOL, HeldPages, Hello
-from tgi.scheduler.kv_cache import KVCacheManager
+from tgi.microkernel.messages.protocol import PROTOCOL, HeldPages, Hello, PageExtra
+from tgi.scheduler.kv_cache import EXTRA_HEAD, ROOT_PREFIX, KVCacheManager
 from tgi.scheduler.peers import HELD_MESSAGE_BYTES, MAX_HELD_BYTES
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
@@ -15,9 +15,11 @@ CONFIG = FakeWorkerConfig(
 
 def test_resubmitted_requests_compute_their_last_page_only() -> None:
     sim = Simulation(CONFIG, tokenizers=2)
+    sim.adapters.preload("a", "one")
     sim.worker_up()
+    (adapter,) = sim.adapters.loaded()
     for n in range(6):
-        sim.add([n, *range(10, 25)], 30, tokenizer=n % 2, seed=n)
+        sim.add([n, *range(10, 25)], 30, tokenizer=n % 2, seed=n, adapter=adapter if n < 2 else None)
     for _ in range(15):
         sim.step()
     known = [len(request.prompt) + len(request.ids) for request in sim.requests]
@@ -66,7 +68,8 @@ def test_pages_are_adopted_once_and_contradictions_are_dropped() -> None:
     cache = KVCacheManager(CONFIG.limits())
 
     def prefix(ids: list[int], pages: list[int], salt: bytes = b"") -> HeldPages:
-        return HeldPages(pack_column(INT32, ids), pack_column(INT32, pages), salt)
+        extras = [PageExtra(0, salt)] if salt else []
+        return HeldPages(pack_column(INT32, ids), pack_column(INT32, pages), extras)
 
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
     adopted = cache.adopt(
@@ -85,10 +88,10 @@ def test_pages_are_adopted_once_and_contradictions_are_dropped() -> None:
     cache.pool.check()
     assert cache.pool.available == CONFIG.pages
     column = pack_column(INT32, first + second + second)
-    found, _ = cache.pool.find_prefix(b"", column, 3)
+    found, _ = cache.pool.find_prefix(ROOT_PREFIX, column, 3)
     assert found == [10, 11]
     cache.pool.release(found)
-    found, _ = cache.pool.find_prefix(b"adapter", column, 3)
+    found, _ = cache.pool.find_prefix(ROOT_PREFIX + EXTRA_HEAD.pack(0, 7) + b"adapter", column, 3)
     assert found == [20]
     cache.pool.release(found)
     everything = cache.pool.allocate(CONFIG.pages)

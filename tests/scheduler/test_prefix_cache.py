@@ -8,9 +8,12 @@ import pytest
 from tests.counting import per_item
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
+from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.messages.protocol import SlotAssignment
-from tgi.scheduler.kv_cache import PagePool
+from tgi.microkernel.messages.protocol import Add, HeldPages, PageExtra, SlotAssignment, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.scheduler.kv_cache import ROOT_PREFIX, KVCacheManager, PagePool
+from tgi.scheduler.request import Request, TokenizerPeer
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
@@ -186,6 +189,38 @@ def test_a_preempted_request_finds_its_remaining_pages() -> None:
     assert computed(sim) <= once + came_back - counters.cache_hit_tokens
 
 
+def test_pages_are_shared_up_to_the_first_extra_that_differs() -> None:
+    """Whether their request has computed them, or a worker still holds them from before."""
+    ids = pack_column(INT32, range(12))  # three pages
+    one, other = (PageExtra(5, digest) for digest in (b"one image", b"another"))
+    cases = [[], [one], [other], [PageExtra(6, one.digest)], [one, PageExtra(9, b"more")]]
+
+    def found(cache: KVCacheManager, extras: list[PageExtra], salt: bytes = b"") -> int:
+        add = Add(1, ids, 4, encode(SamplingParams(0)), cache_salt=salt, extras=extras)
+        request = Request(TokenizerPeer(PeerId("tokenizer", 0, b"")), add, 0, 0.0)
+        request.shares_pages = True
+        assert cache.allocate(request, ids, 3, 0)
+        cached, request.planned = request.planned, 12
+        cache.free(request)
+        cache.pool.check()
+        return cached
+
+    cache = KVCacheManager(WORKER_CONFIG.limits())
+    assert [found(cache, case) for case in cases] == [0, 4, 4, 4, 8]
+    assert [found(cache, case) for case in cases] == [12] * len(cases)
+    assert [found(cache, [one], b"adapter") for _ in range(2)] == [0, 12]
+    adopting = KVCacheManager(WORKER_CONFIG.limits())
+    assert adopting.adopt([HeldPages(ids, pack_column(INT32, [3, 4, 5]), [PageExtra(0, b"adapter"), one])]) == 3
+    assert [found(adopting, [one], b"adapter"), found(adopting, [other], b"adapter")] == [12, 4]
+
+
+@pytest.mark.parametrize("extra", [PageExtra(12, b""), PageExtra(-1, b""), PageExtra(3, bytes(257))])
+def test_an_extra_out_of_range_is_refused(extra: PageExtra) -> None:
+    add = Add(1, pack_column(INT32, range(12)), 4, encode(SamplingParams(0)), extras=[extra])
+    with pytest.raises(ValueError, match="an extra of a page"):
+        Request(TokenizerPeer(PeerId("tokenizer", 0, b"")), add, 0, 0.0)
+
+
 def test_a_long_prompt_is_found_whole() -> None:
     worker_config = WORKER_CONFIG._replace(pages=5000, max_total_tokens=20_000, max_batch_prefill_tokens=4096)
     sim = Simulation(worker_config)
@@ -205,11 +240,11 @@ def test_instructions_per_page() -> None:
     one takes its key, the same lookup and a name."""
     pool = PagePool(2000, 16)
     column = pack_column(INT32, range(16 * 1000))
-    _, prefix = pool.find_prefix(b"", column, 0)
+    prefix = ROOT_PREFIX
     pages = pool.allocate(1000)
     made = per_item(lambda count: partial(pool.publish, prefix, pages[:count], column), 100, 900)
     pool.publish(prefix, pages, column)
-    held = per_item(lambda count: partial(pool.find_prefix, b"", column, count), 100, 900)
+    held = per_item(lambda count: partial(pool.find_prefix, prefix, column, count), 100, 900)
     assert held.instructions <= 48
 
     def idle(count: int) -> Callable[[], object]:
@@ -217,7 +252,7 @@ def test_instructions_per_page() -> None:
         pages = pool.allocate(1000)
         pool.publish(prefix, pages, column)
         pool.release(pages)
-        return partial(pool.find_prefix, b"", column, count)
+        return partial(pool.find_prefix, prefix, column, count)
 
     assert per_item(idle, 100, 900).instructions <= 51
     assert made.instructions <= 46

@@ -152,6 +152,13 @@ def pages_are_not_released(original: Any) -> Any:
     return release_later
 
 
+def pages_are_given_back_early(original: Any) -> Any:
+    def give_back(self: KVCacheManager, request: Any, start: int) -> None:
+        original(self, request, start + self._page_size)
+
+    return give_back
+
+
 def tokenizations_are_forgotten(original: Any) -> Any:
     def on_tokenizer_lost(self: Router, tokenizer: Any, *arguments: Any) -> None:
         for request in list(tokenizer.requests.values()):
@@ -301,6 +308,9 @@ PLANTED_BUGS = {
         seed=1,
     ),
     "scheduler does not release pages": PlantedBug(KVCacheManager, "release_later", pages_are_not_released, seed=2),
+    "scheduler gives back a page that its window needs": PlantedBug(
+        KVCacheManager, "give_back", pages_are_given_back_early, seed=17
+    ),
     "scheduler keeps the prefixes of a lost worker": PlantedBug(
         KVCacheManager, "worker_state_lost", does_nothing, seed=8
     ),

@@ -27,6 +27,7 @@ from tests.simulation.workload import ADDED_ADAPTER, UNREADABLE, VOCAB_SIZE, Cli
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.kv_groups import GroupKind, KVGroup
 from tgi.microkernel.messages.protocol import decode
 from tgi.scheduler.adapters import MAX_RETRY_SECONDS
 from tgi.scheduler.scheduler import SchedulerConfig
@@ -98,6 +99,11 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         pages=random.randint(24, 160), page_size=4, slots=slots, vocab_size=VOCAB_SIZE, max_total_tokens=96,
         max_batch_prefill_tokens=random.choice((16, 48, 256)),
     )  # fmt: skip
+    groups = Random(f"groups {seed}")
+    if groups.random() < 0.5:  # as a model whose layers alternate, or all have a sliding window
+        sliding = KVGroup(GroupKind.SLIDING, groups.choice((3, 10, 33)))
+        chosen = groups.choice(((KVGroup(), sliding), (KVGroup(), sliding, sliding), (sliding,)))
+        worker = worker._replace(groups=chosen, pages=worker.pages * len(chosen))
     scheduler = SchedulerConfig(
         prefix_caching=random.random() < 0.7,
         step_target=random.choice((0.2, 0.01)),

@@ -35,10 +35,10 @@ def make_batch(rows: Sequence[Row], page_size: int = PAGE) -> ForwardBatch:
     return ForwardBatch(
         tokens=torch.tensor(tokens),
         positions=torch.tensor(positions),
-        slot_mapping=torch.tensor(slot_mapping),
+        slot_mapping=torch.tensor([slot_mapping]),
         cu_query_lens=torch.tensor(cu_query_lens, dtype=torch.int32),
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
-        page_table=torch.tensor(table, dtype=torch.int32),
+        page_table=torch.tensor([table], dtype=torch.int32),
         logits_indices=torch.tensor(logits_indices),
         query_lens_host=[len(row.tokens) for row in rows],
         context_lens_host=context_lens,

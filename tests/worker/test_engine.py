@@ -55,7 +55,7 @@ class ToyModel:
     def forward(self, batch: ForwardBatch, attention: Any, reader: Any = None) -> torch.Tensor:
         if self.fails:
             raise RuntimeError("the model fails")
-        attention.memory[batch.slot_mapping] = batch.tokens
+        attention.memory[batch.slot_mapping[0]] = batch.tokens
         assert batch.cu_query_lens.tolist() == np.cumsum([0, *batch.query_lens_host]).tolist()
         assert batch.context_lens.tolist() == batch.context_lens_host
         ends = (batch.cu_query_lens[1:] - 1).tolist()
@@ -65,7 +65,7 @@ class ToyModel:
             context = batch.context_lens_host[row]
             assert int(batch.positions[at]) == context - 1
             positions = torch.arange(context)
-            ids = attention.memory[batch.page_table[row].long()[positions // SIZE] * SIZE + positions % SIZE]
+            ids = attention.memory[batch.page_table[0, row].long()[positions // SIZE] * SIZE + positions % SIZE]
             logits.append(toy_logits(ids.tolist()))
         return torch.stack(logits) if logits else torch.empty(0, VOCAB)
 

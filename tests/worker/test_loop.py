@@ -208,7 +208,7 @@ def test_a_worker_process_serves_one_scheduler_after_another(tmp_path: Path) -> 
             limits = scheduler.ready().limits
             assert limits is not None
             assert (limits.max_batch_size, limits.max_total_tokens, limits.max_input_tokens) == (3, 24, 23)
-            first = PROMPT._replace(page_slots=PROMPT.page_slots[:4], page_ids=PROMPT.page_ids[:4])
+            first = PROMPT._replace(page_tables=PROMPT.page_tables[:4], page_ids=PROMPT.page_ids[:4])
             scheduler.send(first, NEXT)
             results = [scheduler.result(), scheduler.result()]
             assert [result.number for result in results] == [1, 2]

@@ -228,7 +228,7 @@ def test_attention_is_what_torch_computes(
         found = []
         for kernels in (gpu, None):
             attention = CudaAttention(kv._replace(gpu_kernels=kernels), sum(pages), there)
-            attention._caches[0].write(known, places)
+            attention._caches[0].write(known, places, kv.layer_scales(0))
             found.append(attention.write_and_attend(attention.plan(batch), 0, qkv, 0.1))
         largest = float(found[1].abs().max())
         torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance * largest)

@@ -35,7 +35,7 @@ from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"tgi journal 3\n"
+MAGIC = b"tgi journal 4\n"
 SUFFIX = ".journal"
 # A journal goes on in a new file at the first idle moment after it has reached this share of the size of all of them.
 FILE_SHARE = 1 / 4

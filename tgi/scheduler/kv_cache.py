@@ -3,23 +3,33 @@
 A page is a fixed number of token positions (vLLM: block). `KVCacheManager` gives pages to requests, `PagePool` counts
 references, finds prefixes and evicts.
 
-The prefix cache. A full page that may be found has a name, a number that is never reused. Its key is the name of the
-page before it followed by its own token ids; a first page has the salt in place of a name. So a key stands for all ids
-up to the end of its page, compared exactly and not by hash, and a prefix is found page by page.
+A request has a page table for each KV group of the model (messages/kv_groups.py), nearly always one. All groups take
+their pages from one pool. A group with a sliding window gives the pages behind it back while the request runs.
+
+The prefix cache. A full page of the first group that may be found has a name, a number that is never reused. Its key is
+the name of the page before it, what its content depends on besides ids (`extra`: an adapter, an image), and its own
+token ids. So a key stands for all ids up to the end of its page, compared exactly and not by hash, and a prefix is
+found page by page. In the other groups the key of a page is the number of its group and the name of the first group's
+page of the same positions. A prefix is found if all groups hold what they need after it: a group with a sliding window
+needs the last pages only.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import compress
+from collections.abc import Iterable, Iterator
+from itertools import compress, pairwise
 from operator import eq
+from struct import Struct
 
-from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, unpack_int32
-from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages
-from tgi.scheduler.request import Request
+from tgi.microkernel.messages.codec import INT32, unpack_int32
+from tgi.microkernel.messages.kv_groups import MAX_GROUPS
+from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, PageExtra
+from tgi.scheduler.request import Request, extras_out_of_range
 
 # Share of the pages that is evicted ahead of time, so that planning a step does not wait for eviction.
 FREE_PAGES_SHARE = 0.02
+# In a page table: the page of a group with a sliding window was given back, or was never needed.
+NO_PAGE = -1
 
 
 class KVCacheManager:
@@ -32,12 +42,17 @@ class KVCacheManager:
     def __init__(self, limits: DeploymentLimits) -> None:
         self._limits = limits
         self._page_size = limits.page_size
+        self._groups = limits.groups
+        self._tables = len(limits.groups)  # page tables of a request
+        self.slides = any(group.slides for group in limits.groups)
         self._free_target = int(limits.pages * FREE_PAGES_SHARE)
         self._filled: list[Request] = []  # may have full pages that are not published yet
         self._ended: list[Request] = []  # have left their slots; their pages are released by `commit`
-        # Appended pages that no step has sent to the worker yet: the request, its `valid_from_step` then, the page.
+        # Appended pages that no step has sent to the worker yet: the request, its `valid_from_step` then, the number of
+        # the group, the page.
         self.appended: list[Request] = []
         self._appended_valid_from: list[int] = []
+        self._appended_groups: list[int] = []
         self._appended_pages: list[int] = []
         self.pool = PagePool(limits.pages, limits.page_size)
         self.committed = True  # whether `commit` was called since the last plan
@@ -51,25 +66,39 @@ class KVCacheManager:
 
     def allocate(self, request: Request, column: bytes, max_cached: int, spare: int) -> bool:
         """Gives pages for all its tokens, which are `column`, to a request that has none: at most `max_cached` found in
-        the prefix cache, the rest new. False if then fewer than `spare` pages would be available."""
+        the prefix cache, the rest new. A group with a sliding window gets the pages of the first steps, and by `slide`
+        the others in exchange for these. False if then fewer than `spare` pages would be available."""
         pool = self.pool
         size = self._page_size
-        found, prefix = pool.find_prefix(request.cache_salt, column, max_cached)
-        cached = len(found)
-        pages = (len(request.token_ids) - 1) // size + 1
-        missing = pages - cached
+        tables, prefix = self._find_prefix(request, column, max_cached)
+        cached = len(tables[0])
+        request.planned = cached * size
+        wanted = self._wanted_pages(request, request.planned)
+        missing = sum(wanted) - cached * self._tables
         if missing + spare > len(pool.free) and not self.ensure_available(missing + spare):
             available = pool.available
-            pool.release(found)
+            self._release(tables)
             # The pages just released count as available but are part of the request's prefix.
             request.missing_pages = missing + spare + pool.available - available
             return False
-        request.pages = found + pool.allocate(missing) if cached else pool.allocate(missing)
-        request.capacity = pages * size
-        request.planned = cached * size
+        for table, pages in zip(tables, wanted, strict=True):
+            table += pool.allocate(pages - cached)
+        request.tables = tables
+        request.capacity = min(wanted) * size
         request.published_pages = cached
         request.prefix = prefix
         return True
+
+    def _wanted_pages(self, request: Request, start: int) -> list[int]:
+        """The length of each page table of a request whose positions from `start` on are to be computed."""
+        pages, size = (len(request.token_ids) - 1) // self._page_size + 1, self._page_size
+        if not self.slides:
+            return [pages] * self._tables
+        step = self._limits.max_batch_prefill_tokens
+        return [
+            min(pages, group.first_kept(start, size) + group.most_pages(pages * size, step, size))
+            for group in self._groups
+        ]
 
     def begin_step(self) -> None:
         """Notes that a step was planned, after which `commit` is due."""
@@ -79,30 +108,78 @@ class KVCacheManager:
         """Releases the pages of these requests at the next commit."""
         self._ended += requests
 
-    def append_pages(self, requests: list[Request]) -> bool:
-        """Appends a page to each of these requests. False: too few are available, and no request has got one."""
-        if not self.ensure_available(len(requests)):
+    def append_pages(self, requests: list[Request], pages_each: int = 1) -> bool:
+        """Appends pages to each table of each of these requests. False: too few are available, and no request has got
+        one."""
+        if self.slides:
+            for request in requests:
+                self.give_back(request, request.planned)
+        groups = self._tables
+        each = groups * pages_each
+        if not self.ensure_available(len(requests) * each):
             return False
-        pages, size = self.pool.allocate(len(requests)), self._page_size
-        for request, page in zip(requests, pages, strict=True):
-            request.add_page(page, size)
-        self.appended += requests
-        self._appended_valid_from += [request.valid_from_step for request in requests]
-        self._appended_pages += pages
+        pages, size = self.pool.allocate(len(requests) * each), self._page_size
+        owners = requests if each == 1 else [request for request in requests for _ in range(each)]
+        for at in range(0, len(pages), groups):
+            owners[at].add_page(pages[at : at + groups], size)
+        self._note_appended(owners, [*range(groups)] * (len(pages) // groups), pages)
         self.mark_filled(requests)
         return True
 
+    def _note_appended(self, owners: list[Request], groups: list[int], pages: list[int]) -> None:
+        self.appended += owners
+        self._appended_valid_from += [request.valid_from_step for request in owners]
+        self._appended_groups += groups
+        self._appended_pages += pages
+
+    def give_back(self, request: Request, start: int) -> None:
+        """Releases the pages that no row from position `start` on needs. Steps in flight may still read them: those run
+        before any step that gets them."""
+        if request.shares_pages:
+            self._publish(request)
+        for group, table in zip(self._groups, request.tables, strict=True):
+            first = group.first_kept(start, self._page_size)
+            if request.shares_pages and first > request.published_pages:
+                first = request.published_pages  # the ids of the page after it are not known yet
+            given = first
+            while given > 0 and table[given - 1] != NO_PAGE:
+                given -= 1
+            if given < first:
+                self.pool.release(table[given:first])
+                table[given:first] = [NO_PAGE] * (first - given)
+
+    def pages_to_slide(self, request: Request) -> list[int]:
+        """Of a prompt that is partly computed, and has pages for a part only: how many pages each of its tables lacks
+        for the next steps, when it has given back what it no longer needs."""
+        self.give_back(request, request.planned)
+        wanted = self._wanted_pages(request, request.planned)
+        return [pages - len(table) for pages, table in zip(wanted, request.tables, strict=True)]
+
+    def slide(self, request: Request, missing: list[int]) -> None:
+        """Appends this many pages to each table of a request, which must be available."""
+        for number, (table, count) in enumerate(zip(request.tables, missing, strict=True)):
+            pages = self.pool.allocate(count)
+            table += pages
+            self._note_appended([request] * count, [number] * count, pages)
+        request.capacity = min(map(len, request.tables)) * self._page_size
+
     def take_appended(self) -> tuple[list[int], list[int]]:
-        """Slots and appended pages, for the step that sends them to the worker; requests that have left are omitted."""
-        requests, pages = self.appended, self._appended_pages
+        """Numbers of page tables (see Step) and appended pages, for the step that sends them to the worker; requests
+        that have left are omitted."""
+        requests, groups, pages = self.appended, self._appended_groups, self._appended_pages
         if (valid_from := [request.valid_from_step for request in requests]) != self._appended_valid_from:
             valid = [*map(eq, valid_from, self._appended_valid_from)]
-            requests, pages = [*compress(requests, valid)], [*compress(pages, valid)]
+            requests, groups, pages = (
+                [*compress(requests, valid)],
+                [*compress(groups, valid)],
+                [*compress(pages, valid)],
+            )
         self._clear_appended()
-        return [request.slot for request in requests], pages
+        tables = self._tables
+        return [request.slot * tables + group for request, group in zip(requests, groups, strict=True)], pages
 
     def _clear_appended(self) -> None:
-        self.appended, self._appended_valid_from, self._appended_pages = [], [], []
+        self.appended, self._appended_valid_from, self._appended_groups, self._appended_pages = [], [], [], []
 
     def mark_filled(self, requests: list[Request]) -> None:
         """The planned steps fill a page of each of these requests: the next commit publishes it."""
@@ -126,7 +203,11 @@ class KVCacheManager:
         before any step that is planned from now on."""
         if request.shares_pages:
             self._publish(request)
-        self.pool.release(request.pages)
+        self._release(request.tables)
+
+    def _release(self, tables: list[list[int]]) -> None:
+        for table in reversed(tables):
+            self.pool.release([page for page in table if page != NO_PAGE] if self.slides else table)
 
     def _publish(self, request: Request) -> None:
         """Publishes the pages that the steps sent so far fill with known tokens."""
@@ -134,9 +215,53 @@ class KVCacheManager:
         if (known := len(request.token_ids)) < last:
             last = known
         if (last := last // size) > first:
-            column = request.token_ids[first * size : last * size].tobytes()
-            request.prefix = self.pool.publish(request.prefix, request.pages[first:last], column)
+            lead, *followers = request.tables
+            for begin, end, extra in _runs(request.extras, first, last, size):
+                column = request.token_ids[begin * size : end * size].tobytes()
+                prefix = request.prefix + extra
+                request.prefix = self.pool.publish(prefix, lead[begin:end], column)
+                if followers:
+                    names = self.pool.find_names(prefix, column, end - begin)
+                    for number, table in enumerate(followers, 1):
+                        self.pool.publish_followers(number, table[begin:end], names)
             request.published_pages = last
+
+    def _find_prefix(self, request: Request, column: bytes, max_cached: int) -> tuple[list[list[int]], bytes]:
+        """The pages of the longest cached prefix that all groups hold, at most `max_cached` in each table, each with
+        one more reference, and the name of the prefix."""
+        pool, size = self.pool, self._page_size
+        lead: list[int] = []
+        prefix = ROOT_PREFIX
+        for begin, end, extra in _runs(request.extras, 0, max_cached, size):
+            found, name = pool.find_prefix(prefix + extra, column[begin * size * ID_BYTES :], end - begin)
+            if found:
+                lead, prefix = lead + found, name
+            if len(lead) < end:
+                break
+        if not lead or (self._tables == 1 and not self.slides):
+            return [lead, *([] for _ in self._groups[1:])], prefix
+        return self._common_prefix(lead)
+
+    def _common_prefix(self, lead: list[int]) -> tuple[list[list[int]], bytes]:
+        """As `_find_prefix`, for the pages of the first group: the part of them after which every group has what it
+        needs."""
+        pool, size, names = self.pool, self._page_size, self.pool.names(lead)
+        pages = page = len(lead)
+        # From the end: where a group lacks a page that it needs, the prefix ends before that page.
+        while page > min(group.first_kept(pages * size, size) for group in self._groups):
+            page -= 1
+            for number, group in enumerate(self._groups[1:], 1):
+                if page >= group.first_kept(pages * size, size) and not pool.has_follower(number, names[page]):
+                    pages = page
+                    break
+        tables = []
+        for number, group in enumerate(self._groups):
+            first = group.first_kept(pages * size, size)
+            kept = lead[first:pages] if number == 0 else pool.take_followers(number, names[first:pages])
+            tables.append([NO_PAGE] * first + kept)
+        pool.release(lead[pages:])
+        pool.release(lead[: self._groups[0].first_kept(pages * size, size)])
+        return tables, names[pages - 1] if pages else ROOT_PREFIX
 
     def worker_state_lost(self) -> None:
         """The worker's tensors are gone: all pages are empty, and no prefix is cached."""
@@ -154,24 +279,68 @@ class KVCacheManager:
     def adopt(self, held: Iterable[HeldPages]) -> int:
         """Publishes pages that the worker has computed for an earlier scheduler. To be called before any page is
         allocated. Returns the number of pages that can be found now."""
-        whole = [
-            one
-            for one in held
-            if len(one.token_ids) == len(one.page_ids) * self._page_size and len(one.page_ids) % ITEM_BYTES == 0
-        ]
-        return self.pool.adopt((one.cache_salt, one.token_ids, unpack_int32(one.page_ids)) for one in whole)
+        size, tables = self._page_size, self._tables
+        adopted = 0
+        free = set(self.pool.free)
+        for one in held:
+            if len(one.page_ids) % ID_BYTES:
+                continue
+            pages = unpack_int32(one.page_ids)
+            count = len(pages) // tables
+            whole = len(one.token_ids) == count * size * ID_BYTES and len(pages) == count * tables
+            if not whole or extras_out_of_range(one.extras, count * size):
+                continue
+            columns = [pages[number * count : (number + 1) * count] for number in range(tables)]
+            prefix = ROOT_PREFIX
+            own: list[int] = []
+            for begin, end, extra in _runs(one.extras, 0, count, size):
+                column = one.token_ids[begin * size * ID_BYTES : end * size * ID_BYTES]
+                taken, names = self.pool.adopt(prefix + extra, columns[0][begin:end], column, free)
+                own += taken
+                for number in range(1, tables):
+                    own += self.pool.adopt_followers(number, columns[number][begin : begin + len(names)], names, free)
+                if len(names) < end - begin:
+                    break
+                prefix = names[-1]
+            self.pool.release(own)
+            adopted += len(own)
+        self.pool.free = [page for page in self.pool.free if page in free]
+        return adopted
 
     def check(self, batch: list[Request]) -> None:
         """Raises AssertionError if pages and requests contradict each other. For tests."""
-        self.pool.check(request.pages for request in (*batch, *self._ended))
+        held = [*batch, *self._ended]
+        for request in held:
+            assert request.capacity == min(map(len, request.tables)) * self._page_size, "capacity and tables disagree"
+        self.pool.check([page for page in table if page != NO_PAGE] for request in held for table in request.tables)
+
+
+def _runs(extras: list[PageExtra], first: int, last: int, page_size: int) -> Iterator[tuple[int, int, bytes]]:
+    """Divides the pages `first` to `last` - 1 before each page with an extra: first and last of each part, and what the
+    key of its first page includes."""
+    if not extras:
+        if last > first:
+            yield first, last, b""
+        return
+    by_page: dict[int, bytes] = {}
+    for position, digest in extras:
+        page, offset = divmod(position, page_size)
+        by_page[page] = by_page.get(page, b"") + EXTRA_HEAD.pack(offset, len(digest)) + digest
+    borders = [first, *(page for page in by_page if first < page < last), last]
+    for begin, end in pairwise(borders):
+        if end > begin:
+            yield begin, end, by_page.get(begin, b"")
 
 
 ID_BYTES = array(INT32).itemsize
+EXTRA_HEAD = Struct("<IH")  # before each extra in a key: its position in the page, and its length
 # Names and keys are bytes. Tuples would be tracked by the garbage collector and make its passes slow. All names have
-# the same length and begin with 0, and all keys end with the same number of ids: so keys of different prefixes differ.
+# the same length and begin with 0, and all keys of the first group end with the same number of ids: so keys of
+# different prefixes differ. Keys of the other groups begin with the number of the group, which is neither 0 nor 255.
 NAME_BYTES = 8
 ROOT_PREFIX = b"\xff"
 NO_NAME = b""  # of a page that cannot be found
+GROUP_TAGS = [bytes([number]) for number in range(MAX_GROUPS + 1)]
 
 
 class PagePool:
@@ -233,10 +402,11 @@ class PagePool:
             self._references[page] = 1
         return evicted
 
-    def find_prefix(self, salt: bytes, column: bytes, max_pages: int) -> tuple[list[int], bytes]:
-        """Finds the longest cached prefix of the ids in `column` (int32), of at most `max_pages` pages. Returns its
-        pages, each with one more reference, and the name of the prefix: that of its last page, or the salt."""
-        prefix, size, by_key = ROOT_PREFIX + salt, self._page_bytes, self._by_key
+    def find_prefix(self, prefix: bytes, column: bytes, max_pages: int) -> tuple[list[int], bytes]:
+        """Finds the longest cached continuation of a prefix by the ids in `column` (int32), of at most `max_pages`
+        pages. `prefix` is ROOT_PREFIX or the name of a page, and what the key of the next page includes. Returns the
+        pages, each with one more reference, and the name of the last of them; of none, `prefix`."""
+        size, by_key = self._page_bytes, self._by_key
         if not max_pages or prefix + column[:size] not in by_key:  # the usual case of a new prompt
             return [], prefix
         found: list[int] = []
@@ -276,33 +446,71 @@ class PagePool:
         self._names = names
         return prefix
 
-    def adopt(self, prefixes: Iterable[tuple[bytes, bytes, list[int]]]) -> int:
-        """Publishes free pages with known content, which become idle. Each prefix is a salt, the ids of full pages
-        (int32), and these pages. Returns how many pages were published."""
-        free, size, adopted = set(self.free), self._page_bytes, 0
-        for salt, column, pages in prefixes:
-            prefix, own = ROOT_PREFIX + salt, []
-            for index, page in enumerate(pages):
-                ids = column[index * size : (index + 1) * size]
-                if prefix + ids not in self._by_key:
-                    if page not in free:
-                        break  # by an earlier prefix it has other content
-                    free.remove(page)
-                    own.append(page)
-                prefix = self.publish(prefix, [page], ids)
-            self.release(own)
-            adopted += len(own)
-        self.free = [page for page in self.free if page in free]
-        return adopted
+    def adopt(self, prefix: bytes, pages: list[int], column: bytes, free: set[int]) -> tuple[list[int], list[bytes]]:
+        """Publishes pages with known content, the ids of `column` (int32) after `prefix`, that are in `free`, which is
+        what `self.free` will be. Returns those that it has taken from there, which are held, and the names of all that
+        are cached now."""
+        size = self._page_bytes
+        taken, names = [], []
+        for index, page in enumerate(pages):
+            ids = column[index * size : (index + 1) * size]
+            if prefix + ids not in self._by_key:
+                if page not in free:
+                    break  # by an earlier prefix it has other content
+                free.remove(page)
+                taken.append(page)
+            prefix = self.publish(prefix, [page], ids)
+            names.append(prefix)
+        return taken, names
+
+    # --- the groups after the first ---
+
+    def names(self, pages: list[int]) -> list[bytes]:
+        """The names of cached pages of the first group."""
+        return [self._name_of[page] for page in pages]
+
+    def find_names(self, prefix: bytes, column: bytes, count: int) -> list[bytes]:
+        """The names of the cached pages with the ids in `column` that follow `prefix`."""
+        names, size = [], self._page_bytes
+        for begin in range(0, count * size, size):
+            prefix = self._name_of[self._by_key[prefix + column[begin : begin + size]]]
+            names.append(prefix)
+        return names
+
+    def has_follower(self, group: int, name: bytes) -> bool:
+        """Whether this group has a cached page next to the first group's page of this name."""
+        return GROUP_TAGS[group] + name in self._by_key
+
+    def take_followers(self, group: int, names: list[bytes]) -> list[int]:
+        """The group's cached pages next to those of these names, each with one more reference."""
+        pages = [self._by_key[GROUP_TAGS[group] + name] for name in names]
+        self._retain(pages)
+        return pages
+
+    def publish_followers(self, group: int, pages: list[int], names: list[bytes]) -> None:
+        """Adds held pages of this group to the prefix cache, next to those of these names, unless others are there."""
+        for page, name in zip(pages, names, strict=True):
+            if page != NO_PAGE and self._by_key.setdefault(key := GROUP_TAGS[group] + name, page) == page:
+                self._key_of[page] = key
+
+    def adopt_followers(self, group: int, pages: list[int], names: list[bytes], free: set[int]) -> list[int]:
+        """As `adopt`, of the pages next to those of these names. Returns those taken from `free`."""
+        taken = []
+        for page, name in zip(pages, names, strict=True):
+            if page in free and not self.has_follower(group, name):
+                free.remove(page)
+                taken.append(page)
+                self.publish_followers(group, [page], [name])
+        return taken
 
     def release(self, pages: list[int]) -> None:
         """Removes a reference from each page. The end of a prefix becomes idle before its beginning, since it cannot be
         found without that."""
-        references, name_of, idle, free = self._references, self._name_of, self._idle, self.free
+        references, key_of, idle, free = self._references, self._key_of, self._idle, self.free
         for page in reversed(pages):
             if (left := references[page] - 1) > 0:
                 references[page] = left
-            elif name_of[page]:
+            elif key_of[page]:
                 references[page] = 0
                 idle[page] = None
             else:
@@ -311,7 +519,7 @@ class PagePool:
     def forget(self, pages: Iterable[int]) -> None:
         """Removes idle pages from the prefix cache. Those that follow one in its prefix cannot be found any more."""
         for page in pages:
-            if not self._name_of[page]:
+            if not self._key_of[page]:
                 continue
             del self._idle[page]
             del self._by_key[self._key_of[page]]
@@ -336,6 +544,7 @@ class PagePool:
         assert {page: key for key, page in self._by_key.items()} == keys, "keys and pages disagree"
         names = [name for name in self._name_of if name]
         assert len(set(names)) == len(names), "a name is given twice"
-        assert {page for page, name in enumerate(self._name_of) if name} == set(keys), "a page has a name and no key"
+        lead = {page for page, key in keys.items() if key[0] in (0, ROOT_PREFIX[0])}
+        assert {page for page, name in enumerate(self._name_of) if name} == lead, "a page has a name and no key"
         assert idle <= set(keys), "an idle page is not cached"
         assert not free & set(keys), "a free page is cached"

@@ -74,10 +74,10 @@ class SchedulerMetrics:
         self._set("tgi_adapters_loaded", scheduler.loaded_adapters)
         if (limits := scheduler.worker.limits) is not None:
             used = scheduler.pages_used
-            self._set("tgi_batch_current_max_tokens", used * limits.page_size)
+            self._set("tgi_batch_current_max_tokens", used * limits.max_batch_total_tokens // limits.pages)
             self._set("tgi_kv_cache_pages_used", used)
             self._set("tgi_kv_cache_pages_free", limits.pages - used)
-            self._set("tgi_batch_max_total_tokens", limits.pages * limits.page_size)
+            self._set("tgi_batch_max_total_tokens", limits.max_batch_total_tokens)
 
     def _publish_steps(self, scheduler: Scheduler) -> None:
         counters = scheduler.counters

@@ -282,7 +282,8 @@ class WorkerPeer:
 
     def record_held_pages(self, held: HeldPages) -> None:
         """Keeps a report until the worker is ready."""
-        size = HELD_MESSAGE_BYTES + sum(map(len, held))
+        columns = held.token_ids, held.page_ids, *(extra.digest for extra in held.extras)
+        size = HELD_MESSAGE_BYTES + sum(map(len, columns))
         if self._held_bytes + size <= MAX_HELD_BYTES:
             self._held_bytes += size
             self._held_pages.append(held)

@@ -2,6 +2,7 @@
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from tgi.microkernel.messages.protocol import (
     DeploymentLimits,
     End,
     FinishReason,
+    PageExtra,
     decode,
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
@@ -21,6 +23,7 @@ from tgi.microkernel.recovery.work_register import fingerprint_number
 from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
+MAX_EXTRA_BYTES = 256
 MAX_RID = 2**32 - 1  # the columns of rids are uint32
 # A step number that is never reached: results do not concern a request without a slot.
 NO_STEP = 1 << 62
@@ -68,12 +71,12 @@ class Request:
         "decodes_since",
         "drafter",
         "due_step",
+        "extras",
         "fingerprint",
         "first_planned_at",
         "last_start",
         "max_total_tokens",
         "missing_pages",
-        "pages",
         "partition",
         "partition_index",
         "planned",
@@ -91,6 +94,7 @@ class Request:
         "slot",
         "state",
         "stop_ids",
+        "tables",
         "token_ids",
         "tokenizer",
         "valid_from_step",
@@ -101,11 +105,11 @@ class Request:
     share: "ClientShare"  # set when the waiting queue gets it
     prompt_logprobs_from: int  # logprobs of prompt tokens from this position on are still to be sent
     # These mean something only while it holds a slot.
-    pages: list[int]
-    capacity: int  # tokens that its pages hold
+    tables: list[list[int]]  # its page tables, one for each KV group: pages in the order of positions, or NO_PAGE
+    capacity: int  # tokens that its pages hold: those of the shortest table
     planned: int  # positions below this are computed by the steps sent so far; while it decodes, see `partition.starts`
     shares_pages: bool  # whether it uses the prefix cache: finds pages of other requests, and they find its pages
-    published_pages: int  # its first pages, which are in the prefix cache
+    published_pages: int  # of each table: its first pages, which are in the prefix cache
     prefix: bytes  # the name of the prefix in these pages
     partition_index: int  # its index in the columns of its partition
     decodes_since: int  # the step after which it entered the partition
@@ -124,6 +128,7 @@ class Request:
         self.context = add.context
         self.sampling = add.sampling
         self.cache_salt = add.cache_salt
+        self.extras = page_extras(add.cache_salt, add.extras)
         self.pooling = add.pooling
         self.tokenizer = tokenizer
         self.charged_tokens = 0  # positions that its client's counter includes
@@ -138,6 +143,8 @@ class Request:
         self.prompt_top_n = 0
         if add.prompt_logprobs_from or add.prompt_top_n:
             self._set_prompt_logprobs(add.prompt_logprobs_from, add.prompt_top_n)
+        if fault := extras_out_of_range(self.extras, tokens):
+            raise ValueError(fault)
         if add.resume_ids:
             token_ids.frombytes(add.resume_ids)
         self.max_total_tokens = max_total_tokens = tokens + add.max_new_tokens
@@ -158,9 +165,10 @@ class Request:
         self.prompt_logprobs_from = min(begin or self.prompt_tokens, self.prompt_tokens)
         self.prompt_top_n = top_n
 
-    def add_page(self, page: int, page_size: int) -> None:
-        """Appends a page of `page_size` tokens to its page table."""
-        self.pages.append(page)
+    def add_page(self, pages: list[int], page_size: int) -> None:
+        """Appends a page of `page_size` tokens to each of its page tables."""
+        for table, page in zip(self.tables, pages, strict=True):
+            table.append(page)
         self.capacity += page_size
         if self.partition is not None:
             self.partition.page_added(self)
@@ -203,6 +211,23 @@ class Request:
         )
 
 
+def page_extras(cache_salt: bytes, extras: Iterable[PageExtra]) -> list[PageExtra]:
+    """All that the content of pages depends on besides ids, in the order of positions."""
+    return [*([PageExtra(0, cache_salt)] if cache_salt else []), *extras]
+
+
+def extras_out_of_range(extras: list[PageExtra], tokens: int) -> str:
+    """Why pages of this many tokens cannot have these extras, in words; "" if they can."""
+    last = 0
+    for position, digest in extras:
+        if not last <= position < tokens:
+            return f"an extra of a page is at position {position} of {tokens}, after one at {last}"
+        if len(digest) > MAX_EXTRA_BYTES:
+            return f"an extra of a page has {len(digest)} bytes, at most {MAX_EXTRA_BYTES} are possible"
+        last = position
+    return ""
+
+
 @lru_cache(maxsize=64)
 def _stop_id_set(column: bytes) -> frozenset[int]:
     """The ids of an int32 column. Cached, because nearly all requests have the same stop ids."""
@@ -222,8 +247,8 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
         return "`max_new_tokens` must be strictly positive"
     if limits is None:
         return ""
-    if total > limits.max_total_tokens or total > limits.pages * limits.page_size:
-        most = min(limits.max_total_tokens, limits.pages * limits.page_size)
+    if total > limits.max_total_tokens or limits.pages_needed(total) > limits.pages:
+        most = limits.longest_request()
         return (
             f"`inputs` tokens + `max_new_tokens` must be <= {most}. "
             f"Given: {tokens} `inputs` tokens and {total - tokens} `max_new_tokens`"

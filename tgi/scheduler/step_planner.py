@@ -23,7 +23,7 @@ from tgi.scheduler.counters import Counters
 from tgi.scheduler.decode_batch import DecodePartition, PartitionRows, RunningBatch, preemption_order
 from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits, StepSizeLimit
 from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
-from tgi.scheduler.kv_cache import KVCacheManager
+from tgi.scheduler.kv_cache import NO_PAGE, KVCacheManager
 from tgi.scheduler.request import NO_SLOT, ClientShare, Request, TokenizerPeer
 from tgi.scheduler.speculation import NgramProposer, Speculation
 from tgi.scheduler.waiting_queue import WaitingQueue
@@ -78,8 +78,9 @@ class StepPlanner:
         self._speculation = speculation
         self._spare_pages = int(limits.pages * SPARE_PAGES_SHARE)
         self._max_share_preemptions = max(1, int(limits.max_batch_size * PREEMPTED_SLOTS_SHARE))
-        # Each slot as a packed column of one item.
-        self._slot_columns = [pack_column(INT32, [slot]) for slot in range(limits.max_batch_size)]
+        self._tables = len(limits.groups)  # page tables of a slot
+        # The number of each page table as a packed column of one item.
+        self._table_columns = [pack_column(INT32, [at]) for at in range(limits.max_batch_size * self._tables)]
 
     def plan(self, number: int, epoch: int, ahead: bool, now: float) -> InFlightStep | None:
         """The next step, or None if there is nothing to compute. `ahead`: other steps are in flight, so the latest
@@ -92,6 +93,8 @@ class StepPlanner:
             self._preempt_for_head()
         builder = StepBuilder()
         running = len(self.batch)
+        if kv_cache.slides:
+            self._slide_prompts()
         self._plan_decode(builder)
         decode_rows = len(builder.sampling_requests)
         if self._speculation is not None and not ahead:
@@ -103,8 +106,8 @@ class StepPlanner:
         # This step writes the pages of its prompts; later steps may find them.
         kv_cache.mark_filled(builder.sampling_requests[decode_rows:] + builder.prefilling)
         if kv_cache.appended:
-            slots, pages = kv_cache.take_appended()
-            builder.page_slots.insert(0, pack_column(INT32, slots))  # before any other page of the same request
+            tables, pages = kv_cache.take_appended()
+            builder.page_tables.insert(0, pack_column(INT32, tables))  # before any other page of the same request
             builder.page_ids[:0] = pages
         return builder.build(
             number,
@@ -142,7 +145,7 @@ class StepPlanner:
         for request in sorted(need_page, key=preemption_order):
             if request.slot == NO_SLOT:
                 continue  # it was preempted in this loop
-            if self._free_a_page(request):
+            if self._free_pages(request, self._tables):
                 # Recorded with the request, since it may be preempted in this loop: that changes the order.
                 self.kv_cache.append_pages([request])
             else:
@@ -157,9 +160,8 @@ class StepPlanner:
         counts = speculation.draft_counts(rows, most // 2 if self.batch.prefilling or self.queue else most)
         for request, start, wanted in zip(rows, builder.starts, counts, strict=False):  # no counts: nothing is drafted
             missing = -(-(start + 1 + wanted - request.capacity) // self._page_size)
-            if missing > 0 and self.kv_cache.ensure_available(missing + self._spare_pages):
-                for page in self.kv_cache.pool.allocate(missing):
-                    self._append_page(builder, request, page)
+            if missing > 0 and self.kv_cache.ensure_available(missing * self._tables + self._spare_pages):
+                self.kv_cache.append_pages([request], missing)
             count = min(wanted, request.capacity - start - 1)
             builder.drafts.append(count)
             if isinstance(request.drafter, NgramProposer):
@@ -167,10 +169,10 @@ class StepPlanner:
         if not any(builder.drafts):
             del builder.drafts[:]
 
-    def _free_a_page(self, request: Request) -> bool:
-        """Ensures that a page is available for this request; preempts those after it in `preemption_order` until one
-        is, in the turn of a trial first any that is not of it. False: none could be freed."""
-        while not self.kv_cache.ensure_available(1):
+    def _free_pages(self, request: Request, count: int) -> bool:
+        """Ensures that this many pages are available for this request; preempts those after it in `preemption_order`
+        until they are, in the turn of a trial first any that is not of it. False: too few could be freed."""
+        while not self.kv_cache.ensure_available(count):
             if (candidate := self._bystander()) is None:
                 candidate = self.batch.preemption_candidate(excluding=request)
                 if candidate is None or preemption_order(candidate) < preemption_order(request):
@@ -183,10 +185,15 @@ class StepPlanner:
         never waits for other requests."""
         return None if self._waiting is self.queue else max(self.batch.paused, key=_arrival, default=None)
 
-    def _append_page(self, builder: "StepBuilder", request: Request, page: int) -> None:
-        request.add_page(page, self._page_size)
-        builder.page_slots.append(self._slot_columns[request.slot])
-        builder.page_ids.append(page)
+    def _slide_prompts(self) -> None:
+        """Of prompts that have pages for a part only, in groups with a sliding window: gives back the pages before the
+        window, and appends those for the next chunk. A prompt for which too few are available waits."""
+        for request in sorted(self.batch.prefilling, key=preemption_order):
+            if request.slot == NO_SLOT or request.capacity >= len(request.token_ids):
+                continue  # it was preempted in this loop, or has pages for all its tokens
+            missing = self.kv_cache.pages_to_slide(request)
+            if self._free_pages(request, sum(missing)):
+                self.kv_cache.slide(request, missing)
 
     def _preempt(self, request: Request) -> None:
         self._counters.preemptions += 1
@@ -273,6 +280,10 @@ class StepPlanner:
     def _add_chunk(self, builder: "StepBuilder", request: Request, budget: int) -> int:
         """Adds a row of at most `budget` prompt tokens. Returns how many it has."""
         start, known = request.planned, len(request.token_ids)
+        if request.capacity < known and request.capacity - start < budget:  # see `_slide_prompts`
+            budget = request.capacity - start
+            if not budget:
+                return 0
         tokens = known - start
         samples = tokens <= budget
         if not samples:
@@ -345,9 +356,12 @@ class StepPlanner:
             assignment = assignment._replace(
                 prompt_logprobs_from=request.prompt_logprobs_from, prompt_top_n=request.prompt_top_n
             )
+        if request.extras:
+            assignment = assignment._replace(extras=request.extras)
         builder.slots.append(assignment)
-        builder.page_slots.append(self._slot_columns[slot] * len(request.pages))
-        builder.page_ids += request.pages
+        for table, pages in enumerate(request.tables, slot * self._tables):
+            builder.page_tables.append(self._table_columns[table] * len(pages))
+            builder.page_ids += pages
         return True
 
     # --- trials -------------------------------------------------------------------------------------------------------
@@ -411,17 +425,18 @@ class StepPlanner:
 
     def steps_lacked_memory(self, steps: list[InFlightStep]) -> None:
         """These steps have computed nothing: returns all running requests to the queue. The pages stay that earlier
-        steps have filled; all are lost if a request has left since and the pages that these steps had for it are not
-        known."""
+        steps have filled; all are lost if the pages that these steps had for a request are not known, since it has left
+        or has given them back."""
         pages, known = [], True
         for step in steps:
             starts = unpack_int32(step.message.starts)
             for request, start in zip(step.requests_in_row_order, starts, strict=True):
                 known &= step.message.number >= request.valid_from_step
-                pages += request.pages[start // self._page_size :]
+                for table in request.tables:
+                    pages += table[start // self._page_size :]
         for request in list(self.batch):
             self._requeue(request, PREEMPT)
-        if known:
+        if known and NO_PAGE not in pages:
             self.kv_cache.forget(pages)
         else:
             self.kv_cache.worker_state_lost()
@@ -461,7 +476,7 @@ class StepBuilder:
 
     def __init__(self) -> None:
         self.slots: list[SlotAssignment] = []
-        self.page_slots: list[bytes] = []  # int32 columns
+        self.page_tables: list[bytes] = []  # int32 columns
         self.page_ids: list[int] = []
         self.rows = array(INT32)  # the slots of the decode rows
         self.starts = array(INT32)  # their positions
@@ -534,7 +549,7 @@ class StepBuilder:
             number=number,
             epoch=epoch,
             slots=self.slots,
-            page_slots=b"".join(self.page_slots),
+            page_tables=b"".join(self.page_tables),
             page_ids=pack_column(INT32, self.page_ids),
             rows=rows,
             starts=starts,

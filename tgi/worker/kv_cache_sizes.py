@@ -11,6 +11,6 @@ def cpu_head_dim(head_dim: int) -> int:
 
 
 def token_bytes(layers: int, kv_heads: int, stored_dim: int, itemsize: int, scaled: bool) -> int:
-    """Bytes of a token's keys and values over all layers, of `stored_dim` elements each; `scaled`: with scales. A layer
-    with a sliding window keeps all tokens of a sequence: all layers share one page table."""
+    """Bytes of a token's keys and values over all layers, of `stored_dim` elements each; `scaled`: with
+    scales."""
     return 2 * layers * kv_heads * (stored_dim * itemsize + (SCALE_BYTES if scaled else 0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.worker.batches import Row, make_batch
-from tgi.worker.attention.cuda import CudaAttention, LayerKVCache, to_cache_dtype
+from tgi.worker.attention.cuda import CudaAttention, PagedCache, to_cache_dtype
 from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.gpu_kernels import paged_attention as module
 from tgi.worker.gpu_kernels.attention_arguments import Rows
@@ -45,7 +45,7 @@ class Case:
         self.batch = make_batch(
             [Row([0] * n, length - n, own) for (n, length), own in zip(rows, tables, strict=True)], PAGE
         )
-        self.cache = LayerKVCache(kv, 0, sum(pages) + 1, PAGE, CPU)
+        self.cache = PagedCache(kv, sum(pages) + 1, PAGE, CPU)
         self.query = random_tensor(CPU, sum(self.counts), kv.heads, kv.head_dim, dtype=kv.dtype)
         shape = kv.kv_heads, kv.head_dim
         self.keys, self.values = (
@@ -54,16 +54,17 @@ class Case:
         )
         for there, given in ((self.cache.keys, self.keys), (self.cache.values, self.values)):
             there.fill_(math.nan)
-            for own, known in zip(tables, given, strict=True):
-                at = torch.tensor([own[n // PAGE] * PAGE + n % PAGE for n in range(len(known))])
-                there.view(torch.uint8).flatten(0, 1)[at] = known.view(torch.uint8)
+            for own, known, count in zip(tables, given, self.counts, strict=True):
+                first = max(0, len(known) - count + 1 - (kv.sliding_window(0) or len(known)))  # others are given back
+                at = torch.tensor([own[n // PAGE] * PAGE + n % PAGE for n in range(first, len(known))])
+                there.view(torch.uint8).flatten(0, 1)[at] = known[first:].view(torch.uint8)
 
     def found(self, gpu: GpuKernels = GPU, splits: int | None = None, tile: Tile | None = None) -> Tensor:
         kv, batch, longest = self.kv, self.batch, max(self.counts)
         counters, out = gpu.split_counters(CPU), torch.full_like(self.query, math.nan)
         rows = Rows(
             *(0, len(self.query), longest, batch.cu_query_lens if longest > 1 else None),
-            *(batch.page_table, batch.context_lens),
+            *(batch.page_table[0], batch.context_lens),
         )
         gpu.paged_attention(
             *(self.query, self.cache.keys, self.cache.values, rows, out, SCALE, kv.sliding_window(0), kv.softcap),
@@ -149,7 +150,7 @@ def test_a_row_is_the_same_in_any_batch_of_the_same_splits() -> None:
     batch, query = case.batch, case.query
     for row in range(3):
         part = slice(row, row + 1)
-        case.batch = batch._replace(page_table=batch.page_table[part], context_lens=batch.context_lens[part])
+        case.batch = batch._replace(page_table=batch.page_table[:, part], context_lens=batch.context_lens[part])
         case.query, case.counts = query[part], [1]
         assert torch.equal(case.found(splits=4)[0], together[row])
 
@@ -164,7 +165,7 @@ def test_decode_rows_before_prompts_have_a_launch_of_their_own() -> None:
         attention.write_and_attend(attention.plan(known), 0, random_tensor(CPU, 47, 8, 16), 0.2)
         plan = attention.plan(step)
         if gpu is not None:
-            assert [(group.first, group.tokens, group.longest) for group in plan.groups] == [(0, 2, 1), (2, 21, 20)]
+            assert [(group.first, group.tokens, group.longest) for group in plan.groups[0]] == [(0, 2, 1), (2, 21, 20)]
         found.append(attention.write_and_attend(plan, 0, random_tensor(CPU, 23, 8, 16, seed=1), 0.2))
     assert torch.allclose(*found, atol=1e-6)
 
@@ -180,9 +181,9 @@ def test_written_keys_and_values_match_torchs_conversion(dtype: torch.dtype, sto
         some = some.nan_to_num(7.0, math.inf, -math.inf)
     qkv = torch.cat([torch.zeros(32, 2, 64, dtype=dtype), some.view(32, 32, 64)], 1)
     places = torch.randperm(48, generator=torch.Generator().manual_seed(0))[:32]
-    ours, torchs = (LayerKVCache(kv, 0, 3, PAGE, CPU) for _ in range(2))
-    GPU.rotate_and_write_kv(qkv, ours.keys, ours.values, places, ours.scales)
-    torchs.write(qkv, places)
+    ours, torchs = (PagedCache(kv, 3, PAGE, CPU) for _ in range(2))
+    GPU.rotate_and_write_kv(qkv, ours.keys, ours.values, places, kv.layer_scales(0))
+    torchs.write(qkv, places, kv.layer_scales(0))
     for one, other in ((ours.keys, torchs.keys), (ours.values, torchs.values)):
         assert one.float().isfinite().all() or stored is None
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -17,7 +17,7 @@ Every link has its own numbering, so a rid means nothing on another link.
 Columns (`bytes` fields named in the plural) are packed little-endian numbers, see codec.py. Within a protocol version
 fields are appended only, with defaults, and tags are positions in MESSAGES, so peers of different
 versions of tgi understand each other. Any other change needs a new PROTOCOL: links reject peers with another one.
-SamplingParams is declared in sampling_params.py.
+SamplingParams is declared in sampling_params.py, KVGroup in kv_groups.py.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,17 @@ from typing import NamedTuple
 
 from tgi.microkernel.admission.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from tgi.microkernel.messages.codec import Codec
+from tgi.microkernel.messages.kv_groups import (
+    ONE_FULL_GROUP,
+    KVGroup,
+    groups_out_of_range,
+    longest_request,
+    pages_needed,
+)
 from tgi.microkernel.messages.sampling_params import SamplingDefaults, SamplingParams
 
-# 2: RequestContext in Generate, Tokenize and Add.
-PROTOCOL = 2
+# 2: RequestContext in Generate, Tokenize and Add. 3: KV groups, each with a page table of its own.
+PROTOCOL = 3
 # In the direction of requests.
 ROLES = ("api", "tokenizer", "scheduler", "worker")
 # The roles of the peers of a link, by the own role and whether the link binds. So keys of front ends do not admit a
@@ -172,7 +179,7 @@ class DeploymentLimits(NamedTuple):
 
     max_total_tokens: int  # prompt and generated tokens of one request
     max_input_tokens: int  # prompt tokens of one request
-    max_batch_total_tokens: int  # tokens of KV cache: pages * page_size
+    max_batch_total_tokens: int  # tokens that the KV cache holds in requests of max_total_tokens
     max_batch_prefill_tokens: int  # tokens computed in one step
     max_batch_size: int  # slots: rows that may run at once
     pages: int
@@ -180,6 +187,17 @@ class DeploymentLimits(NamedTuple):
     vocab_size: int
     dtype: str  # "float32", "bfloat16", "float16"
     device: str  # "cpu", "cuda"
+    groups: list[KVGroup] = ONE_FULL_GROUP  # what the model's layers keep; each has a page table of its own
+
+    def pages_needed(self, tokens: int) -> int:
+        """The pages that a request of this many tokens holds at most."""
+        return pages_needed(self.groups, tokens, self.max_batch_prefill_tokens, self.page_size)
+
+    def longest_request(self) -> int:
+        """The tokens of the longest request, within `max_total_tokens`, for which there are pages."""
+        return longest_request(
+            self.groups, self.pages, self.max_batch_prefill_tokens, self.page_size, self.max_total_tokens
+        )
 
 
 # What a process allocates grows with these limits: far above those of any worker, and below what exhausts memory.
@@ -190,15 +208,16 @@ LARGEST_OTHER_LIMIT = 2**31 - 1  # token counts and ids are int32
 def limits_out_of_range(limits: DeploymentLimits) -> str:
     """Which limits no worker can have, in words; "" if there are none."""
     numbers = {name: value for name, value in limits._asdict().items() if isinstance(value, int)}
-    return "; ".join(
+    faults = [
         f"{name} is {value}"
         for name, value in numbers.items()
         if not 1 <= value <= LARGEST_LIMITS.get(name, LARGEST_OTHER_LIMIT)
-    )
+    ]
+    return "; ".join([*faults, *(fault for fault in [groups_out_of_range(limits.groups)] if fault)])
 
 
 # What a request was promised with its tokens and pages; the same for every worker that may compute it.
-EQUAL_LIMITS = ("page_size", "vocab_size", "dtype")
+EQUAL_LIMITS = ("page_size", "vocab_size", "dtype", "groups")
 
 
 def limits_shortfall(held: DeploymentLimits, offered: DeploymentLimits, minimum: Sequence[str]) -> str:
@@ -515,6 +534,14 @@ class ResetSlots(NamedTuple):
     """Removes all requests of a rank's slots. The content of the KV pages stays."""
 
 
+class PageExtra(NamedTuple):
+    """What the keys and values from this position of a prompt on depend on besides ids, such as the content of an
+    image: the prefix cache matches a page that contains the position only under an equal digest."""
+
+    position: int
+    digest: bytes
+
+
 class Add(NamedTuple):
     """A tokenized request. `resume_ids` were generated before (by a worker or scheduler that died, or before a
     preemption): they are computed as prefill and count as generated.
@@ -539,6 +566,7 @@ class Add(NamedTuple):
     prompt_top_n: int = 0
     context: RequestContext = RequestContext()
     pooling: bool = False  # the request ends in a vector (End.vector)
+    extras: list[PageExtra] = []  # in the order of positions
 
 
 class Stop(NamedTuple):
@@ -563,13 +591,15 @@ class SlotAssignment(NamedTuple):
     sampling: bytes  # encoded SamplingParams
     prompt_logprobs_from: int = 0
     prompt_top_n: int = 0
+    extras: list[PageExtra] = []  # of its pages, the adapter included; HeldPages tells them to the next scheduler
 
 
 class Step(NamedTuple):
     """One forward pass: changes to the worker's slots, then the rows to compute.
 
-    The worker keeps token ids, page table and sampling parameters of each slot. It applies `slots` (new requests with
-    empty page tables), appends the pages `page_ids` to the tables of `page_slots` in order, and computes the rows. Row
+    The worker keeps token ids, page tables and sampling parameters of each slot. It applies `slots` (new requests with
+    empty page tables), appends the pages `page_ids` to the tables `page_tables` in order, and computes the rows. Slot
+    s has a table for each of the G KV groups (DeploymentLimits.groups): table s * G + g belongs to group g. Row
     k computes the tokens at positions starts[k] .. starts[k] + counts[k] - 1 of slot rows[k] and writes their keys and
     values to the pages of those positions. If samples[k] is 1, it then samples the token at position starts[k] +
     counts[k]. The worker appends it to the slot's ids, so the next step can read it on the device before the scheduler
@@ -583,8 +613,8 @@ class Step(NamedTuple):
     number: int  # counts up from 1 in an epoch
     epoch: int  # number of this worker's life, by the scheduler; a StepResult of another epoch is dropped
     slots: list[SlotAssignment]
-    page_slots: bytes  # int32
-    page_ids: bytes  # int32, same length
+    page_tables: bytes  # int32: numbers of page tables
+    page_ids: bytes  # int32, same length; -1 in a group with a sliding window: no row needs this page
     rows: bytes  # int32: slot of each row
     starts: bytes  # int32: first position of each row
     counts: bytes  # int32: tokens that each row computes, >= 1
@@ -623,12 +653,12 @@ class StepResult(NamedTuple):
 
 class HeldPages(NamedTuple):
     """KV pages that the worker has computed for the scheduler before this one: `page_ids` hold the keys and values of
-    `token_ids`, from the first token on. A worker that is ready sends one for each slot to a scheduler that connects,
-    before its Status."""
+    `token_ids`, from the first token on, of each KV group one after the other; -1: the page is not held. A worker that
+    is ready sends one for each slot to a scheduler that connects, before its Status."""
 
     token_ids: bytes  # int32, as many as the pages hold
     page_ids: bytes  # int32
-    cache_salt: bytes = b""  # as in Add
+    extras: list[PageExtra] = []  # as in SlotAssignment
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------------------

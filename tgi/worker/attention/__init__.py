@@ -33,5 +33,5 @@ def page_size(kv: KVCacheSpec, device: torch.device) -> int:
 
 
 def page_bytes(kv: KVCacheSpec, device: torch.device) -> int:
-    """Bytes of one page, over all layers."""
+    """Bytes of one page, over the layers of a group."""
     return kv.token_bytes * page_size(kv, device)

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class CudaPlan(NamedTuple):
     """What all layers of a step share."""
 
-    slot_mapping: Tensor  # int64 [T]
-    groups: tuple[Rows, ...]  # for our own kernels
+    slot_mapping: Tensor  # int64 [G, T]
+    groups: list[tuple[Rows, ...]]  # of each KV group, for our own kernels
     batch: ForwardBatch  # for torch's
 
 
@@ -39,7 +39,8 @@ class CudaAttention:
     def __init__(self, kv: KVCacheSpec, pages: int, device: torch.device) -> None:
         self._kv = kv
         self.padding_page = pages
-        self._caches = [LayerKVCache(kv, layer, pages + 1, self.page_size, device) for layer in range(kv.layers)]
+        self._places = kv.places
+        self._caches = [PagedCache(kv, pages + 1, self.page_size, device) for _ in range(kv.caches)]
         self._counters = None if kv.gpu_kernels is None else kv.gpu_kernels.split_counters(device)
         kernels = "torch's kernels, row by row" if kv.gpu_kernels is None else "our own kernels"
         log.debug("attention on %s: %s; KV cache in %s", device, kernels, str(kv.cache_dtype).removeprefix("torch."))
@@ -47,15 +48,19 @@ class CudaAttention:
     def plan(self, batch: ForwardBatch) -> CudaPlan:
         """See AttentionBackend."""
         if self._kv.gpu_kernels is None:
-            return CudaPlan(batch.slot_mapping, (), batch)
+            return CudaPlan(batch.slot_mapping, [], batch)
+        return CudaPlan(batch.slot_mapping, [self._rows(batch, table) for table in batch.page_table], batch)
+
+    def _rows(self, batch: ForwardBatch, table: Tensor) -> tuple[Rows, ...]:
+        """The launches of a KV group with this page table [R, P]."""
         lens = batch.query_lens_host
+        assert self._kv.gpu_kernels is not None
         if self._kv.gpu_kernels.batch_invariant:  # one tile for all
-            whole = batch.cu_query_lens, batch.page_table, batch.context_lens
-            return CudaPlan(batch.slot_mapping, (Rows(0, sum(lens), max(lens), *whole),), batch)
+            return (Rows(0, sum(lens), max(lens), batch.cu_query_lens, table, batch.context_lens),)
         decode = next((row for row, count in enumerate(lens) if count > 1), len(lens))
         groups = []
         if decode:
-            groups.append(Rows(0, decode, 1, None, batch.page_table[:decode], batch.context_lens[:decode]))
+            groups.append(Rows(0, decode, 1, None, table[:decode], batch.context_lens[:decode]))
         if decode < len(lens):
             others = slice(decode, None)
             groups.append(
@@ -64,19 +69,19 @@ class CudaAttention:
                     tokens=sum(lens[others]),
                     longest=max(lens[others]),
                     starts=batch.cu_query_lens[others],
-                    table=batch.page_table[others],
+                    table=table[others],
                     context=batch.context_lens[others],
                 )
             )
-        return CudaPlan(batch.slot_mapping, tuple(groups), batch)
+        return tuple(groups)
 
     def write_and_attend(self, plan: CudaPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """See AttentionBackend."""
         if self._kv.gpu_kernels is not None:
             return self.transform_and_attend(plan, layer, qkv, scale, HeadTransform())
-        kv, cache = self._kv, self._caches[layer]
-        key_scale, value_scale = cache.scales
-        cache.write(qkv, plan.slot_mapping)
+        kv, (group, place) = self._kv, self._places[layer]
+        key_scale, value_scale = scales = kv.layer_scales(layer)
+        self._caches[place].write(qkv, plan.slot_mapping[group], scales)
         mixed = self._attend_row_by_row(plan.batch, layer, qkv[:, : kv.heads], scale * key_scale)
         return mixed if value_scale == 1.0 else mixed * value_scale
 
@@ -84,14 +89,15 @@ class CudaAttention:
         self, plan: CudaPlan, layer: int, qkv: Tensor, scale: float, transform: HeadTransform
     ) -> Tensor:
         """See TransformingBackend."""
-        kv, cache, kernels = self._kv, self._caches[layer], self._kv.gpu_kernels
+        kv, (group, place), kernels = self._kv, self._places[layer], self._kv.gpu_kernels
         assert kernels is not None
-        key_scale, value_scale = cache.scales
+        cache = self._caches[place]
+        key_scale, value_scale = scales = kv.layer_scales(layer)
         query = kernels.rotate_and_write_kv(
-            qkv, cache.keys, cache.values, plan.slot_mapping, cache.scales, transform.rotation, transform.norm
+            qkv, cache.keys, cache.values, plan.slot_mapping[group], scales, transform.rotation, transform.norm
         )
         mixed = torch.empty_like(query)
-        for rows in plan.groups:
+        for rows in plan.groups[group]:
             kernels.paged_attention(
                 *(query, cache.keys, cache.values, rows, mixed, scale * key_scale),
                 window=kv.sliding_window(layer),
@@ -102,10 +108,12 @@ class CudaAttention:
 
     def _attend_row_by_row(self, batch: ForwardBatch, layer: int, query: Tensor, scale: float) -> Tensor:
         queries = list(accumulate(batch.query_lens_host, initial=0))
-        kv, cache, window, cap = self._kv, self._caches[layer], self._kv.sliding_window(layer), self._kv.softcap
+        kv, window, cap = self._kv, self._kv.sliding_window(layer), self._kv.softcap
+        group, place = self._places[layer]
+        cache = self._caches[place]
         mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for row, (count, context) in enumerate(zip(batch.query_lens_host, batch.context_lens_host, strict=True)):
-            pages = batch.page_table[row, : -(-context // self.page_size)].long()
+            pages = batch.page_table[group, row, : -(-context // self.page_size)].long()
             keys, values = (x.flatten(0, 1)[:context] for x in cache.gather_pages(pages))
             own = slice(queries[row], queries[row + 1])
             q, k, v = (x.transpose(0, 1)[None] for x in (query[own], keys, values))
@@ -120,24 +128,23 @@ class CudaAttention:
         return mixed
 
 
-class LayerKVCache:
-    """Keys and values of one layer: two tensors [pages, page_size, kv_heads, head_dim].
+class PagedCache:
+    """Keys and values of one layer of each KV group: two tensors [pages, page_size, kv_heads, head_dim].
 
-    They hold key / scales[0] and value / scales[1]; the scales are 1 if the cache is not quantized.
+    They hold key / scales[0] and value / scales[1] (KVCacheSpec.layer_scales).
     """
 
-    def __init__(self, kv: KVCacheSpec, layer: int, pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, kv: KVCacheSpec, pages: int, page_size: int, device: torch.device) -> None:
         shape = (pages, page_size, kv.kv_heads, kv.head_dim)
         self._kv = kv
-        self.scales = kv.layer_scales(layer)
         self.keys = torch.zeros(shape, dtype=kv.cache_dtype, device=device)
         self.values = torch.zeros(shape, dtype=kv.cache_dtype, device=device)
 
-    def write(self, qkv: Tensor, slot_mapping: Tensor) -> None:
-        """Stores the keys and values of `qkv` [T, heads + 2 * kv_heads, head_dim] at ForwardBatch.slot_mapping."""
+    def write(self, qkv: Tensor, slot_mapping: Tensor, scales: tuple[float, float]) -> None:
+        """Stores the keys and values of `qkv` [T, heads + 2 * kv_heads, head_dim] at a group's slot mapping [T]."""
         kv = self._kv
         new = qkv[:, kv.heads :].split(kv.kv_heads, 1)
-        for cache, x, scale in zip((self.keys, self.values), new, self.scales, strict=True):
+        for cache, x, scale in zip((self.keys, self.values), new, scales, strict=True):
             stored = _as_bytes(to_cache_dtype(x, kv.cache_dtype, scale))
             _as_bytes(cache).flatten(0, 1).index_copy_(0, slot_mapping, stored)
 

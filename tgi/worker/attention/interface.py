@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, group_layers
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -24,16 +25,17 @@ class ForwardBatch(NamedTuple):
     """Input of one forward pass: R rows (sequences) with T tokens in all, and D tokens whose logits are wanted.
 
     Row r computes the tokens cu_query_lens[r] .. cu_query_lens[r + 1] - 1 of the flat tensors. After the step its
-    context has context_lens[r] tokens, whose pages are page_table[r, : ceil(context_lens[r] / page_size)], in order.
+    context has context_lens[r] tokens, whose pages in KV group g are
+    page_table[g, r, : ceil(context_lens[r] / page_size)], in order; those before a sliding window may be any.
     Tensors are on the model's device.
     """
 
     tokens: Tensor  # int64 [T] token ids
     positions: Tensor  # int64 [T] position of each token in its sequence
-    slot_mapping: Tensor  # int64 [T] where the token's key and value are stored: page * page_size + offset
+    slot_mapping: Tensor  # int64 [G, T] where the token's key and value are stored: page * page_size + offset
     cu_query_lens: Tensor  # int32 [R + 1] cumulative query lengths
     context_lens: Tensor  # int32 [R] context lengths, including the tokens of this step
-    page_table: Tensor  # int32 [R, P], padded with 0
+    page_table: Tensor  # int32 [G, R, P], padded with 0
     # int64 [D] indices into T: the last token of each row that samples, and, with speculation, the draft tokens before.
     logits_indices: Tensor
     query_lens_host: list[int]  # tokens per row, on the host
@@ -59,6 +61,7 @@ class KVCacheSpec(NamedTuple):
     stored_dtype: torch.dtype | None = None
     # Per-layer (key, value) scales: 8-bit floats are key / scale and value / scale. Empty = 1 for all layers.
     cache_scales: tuple[tuple[float, float], ...] = ()
+    groups: Sequence[KVGroup] = ONE_FULL_GROUP  # which layers share page tables
 
     @property
     def cache_head_dim(self) -> int:
@@ -72,9 +75,27 @@ class KVCacheSpec(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values over all layers."""
+        """Bytes of a token's keys and values in one page, over the layers of a group."""
         dtype = self.cache_dtype
-        return token_bytes(self.layers, self.kv_heads, self.cache_head_dim, dtype.itemsize, dtype is torch.int8)
+        return token_bytes(self.caches, self.kv_heads, self.cache_head_dim, dtype.itemsize, dtype is torch.int8)
+
+    @property
+    def caches(self) -> int:
+        """The number of caches. A layer of each group shares one: in each of its pages are keys and values of one of
+        them."""
+        return group_layers(self.groups, self.layers)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """For each layer, its group and its cache."""
+        if not self.groups[0].layers:
+            return [(0, layer) for layer in range(self.layers)]
+        places = {
+            layer: (number, cache)
+            for number, group in enumerate(self.groups)
+            for cache, layer in enumerate(group.layers)
+        }
+        return [places[layer] for layer in range(self.layers)]
 
     def layer_scales(self, layer: int) -> tuple[float, float]:
         """The (key, value) scales of a layer's cache; (1, 1) for a cache that is not quantized."""

@@ -67,8 +67,8 @@ class KeyGather(NamedTuple):
 class TilePlan(NamedTuple):
     """The plan of one step."""
 
-    writes: Tensor  # int64 [T * 2 * kv_heads] rows of the cache, viewed with one row per position
-    gathers: dict[int | None, list[KeyGather]]  # by sliding window
+    writes: Tensor  # int64 [G, T * 2 * kv_heads] rows of the cache, viewed with one row per position
+    gathers: dict[tuple[int, int | None], list[KeyGather]]  # by KV group and sliding window
     tokens: int  # T
 
 
@@ -86,14 +86,19 @@ class TilePlanner:
         self._head_pages = torch.arange(2 * kv.kv_heads).view(-1, 1) * pages
 
     def plan(self, batch: ForwardBatch) -> TilePlan:
-        """The plan of a step, for each sliding window of the model's layers."""
-        writes = (batch.slot_mapping + self._head_pages * self.page_size).t().reshape(-1)
-        windows = {self._kv.sliding_window(layer) for layer in range(self._kv.layers)}
-        gathers = {window: self._gathers(batch, window) for window in windows}
+        """The plan of a step, for each KV group and sliding window of the model's layers."""
+        heads = self._head_pages * self.page_size
+        writes = (batch.slot_mapping[:, None] + heads).transpose(1, 2).flatten(1)
+        kinds = {(group, self._kv.sliding_window(layer)) for layer, (group, _) in enumerate(self._kv.places)}
+        gathers = {
+            (group, window): self._gathers(batch._replace(page_table=batch.page_table[group]), window)
+            for group, window in kinds
+        }
         return TilePlan(writes, gathers, sum(batch.query_lens_host))
 
     def _gathers(self, batch: ForwardBatch, window: int | None) -> list[KeyGather]:
-        """Divides the rows into tiles. Short rows are grouped by their number of keys; long rows are planned alone."""
+        """Divides the rows into tiles. Short rows are grouped by their number of keys; long rows are planned alone.
+        `batch` has the page table [R, P] of one group."""
         short: dict[tuple[int, bool], list[QueryTile]] = {}
         gathers: list[KeyGather] = []
         first = 0

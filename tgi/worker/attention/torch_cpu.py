@@ -49,7 +49,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 class TorchCpuAttention:
     """Implements AttentionBackend.
 
-    The cache of a layer is [2, kv_heads, pages + 1, page_size, head_dim]; the last page stays zero, for padding.
+    A cache is [2, kv_heads, pages + 1, page_size, head_dim]; the last page stays zero, for padding.
     """
 
     page_size = 16
@@ -60,31 +60,33 @@ class TorchCpuAttention:
         self._group = kv.heads // kv.kv_heads
         self._planner = TilePlanner(kv, self._pages, self.page_size, choose_shapes(kv))
         self._page_bytes = 2 * kv.kv_heads * self.page_size * kv.head_dim * kv.dtype.itemsize
-        self._cache = [self._memory() for _ in range(kv.layers)]
+        self._places = kv.places
+        self._cache = [self._memory() for _ in range(kv.caches)]
         # Buffers for gathered pages, in the model's dtype and in COMPUTE_DTYPE; they grow on demand.
         width, dtypes = self.page_size * kv.head_dim, (kv.dtype, COMPUTE_DTYPE)
         self._gather_buffers = [torch.empty(0, width, dtype=dtype) for dtype in dtypes]
 
     def _memory(self) -> Tensor:
-        """One layer's cache [2 * kv_heads * pages, page_size * head_dim]: zeros, mapped at the first write."""
+        """A cache [2 * kv_heads * pages, page_size * head_dim]: zeros, mapped at the first write."""
         zeros = mmap.mmap(-1, self._pages * self._page_bytes)
         return torch.frombuffer(zeros, dtype=self._kv.dtype).view(-1, self.page_size * self._kv.head_dim)
 
     def plan(self, batch: ForwardBatch) -> TilePlan:
-        """See AttentionBackend. Layers with the same sliding window share their part of the plan."""
+        """See AttentionBackend. Layers of a group with the same sliding window share their part of the plan."""
         return self._planner.plan(batch)
 
     def write_and_attend(self, plan: TilePlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """See AttentionBackend."""
         kv = self._kv
-        cache = self._cache[layer]
+        group_number, place = self._places[layer]
+        cache = self._cache[place]
         query, pairs = qkv[:, : kv.heads], qkv[:, kv.heads :]
         if kv.dtype is torch.float16:  # an overflow in one request must not reach the next request that gets its pages
             pairs = pairs.nan_to_num()
-        cache.view(-1, kv.head_dim).index_copy_(0, plan.writes, pairs.reshape(-1, kv.head_dim))
+        cache.view(-1, kv.head_dim).index_copy_(0, plan.writes[group_number], pairs.reshape(-1, kv.head_dim))
         # The last row receives the results of padding queries.
         result = torch.empty(plan.tokens + 1, kv.heads, kv.head_dim, dtype=kv.dtype)
-        for gather in plan.gathers[kv.sliding_window(layer)]:
+        for gather in plan.gathers[group_number, kv.sliding_window(layer)]:
             keys_values = self._gather(cache, gather)
             for group in gather.groups:
                 out = self._attend(group, query, keys_values, scale)

@@ -230,7 +230,7 @@ void tgi_program_head(Program* program, int64_t x, int64_t y, const float* scale
 
 void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const int64_t* positions,
     const float* const* angles,
-                     void* const* caches, int64_t kv_form, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
+                     const LayerCache* caches, int64_t kv_form, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
                      const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width,
                          const GreedyRows* greedy_rows,
                      double* clock) {

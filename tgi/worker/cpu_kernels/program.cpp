@@ -85,9 +85,12 @@ void Program::rope(Buffer x, int64_t rope, RopeCall call) {
 
 void Program::attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, AttentionCall call) {
     operations_.push_back([=](const Run& run) mutable {
-        cache.at = run.inputs.caches[layer], cache.form = run.inputs.kv_form;
+        const auto [at, group] = run.inputs.caches[layer];
+        cache.at = at, cache.form = run.inputs.kv_form;
+        AttentionBatch step = run.inputs.step;
+        step.slots += group * run.tokens, step.pages += group * step.rows * step.width;
         call.qkv = run.buffers[qkv], call.y = run.buffers[y];
-        tgi::attention(run.pool, cache, run.inputs.step, call);
+        tgi::attention(run.pool, cache, step, call);
     });
 }
 

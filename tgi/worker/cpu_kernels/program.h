@@ -43,15 +43,21 @@ struct GreedyRows {
     GreedyTokens best;
 };
 
+// The cache of a layer, and its KV group: group g has the g-th part of the slot mapping and of the page tables.
+struct LayerCache {
+    void* at;
+    int64_t group;
+};
+
 struct StepInputs {
     Element* rows;  // buffer 0: input of the first layer, output of the last one
     const int64_t* positions;  // [tokens]
     const float* const* angles;  // of each rope, as in RopeCall
-    void* const* caches;  // of each layer
+    const LayerCache* caches;  // of each layer
     KvForm kv_form;
     const LoraStep* lora_step;  // may be null
     const GreedyRows* greedy_rows;  // may be null
-    AttentionBatch step;
+    AttentionBatch step;  // of the first KV group
 };
 
 // Operations read and write buffers, which have a row of fixed width for each token. The calls that are recorded have

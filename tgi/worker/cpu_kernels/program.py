@@ -194,9 +194,9 @@ class Program:
         draw_at: Tensor | None = None,
     ) -> PreparedStep:
         """The arguments of `run` for the rows of buffer 0, which are computed in place. `angles` are those of each rope
-        (Rotary.angles), `caches` (int64 [layers]) the addresses of the layers' KV caches, whose form is `kv_form`
-        (CpuKernels.kv_form). If draw_at (int64 [D], token
-        numbers) is given, `run` returns the greedy tokens of those tokens."""
+        (Rotary.angles), `caches` (int64 [layers, 2]) the addresses of the layers' KV caches with the KV group of
+        each, their form is `kv_form` (CpuKernels.kv_form), and `step` has the rows of the first group. If draw_at
+        (int64 [D], token numbers) is given, `run` returns the greedy tokens of those tokens."""
         assert rows.is_contiguous()
         assert rows.dtype is self._kernels.dtype
         best = peaks = drawing = None

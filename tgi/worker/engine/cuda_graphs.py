@@ -198,8 +198,8 @@ class DecodeGraphs:
         request, so that tables which the model extends on demand (rotary angles) are complete before the capture."""
         slots, positions = inputs
         rows, size, device = inputs.shape[1], self._slots.page_size, inputs.device
-        table = self._page_table.index_select(0, slots)
-        pages = table.gather(1, (positions // size)[:, None])[:, 0]
+        table = self._page_table.index_select(1, slots)
+        pages = table.gather(2, (positions // size).expand(len(table), -1)[:, :, None])[:, :, 0]
         return ForwardBatch(
             tokens=self._slots.ids.view(-1).index_select(0, self._slots.id_indices(slots, positions)).long(),
             positions=positions,

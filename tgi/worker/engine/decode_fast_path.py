@@ -53,7 +53,7 @@ class DecodeStreak:
         self._logprobs = prepared.greedy.logprobs.numpy()
         self._ids = prepared.greedy.ids.numpy()
         self._longest = int(rows.ends.max())
-        self._max_context = min(batch.page_table.shape[1] * slots.page_size, slots.width - 1)
+        self._max_context = min(batch.page_table.shape[-1] * slots.page_size, slots.width - 1)
         self._steps_in_page = self._count_steps_in_page()
         self._uncommitted: list[bytes] = []  # the int32 ids of each step since the last commit
         self._uncommitted_from = rows.ends + 1  # the context lengths after the first of these
@@ -70,7 +70,7 @@ class DecodeStreak:
     def run_step(self, step: Step) -> StepResult:
         """Computes a step that `continues` accepted. Raises BadStep if a page is missing."""
         began = time.monotonic()
-        if self._steps_in_page == 0 or step.page_slots:
+        if self._steps_in_page == 0 or step.page_tables:
             self._update_pages(step)
         else:
             self._steps_in_page -= 1
@@ -104,7 +104,7 @@ class DecodeStreak:
         self._context_lens[:] = rows.ends
         self._positions[:] = rows.starts
         self._slot_mapping[:] = self._slots.slot_mapping(rows.slots, rows.starts)
-        self._page_table[:] = self._slots.page_table[rows.slots, : self._page_table.shape[1]]
+        self._page_table[:] = self._slots.select_tables(rows.slots, self._page_table.shape[-1])
         self._steps_in_page = self._count_steps_in_page()
 
     def _count_steps_in_page(self) -> int:
@@ -165,6 +165,6 @@ class DecodeFastPath:
 
     def _add_spare_pages(self, previous: GreedyStep) -> ForwardBatch:
         """The batch with room for further pages in its page table."""
-        width = previous.batch.page_table.shape[1] + SPARE_PAGES
-        pages = self._slots.page_table[previous.rows.slots, :width]
+        width = previous.batch.page_table.shape[-1] + SPARE_PAGES
+        pages = self._slots.select_tables(previous.rows.slots, width)
         return previous.batch._replace(page_table=torch.from_numpy(pages))

@@ -109,6 +109,7 @@ class TorchEngine:
             model.device,
             self._grammars,
             self.adapters,
+            limits.groups,
         )
         self._batch_builder = BatchBuilder(self._slots, watermark or Watermark(model.vocab_size, model.device))
         self._decode_fast_path = DecodeFastPath(model, attention, self._slots)

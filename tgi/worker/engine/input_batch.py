@@ -4,6 +4,7 @@
 these into a `ForwardBatch` for the model and a `SamplingBatch` for the sampler.
 """
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple, TypeVar
@@ -14,10 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.microkernel.errors import ProtocolError
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup
 from tgi.microkernel.messages.protocol import (
     MAX_DRAFT_TOKENS,
     MAX_PROMPT_TOP_TOKENS,
     HeldPages,
+    PageExtra,
     SlotAssignment,
     Step,
     decode,
@@ -38,7 +41,10 @@ from tgi.worker.sampling.watermark import Watermark
 EMPTY = -2  # no request occupies the slot
 NEW = -1  # nothing is computed yet; the first row may start after a cached prefix
 
+NO_PAGE = -1  # in Step.page_ids and HeldPages.page_ids
+
 Ints = NDArray[np.int64]
+Number = TypeVar("Number", np.int32, np.int64)
 IntsOrTensor = TypeVar("IntsOrTensor", Ints, Tensor)
 
 
@@ -69,7 +75,7 @@ class StepRows(NamedTuple):
 
 
 class Slots:
-    """State of `count` slots, each with room for `tokens` ids and the pages of as many.
+    """State of `count` slots, each with room for `tokens` ids and, in each KV group, the pages of as many.
 
     Token ids live on the device, because the next step reads sampled ids before the host has them. Lengths and page
     tables live on the host, which knows them one step ahead.
@@ -85,24 +91,29 @@ class Slots:
         device: torch.device,
         grammars: GrammarManager,
         adapter_registry: AdapterRegistry,
+        groups: Sequence[KVGroup] = ONE_FULL_GROUP,
     ) -> None:
         self.width = tokens + 1
+        self._groups = groups
+        self._sliding = np.array([group.slides for group in groups])
         self.page_size = page_size
         self._pages = pages
         self.vocab_size = vocab_size
         self.padding_slot = count  # never occupied; its ids are 0
         self.ids = torch.empty(count + 1, self.width, dtype=torch.int32, device=device)
         self.ids[self.padding_slot].zero_()
-        self.page_table = np.zeros((count, -(-self.width // page_size)), np.int32)
+        # Table s * G + g belongs to slot s and group g. Pages before a sliding window are not read.
+        self.page_table = np.zeros((count * len(groups), -(-self.width // page_size)), np.int32)
         self.num_known = np.zeros(count, np.int64)  # ids, sampled ones included
         self.num_computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache; or EMPTY, or NEW
-        self.num_pages = np.zeros(count, np.int64)
-        # A request keeps its pages at least until its latest row is computed. So a page of an ended request still holds
-        # what it held then unless another request got it, to write it, in a later step.
+        self.num_pages = np.zeros(count * len(groups), np.int64)  # of each page table
+        # A request keeps its pages at least until its latest row is computed, but for those that no later row needs. So
+        # a page of an ended request still holds what it held then unless another request got it, to write it, in a
+        # later step.
         self._steps = 0  # applied so far
         self._written_from = np.zeros(pages, np.int64)  # the step in which each page was given to be written
         self._latest_row = np.zeros(count, np.int64)  # the step of each slot's latest row
-        self._cache_salts = [b""] * count
+        self._extras: list[list[PageExtra]] = [[]] * count  # as in SlotAssignment
         self.touched_pages = 0  # 1 + the highest page id that any request has had
         self.params = SamplingColumns.allocate(count)
         self.prompt_logprobs_from = np.zeros(count, np.int64)  # as in SlotAssignment
@@ -114,9 +125,10 @@ class Slots:
         self._device_page_table: Tensor | None = None
 
     def mirror_page_table(self, padding_page: int) -> Tensor:
-        """Keeps a copy of the page table on the device from now on, int32 [count + 1, pages of the longest request].
-        Entries that are not assigned, thus all of the padding slot, are `padding_page`. All slots must be empty."""
-        shape = (self.padding_slot + 1, self.page_table.shape[1])
+        """Keeps a copy of the page tables on the device from now on, int32 [G, count + 1, pages of the longest
+        request]. Entries that are not assigned, thus all of the padding slot, are `padding_page`. All slots must be
+        empty."""
+        shape = (len(self._groups), self.padding_slot + 1, self.page_table.shape[1])
         self._device_page_table = torch.full(shape, padding_page, dtype=torch.int32, device=self.ids.device)
         return self._device_page_table
 
@@ -132,28 +144,34 @@ class Slots:
         self._steps += 1
         for new in step.slots:
             self._assign(new)
-        owners, pages = _int64_column(step.page_slots), _int64_column(step.page_ids)
+        owners, pages = _int64_column(step.page_tables), _int64_column(step.page_ids)
         if len(owners) != len(pages):
-            raise BadStep("page_slots and page_ids differ in length")
+            raise BadStep("page_tables and page_ids differ in length")
         if not len(owners):
             return
-        self._require_occupied(owners)
-        _require_within(pages, self._pages, "page")
+        slots, groups = np.divmod(owners, len(self._groups))
+        self._require_occupied(slots)
+        given = (pages != NO_PAGE) | ~self._sliding[groups]
+        _require_within(pages[given], self._pages, "page")
+        pages = np.where(given, pages, 0)
         self.touched_pages = max(self.touched_pages, int(pages.max()) + 1)
-        # The n-th page of a slot in this step goes n entries after its present pages.
+        # The n-th page of a table in this step goes n entries after its present pages.
         order = np.argsort(owners, kind="stable")
         sorted_owners = owners[order]
         entries = self.num_pages[sorted_owners] + np.arange(len(order)) - np.searchsorted(sorted_owners, sorted_owners)
         if entries.max() >= self.page_table.shape[1]:
-            raise BadStep(f"slot {sorted_owners[entries.argmax()]} gets more pages than a request can have")
+            table = sorted_owners[entries.argmax()]
+            raise BadStep(f"slot {table // len(self._groups)} gets more pages than a request can have")
         self.page_table[sorted_owners, entries] = pages[order]
         if self._device_page_table is not None:
-            indices = sorted_owners * self.page_table.shape[1] + entries
+            sorted_slots, sorted_groups = np.divmod(sorted_owners, len(self._groups))
+            rows = sorted_groups * (self.padding_slot + 1) + sorted_slots
+            indices = rows * self.page_table.shape[1] + entries
             device_indices, device_pages = copy_columns_to_device((indices, pages[order]), self.ids.device)
             self._device_page_table.view(-1)[device_indices] = device_pages.int()
         np.maximum.at(self.num_pages, sorted_owners, entries + 1)
         # The first pages of a new request may be a cached prefix, which it does not write: see validate_rows.
-        self._written_from[pages[self.num_computed[owners] != NEW]] = self._steps
+        self._written_from[pages[self.num_computed[slots] != NEW]] = self._steps
 
     def validate_rows(self, step: Step) -> StepRows:
         """The step's rows. Raises BadStep if they do not continue the state of their slots."""
@@ -168,7 +186,7 @@ class Slots:
         seen[slots] = True
         if np.count_nonzero(seen) != len(slots):
             raise BadStep("a slot has two rows")
-        ends = starts + counts
+        ends, pages = starts + counts, self._tables(self.num_pages)[slots].min(axis=1)
         drafts = _validate_drafts(step, samples, self.vocab_size) if step.drafts else None
         draft_ends = ends if drafts is None else ends + drafts.counts
         computed, known = self.num_computed[slots], self.num_known[slots]
@@ -177,7 +195,7 @@ class Slots:
             "has no token to compute": counts < 1,
             "does not start where its computed tokens end": ((starts != computed) & ~new) | (starts < 0),
             "goes beyond its known ids": ends > known,
-            "goes beyond its pages": draft_ends > self.num_pages[slots] * self.page_size,
+            "goes beyond its pages": draft_ends > pages * self.page_size,
             "samples before its last known id": sampled & (ends != known),
             "samples beyond the longest request": sampled & (draft_ends >= self.width),
         }
@@ -186,11 +204,12 @@ class Slots:
             raise BadStep(
                 f"the row of slot {slots[row]} {list(faults)[fault]}: positions {starts[row]} to "
                 f"{draft_ends[row] - 1}, {known[row]} ids known, {computed[row]} computed, "
-                f"{self.num_pages[slots[row]]} pages"
+                f"{pages[row]} pages"
             )
         for row in new.nonzero()[0]:
-            slot, cached = slots[row], starts[row] // self.page_size
-            self._written_from[self.page_table[slot, cached : self.num_pages[slot]]] = self._steps
+            cached = starts[row] // self.page_size
+            for table in slots[row] * len(self._groups) + np.arange(len(self._groups)):
+                self._written_from[self.page_table[table, cached : self.num_pages[table]]] = self._steps
         self._latest_row[slots] = self._steps
         (sampling,) = samples.nonzero()
         if drafts is None:
@@ -205,9 +224,17 @@ class Slots:
 
     def slot_mapping(self, slots: Ints, positions: Ints) -> Ints:
         """Where the keys and values of these positions [n] of these slots [n] are stored (ForwardBatch.slot_mapping):
-        page * page_size + offset."""
+        page * page_size + offset, [G, n]."""
         page, offset = np.divmod(positions, self.page_size)
-        return self.page_table[slots, page] * np.int64(self.page_size) + offset
+        return self._tables(self.page_table)[slots, :, page].T * np.int64(self.page_size) + offset
+
+    def select_tables(self, slots: Ints, width: int) -> NDArray[np.int32]:
+        """The first `width` pages of these slots [n] in each group, [G, n, width]."""
+        return np.ascontiguousarray(self._tables(self.page_table)[slots, :, :width].swapaxes(0, 1))
+
+    def _tables(self, columns: NDArray[Number]) -> NDArray[Number]:
+        """A view of what there is for each page table, [slots, G, ...]."""
+        return columns.reshape(-1, len(self._groups), *columns.shape[1:])
 
     def commit_rows(self, rows: StepRows) -> None:
         """Counts the rows as computed (or computed before any later launch), and one more token as known in each row
@@ -226,13 +253,17 @@ class Slots:
         """See Engine."""
         held = []
         for slot in (self.num_computed > 0).nonzero()[0]:
-            full = self.num_computed[slot] // self.page_size
-            pages = self.page_table[slot, :full]
-            overwritten = (self._written_from[pages] > self._latest_row[slot]).nonzero()[0]
-            full = overwritten[0] if len(overwritten) else full
-            if full and slot not in self.faults:
-                ids = self.ids[slot, : full * self.page_size].cpu().numpy()
-                held.append(HeldPages(ids.tobytes(), pages[:full].tobytes(), self._cache_salts[slot]))
+            computed = int(self.num_computed[slot])
+            full = computed // self.page_size
+            pages = self._tables(self.page_table)[slot, :, :full].copy()
+            pages[self._written_from[pages] > self._latest_row[slot]] = NO_PAGE
+            for number, group in enumerate(self._groups):
+                pages[number, : group.first_kept(computed, self.page_size)] = NO_PAGE
+            (found,) = (pages != NO_PAGE).any(axis=0).nonzero()
+            if len(found) and slot not in self.faults:
+                pages = np.ascontiguousarray(pages[:, : found[-1] + 1])
+                ids = self.ids[slot, : (found[-1] + 1) * self.page_size].cpu().numpy()
+                held.append(HeldPages(ids.tobytes(), pages.tobytes(), self._extras[slot]))
         return held
 
     def _assign(self, new: SlotAssignment) -> None:
@@ -268,8 +299,8 @@ class Slots:
         self.prompt_top_n[slot] = min(new.prompt_top_n, self.vocab_size)
         self.num_known[slot] = len(ids)
         self.num_computed[slot] = NEW
-        self.num_pages[slot] = 0
-        self._cache_salts[slot] = params.adapter_digest
+        self._tables(self.num_pages)[slot] = 0
+        self._extras[slot] = new.extras
         self._grammars.assign_slot(slot, params, ids[new.prompt_tokens :].tolist())
         self._assign_adapter(slot, params)
 
@@ -314,11 +345,11 @@ class BatchBuilder:
             slots = np.repeat(rows.slots, counts)
             positions = np.arange(bounds[-1]) + np.repeat(rows.starts - bounds[:-1], counts)
         max_pages = -(-int(rows.ends.max()) // size)
-        table = state.page_table[rows.slots, :max_pages]
+        table = state.select_tables(rows.slots, max_pages)
         id_indices, device_positions, slot_mapping, cu_query_lens, context_lens, pages, logits_indices = self.to_device(
             state.id_indices(slots, positions),
             positions,
-            state.slot_mapping(slots, positions),
+            state.slot_mapping(slots, positions).ravel(),
             bounds.astype(np.int32),
             rows.ends.astype(np.int32),
             table.ravel(),
@@ -327,7 +358,7 @@ class BatchBuilder:
         return ForwardBatch(
             tokens=self.read_ids(id_indices),
             positions=device_positions,
-            slot_mapping=slot_mapping,
+            slot_mapping=slot_mapping.view(len(table), -1),
             cu_query_lens=cu_query_lens.int(),
             context_lens=context_lens.int(),
             page_table=pages.int().view(table.shape),

@@ -1,10 +1,19 @@
 """Sizes the KV cache, and derives the deployment's limits from it."""
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
+from tgi.microkernel.messages.kv_groups import (
+    KVGroup,
+    cache_tokens,
+    group_layers,
+    longest_request,
+    make_groups,
+    pages_needed,
+)
 from tgi.microkernel.messages.protocol import DeploymentLimits
 from tgi.microkernel.settings.table import CPU_KV_CACHE_DTYPES, DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
 
@@ -22,10 +31,11 @@ class CacheRequirements(NamedTuple):
 
     context: int  # the longest sequence that the models can compute, in tokens
     page_size: int  # tokens
-    page_bytes: int  # of the served model and the draft model together
+    page_bytes: int  # of all layers of the served model and the draft model together
     vocab_size: int
     dtype: str
     device: str
+    windows: Sequence[int | None] = ()  # of the layers, as in KVCacheSpec; empty: all layers keep all positions
 
 
 class CacheMemory(NamedTuple):
@@ -90,15 +100,18 @@ def choose_limits(
     rows = max_batch_size(settings, required.device)
     tokens = max_prefill_tokens(settings, required.device)
     require_context(settings, required.context)
-    longest = settings.max_total_tokens or required.context
-    pages = _pages(settings, required, memory, previous_pages, rows * -(-longest // required.page_size))
-    capacity = pages * required.page_size
+    longest, size = settings.max_total_tokens or required.context, required.page_size
+    groups = make_groups(required.windows, longest)
+    layers = len(required.windows) or 1
+    required = required._replace(page_bytes=required.page_bytes * group_layers(groups, layers) // layers)
+    pages = _pages(settings, required, memory, previous_pages, groups, longest)
+    longest = longest_request(groups, pages, tokens, size, longest)
+    capacity = cache_tokens(groups, pages, tokens, size, longest) if longest else 0
     if capacity < (settings.max_total_tokens or 2):
         raise UserError(
             f"Not enough memory to handle `max_total_tokens={settings.max_total_tokens or 2}`: the KV cache holds "
             f"{capacity} tokens. Lower --max-total-tokens, or raise --max-batch-total-tokens if there is memory."
         )
-    longest = min(longest, capacity)
     max_input_tokens = settings.max_input_tokens or longest - 1
     if max_input_tokens >= longest:
         raise UserError(
@@ -111,11 +124,8 @@ def choose_limits(
             f"Given: {settings.max_batch_prefill_tokens} and {capacity}"
         )
     log.debug(
-        "KV cache of %d tokens, %.2f GB at most; requests of up to %d tokens, %d at once",
-        capacity,
-        pages * required.page_bytes / 1e9,
-        longest,
-        rows,
+        "KV cache of %d tokens, %.2f GB at most, in %d groups; requests of up to %d tokens, %d at once",
+        *(capacity, pages * required.page_bytes / 1e9, len(groups), longest, rows),
     )
     return DeploymentLimits(
         max_total_tokens=longest,
@@ -128,15 +138,25 @@ def choose_limits(
         vocab_size=required.vocab_size,
         dtype=required.dtype,
         device=required.device,
+        groups=[group._replace(page_bytes=required.page_bytes) for group in groups],
     )
 
 
 def _pages(
-    settings: Settings, required: CacheRequirements, memory: CacheMemory, previous_pages: int | None, max_useful: int
+    settings: Settings,
+    required: CacheRequirements,
+    memory: CacheMemory,
+    previous_pages: int | None,
+    groups: Sequence[KVGroup],
+    longest: int,
 ) -> int:
     """The number of pages: the settings' choice, else as many as fit, at most what all requests at full length use."""
+    rows, size = max_batch_size(settings, required.device), required.page_size
+    step_tokens = max_prefill_tokens(settings, required.device)
     if settings.max_batch_total_tokens is not None:
-        pages = -(-settings.max_batch_total_tokens // required.page_size)
+        longest = min(longest, settings.max_batch_total_tokens)
+        tokens = -(-settings.max_batch_total_tokens // size)
+        pages = -(-tokens * pages_needed(groups, longest, step_tokens, size) // -(-longest // size))
         if pages * required.page_bytes > memory.available:
             raise UserError(
                 f"Not enough memory to handle `max_batch_total_tokens={settings.max_batch_total_tokens}`: that "
@@ -146,4 +166,4 @@ def _pages(
         return pages
     if previous_pages is not None and previous_pages * required.page_bytes <= memory.available:
         return previous_pages
-    return min(memory.default // required.page_bytes, max_useful)
+    return min(memory.default // required.page_bytes, rows * pages_needed(groups, longest, step_tokens, size))

@@ -19,6 +19,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup
 from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
@@ -66,9 +67,9 @@ class LoadedModels(NamedTuple):
         """The models that are loaded."""
         return [self.served] if self.draft is None else [self.served, self.draft]
 
-    def cache_spec(self, model: Model) -> KVCacheSpec:
+    def cache_spec(self, model: Model, groups: Sequence[KVGroup] = ONE_FULL_GROUP) -> KVCacheSpec:
         """The KV cache of one of them, in the chosen dtype."""
-        return model.kv._replace(stored_dtype=self.kv_cache_dtype)
+        return model.kv._replace(stored_dtype=self.kv_cache_dtype, groups=groups)
 
 
 def start_engine(settings: Settings, progress: Progress, place: RankPlace | None = None) -> TorchEngine:
@@ -137,7 +138,7 @@ def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLi
         kernels=models.kernels,
         weight_bytes=sum(footprint.bytes for footprint in footprints),
         weight_bits=round(8 * served.footprint.bytes / max(1, served.footprint.numbers), 1),
-        kv_cache_bytes=limits.pages * _cache_requirements(models).page_bytes,
+        kv_cache_bytes=limits.pages * limits.groups[0].page_bytes,
     )
 
 
@@ -275,7 +276,7 @@ def _build_engine(
 ) -> TorchEngine:
     """The engine with KV caches of `limits.pages` pages, which can capture decode graphs of these batch sizes."""
     served, draft = models.served, models.draft
-    attention = build_attention(models.cache_spec(served), limits.pages, served.device)
+    attention = build_attention(models.cache_spec(served, limits.groups), limits.pages, served.device)
     draft_model = (
         None
         if draft is None
@@ -347,6 +348,8 @@ def _cache_requirements(models: LoadedModels) -> memory.CacheRequirements:
         vocab_size=served.vocab_size,
         dtype=str(served.kv.dtype).removeprefix("torch."),
         device=served.device.type,
+        # The layers of a draft model have pages in each page of the served model, so those must hold all positions.
+        windows=served.kv.sliding_windows if models.draft is None else (),
     )
 
 
@@ -474,7 +477,10 @@ def warm_up(
         SlotAssignment(slot, ids, tokens, encode(WARMUP_SAMPLING_PARAMS if slot % 2 else SamplingParams(0, top_p=0.9)))
         for slot in range(rows)
     ]
-    pages = [(slot, (slot * pages_each + page) % limits.pages) for slot in range(rows) for page in range(pages_each)]
+    tables = rows * len(limits.groups)
+    pages = [
+        (table, (table * pages_each + page) % limits.pages) for table in range(tables) for page in range(pages_each)
+    ]
     _run_step(engine, _step(1, rows, 0, tokens, slots, pages))
     _run_step(engine, _step(2, rows, tokens, 1))
     if drafts:

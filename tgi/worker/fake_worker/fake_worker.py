@@ -12,11 +12,13 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
+from tgi.microkernel.messages.kv_groups import KVGroup, cache_tokens, longest_request
 from tgi.microkernel.messages.protocol import (
     MAX_DRAFT_TOKENS,
     MAX_PROMPT_TOP_TOKENS,
@@ -41,6 +43,8 @@ from tgi.worker.fake_worker.fake_tokens import (
 )
 from tgi.worker.lora.registry import AdapterRegistry, FakeAdapter, missing_adapter_fault
 
+NO_PAGE = -1  # in Step.page_ids and HeldPages.page_ids
+
 
 class ScriptedAnswer(NamedTuple):
     """The answer to prompts in which the ids `after` occur in this order, with any others between them."""
@@ -64,16 +68,18 @@ class FakeWorkerConfig(NamedTuple):
     max_total_tokens: int = 8192
     max_batch_prefill_tokens: int = 4096
     device: str = "cpu"  # that it reports
+    groups: tuple[KVGroup, ...] = (KVGroup(),)
     step_us: int = 0  # the shortest duration of a step in microseconds; 0: as fast as possible
     answers: tuple[ScriptedAnswer, ...] = ()
 
     def limits(self) -> DeploymentLimits:
         """The limits that the worker reports."""
-        total = min(self.max_total_tokens, self.pages * self.page_size)
+        size, step, groups = self.page_size, self.max_batch_prefill_tokens, [*self.groups]
+        total = longest_request(groups, self.pages, step, size, self.max_total_tokens)
         return DeploymentLimits(
             max_total_tokens=total,
             max_input_tokens=total - 1,
-            max_batch_total_tokens=self.pages * self.page_size,
+            max_batch_total_tokens=cache_tokens(groups, self.pages, step, size, total),
             max_batch_prefill_tokens=self.max_batch_prefill_tokens,
             max_batch_size=self.slots,
             pages=self.pages,
@@ -81,6 +87,7 @@ class FakeWorkerConfig(NamedTuple):
             vocab_size=self.vocab_size,
             dtype="float32",
             device=self.device,
+            groups=groups,
         )
 
 
@@ -138,11 +145,11 @@ class FakeRequest:
     noise: int
     top_n: int
     slot: SlotAssignment
-    page_table: list[int] = field(default_factory=list)
-    checked_pages: int = 0  # pages of `page_table` that are checked or cleared
+    page_tables: list[list[int]]  # of each KV group
+    checked_pages: list[int]  # of each group: pages of its table that are checked or cleared
     computed: int = 0
     chain: int = 0
-    lost: str = ""  # which page of this slot was given to another slot
+    lost: dict[tuple[int, int], str] = field(default_factory=dict)  # by group and index: who was given this page
     adapter: FakeAdapter | None = None
     fault: str = ""  # why it cannot sample
     answer: Sequence[int] = ()  # of `--scripted-answers`
@@ -156,8 +163,8 @@ class FakeWorker:
         self.limits = config.limits()
         self.adapters = AdapterRegistry(FakeAdapter)
         self._ids = fake_vocabulary(config.vocab_size)
-        # Of each page: the chain after each of its tokens.
-        self._pages: list[list[int]] = [[] for _ in range(self.config.pages)]
+        # Of each page: the group that has written it, then the chain after each of its tokens.
+        self._pages: list[list[int]] = [[0] for _ in range(self.config.pages)]
         self.reset()
 
     def reset(self) -> None:
@@ -169,23 +176,25 @@ class FakeWorker:
         self._holders: list[set[int]] = [set() for _ in range(self.config.pages)]
 
     def held_pages(self) -> list[HeldPages]:
-        """The full pages of each slot that still hold its tokens."""
+        """The full pages of each slot that still hold its tokens, in each group as far as they are needed."""
         held = []
+        size = self.config.page_size
         for request in self._slots.values():
             adapter = decode(request.slot.sampling).adapter_digest
             chain = int.from_bytes(adapter) if request.adapter is not None else 0
-            size, full = self.config.page_size, 0
-            for page in request.page_table[: request.computed // size]:
-                chains = []
-                for token in request.ids[full * size : (full + 1) * size]:
-                    chain = hash((chain, token))
-                    chains.append(chain)
-                if self._pages[page] != chains:
-                    break
-                full += 1
+            full = request.computed // size
+            ids, columns = request.ids[: full * size], []
+            chains = list(accumulate(ids, lambda chain, token: hash((chain, token)), initial=chain))[1:]
+            for number, (group, table) in enumerate(zip(self.config.groups, request.page_tables, strict=True)):
+                first = group.first_kept(request.computed, size)
+                content = [[number, *chains[index * size : (index + 1) * size]] for index in range(full)]
+                columns += [
+                    page if index >= first and page != NO_PAGE and self._pages[page] == content[index] else NO_PAGE
+                    for index, page in enumerate(table[:full])
+                ]
             if full and not request.fault:
-                ids, pages = request.ids[: full * size], request.page_table[:full]
-                held.append(HeldPages(pack_column(INT32, ids), pack_column(INT32, pages), adapter))
+                pages = pack_column(INT32, columns)
+                held.append(HeldPages(pack_column(INT32, ids), pages, request.slot.extras))
         return held
 
     def run_step(self, step: Step) -> StepResult:
@@ -205,8 +214,9 @@ class FakeWorker:
         self._append_pages(step)
         size = self.config.page_size
         for slot, start in zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=True):
-            for number, page in enumerate(self._slots[slot].page_table[start // size :], start // size):
-                del self._pages[page][max(0, start - number * size) :]
+            for table in self._slots[slot].page_tables:
+                for number, page in enumerate(table[start // size :], start // size):
+                    del self._pages[page][1 + max(0, start - number * size) :]
 
     def _run(self, step: Step) -> StepResult:
         if step.epoch > self.epoch:
@@ -271,19 +281,36 @@ class FakeWorker:
             require(new.slot not in seen, f"slot {new.slot} gets two requests")
             seen.add(new.slot)
             if old := self._slots.get(new.slot):
-                for page in old.page_table:
-                    self._holders[page].discard(new.slot)
+                for table in old.page_tables:
+                    for page in table:
+                        if page != NO_PAGE:
+                            self._holders[page].discard(new.slot)
             self._slots[new.slot] = request
 
     def _append_pages(self, step: Step) -> None:
-        slots, pages = unpack_int32(step.page_slots), unpack_int32(step.page_ids)
-        require(len(slots) == len(pages), "page_slots and page_ids differ in length")
-        for slot, page in zip(slots, pages, strict=True):
-            require(0 <= page < self.config.pages, f"page {page} of {self.config.pages}")
+        tables, pages = unpack_int32(step.page_tables), unpack_int32(step.page_ids)
+        require(len(tables) == len(pages), "page_tables and page_ids differ in length")
+        groups = self.config.groups
+        starts = dict(zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=False))
+        for table, page in zip(tables, pages, strict=True):
+            slot, group = divmod(table, len(groups))
             request = self._request_in(slot)
-            require(slot not in self._holders[page], f"page {page} is in the table of slot {slot} twice")
-            request.page_table.append(page)
-            self._holders[page].add(slot)
+            if page == NO_PAGE:
+                require(groups[group].slides, f"no page in table {table}, whose group keeps all")
+            else:
+                require(0 <= page < self.config.pages, f"page {page} of {self.config.pages}")
+                if slot in self._holders[page]:
+                    needed = self._needed_pages(request, starts.get(slot, request.computed))
+                    require(page not in needed, f"page {page} is in the table of slot {slot} twice")
+                self._holders[page].add(slot)
+            request.page_tables[group].append(page)
+
+    def _needed_pages(self, request: FakeRequest, position: int) -> set[int]:
+        """The pages that the request needs from this position on."""
+        needed: set[int] = set()
+        for group, table in zip(self.config.groups, request.page_tables, strict=True):
+            needed.update(table[group.first_kept(position, self.config.page_size) :])
+        return needed
 
     def _check_row(self, slot: int, start: int, count: int, drafts: int) -> None:
         """Checks the row against the state of its slot, and clears its new pages."""
@@ -294,17 +321,19 @@ class FakeWorker:
             raise Violation(f"slot {slot}: {count} tokens to compute")
         if end > len(request.ids):
             raise Violation(f"slot {slot}: position {end - 1} of {len(request.ids)} known ids")
-        if end + drafts > len(request.page_table) * size:
-            raise Violation(f"slot {slot}: {len(request.page_table)} pages do not cover {end + drafts} tokens")
+        for table in request.page_tables:
+            if end + drafts > len(table) * size:
+                raise Violation(f"slot {slot}: {len(table)} pages do not cover {end + drafts} tokens")
         if drafts and end + drafts >= self.limits.max_total_tokens:
             raise Violation(f"slot {slot}: {drafts} drafts after {end} tokens are over the limit of a request")
         if not request.computed and start > 0:
             self._check_prefix(slot, request, start)
         if start != request.computed:
             raise Violation(f"slot {slot}: starts at {start}, but {request.computed} tokens are computed")
-        for page in request.page_table[request.checked_pages :]:
-            self._clear_page(page, slot)
-        request.checked_pages = len(request.page_table)
+        for number, table in enumerate(request.page_tables):
+            for page in table[request.checked_pages[number] :]:
+                self._clear_page(page, slot, number)
+            request.checked_pages[number] = len(table)
 
     def _check_prefix(self, slot: int, request: FakeRequest, start: int) -> None:
         """Checks the cached prefix before the first row of a slot: its pages must hold exactly these tokens."""
@@ -313,32 +342,43 @@ class FakeWorker:
         if asked and start >= asked:
             raise Violation(f"slot {slot}: starts at {start}, but logprobs are wanted from {asked} on")
         chain = request.chain
-        for at in range(0, start, size):
-            page = request.page_table[at // size]
-            held = self._pages[page]
-            if len(held) < size:
-                raise Violation(f"slot {slot}: page {page} is shared with {len(held)} of {size} tokens in it")
-            for offset, token in enumerate(request.ids[at : min(at + size, start)]):
-                chain = hash((chain, token))
-                if held[offset] != chain:
+        for index, at in enumerate(range(0, start, size)):
+            chains = list(accumulate(request.ids[at : min(at + size, start)], lambda a, b: hash((a, b)), initial=chain))
+            chain = chains[-1]
+            for number, (group, table) in enumerate(zip(self.config.groups, request.page_tables, strict=True)):
+                page = table[index]
+                if index < group.first_kept(start, size):
+                    continue
+                if page == NO_PAGE:
+                    raise Violation(f"slot {slot}: group {number} lacks page {index} of the prefix")
+                held = self._pages[page]
+                if len(held) <= size:
+                    raise Violation(f"slot {slot}: page {page} is shared with {len(held) - 1} of {size} tokens in it")
+                if held[: len(chains)] != [number, *chains[1:]]:
                     raise Violation(f"slot {slot}: page {page} holds other tokens than its prefix")
-        request.checked_pages = -(-start // size)
+        request.checked_pages = [-(-start // size)] * len(request.page_tables)
         request.chain = chain
         request.computed = start
 
-    def _clear_page(self, page: int, slot: int) -> None:
-        """Clears a page that this slot will write, and marks the other slots that have it in their tables."""
-        self._pages[page] = []
+    def _clear_page(self, page: int, slot: int, number: int) -> None:
+        """Clears a page that this slot will write in a group, and marks it as lost where other slots have it."""
+        if page == NO_PAGE:
+            raise Violation(f"slot {slot}: group {number} has no page for tokens that are to be computed")
+        self._pages[page] = [number]
         for other in self._holders[page]:
             if other != slot:
-                self._slots[other].lost = f"page {page} was given to slot {slot}"
+                for group, table in enumerate(self._slots[other].page_tables):
+                    if page in table:
+                        lost = len(table) - 1 - table[::-1].index(page)
+                        self._slots[other].lost[group, lost] = f"page {page} was given to slot {slot}"
 
     def _compute(self, slot: int, start: int, count: int) -> list[FakeToken]:
         """Computes a row. Returns its prompt logprobs."""
         request = self._slots[slot]
-        if request.lost:
-            raise Violation(f"slot {slot} computes, but its {request.lost}")
         size = self.config.page_size
+        for (group, index), why in request.lost.items():
+            if index >= self.config.groups[group].first_kept(start, size):
+                raise Violation(f"slot {slot} computes, but its {why}")
         asked = request.slot
         prompt_logprobs = []
         chain = request.chain
@@ -349,12 +389,13 @@ class FakeWorker:
                 prompt_logprobs.append(
                     fake_prompt_logprob(number, request.ids[position + 1], asked.prompt_top_n, self._ids)
                 )
-            page = request.page_table[position // size]
-            held = self._pages[page]
-            if position % size == len(held):
-                held.append(chain)
-            elif held[position % size] != chain:  # only the last token of a whole cached prompt is computed again
-                raise Violation(f"slot {slot} writes other tokens into the shared page {page}")
+            for table in request.page_tables:
+                page = table[position // size]
+                held = self._pages[page]
+                if position % size == len(held) - 1:
+                    held.append(chain)
+                elif held[1 + position % size] != chain:  # only the last token of a cached prompt is computed again
+                    raise Violation(f"slot {slot} writes other tokens into the shared page {page}")
         request.chain = chain
         request.computed = start + count
         return prompt_logprobs
@@ -431,7 +472,8 @@ def fake_request(new: SlotAssignment, limits: DeploymentLimits, adapters: Adapte
         all(0 <= token < limits.vocab_size for token in words),
         f"slot {new.slot}: a token of a bad word is not in the vocabulary",
     )
-    found = FakeRequest(ids, noise_key(sampling), sampling.top_n, new)
+    groups = len(limits.groups)
+    found = FakeRequest(ids, noise_key(sampling), sampling.top_n, new, [[] for _ in range(groups)], [0] * groups)
     if sampling.adapter:
         found.adapter = adapters.find_content(sampling.adapter_digest)
         if found.adapter is None:

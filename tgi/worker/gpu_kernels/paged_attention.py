@@ -164,7 +164,10 @@ def _tiles(
             page = tl.load(own_table + at // PAGE).to(tl.int64)
         place = ((page * PAGE + at % PAGE) * KV_HEADS + head)[:, None] * DIM + number[None, :]
         if MASKED or WIDTH != DIM:
-            written = (at < length)[:, None] & (number < DIM)[None, :]  # memory beyond the context is uninitialized
+            used = at < length  # memory beyond the context is uninitialized
+            if WINDOWED:
+                used &= at > tl.min(position, 0) - window  # pages before the window may be those of other requests
+            written = used[:, None] & (number < DIM)[None, :]
             key = tl.load(keys + place, mask=written, other=0.0)
             value = tl.load(values + place, mask=written, other=0.0)
         else:

@@ -134,8 +134,8 @@ class DecoderModel:
             calls.append(partial(self._communicator.all_reduce, hidden))
         if self._embedding_scale != 1.0:
             calls.append(partial(hidden.mul_, self._embedding_scale))
-        angles = self._angles(batch.positions, batch.page_table.shape[1] * attention.page_size)
-        rows = attention.plan(batch).rows
+        angles = self._angles(batch.positions, batch.page_table.shape[-1] * attention.page_size)
+        rows = attention.plan(batch).rows[0]
         ready = program.prepare(
             hidden, batch.positions, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices
         )
@@ -190,7 +190,7 @@ class DecoderModel:
                     angles,
                     attention.caches,
                     attention.kv_form,
-                    plan.rows,
+                    plan.rows[0],
                     adapted,
                     logits_indices,
                 )

@@ -167,10 +167,10 @@ def _batch(rows: list[tuple[Tensor, int, range]], page_size: int) -> tuple[Forwa
     return ForwardBatch(
         tokens=torch.cat([ids for ids, _, _ in rows]),
         positions=positions.to(device),
-        slot_mapping=slots.to(device),
+        slot_mapping=slots.to(device)[None],
         cu_query_lens=ends.to(torch.int32).to(device),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
-        page_table=torch.tensor([[*pages] for _, _, pages in rows], dtype=torch.int32, device=device),
+        page_table=torch.tensor([[[*pages] for _, _, pages in rows]], dtype=torch.int32, device=device),
         logits_indices=indices.to(device),
         query_lens_host=lengths,
         context_lens_host=contexts,

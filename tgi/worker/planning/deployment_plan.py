@@ -105,7 +105,7 @@ class Split:
     weight_bytes: int  # of the rank with the most, as the other figures of a device
     adapter_bytes: int
     reserve_bytes: int
-    kv_token_bytes: int
+    kv_token_bytes: int  # of each token of a request of the longest length
     kv_tokens: int = 0  # of each replica; 0: it does not fit
     longest: int = 0  # tokens of a request at most
     longest_requests: int = 0  # of that length that fit at once, on each replica
@@ -435,13 +435,14 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         vocab_size=deployment.served.config.vocab_size,
         dtype=deployment.served.dtype,
         device=devices.type,
+        windows=() if deployment.draft else [layer.window for layer in deployment.served.config.layers],
     )
     try:
         limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * page_bytes for n in pages)))
     except UserError as error:
         return replace(none, problem=str(error))
     # The worker loads adapters last, into the memory that the KV cache leaves.
-    spare = usable - most.weights - most.reserve - limits.pages * page_bytes
+    spare = usable - most.weights - most.reserve - limits.pages * limits.groups[0].page_bytes
     if most.adapters > spare:
         lower = "--max-batch-total-tokens" if devices.is_cpu else "--memory-fraction"
         taken = f"adapters take {most.adapters / 1e9:.1f} GB of each device, of which"
@@ -449,12 +450,13 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         return replace(none, problem=problem)
 
     def at_once(length: int) -> int:
-        return min(limits.max_batch_size, limits.pages // -(-length // page))
+        return min(limits.max_batch_size, limits.pages // limits.pages_needed(length))
 
     longest, capacity = limits.max_total_tokens, limits.max_batch_total_tokens
     of_longest, of_typical = at_once(longest), at_once(min(request.typical_tokens, longest))
     return replace(
         none,
+        kv_token_bytes=limits.pages * limits.groups[0].page_bytes // capacity,
         kv_tokens=capacity,
         longest=longest,
         longest_requests=of_longest,

@@ -1,0 +1,146 @@
+"""Models whose layers alternate between full attention and a sliding window: the real scheduler gives their engine the
+pages of each KV group, and every answer has the bits of one group that keeps all positions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import model as make
+from tests.scheduler import simulation
+from tests.scheduler.simulation import Simulation
+from tests.worker.cpu_kernels.available import our_kernels
+from tests.worker.driving import drive, make_engine
+from tgi.microkernel.messages.kv_groups import KVGroup, cache_tokens, group_layers, make_groups, pages_needed
+from tgi.microkernel.messages.protocol import HeldPages, Step, StepResult
+from tgi.scheduler.scheduler import SchedulerConfig
+from tgi.worker.attention import build_attention, page_size
+from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
+from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.loader import build_model, read_model_spec
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+LONGEST, CHUNK, NEW = 320, 48, 30
+# The sliding windows have 40 tokens.
+MODELS = [("gemma2", False), ("gemma2", True), ("gemma3_text", True), ("starcoder2", True)]  # with our kernels or not
+
+
+class RealWorker:
+    """An engine with the interface of the fake worker."""
+
+    def __init__(self, model: DecoderModel, config: FakeWorkerConfig) -> None:
+        self.limits = config.limits()._replace(dtype="float32")
+        attention = build_attention(model.kv._replace(groups=self.limits.groups), config.pages, CPU)
+        self._engine = TorchEngine(model, attention, self.limits)
+        self.adapters = self._engine.adapters
+        self._epoch = 0
+
+    def reset(self) -> None:
+        self._engine.reset()
+
+    def held_pages(self) -> list[HeldPages]:
+        return self._engine.held_pages()
+
+    def run_step(self, step: Step) -> StepResult:
+        if step.epoch != self._epoch:
+            self._engine.reset()
+            self._epoch = step.epoch
+        return self._engine.collect(self._engine.launch(step))
+
+
+def load(directory: Path, native: bool) -> DecoderModel:
+    kernels = our_kernels(read_model_spec(directory, "float32")) if native else None
+    model = build_model(directory, "float32", "cpu", lambda stage, percent: None, kernels=kernels)
+    assert isinstance(model, DecoderModel)
+    return model
+
+
+def worker_config(model: DecoderModel, rows: float) -> FakeWorkerConfig:
+    """A worker with pages for this many requests of LONGEST tokens."""
+    groups, size = make_groups(model.kv.sliding_windows, LONGEST), page_size(model.kv, CPU)
+    pages = int(rows * pages_needed(groups, LONGEST, CHUNK, size))
+    return FakeWorkerConfig(pages, size, 4, model.vocab_size, LONGEST, CHUNK, groups=tuple(groups))
+
+
+def requests() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randint(3, 500, (150,), generator=generator).tolist()
+    lengths = (1, 40, 17, 100)
+    return [
+        (common if at % 2 else []) + torch.randint(3, 500, (length,), generator=generator).tolist()
+        for at, length in enumerate(lengths)
+    ] + [[*range(20, 260)]]
+
+
+@pytest.mark.parametrize(("kind", "native"), MODELS)
+def test_answers_have_the_bits_of_one_group(kind: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks and batches, from the prefix cache, preempted, with drafts, after restarts of scheduler and worker."""
+    model = load(make(kind), native)
+    config = worker_config(model, 2.2)
+    assert any(group.slides for group in config.groups)
+    prompts = requests()
+    expected = drive(make_engine(model), prompts, NEW)
+    monkeypatch.setattr(simulation, "FakeWorker", lambda config: RealWorker(model, config))
+    for changes in ({}, {"max_drafts": 4}):
+        sim = Simulation(config, SchedulerConfig(**changes))
+        sim.worker_up()
+        for prompt in prompts:
+            sim.add(prompt, NEW)
+        for _ in range(18):
+            sim.step()
+        if not changes:
+            sim.restart_scheduler()
+            for _ in range(5):
+                sim.step()
+            assert sim.scheduler.counters.cache_hit_tokens > 0 or config.groups[0].slides
+            sim.worker_up()
+        sim.run()
+        for prompt in prompts[1:]:
+            sim.add(prompt, NEW)
+        sim.run()
+        assert len(sim.requests) == 2 * len(prompts) - 1
+        for request in sim.requests:
+            assert request.ids == expected[prompts.index(request.prompt)].ids
+        assert sim.scheduler.counters.cache_hit_tokens > 0
+
+
+def test_memory_of_alternating_layers() -> None:
+    """As gemma-3-27b: 62 layers, each sixth with full attention, windows of 1,024, contexts of 131,072 tokens."""
+    windows = [None if (layer + 1) % 6 == 0 else 1024 for layer in range(62)]
+    groups = make_groups(windows, 131072)
+    assert [(group.window, len(group.layers)) for group in groups] == [(0, 10), *[(1024, 10)] * 5, (1024, 2)]
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(62))
+    assert group_layers(groups, 62) == 10
+    layers_pages = 10 * pages_needed(groups, 131072, 256, 32)
+    assert layers_pages < 0.2 * 62 * 4096
+    tokens = cache_tokens(groups, 100_000, 256, 32, 131072)
+    assert tokens > 5 * 100_000 * 10 / 62 * 32
+
+
+@pytest.mark.parametrize(
+    ("windows", "longest", "layers"),
+    [
+        ([None] * 4, 4096, [[]]),
+        ([512] * 4, 512, [[]]),  # no request is longer than the window
+        ([512] * 4, 513, [[0, 1, 2, 3]]),
+        ([512, None] * 2, 4096, [[1, 3], [0, 2]]),
+        ([512, 512, None] * 2, 4096, [[2, 5], [0, 1], [3, 4]]),
+        ([None] * 7 + [512] * 8, 4096, [[*range(7)], [*range(7, 15)]]),  # one empty place instead of six
+    ],
+)
+def test_groups_of_layers(windows: list[int | None], longest: int, layers: list[list[int]]) -> None:
+    assert [group.layers for group in make_groups(windows, longest)] == layers
+
+
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 100])
+def test_a_request_never_holds_more_than_is_counted(window: int) -> None:
+    """Whatever the chunks: the pages of the window and of a step."""
+    group, size = KVGroup("sliding", window), 16
+    for step in (1, 15, 16, 17, 48):
+        most = group.most_pages(10_000, step, size)
+        for start in range(0, 200):
+            assert -(-(start + step) // size) - group.first_kept(start, size) <= most
+            assert group.first_kept(start, size) * size <= max(0, start - window + 1)
