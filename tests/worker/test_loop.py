@@ -21,7 +21,7 @@ from tgi.worker.engine.interface import OutOfMemory, Poisoned
 from tgi.worker.engine.loop import WorkerLoop
 from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorker
 
-TIMEOUT = 120.0  # as of live servers: a worker that starts next to other tests takes that long
+TIMEOUT = 30.0
 PROMPT = step(1, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 0), (0, 1)])
 NEXT = step(2, [(0, 6, 1, 1)])
 
