@@ -24,6 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 from tokenizers import AddedToken, Tokenizer
 
 from tests.clients.environments import agent_program
@@ -336,6 +337,7 @@ def check(program: Program, log: Path | None) -> Outcome:
                     fault = f"ended with {done.returncode}"
             except subprocess.TimeoutExpired as late:
                 output, fault = (late.output or b"").decode(), f"has not ended after {TIMEOUT_SECONDS} s"
+            end_daemons(home)
             if not target.exists():
                 fault = fault or "no file written"
             elif target.read_text().strip() != CONTENT.strip():
@@ -346,6 +348,14 @@ def check(program: Program, log: Path | None) -> Outcome:
         if log is not None:
             write_log(log / program.package.rsplit("/")[-1], exchanges, output)
     return Outcome(program, fault, exchanges, output)
+
+
+def end_daemons(home: Path) -> None:
+    """Ends what a program has left running, which has its home: Cline's hub, for one."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                process.kill()
 
 
 def write_log(directory: Path, exchanges: Sequence[Exchange], output: str) -> None:
