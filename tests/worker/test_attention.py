@@ -5,14 +5,18 @@ Our own CPU kernels: cpu_kernels/test_attention.py. Our own GPU kernel: gpu_kern
 
 import math
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.worker.batches import PAGE, Row, make_batch
+from tests.worker.cpu_kernels.available import VARIANTS, load_variant
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.cuda import CudaAttention, to_cache_dtype
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
+from tgi.worker.attention.packed import PackedAttention, PackedSequences
 from tgi.worker.attention.tile_planner import KEY_BLOCK
 from tgi.worker.attention.torch_cpu import TorchCpuAttention, agreeing_shapes, choose_shapes
 
@@ -50,8 +54,19 @@ def run(attention: AttentionBackend, *chunks: Chunk, layer: int = 0, scale: floa
     return list(found.view(len(qkv), -1, qkv.shape[2]).split([stop - start for _, start, stop in chunks]))
 
 
-def expected(sequence: Sequence, scale: float = 0.3, window: int | None = None, cap: float | None = None) -> Tensor:
-    """Causal attention in float64, [length, heads, head_dim]."""
+def draw_sinks(heads: int, layers: int = 2) -> tuple[Tensor, ...]:
+    """KVCacheSpec.sinks, some of which outweigh all keys."""
+    return tuple(3 * torch.randn(layers, heads, generator=torch.Generator().manual_seed(9)))
+
+
+def expected(
+    sequence: Sequence,
+    scale: float = 0.3,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention in float64, [length, heads, head_dim]. A sink is one more key, whose value is 0."""
     group = sequence.query.shape[1] // sequence.key.shape[1]
     query = sequence.query.double().transpose(0, 1)
     key, value = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (sequence.key, sequence.value))
@@ -60,6 +75,9 @@ def expected(sequence: Sequence, scale: float = 0.3, window: int | None = None, 
         scores = cap * torch.tanh(scores / cap)
     distance = torch.arange(scores.shape[1])[:, None] - torch.arange(scores.shape[2])
     scores.masked_fill_((distance < 0) | (distance >= (window or len(distance))), -math.inf)
+    if sinks is not None:
+        scores = torch.cat((sinks.double()[:, None, None].expand(-1, scores.shape[1], 1), scores), -1)
+        value = F.pad(value, (0, 0, 1, 0))
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
@@ -111,26 +129,27 @@ def test_batch_invariance(dtype: torch.dtype, heads: int, kv_heads: int, head_di
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dtype", "window", "cap"),
+    ("heads", "kv_heads", "dtype", "window", "cap", "sinks"),
     [
-        (4, 2, torch.float32, 40, None),
-        (4, 2, torch.bfloat16, 512, None),
-        (20, 1, torch.float32, 700, None),
-        (4, 2, torch.float32, None, 0.5),
-        (4, 1, torch.bfloat16, 600, 0.5),
+        (4, 2, torch.float32, 40, None, True),
+        (4, 2, torch.bfloat16, 512, None, False),
+        (20, 1, torch.float32, 700, None, False),
+        (6, 2, torch.bfloat16, 512, None, True),
+        (4, 2, torch.float32, None, 0.5, True),
+        (4, 1, torch.bfloat16, 600, 0.5, False),
     ],
 )
-def test_batch_invariance_of_windows_and_soft_caps(
-    heads: int, kv_heads: int, dtype: torch.dtype, window: int | None, cap: float | None
+def test_batch_invariance_of_windows_soft_caps_and_sinks(
+    heads: int, kv_heads: int, dtype: torch.dtype, window: int | None, cap: float | None, sinks: bool
 ) -> None:
-    kv = KVCacheSpec(2, heads, kv_heads, 16, dtype, (None, window), cap)
+    kv = KVCacheSpec(2, heads, kv_heads, 16, dtype, (None, window), cap, sinks=draw_sinks(heads) if sinks else ())
     long, short = Sequence(1300, kv, 0), Sequence(150, kv, 1, seed=1)
     attention = build_attention(kv, 300, CPU)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for layer, visible in enumerate(kv.sliding_windows):
         whole = [run(attention, (sequence, 0, len(sequence.query)), layer=layer)[0] for sequence in (long, short)]
         for sequence, found in zip((long, short), whole, strict=True):
-            reference_result = expected(sequence, window=visible, cap=cap)
+            reference_result = expected(sequence, window=visible, cap=cap, sinks=kv.layer_sinks(layer))
             torch.testing.assert_close(found.double(), reference_result, rtol=tolerance, atol=tolerance)
         again = build_attention(kv, 300, CPU)
         for start, stop in ((0, 7), (7, 520), (520, 521), (521, 1290), (1290, 1291), (1291, 1299)):
@@ -154,6 +173,20 @@ def test_results_do_not_depend_on_the_thread_count(dtype: torch.dtype, cap: floa
     torch.set_num_threads(2)
     attention = build_attention(kv, 200, CPU)
     assert torch.equal(split(attention, sequence, [599, 1]), one)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_packed_sequences_with_sinks(native: bool) -> None:
+    kernels = load_variant(next(name for name, one in VARIANTS.items() if one.element == "float32")) if native else None
+    kv = KVCacheSpec(2, 6, 2, 32, torch.float32, (None, 40), cpu_kernels=kernels, sinks=draw_sinks(6))
+    sequences = Sequence(90, kv, 0), Sequence(37, kv, 1, seed=1)
+    attention = PackedAttention(kv, [0, 0], 200)
+    plan = attention.plan(PackedSequences.of([np.zeros(len(one.query)) for one in sequences], CPU))
+    qkv = torch.cat([torch.cat([one.query, one.key, one.value], 1) for one in sequences])
+    for layer, window in enumerate(kv.sliding_windows):
+        found = attention.write_and_attend(plan, layer, qkv, 0.3).view(127, 6, 32).double()
+        right = torch.cat([expected(one, 0.3, window, None, kv.layer_sinks(layer)) for one in sequences])
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 def test_decode_of_many_rows() -> None:
@@ -218,8 +251,10 @@ def test_page_size_and_bytes() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("cap", [None, 0.5])
-def test_torchs_kernels_on_cuda(heads: int, kv_heads: int, window: int | None, cap: float | None) -> None:
-    on_cuda(KVCacheSpec(2, heads, kv_heads, 16, torch.float32, (5, window), softcap=cap))
+@pytest.mark.parametrize("sinks", [False, True])
+def test_torchs_kernels_on_cuda(heads: int, kv_heads: int, window: int | None, cap: float | None, sinks: bool) -> None:
+    drawn = draw_sinks(heads) if sinks else ()
+    on_cuda(KVCacheSpec(2, heads, kv_heads, 16, torch.float32, (5, window), softcap=cap, sinks=drawn))
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -243,6 +278,7 @@ def on_cuda(kv: KVCacheSpec) -> None:
         sequence.key, sequence.value = (
             to_cache_dtype(x, kv.cache_dtype, scale).to(kv.dtype) * scale for x, scale in scaled
         )
-    first, second = (expected(sequence, window=kv.sliding_window(1), cap=kv.softcap) for sequence in (one, two))
+    options = kv.sliding_window(1), kv.softcap, kv.layer_sinks(1)
+    first, second = (expected(sequence, 0.3, *options) for sequence in (one, two))
     torch.testing.assert_close(chunk.double(), first[60:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(decode.double(), second[36:], rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.worker.cpu_kernels.available import EMULATED, VARIANTS, load_variant
-from tests.worker.test_attention import CPU, Sequence, expected, run, split
+from tests.worker.test_attention import CPU, Sequence, draw_sinks, expected, run, split
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.interface import KVCacheSpec
@@ -50,6 +50,7 @@ class Case(NamedTuple):
     head_dim: int
     window: int | None
     cap: float | None
+    sinks: tuple[Tensor, ...]
     sequences: tuple[Sequence, ...]
     right: list[list[Tensor]]
 
@@ -65,26 +66,29 @@ class Case(NamedTuple):
     scope="module",
     params=[
         # A window in the second layer takes the emulator half of the time that full attention in both takes it.
-        (2, 2, 32, 40, None) if EMULATED else (4, 4, 32, None, None),
-        (3 if EMULATED else 9, 1 if EMULATED else 3, 64, 40, None),
-        (2 if EMULATED else 8, 2, 128, 64, 0.5),
-        (40, 1, 32, 700, None),
-        (2 if EMULATED else 4, 1 if EMULATED else 2, 256, 513, 30.0),
+        (2, 2, 32, 40, None, False) if EMULATED else (4, 4, 32, None, None, False),
+        (3 if EMULATED else 9, 1 if EMULATED else 3, 64, 40, None, True),
+        (2 if EMULATED else 8, 2, 128, 64, 0.5, False),
+        (40, 1, 32, 700, None, True),
+        (2 if EMULATED else 4, 1 if EMULATED else 2, 256, 513, 30.0, True),
     ],
     ids=str,
 )
 def case(request: pytest.FixtureRequest) -> Case:
     """Cached, since float64 takes far longer than the kernels; all variants are compared with it."""
-    heads, kv_heads, head_dim, window, cap = request.param
-    kv = KVCacheSpec(2, heads, kv_heads, head_dim, torch.bfloat16, (None, window), cap)
+    heads, kv_heads, head_dim, window, cap, with_sinks = request.param
+    sinks = draw_sinks(heads) if with_sinks else ()
+    kv = KVCacheSpec(2, heads, kv_heads, head_dim, torch.bfloat16, (None, window), cap, sinks=sinks)
     sequences = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
-    right = [[expected(one, window=sees, cap=cap) for one in sequences] for sees in kv.sliding_windows]
-    return Case(heads, kv_heads, head_dim, window, cap, sequences, right)
+    layers = [(0.3, sees, cap, kv.layer_sinks(layer)) for layer, sees in enumerate(kv.sliding_windows)]
+    right = [[expected(one, *options) for one in sequences] for options in layers]
+    return Case(heads, kv_heads, head_dim, window, cap, sinks, sequences, right)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_token_is_correct_and_the_same_in_any_chunk_and_batch(variant: str, case: Case) -> None:
     kv = shape(case.heads, case.kv_heads, case.head_dim, variant, case.window, case.cap, threads=2)
+    kv = kv._replace(sinks=case.sinks)
     long, short, other = case.sequences_in(kv.dtype)
     for layer, right in enumerate(case.right):
         attention = build_attention(kv, 300, CPU)

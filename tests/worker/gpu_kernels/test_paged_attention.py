@@ -21,6 +21,7 @@ GPU, OLDER = GpuKernels((9, 0)), GpuKernels((8, 0))
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAGE, SCALE = 16, 0.2
+SINKS = (3 * random_tensor(CPU, 4, seed=4),)
 # Relative to the largest number of the result.
 TOLERANCE = {HALF: 2**-10, BRAIN: 2**-7, SINGLE: 1e-6}
 
@@ -68,6 +69,7 @@ class Case:
         )
         gpu.paged_attention(
             *(self.query, self.cache.keys, self.cache.values, rows, out, SCALE, kv.sliding_window(0), kv.softcap),
+            sinks=kv.layer_sinks(0),
             counters=counters,
             splits=splits,
             tile=tile,
@@ -85,7 +87,11 @@ class Case:
             own = torch.arange(len(key) - len(mine), len(key))[:, None, None, None]
             at = torch.arange(len(key))
             hidden = (at > own) | (at <= own - (kv.sliding_window(0) or 1 << 30))
-            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -math.inf)
+            if kv.sinks:  # a key whose value is 0
+                sinks = kv.sinks[0].double().view(kv.kv_heads, -1, 1).expand(len(mine), -1, -1, -1)
+                scores = torch.cat((scores, sinks), -1)
+            weights = scores.softmax(-1)[..., : len(key)]
             found.append(torch.einsum("thgk,khd->thgd", weights, value.double()).flatten(1, 2))
         return torch.cat(found)
 
@@ -119,6 +125,11 @@ def ones(*contexts: int) -> list[tuple[int, int]]:
         (KVCacheSpec(1, 4, 1, 64, BRAIN), [(4, 200), (8, 8), (1, 90)], 4),
         (KVCacheSpec(1, 6, 2, 32, SINGLE, (15,)), [(8, 120), (3, 3)], 8),
         (KVCacheSpec(1, 4, 2, 64, HALF, stored_dtype=E5M2), [(20, 40), (1, 17)], None),
+        # With sinks.
+        (KVCacheSpec(1, 4, 2, 64, SINGLE, sinks=SINKS), ones(1, 64, 257), 4),
+        (KVCacheSpec(1, 4, 1, 64, BRAIN, (20,), sinks=SINKS), [(70, 70), (1, 90)], 1),
+        (KVCacheSpec(1, 4, 2, 32, SINGLE, softcap=2.0, sinks=SINKS), [(40, 40), (9, 100)], 2),
+        (KVCacheSpec(1, 4, 2, 64, HALF, stored_dtype=E5M2, sinks=SINKS), [(20, 40), (1, 17)], None),
     ],
 )
 def test_paged_attention_is_causal(kv: KVCacheSpec, rows: list[tuple[int, int]], splits: int | None) -> None:

@@ -6,6 +6,7 @@ tile_planner   divides a step into tiles for torch_cpu
 cpu_kernels    CPU, with our own kernels
 packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
+explicit       with soft caps or sinks, where torch computes sequence by sequence
 """
 
 import torch

@@ -81,4 +81,5 @@ class CpuKernelAttention:
             scale,
             kv.sliding_window(layer),
             kv.softcap,
+            sinks=kv.layer_sinks(layer),
         )

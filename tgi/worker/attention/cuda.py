@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.attention.explicit import explicit_attention
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rows
 from tgi.worker.kv_cache_sizes import GPU_PAGE_SIZE
@@ -102,13 +103,14 @@ class CudaAttention:
                 *(query, cache.keys, cache.values, rows, mixed, scale * key_scale),
                 window=kv.sliding_window(layer),
                 cap=kv.softcap,
+                sinks=kv.layer_sinks(layer),
                 counters=self._counters,
             )
         return mixed if value_scale == 1.0 else mixed.mul_(value_scale)
 
     def _attend_row_by_row(self, batch: ForwardBatch, layer: int, query: Tensor, scale: float) -> Tensor:
         queries = list(accumulate(batch.query_lens_host, initial=0))
-        kv, window, cap = self._kv, self._kv.sliding_window(layer), self._kv.softcap
+        kv, window, cap, sinks = self._kv, self._kv.sliding_window(layer), self._kv.softcap, self._kv.layer_sinks(layer)
         group, place = self._places[layer]
         cache = self._caches[place]
         mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -118,12 +120,12 @@ class CudaAttention:
             own = slice(queries[row], queries[row + 1])
             q, k, v = (x.transpose(0, 1)[None] for x in (query[own], keys, values))
             bias = _mask(count, context, window, query)
-            if cap is None:
+            if cap is None and sinks is None:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=bias, scale=scale, enable_gqa=kv.heads != kv.kv_heads
                 )
             else:
-                out = _softcapped_attention(q, k, v, bias, scale, cap)
+                out = explicit_attention(q, k, v, bias < 0, scale, cap, sinks)
             mixed[own] = out[0].transpose(0, 1)
         return mixed
 
@@ -182,11 +184,3 @@ def _mask(count: int, context: int, window: int | None, like: Tensor) -> Tensor:
     if window is not None:
         masked |= keys <= own - window
     return torch.zeros(count, context, device=like.device, dtype=like.dtype).masked_fill_(masked, float("-inf"))
-
-
-def _softcapped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
-    """softmax(cap * tanh(scale * q k / cap) + mask) v in float32, for [1, heads, tokens, head_dim] in and out."""
-    group = query.shape[1] // key.shape[1]
-    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
-    scores = torch.tanh(query.float() @ keys.transpose(2, 3) * (scale / cap)) * cap
-    return ((scores + mask).softmax(-1) @ values).to(query.dtype)

@@ -62,6 +62,9 @@ class KVCacheSpec(NamedTuple):
     # Per-layer (key, value) scales: 8-bit floats are key / scale and value / scale. Empty = 1 for all layers.
     cache_scales: tuple[tuple[float, float], ...] = ()
     groups: Sequence[KVGroup] = ONE_FULL_GROUP  # which layers share page tables
+    # Per-layer attention sinks, float32 [heads]: a score without a value, which only adds to the sum that the weights
+    # are divided by. Empty = no layer has any.
+    sinks: tuple[Tensor, ...] = ()
 
     @property
     def cache_head_dim(self) -> int:
@@ -104,6 +107,10 @@ class KVCacheSpec(NamedTuple):
     def sliding_window(self, layer: int) -> int | None:
         """The sliding window of a layer; None = full attention."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def layer_sinks(self, layer: int) -> Tensor | None:
+        """The attention sinks of a layer; None = it has none."""
+        return self.sinks[layer] if self.sinks else None
 
 
 class AttentionBackend(Protocol):

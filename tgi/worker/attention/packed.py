@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.attention.explicit import explicit_attention
 from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, AttentionRows, KVCache
 
@@ -88,13 +89,14 @@ class PackedAttention:
         if isinstance(plan, KernelPlan):
             assert kv.cpu_kernels is not None
             cache = KVCache(self._memory, kv.cpu_kernels.kv_form(kv.dtype))
-            return kv.cpu_kernels.paged_attention(cache, qkv, plan.rows, scale, window, kv.softcap, ahead)
+            sinks = kv.layer_sinks(layer)
+            return kv.cpu_kernels.paged_attention(cache, qkv, plan.rows, scale, window, kv.softcap, ahead, sinks)
         result = torch.empty(len(qkv), kv.heads * kv.head_dim, dtype=qkv.dtype, device=qkv.device)
         for start, stop in pairwise(plan.bounds):
-            result[start:stop] = self._attend(qkv[start:stop], scale, window, ahead)
+            result[start:stop] = self._attend(qkv[start:stop], scale, window, ahead, kv.layer_sinks(layer))
         return result
 
-    def _attend(self, qkv: Tensor, scale: float, window: int | None, ahead: int) -> Tensor:
+    def _attend(self, qkv: Tensor, scale: float, window: int | None, ahead: int, sinks: Tensor | None) -> Tensor:
         """The attention of one sequence, by torch."""
         kv, length = self._kv, len(qkv)
         query, key, value = (
@@ -105,17 +107,13 @@ class PackedAttention:
             place = torch.arange(length, device=qkv.device)
             distance = place[:, None] - place  # of a query from a key before it
             mask = (distance >= -ahead) & (distance < (window or length))
-        if kv.softcap is None:
+        if kv.softcap is None and sinks is None:
             mixed = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=scale, enable_gqa=kv.heads > kv.kv_heads
             )
         else:
-            group = kv.heads // kv.kv_heads
-            key, value = (one.repeat_interleave(group, 1) for one in (key, value))
-            scores = torch.tanh((query @ key.transpose(2, 3)).float() * (scale / kv.softcap)) * kv.softcap
-            if mask is not None:
-                scores = scores.masked_fill(~mask, float("-inf"))
-            mixed = scores.softmax(-1).to(value.dtype) @ value
+            hidden = None if mask is None else ~mask
+            mixed = explicit_attention(query, key, value, hidden, scale, kv.softcap, sinks)
         return mixed[0].transpose(0, 1).reshape(length, -1)
 
 

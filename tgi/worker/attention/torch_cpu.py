@@ -19,6 +19,9 @@ token's result is the same in prefill and decode, in any chunk, next to any othe
 
 The kernel has no soft cap for scores. Models with one are computed with matrix products, in tiles of a fixed number of
 rows over whole blocks of keys in order.
+
+Attention sinks scale a query's result by the share of the keys in the sum of the softmax, exp(l) / (exp(l) + exp(s)),
+where l, which the kernel returns, is the logarithm of the sum over the keys, and s the sink.
 """
 
 import logging
@@ -89,7 +92,7 @@ class TorchCpuAttention:
         for gather in plan.gathers[group_number, kv.sliding_window(layer)]:
             keys_values = self._gather(cache, gather)
             for group in gather.groups:
-                out = self._attend(group, query, keys_values, scale)
+                out = self._attend(group, query, keys_values, scale, kv.layer_sinks(layer))
                 if isinstance(group.outputs, slice):
                     result[group.outputs] = out
                 else:
@@ -109,7 +112,9 @@ class TorchCpuAttention:
             wide.copy_(torch.index_select(cache, 0, gather.index, out=stored))
         return wide.view(2, kv.kv_heads, gather.sequences, gather.length, kv.head_dim).transpose(1, 2)
 
-    def _attend(self, tile_group: TileGroup, query: Tensor, keys_values: Tensor, scale: float) -> Tensor:
+    def _attend(
+        self, tile_group: TileGroup, query: Tensor, keys_values: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """The results of a group's queries, [B * Q, heads, head_dim]."""
         kv, group, indices = self._kv, self._group, tile_group.queries
         query = query[indices] if isinstance(indices, slice) else query.index_select(0, indices)
@@ -123,24 +128,36 @@ class TorchCpuAttention:
         span = slice(tile_group.first, tile_group.first + tile_group.keys)
         keys, values = keys_values[:, :, :, span].expand(2, tile_group.tiles, -1, -1, -1)
         if kv.softcap is None:
-            out, _ = _flash(tiles, keys, values, 0.0, False, attn_mask=tile_group.mask, scale=scale)
+            out, sums = _flash(tiles, keys, values, 0.0, False, attn_mask=tile_group.mask, scale=scale)
         else:
-            out = _softcapped_attention(tiles, keys, values, tile_group.mask, scale, kv.softcap)
+            out, sums = _softcapped_attention(tiles, keys, values, tile_group.mask, scale, kv.softcap)
         out = out[:, :, : count * group]
+        if sinks is not None:
+            by_row = sinks.view(kv.kv_heads, 1, group).expand(-1, count, -1).reshape(kv.kv_heads, -1)
+            out = out * _share_of_keys(sums[:, :, : count * group], by_row)[..., None]
         if count > 1:
             out = out.unflatten(2, (count, group)).transpose(1, 2)
         return out.reshape(-1, kv.heads, kv.head_dim).to(kv.dtype)
 
 
-def _softcapped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
-    """softmax(cap * tanh(scale * q k / cap) + mask) v, for [B, kv_heads, rows, head_dim] in and out."""
+def _share_of_keys(sums: Tensor, sinks: Tensor) -> Tensor:
+    """exp(sums) / (exp(sums) + exp(sinks)), as a softmax over both, of which torch computes each row alike."""
+    return torch.stack((sums, sinks.expand_as(sums)), -1).softmax(-1)[..., 0]
+
+
+def _softcapped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(cap * tanh(scale * q k / cap) + mask) v, for [B, kv_heads, rows, head_dim] in and out, and the logarithm
+    of the sum of the softmax, [B, kv_heads, rows]."""
     tiles, keys, values = (x.flatten(0, 1) for x in (query, key, value))
     blocks = list(zip(keys.split(KEY_BLOCK, 1), values.split(KEY_BLOCK, 1), strict=True))
     scores = torch.cat([torch.bmm(tiles, block.transpose(1, 2)) for block, _ in blocks], dim=2)
     scores = torch.tanh(scores * (scale / cap)) * cap
-    weights = (scores.unflatten(0, query.shape[:2]) + mask).softmax(-1).flatten(0, 1).split(KEY_BLOCK, 2)
+    masked = scores.unflatten(0, query.shape[:2]) + mask
+    weights = masked.softmax(-1).flatten(0, 1).split(KEY_BLOCK, 2)
     parts = [torch.bmm(weight, block) for weight, (_, block) in zip(weights, blocks, strict=True)]
-    return reduce(torch.add, parts).view(query.shape)
+    return reduce(torch.add, parts).view(query.shape), masked.logsumexp(-1)
 
 
 def choose_shapes(kv: KVCacheSpec) -> TileShapes:

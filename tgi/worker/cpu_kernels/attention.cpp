@@ -78,7 +78,7 @@ struct AttendJob final : Job {
         const PartialAttention part(tile_workspace().part, dim), total(tile_workspace().total, dim);
         const AttentionTile<T> tile(cache, batch, call, at, writes_kv);
         tile.begin();
-        total.clear(at.rows, dim);
+        tile.start_total(total);
         for (int64_t from = at.lowest / PART_SIZE * PART_SIZE; from < at.end; from += PART_SIZE) {
             tile.compute(from, from + PART_SIZE, part);
             total.add(part, at.rows, dim);
@@ -99,10 +99,11 @@ struct AttendJob final : Job {
         }
         if (state.unfinished[tile].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
         const PartialAttention total(tile_workspace().total, dim);
-        total.clear(at.rows, dim);
+        const AttentionTile<T> whole(cache, batch, call, at, writes_kv);
+        whole.start_total(total);
         for (int64_t n = at.lowest / PART_SIZE; n * PART_SIZE < at.end; n++) total.add(PartialAttention(mine +
             n * size, dim), at.rows, dim);
-        AttentionTile<T>(cache, batch, call, at, writes_kv).store_result(total);
+        whole.store_result(total);
     }
 
     static float* aligned(float* at) { return at + (64 - reinterpret_cast<uintptr_t>(at) % 64) % 64 / sizeof(float); }

@@ -191,6 +191,16 @@ class AttentionTile {
         for (from = std::max(from, at.lowest / BLOCK * BLOCK); from < end; from += BLOCK) block(from, part);
     }
 
+    // Clears the sums over all positions, which begin with the sinks.
+    void start_total(const PartialAttention& total) const {
+        total.clear(at.rows, dim);
+        if (!call.sinks) return;
+        for_each_row([&](int64_t r, int64_t, int64_t head) {
+            total.highest[r] = call.sinks[head] * LOG2_E;
+            total.sums[r * LANES] = 1;
+        });
+    }
+
     // Divides by the sums and stores the result.
     void store_result(const PartialAttention& total) const {
         for_each_row([&](int64_t r, int64_t token, int64_t head) {

@@ -118,9 +118,10 @@ void tgi_rope(ThreadPool* pool, Element* x, const float* angles, const int64_t* 
 void tgi_attention(ThreadPool* pool, void* cache, int64_t form, int64_t heads, int64_t kv_heads, int64_t head_dim,
     const int64_t* slots,
                 const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
-                const Element* qkv, Element* y, int64_t window, float scale, float softcap, int64_t ahead) {
+                const Element* qkv, Element* y, int64_t window, float scale, float softcap, int64_t ahead,
+                const float* sinks) {
     attention(*pool, {cache, heads, kv_heads, head_dim, KvForm(form)}, {slots, bounds, contexts, pages, rows, width},
-           {qkv, y, window, scale, softcap, ahead});
+           {qkv, y, window, scale, softcap, ahead, sinks});
 }
 
 void tgi_lora(ThreadPool* pool, const Element* x, float* plus, const int64_t* tokens, const int64_t* tiles,
@@ -207,8 +208,9 @@ void tgi_program_rope(Program* program, int64_t x, int64_t rope, int64_t heads, 
 }
 
 void tgi_program_attention(Program* program, int64_t qkv, int64_t y, int64_t layer, int64_t heads, int64_t kv_heads,
-                        int64_t head_dim, int64_t window, float scale, float softcap) {
-    program->attention(qkv, y, layer, {nullptr, heads, kv_heads, head_dim}, {nullptr, nullptr, window, scale, softcap});
+                        int64_t head_dim, int64_t window, float scale, float softcap, const float* sinks) {
+    program->attention(qkv, y, layer, {nullptr, heads, kv_heads, head_dim},
+        {nullptr, nullptr, window, scale, softcap, 0, sinks});
 }
 
 void tgi_program_experts(Program* program, int64_t x, int64_t y, const Experts* experts) {

@@ -58,7 +58,7 @@ _SIGNATURES = {
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attention": (
         *(c_void_p, *[c_int64] * 4, *[c_void_p] * 4, c_int64, c_int64),
-        *(c_void_p, c_void_p, c_int64, c_float, c_float, c_int64),
+        *(c_void_p, c_void_p, c_int64, c_float, c_float, c_int64, c_void_p),
     ),
 }
 
@@ -390,16 +390,18 @@ class CpuKernels:
         window: int | None,
         softcap: float | None,
         ahead: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Writes the keys and values of qkv [T, heads + 2 * kv_heads, head_dim] to `cache`, and returns the attention
-        of its queries, [T, heads * head_dim]. A query sees `ahead` positions after its own; 0: causal attention."""
+        of its queries, [T, heads * head_dim]. A query sees `ahead` positions after its own; 0: causal attention.
+        `sinks` float32 [heads] are those of KVCacheSpec."""
         tokens, all_heads, head_dim = qkv.shape
         kv_heads = cache.memory.shape[1]
         heads = all_heads - 2 * kv_heads
         y = torch.empty(tokens, heads * head_dim, dtype=self.dtype)
         self._attention(
             cache.memory.data_ptr(), cache.form, heads, kv_heads, head_dim, *rows, qkv.data_ptr(), y.data_ptr(),
-            window or 0, scale, softcap or 0.0, ahead,
+            window or 0, scale, softcap or 0.0, ahead, _address(sinks),
         )  # fmt: skip
         return y
 

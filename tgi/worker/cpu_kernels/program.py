@@ -22,7 +22,7 @@ _SIGNATURES = {
     "tgi_program_linear": (*[c_int64] * 5, c_void_p, c_int64, c_void_p, *[c_int64] * 3),
     "tgi_program_lora": (c_int64, c_int64, c_int64),
     "tgi_program_rope": (*[c_int64] * 6,),
-    "tgi_program_attention": (*[c_int64] * 7, c_float, c_float),
+    "tgi_program_attention": (*[c_int64] * 7, c_float, c_float, c_void_p),
     "tgi_program_experts": (c_int64, c_int64, c_void_p),
     "tgi_program_add": (c_int64, c_int64, c_float),
     "tgi_program_all_reduce": (c_int64, c_void_p),
@@ -140,10 +140,13 @@ class Program:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> None:
-        """CpuKernels.paged_attention on the cache of a layer; `heads` are the numbers of query and KV heads."""
+        """CpuKernels.paged_attention on the cache of a layer; `heads` are the numbers of query and KV heads. The caller
+        keeps `sinks` alive."""
         assert self._widths[y] == heads[0] * head_dim
-        self._record("attention", qkv, y, layer, *heads, head_dim, window or 0, scale, softcap or 0.0)
+        at_sinks = None if sinks is None else sinks.data_ptr()
+        self._record("attention", qkv, y, layer, *heads, head_dim, window or 0, scale, softcap or 0.0, at_sinks)
 
     def experts(self, x: int, y: int, experts: PackedExperts) -> None:
         """The mixture of experts of x. The caller keeps it alive."""

@@ -73,6 +73,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
     *,
     capability: tuple[int, int],
     counters: Tensor,
@@ -85,9 +86,9 @@ def paged_attention(
     `query` [T, heads, head_dim] may have a larger stride from token to token. `keys` and `values` [pages, page_size,
     kv_heads, head_dim] are the KV cache of a layer, of the queries' type or of 8-bit floats; they already have the
     step's own. Scores are multiplied by `scale` and limited to cap * tanh(score / cap). `window`: the number of
-    positions that a query sees; None: all. `capability` is the GPU's. `counters` int32 [COUNTERS] are zero before and
-    after. `batch_invariant`: one tile and one split for any shape of a step; a query's bits depend on its row's
-    context alone. `tile` and `splits` override what is chosen.
+    positions that a query sees; None: all. `sinks` float32 [heads] are scores without a value. `capability` is the
+    GPU's. `counters` int32 [COUNTERS] are zero before and after. `batch_invariant`: one tile and one split for any
+    shape of a step; a query's bits depend on its row's context alone. `tile` and `splits` override what is chosen.
     """
     _, heads, dim = query.shape
     page, kv_heads = keys.shape[1:3]
@@ -111,7 +112,7 @@ def paged_attention(
     if by_bits:
         keys, values = keys.view(torch.int8), values.view(torch.int8)
     _attend[blocks, kv_heads, splits](
-        *(query, keys, values, rows.table, rows.context, rows.starts, out, sums, weights, counters),
+        *(query, keys, values, rows.table, rows.context, rows.starts, sinks, out, sums, weights, counters),
         *(count, rows.first, query.stride(0), rows.table.stride(0), NO_WINDOW if window is None else window, scale),
         CAP=cap or 0.0,
         WINDOWED=window is not None,
@@ -231,6 +232,7 @@ def _attend(
     table,
     context,
     starts,
+    sinks,
     out,
     sums,
     weights,
@@ -304,6 +306,9 @@ def _attend(
     factor = scale * SMALLER if CAP > 0.0 else scale * SMALLER * LOG2_E
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if sinks is not None:  # counted once, in the first split
+        peak = tl.where(split == 0, tl.load(sinks + mine) * LOG2_E, peak)
+        total = tl.where(split == 0, 1.0, total)
     found = tl.zeros([QUERIES, WIDTH], tl.float32)
     # All queries see all keys of the tiles before `whole`.
     whole = end
@@ -348,6 +353,7 @@ def self_test(device: torch.device) -> None:
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     context = torch.tensor([1, 17, 150], dtype=torch.int32, device=device)
     table = torch.tensor([[11, 0, 0, 0, 0, 0, 0, 0, 0, 0], [4, 9, *[0] * 8], [7, 2, 0, 10, 5, 3, 6, 1, 12, 8]])
+    sinks = random_tensor(device, 4, seed=3)
     for cache_dtype, window, cap, counts, splits in (
         (torch.bfloat16, None, None, [1, 1, 1], 4),
         (torch.bfloat16, 100, 2.0, [1, 3, 2], 2),
@@ -362,11 +368,13 @@ def self_test(device: torch.device) -> None:
         starts = torch.tensor([0, *counts], device=device).cumsum(0).int() if max(counts) > 1 else None
         rows = Rows(0, sum(counts), max(counts), starts, table.int().to(device), context)
         out = torch.full_like(query, float("nan"))
-        paged_attention(
-            query, keys, values, rows, out, 0.25, window, cap, capability=capability, counters=counters, splits=splits
-        )
-        expected = reference_attention(query, keys, values, table.tolist(), counts, context.tolist(), 0.25, window, cap)
-        check_close(f"attention to a cache of {cache_dtype}", out.cpu(), expected, 0.02)
+        for own in (None, sinks):
+            options = 0.25, window, cap, own
+            paged_attention(
+                query, keys, values, rows, out, *options, capability=capability, counters=counters, splits=splits
+            )
+            expected = reference_attention(query, keys, values, table.tolist(), counts, context.tolist(), *options)
+            check_close(f"attention to a cache of {cache_dtype}", out.cpu(), expected, 0.02)
 
 
 def reference_attention(
@@ -379,6 +387,7 @@ def reference_attention(
     scale: float,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The reference: row by row in float32, on CPU."""
     kv_heads, dim = keys.shape[2:]
@@ -392,6 +401,10 @@ def reference_attention(
         hidden = torch.arange(length) > own
         if window is not None:
             hidden |= torch.arange(length) <= own - window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            own_sinks = sinks.cpu().view(kv_heads, -1, 1).expand(len(mine), -1, -1, -1)
+            scores = torch.cat((scores, own_sinks), -1)
+        weights = scores.softmax(-1)[..., :length]
         found.append(torch.einsum("thgk,khd->thgd", weights, value).flatten(1, 2))
     return torch.cat(found).to(query.dtype)

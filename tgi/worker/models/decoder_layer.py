@@ -318,7 +318,8 @@ class ProgramOperations(NamedTuple):
         if query_scale is not None:
             self.rotaries[query_scale].append_to(self.program, qkv, query_scale, kv.heads, kv.head_dim)
         scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(self.number)
-        self.program.attention(qkv, ProgramBuffer.MIXED, self.number, heads, kv.head_dim, scale, window, kv.softcap)
+        options = window, kv.softcap, kv.layer_sinks(self.number)
+        self.program.attention(qkv, ProgramBuffer.MIXED, self.number, heads, kv.head_dim, scale, *options)
         return ProgramBuffer.MIXED
 
     def _norm_heads(self, norms: tuple[Norm, ...], qkv: ProgramBuffer) -> None:

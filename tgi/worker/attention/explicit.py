@@ -1,0 +1,28 @@
+"""Attention as torch operations that materialize all scores, for what torch's fused kernels lack."""
+
+import torch
+from torch import Tensor
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """softmax(cap * tanh(scale * q k / cap)) v in float32, for [1, heads, tokens, head_dim] in and out. `hidden`
+    [queries, keys]: the keys that a query does not see. `sinks` float32 [heads] are those of KVCacheSpec."""
+    heads, group = query.shape[1], query.shape[1] // key.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
+    scores = query.float() @ keys.transpose(2, 3) * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, heads, 1, 1).expand(-1, -1, scores.shape[2], -1)), -1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    return (weights @ values).to(query.dtype)
