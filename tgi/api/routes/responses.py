@@ -176,12 +176,12 @@ def _reasoning(item: InputItem, where: str) -> str:
     return "".join(_part_text(part, where) for part in item.summary or [])
 
 
-def _tools(given: Sequence[shapes.ResponsesTool], where: str = "tools", namespace: str = "") -> Iterator[Tool]:
+def _tools(given: Sequence[shapes.ToolOfNamespace], where: str = "tools", namespace: str = "") -> Iterator[Tool]:
     """The tools as functions, also those of namespaces, whose names the model knows with that of the namespace in
     front."""
     for index, tool in enumerate(given):
         place, name = f"{where}[{index}]", _full_name(namespace, tool.name)
-        if tool.type == "namespace" and not namespace and tool.name:
+        if isinstance(tool, shapes.ResponsesTool) and tool.type == "namespace" and tool.name:
             yield from _tools(tool.tools or (), f"{place}.tools", tool.name)
         elif tool.type == "custom":
             yield _custom_tool(tool, name, place)
@@ -195,7 +195,7 @@ def _tools(given: Sequence[shapes.ResponsesTool], where: str = "tools", namespac
             raise errors.tool_error(text, f"{place}.type")
 
 
-def _custom_tool(tool: shapes.ResponsesTool, name: str, where: str) -> Tool:
+def _custom_tool(tool: shapes.ToolOfNamespace, name: str, where: str) -> Tool:
     form = tool.format or shapes.ToolFormat()
     given = CustomFormat(form.syntax or "", form.definition or "") if form.type == "grammar" else None
     try:
@@ -204,7 +204,7 @@ def _custom_tool(tool: shapes.ResponsesTool, name: str, where: str) -> Tool:
         raise errors.tool_error(f"`definition` of the tool `{name}` {error}", f"{where}.format") from None
 
 
-def _grouped_tools(given: Sequence[shapes.ResponsesTool]) -> Iterator[tuple[str, shapes.ResponsesTool]]:
+def _grouped_tools(given: Sequence[shapes.ResponsesTool]) -> Iterator[tuple[str, shapes.ToolOfNamespace]]:
     """Each tool with the name of its namespace, or ""."""
     for one in given:
         if one.type == "namespace":
