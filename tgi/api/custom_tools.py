@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tgi.api.shapes.chat import FunctionDefinition
+from tgi.api import errors
+from tgi.api.shapes.chat import FunctionDefinition, Tool, ToolCall
 
 INPUT = "input"  # the name of the argument
 # Bounds of a format's definition, and of the pattern that a grammar becomes.
@@ -57,6 +58,19 @@ def custom_function(name: str, description: str | None, form: CustomFormat | Non
         parameters=parameters,
         enforced_parameters={**parameters, "properties": {INPUT: value | limit}},
     )
+
+
+def custom_tool(name: str, description: str | None, form: CustomFormat | None, where: str) -> Tool:
+    """A custom tool as one that is a function. Raises ApiError: 422, with the place of the format."""
+    try:
+        return Tool("function", custom_function(name, description, form))
+    except ValueError as error:
+        raise errors.tool_error(f"`definition` of the tool `{name}` {error}", where) from None
+
+
+def custom_call(call_id: str, name: str, text: str) -> ToolCall:
+    """An earlier call of a custom tool as that of a function."""
+    return ToolCall(call_id, "function", FunctionDefinition(name, arguments=input_arguments(text)))
 
 
 def input_arguments(text: str) -> str:

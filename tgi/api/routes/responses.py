@@ -15,7 +15,7 @@ from msgspec import Raw
 from tgi.api import errors, request_metrics
 from tgi.api.answer import Answer, Outcome
 from tgi.api.clients import Client
-from tgi.api.custom_tools import CustomFormat, InputReader, custom_function, input_arguments
+from tgi.api.custom_tools import CustomFormat, InputReader, custom_call, custom_tool
 from tgi.api.errors import ApiError
 from tgi.api.generation import FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
@@ -138,8 +138,7 @@ def chat_messages(instructions: str | None, items: Sequence[InputItem], kept: in
                 if item.name is None:
                     raise errors.validation_error(f"`{where}` has no `name`", param=where)
                 name = _full_name(item.namespace, item.name)
-                function = FunctionDefinition(name, arguments=input_arguments(item.input or ""))
-                calls.append(ToolCall(item.call_id or item.id or "", "function", function))
+                calls.append(custom_call(item.call_id or item.id or "", name, item.input or ""))
             case "function_call_output" | "custom_tool_call_output":
                 end_turn()
                 messages.append(Message("tool", _text(item.output, where), tool_call_id=item.call_id))
@@ -198,10 +197,7 @@ def _tools(given: Sequence[shapes.ToolOfNamespace], where: str = "tools", namesp
 def _custom_tool(tool: shapes.ToolOfNamespace, name: str, where: str) -> Tool:
     form = tool.format or shapes.ToolFormat()
     given = CustomFormat(form.syntax or "", form.definition or "") if form.type == "grammar" else None
-    try:
-        return Tool("function", custom_function(name, tool.description, given))
-    except ValueError as error:
-        raise errors.tool_error(f"`definition` of the tool `{name}` {error}", f"{where}.format") from None
+    return custom_tool(name, tool.description, given, f"{where}.format")
 
 
 def _grouped_tools(given: Sequence[shapes.ResponsesTool]) -> Iterator[tuple[str, shapes.ToolOfNamespace]]:
