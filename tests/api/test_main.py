@@ -20,12 +20,11 @@ import uvloop
 from tests.api.conftest import FakeTokenizer, Reply, request, texts, two_tokens
 from tests.live.server import free_port
 from tests.microkernel.tcp import LoopedLink, hello
-from tgi.api.requests import TokenizationRequest, WakeEvent
 from tgi.api.router import Router
 from tgi.microkernel.admission.permits import Permits
 from tgi.microkernel.host import rundir
 from tgi.microkernel.links import curve
-from tgi.microkernel.links.link import REQUESTS_PER_PIECE, Link
+from tgi.microkernel.links.link import Link
 from tgi.microkernel.messages.protocol import End, FinishReason, Generate
 from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
 from tgi.microkernel.processes.supervisor import listening_socket
@@ -173,32 +172,6 @@ def test_a_front_end_with_other_keys_says_so(tmp_path: Path, caplog: pytest.LogC
         return "has ended the handshake" in caplog.text
 
     assert uvloop.run(until_logged())
-
-
-def test_a_burst_of_requests_is_sent_in_pieces(tmp_path: Path) -> None:
-    """A tokenizer has the first ones before the front end has read the others."""
-    address = f"ipc://{tmp_path / 'tokenizer'}"
-    low = LoopedLink(Link.bind(address, hello("tokenizer")))
-    router = Router([Link.connect(address, hello("api"))], Permits(tmp_path / "permits", 1), Quarantine(tmp_path))
-
-    async def submit() -> None:
-        router.attach(asyncio.get_running_loop())
-        while not router.tokenizers[0].responds:
-            low.turn()
-            await asyncio.sleep(0.002)
-        low.received.clear()
-        for _ in range(REQUESTS_PER_PIECE + 3):
-            router.submit(TokenizationRequest(WakeEvent(), "text", True))
-        for expected in (REQUESTS_PER_PIECE, REQUESTS_PER_PIECE + 3):
-            end = time.monotonic() + 10
-            while low.kinds().count("Tokenize") < expected and time.monotonic() < end:
-                low.turn()
-            assert low.kinds().count("Tokenize") == expected
-            await asyncio.sleep(0.002)
-        router.close()
-        low.link.close()
-
-    uvloop.run(submit())
 
 
 def test_a_front_end_rejects_a_tokenizer_with_another_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -149,25 +149,6 @@ def test_messages_of_one_flush_keep_their_order(address: str, links: Any) -> Non
     assert [message.rid for _, message in received] == list(range(1000))
 
 
-def test_receive_ends_at_its_limit_with_a_whole_multipart_message(address: str, links: Any) -> None:
-    low = links(Link.bind(address, hello("scheduler")))
-    up = links(Link.connect(address, hello("tokenizer")))
-    until([low, up], lambda received: all(received))
-    (peer,) = up.peers
-    for first in (0, 3, 6):
-        for rid in range(first, first + 3):
-            up.send(peer, Cancel(rid))
-        up.flush()
-    rids: list[int] = []
-    while len(rids) < 9:
-        assert low.has_pending_work or low.socket.poll(30_000)
-        taken = [message.rid for _, message in low.receive(4)]
-        assert len(taken) <= 6
-        assert low.has_pending_work or len(taken) < 6
-        rids += taken
-    assert rids == list(range(9))
-
-
 def test_a_message_that_cannot_be_encoded_is_not_queued(address: str, links: Any) -> None:
     router, dealer = links(Link.bind(address, hello("scheduler"))), links(Link.connect(address, hello("tokenizer")))
     until([router, dealer], lambda received: all(received))

@@ -1,4 +1,4 @@
-"""The links of a tokenizer: to schedulers of other hosts, and a burst of requests from a front end."""
+"""The links of a tokenizer to schedulers of other hosts."""
 
 import time
 from collections import deque
@@ -12,10 +12,8 @@ import pytest
 
 from tests.live.server import free_port
 from tests.microkernel.tcp import TIMEOUT_SECONDS, Deployment, hello
-from tests.tokenizer.harness import READY, PoolHarness
-from tgi.microkernel.links.link import REQUESTS_PER_PIECE, Link, ReplicaId
-from tgi.microkernel.messages.protocol import Add, Generate, Hello
-from tgi.microkernel.messages.sampling_params import SamplingParams
+from tests.tokenizer.harness import PoolHarness
+from tgi.microkernel.links.link import Link, ReplicaId
 from tgi.tokenizer import main
 from tgi.tokenizer.resumable_streams import ResumableStreams
 
@@ -62,44 +60,3 @@ def test_a_scheduler_that_was_replaced_by_one_elsewhere_is_forgotten_at_once(dep
             assert time.monotonic() < end
             turn()
             time.sleep(0.002)
-
-
-def test_a_burst_of_requests_passes_in_pieces(tmp_path: Path) -> None:
-    """The scheduler has the first requests before the others are encoded, and tokens are handled between the pieces."""
-    pool = PoolHarness(scheduler=False).pool
-    streams, executors = ResumableStreams(pool.handle), SimpleNamespace(completed_jobs=list, idle=True)
-    executors.start_jobs = lambda jobs: None
-    addresses = [f"ipc://{tmp_path / name}" for name in ("front", "back")]
-    front, low = Link.bind(addresses[0], hello("tokenizer")), Link.bind(addresses[1], hello("scheduler"))
-    up, back = Link.connect(addresses[0], hello("api")), Link.connect(addresses[1], hello("tokenizer"))
-    adds: list[int] = []  # that the scheduler has after each turn
-
-    def turn() -> int:
-        main.run_once(pool, streams, [front], [back], executors)
-        received = [message for _, message in low.receive()]
-        while low.socket.poll(50):
-            received += [message for _, message in low.receive()]
-        for peer in low.peers if any(isinstance(one, Hello) for one in received) else ():
-            low.send(peer, READY)
-            low.flush()
-        deque(up.receive(), maxlen=0)
-        return sum(isinstance(one, Add) for one in received)
-
-    try:
-        end = time.monotonic() + TIMEOUT_SECONDS
-        while pool._limits is None or not up.peers:
-            assert time.monotonic() < end
-            turn()
-        (peer,) = up.peers
-        for rid in range(3 * REQUESTS_PER_PIECE):
-            up.send(peer, Generate(rid, "Hello", SamplingParams(5)))
-            up.flush()
-        assert front.socket.poll(1000 * TIMEOUT_SECONDS)
-        time.sleep(0.2)  # until libzmq has read them all
-        while sum(adds) < 3 * REQUESTS_PER_PIECE:
-            assert time.monotonic() < end
-            adds.append(turn())
-        assert max(adds) <= REQUESTS_PER_PIECE
-    finally:
-        for link in (up, back, front, low):
-            link.close()

@@ -15,15 +15,7 @@ from tgi.api.token_delivery import TokenDelivery
 from tgi.api.tokenizers import TokenizerConnection, choose_tokenizer
 from tgi.microkernel.admission.permits import Permits
 from tgi.microkernel.admission.token_rates import TokenRates
-from tgi.microkernel.links.link import (
-    REQUESTS_PER_PIECE,
-    Link,
-    PeerDisconnected,
-    PeerId,
-    PeerResponds,
-    PeerSilent,
-    ReplicaId,
-)
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
 from tgi.microkernel.links.liveness import BEAT_SECONDS
 from tgi.microkernel.messages.codec import ITEM_BYTES
 from tgi.microkernel.messages.protocol import (
@@ -95,7 +87,6 @@ class Router:
         self._tick_timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exchange_is_due = False  # in the next turn of the loop, with all tokenizers
-        self._submitted = 0  # requests since the latest exchange with all
 
     # --- for the routes ---
 
@@ -116,10 +107,6 @@ class Router:
         except Exception:  # a defect: its message cannot be encoded
             self._deactivate(request)
             raise
-        self._submitted += 1
-        if self._submitted % REQUESTS_PER_PIECE == 0:
-            for tokenizer in self.tokenizers:
-                tokenizer.link.flush()
         self._exchange_with_all_soon()
 
     def cancel(self, request: LiveRequest, client_lost: bool = False) -> None:
@@ -217,7 +204,7 @@ class Router:
             self._loop.call_soon(self._exchange_with_all)
 
     def _exchange_with_all(self) -> None:
-        self._exchange_is_due, self._submitted = False, 0
+        self._exchange_is_due = False
         for tokenizer in [*self.tokenizers]:
             self._exchange_messages(tokenizer)
 

@@ -13,7 +13,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.rundir import scheduler_socket, tokenizer_socket
 from tgi.microkernel.links import curve
 from tgi.microkernel.links.discovery import Discovery, DownstreamLinks, nth_address
-from tgi.microkernel.links.link import REQUESTS_PER_PIECE, Link, ReplicaId, end_sessions
+from tgi.microkernel.links.link import Link, ReplicaId, end_sessions
 from tgi.microkernel.messages.protocol import Hello, ModelSource
 from tgi.microkernel.observability import tracing
 from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
@@ -167,15 +167,15 @@ def run_once(
     executors: JobExecutors,
     note_replica: Callable[[Link, ReplicaId], None] = lambda link, replica_id: None,
 ) -> None:
-    """One iteration of the loop: handles what has been received, of a burst of requests one piece, and completed jobs,
-    then sends what they produced. `note_replica` is called for each scheduler that has connected."""
+    """One iteration of the loop: handles all received messages and completed jobs, then sends what they produced.
+    `note_replica` is called for each scheduler that has connected."""
     for link in scheduler_links:
         for peer, message in link.receive():
             pool.handle(peer, message)
             if isinstance(message, Hello):
                 note_replica(link, ReplicaId(message.site, peer.replica))
     for link in api_links:
-        for peer, message in link.receive(REQUESTS_PER_PIECE):
+        for peer, message in link.receive():
             streams.receive(peer, message)
     streams.drop_expired()
     for job, result in executors.completed_jobs():

@@ -47,9 +47,6 @@ log = logging.getLogger(__name__)
 
 # Messages per receive() call. More stay in the socket for the next turn of the loop.
 MAX_MESSAGES_PER_RECEIVE = 256
-# Requests that a front end and a tokenizer handle before they pass them on. A burst goes from process to process in
-# pieces of this size, so they all work on it at the same time, and running streams get their tokens between two pieces.
-REQUESTS_PER_PIECE = 8
 # Over TCP also bytes, so that a flood of large messages does not keep the loop from other links.
 MAX_BYTES_PER_RECEIVE = 4 << 20
 # pyzmq's flags as plain integers: combining its enums costs more than a send.
@@ -214,16 +211,14 @@ class Link:
                 self._may_have_more = True
         return self._may_have_more or bool(self._events or self._outbox)
 
-    def receive(self, limit: int = MAX_MESSAGES_PER_RECEIVE) -> Iterator[tuple[PeerId, Any]]:
-        """Yields (peer, message) without blocking: Hello for a new connection, PeerDisconnected for a lost one. Ends
-        with the multipart message in which message number `limit` is. To be called every BEAT_SECONDS, too: it connects
-        again when that is due."""
+    def receive(self) -> Iterator[tuple[PeerId, Any]]:
+        """Yields (peer, message) without blocking: Hello for a new connection, PeerDisconnected for a lost one. To be
+        called every BEAT_SECONDS, too: it connects again when that is due."""
         if self._connector is not None:
             self._connector.retry_if_due()
         self._may_have_more = False
         size = 0  # of messages over TCP
-        received = 0
-        while received < limit:
+        for _ in range(MAX_MESSAGES_PER_RECEIVE):
             while self._events:
                 yield self._events.popleft()
             # Costs a quarter of the exception that pyzmq raises if there is no message.
@@ -242,7 +237,6 @@ class Link:
                 size += sum(map(len, parts))
             route = parts.pop(0) if self._binds else b""
             self._heard.add(route)
-            received += len(parts)
             for frame in parts:
                 yield from self._handle_frame(route, frame, connection)
         self._may_have_more = True
