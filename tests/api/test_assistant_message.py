@@ -34,6 +34,7 @@ def pieces(text: str) -> st.SearchStrategy[list[str]]:
     return cuts.map(lambda at: [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)])
 
 
+CUSTOM = ("f", "gh")  # tools whose input is text
 ARGUMENTS = st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=5), max_size=3)
 
 
@@ -48,7 +49,8 @@ def answers(draw: st.DrawFn) -> list[AnswerPart]:
         AnswerPart(0, PartKind.TEXT, piece) for piece in draw(st.lists(st.text(min_size=1, max_size=4), max_size=3))
     ]
     for name in draw(st.lists(st.text("fgh", min_size=1, max_size=3), max_size=3)):
-        text = json.dumps(draw(ARGUMENTS), ensure_ascii=draw(st.booleans()))
+        arguments = {"input": draw(st.text(max_size=5))} if name in CUSTOM else draw(ARGUMENTS)
+        text = json.dumps(arguments, ensure_ascii=draw(st.booleans()))
         said.append(AnswerPart(0, PartKind.CALL, name))
         said += [AnswerPart(0, PartKind.ARGUMENTS, piece) for piece in draw(pieces(text))]
     return said
@@ -67,7 +69,9 @@ def joined(deltas: list[str]) -> dict[str, Any]:
                 if piece.pop("index") == len(calls):
                     calls.append(piece)
                 else:
-                    calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+                    kind = calls[-1]["type"]
+                    member = "arguments" if kind == "function" else "input"
+                    calls[-1][kind][member] += piece[kind][member]
     return message
 
 
@@ -79,14 +83,14 @@ def test_deltas_join_to_the_message(data: st.DataObject) -> None:
     parts = [[part for part, at in zip(said, places, strict=True) if at == token] for token in range(tokens)]
     rest = [part for part, at in zip(said, places, strict=True) if at == tokens]
     end = End(0, FinishReason.EOS, parts=rest)
-    reply = AssistantMessage(str)
+    reply = AssistantMessage(str, custom_tools=CUSTOM)
     cut = data.draw(st.integers(0, tokens - 1))
     names = [f"logprob {token}" for token in range(tokens)]
     first, beside_first = reply.deltas(columns(parts[:cut]), None, names[:cut])
     last, beside_last = reply.deltas(columns(parts[cut:]), end, names[cut:])
     streamed = joined(first + last)
     call = generation(parts)
-    whole = AssistantMessage(str, Answer.whole(call, end))
+    whole = AssistantMessage(str, Answer.whole(call, end), CUSTOM)
     message = json.loads(f"{{{whole.members_json()}}}")
     assert message.pop("content") == (streamed.pop("content", None if "tool_calls" in streamed else ""))
     for calls in (message.get("tool_calls", ()), streamed.get("tool_calls", ())):

@@ -61,6 +61,12 @@ def test_a_grammar_becomes_a_pattern(definition: str, good: list[str], bad: list
         ("start: /a/)", ValueError),
         ('start: "\\q"', ValueError),
         ("".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(40)) + "a40: /x/\nstart: a0", NotRegular),
+        (f'a: "{"x" * 700}"\nstart: {"|".join(["a"] * 100)}', NotRegular),
+        ("start: " + "(" * 8000, NotRegular),
+        ("start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(1200)), NotRegular),
+        ('start: "\\ud800"', ValueError),
+        ('start: "ab".."cd"', ValueError),
+        ('start: "z".."a"', ValueError),
     ],
 )
 def test_what_no_pattern_can_be_made_of(definition: str, error: type[Exception]) -> None:

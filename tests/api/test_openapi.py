@@ -21,8 +21,14 @@ TGI = json.loads((Path(__file__).parent / "openapi-tgi.json").read_text())
 OURS = json.loads(json.dumps(openapi.document()))
 METHODS = [(path, method) for path, methods in TGI["paths"].items() for method in methods]
 PLAIN_OBJECTS = [name for name, schema in TGI["components"]["schemas"].items() if "properties" in schema]
-# TGI accepts `parameters` in place of `arguments`, which its document does not mention.
-TWO_NAMES = {("FunctionDefinition", "arguments")}
+# TGI accepts `parameters` in place of `arguments`, which its document does not mention. Custom tools, which TGI lacks,
+# have `custom` in place of `function`.
+TWO_NAMES = {
+    ("FunctionDefinition", "arguments"),
+    ("Tool", "function"),
+    ("ToolCall", "function"),
+    ("DeltaToolCall", "function"),
+}
 
 
 def test_document_is_valid() -> None:
@@ -44,6 +50,8 @@ def test_print_schema_prints_the_document() -> None:
         ({"function": {"name": "a"}}, True),
         ({"type": "function", "function": {"name": "a"}, "allowed_tools": None}, True),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, True),
+        ({"type": "custom", "custom": {"name": "a"}}, True),
+        ({"type": "custom", "function": {"name": "a"}}, False),
         ({"type": "function", "allowed_tools": None}, False),
         ({"type": "function", "function": None}, False),
         ({"type": "allowed_tools", "function": {"name": "a"}}, False),

@@ -14,6 +14,7 @@ from tgi.api.shapes.chat import ChatRequest
 from tgi.microkernel.messages.protocol import Generate, Tokenize
 
 ADD, SUB = ({"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "sub"))
+PATCH = {"type": "custom", "custom": {"name": "patch"}}
 NAMED = {"type": "function", "function": {"name": "add"}}
 MESSAGES = [{"role": "user", "content": "x"}]
 decode = JsonBody(ChatRequest).decode
@@ -30,9 +31,9 @@ def selection(**fields: object) -> ToolSelection:
 @pytest.mark.parametrize(
     ("choice", "names", "must"),
     [
-        (None, ["add", "sub"], False),
-        ("auto", ["add", "sub"], False),
-        ("required", ["add", "sub"], True),
+        (None, ["add", "sub", "patch"], False),
+        ("auto", ["add", "sub", "patch"], False),
+        ("required", ["add", "sub", "patch"], True),
         ("none", [], False),
         ("add", ["add"], True),
         (NAMED, ["add"], True),
@@ -42,11 +43,14 @@ def selection(**fields: object) -> ToolSelection:
         (["sub"], ["sub"], True),
         (allowed("auto", NAMED), ["add"], False),
         (allowed("required", NAMED), ["add"], True),
+        (PATCH, ["patch"], True),
+        (allowed("auto", PATCH, NAMED), ["add", "patch"], False),
     ],
 )
 def test_tool_choice_selects_tools(choice: object, names: list[str], must: bool) -> None:
-    found = selection(tools=[ADD, SUB], tool_choice=choice)
-    assert ([tool.function.name for tool in found.tools], found.required) == (names, must)
+    found = selection(tools=[ADD, SUB, PATCH], tool_choice=choice)
+    assert ([tool.name for tool in found.tools], found.required) == (names, must)
+    assert all(tool.type == "function" and tool.function for tool in found.tools)
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": None}, {"tools": [], "tool_choice": "auto"}])
@@ -74,6 +78,11 @@ FORM = {"type": "json_object"}
         ({"tools": [], "tool_choice": "required"}, "`tool_choice` is `required`, but `tools` has none"),
         ({"tools": [ADD, SUB, ADD]}, "Tool names must be unique. Given twice: add"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "a tool needs a name"),
+        (
+            {"tools": [ADD, {"type": "custom", "custom": {"name": "add"}}]},
+            "Tool names must be unique. Given twice: add",
+        ),
+        ({"tools": [ADD], "tool_choice": PATCH}, "Tool with name patch not found"),
     ],
 )
 def test_invalid_tools_are_rejected(fields: dict[str, object], text: str) -> None:
@@ -106,6 +115,14 @@ def test_tools_reach_the_tokenizer(front: Front, path: str, kind: type) -> None:
     }  # fmt: skip
     older = {"type": "function", "function": {"name": "add", "description": "Adds.", "arguments": {"type": "object"}}}
     assert chat(tools=[older])["tools"] == [older]
+    call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": 'a "b"'}}
+    custom = chat(messages=[{"role": "assistant", "tool_calls": [call]}], tools=[PATCH])
+    assert custom["messages"][0]["tool_calls"] == [
+        {"id": "c", "type": "function", "function": {"name": "patch", "arguments": '{"input": "a \\"b\\""}'}}
+    ]
+    [tool] = custom["tools"]
+    assert (tool["type"], tool["function"]["name"]) == ("function", "patch")
+    assert [*tool["function"]["parameters"]["properties"]] == ["input"]
 
 
 def test_a_tool_call_that_is_cut_off_counts_as_failure_only_if_sent_whole(serve: Any) -> None:

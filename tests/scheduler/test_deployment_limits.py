@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from tests.scheduler.simulation import Simulation
+from tgi.microkernel.messages.kv_groups import KVGroup
 from tgi.microkernel.messages.protocol import EQUAL_LIMITS, limits_shortfall
-from tgi.scheduler.peers import MINIMUM_LIMITS
+from tgi.scheduler.peers import MINIMUM_LIMITS, SAME_LIMITS
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 LIMITS = FakeWorkerConfig().limits()
@@ -28,6 +29,16 @@ def test_some_limits_must_be_equal(name: str, other: Any) -> None:
     assert name in EQUAL_LIMITS
     found = limits_shortfall(LIMITS, LIMITS._replace(**{name: other}), MINIMUM_LIMITS)
     assert found == f"{name} is {other} instead of {getattr(LIMITS, name)}"
+
+
+def test_groups_are_the_same_for_a_scheduler_but_for_the_bytes_of_a_page() -> None:
+    """Those change with --kv-cache-dtype and with a draft model. Replicas have nothing of each other's groups."""
+    groups = [KVGroup(page_bytes=64), KVGroup("sliding", 8, [1], 64)]
+    held = LIMITS._replace(groups=groups)
+    wider = held._replace(groups=[group._replace(page_bytes=128) for group in groups])
+    assert limits_shortfall(held, wider, MINIMUM_LIMITS, SAME_LIMITS) == ""
+    assert limits_shortfall(held, LIMITS, MINIMUM_LIMITS, SAME_LIMITS).startswith("groups is [KVGroup(kind=")
+    assert limits_shortfall(held, LIMITS, MINIMUM_LIMITS) == ""
 
 
 def test_a_worker_with_another_page_size_is_rejected(caplog: pytest.LogCaptureFixture) -> None:

@@ -204,7 +204,7 @@ TOKENIZER_KILLS = WORKER_KILLS._replace(role_weights=(0, 1, 0, 0))
 SCHEDULER_KILLS = WORKER_KILLS._replace(role_weights=(0, 0, 1, 0))
 PLANTED_BUGS = {
     "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
-        Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=1, clients=160, faults=TOKENIZER_KILLS
+        Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=9, clients=160, faults=TOKENIZER_KILLS
     ),
     "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=1),
     "front end resubmits without the grammar": PlantedBug(

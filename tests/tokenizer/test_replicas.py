@@ -8,6 +8,7 @@ import pytest
 from tests.tokenizer.harness import API, LIMITS, PoolHarness, end_messages, hello, ids_of, streamed_output
 from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.messages.kv_groups import KVGroup
 from tgi.microkernel.messages.protocol import (
     AdapterUpdated,
     Add,
@@ -216,6 +217,15 @@ def test_a_replica_with_smaller_limits_is_not_used() -> None:
     assert not harness.status().ready
     harness.pool.handle(B, READY._replace(limits=LIMITS._replace(pages=4096)))  # more memory is no fault
     assert len(harness.received_by(B)) == 6
+
+
+def test_a_replica_keeps_no_more_prompts_than_its_groups_hold() -> None:
+    """A token has a page in each KV group."""
+    harness = ReplicaHarness()
+    groups = [KVGroup(), KVGroup("sliding", 512)]
+    harness.pool.handle(B, READY._replace(limits=LIMITS._replace(pages=4096, groups=groups)))
+    assert [one.sent.capacity for one in harness.pool._schedulers] == [LIMITS.max_batch_total_tokens] * 2
+    assert {harness.send(rid)[0] for rid in range(6)} == {A, B}
 
 
 def test_a_replica_with_smaller_limits_is_used_when_the_others_were_retired() -> None:

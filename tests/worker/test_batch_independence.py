@@ -101,7 +101,24 @@ def random_request(draw: Random, adapters: list[LoadedAdapter]) -> Request:
         "adapter_digest": adapter.digest,
         **bad_words(*sequences),
     }
+    if not fields["grammar"] and draw.random() < 0.5:  # a grammar may not allow what a budget forces
+        fields |= reasoning(draw)
     return Request(prompt, draw.randrange(1, 20), ends, SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+def reasoning(draw: Random) -> dict[str, object]:
+    """A budget of reasoning that many answers reach."""
+    opening, close = (
+        draw.choices(range(6, 40), k=draw.randrange(2)),
+        draw.choices(range(6, 512), k=draw.randrange(1, 4)),
+    )
+    return {
+        "reasoning_budget": draw.randrange(1, 8),
+        "reasoning_open_ids": pack_column(INT32, opening),
+        "reasoning_close_ids": pack_column(INT32, close),
+        "reasoning_special_ids": pack_column(INT32, [*opening, *close[: draw.randrange(1, 4)]]),
+        "reasoning_repeats": draw.random() < 0.5,
+    }
 
 
 @pytest.fixture(scope="module")

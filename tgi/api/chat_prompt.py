@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tgi.api import errors
+from tgi.api.custom_tools import CustomFormat, custom_call, custom_tool
 from tgi.api.shapes.chat import ChatRequest, FunctionName, ImageChunk, NamedTool, Tool, ToolChoiceObject
 
 
 class ToolSelection(NamedTuple):
-    """The tools that the model may call. Without tools it answers in text."""
+    """The tools that the model may call, all as functions. Without tools it answers in text."""
 
     tools: Sequence[Tool] = ()
     required: bool = False  # the model must call at least one
@@ -32,29 +33,48 @@ class ToolSelection(NamedTuple):
                 selection = cls(_chosen(tools, allowed.tools), allowed.mode == "required")
             case list(choices):
                 selection = cls(_chosen(tools, choices), required=True)
-            case str(name) | ToolChoiceObject(function=FunctionName(name=name)):
+            case (
+                str(name)
+                | ToolChoiceObject(type="custom", custom=FunctionName(name=name))
+                | ToolChoiceObject(function=FunctionName(name=name))
+            ):
                 selection = cls(_chosen(tools, [name]), required=True)
-        _check_names([tool.function.name for tool in tools])
-        return selection
+        _check_names([tool.name for tool in tools])
+        return selection._replace(tools=[_function_tool(tool) for tool in selection.tools])
 
 
 def chat_prompt_json(request: ChatRequest, selection: ToolSelection) -> bytes:
-    """The chat as JSON (tokenizer/chat.py names its keys). Raises ApiError: 422 for images."""
+    """The chat as JSON (tokenizer/chat.py names its keys), with calls of custom tools as those of functions. Raises
+    ApiError: 422 for images."""
     for message in request.messages:
         if isinstance(message.content, list) and any(isinstance(part, ImageChunk) for part in message.content):
             text = "`image_url` parts are not supported: this model reads text alone"
             raise errors.validation_error(text, param="messages")
+        if message.tool_calls:
+            message.tool_calls = [
+                call if call.custom is None else custom_call(call.id, call.custom.name, call.custom.input)
+                for call in message.tool_calls
+            ]
     return request.chat(selection.tools, selection.required)
+
+
+def _function_tool(tool: Tool) -> Tool:
+    """A tool as a function. Raises ApiError: 422 for the format of a custom tool."""
+    if tool.function is not None or tool.custom is None:
+        return tool
+    grammar = tool.custom.format and tool.custom.format.grammar
+    form = CustomFormat(grammar.syntax, grammar.definition) if grammar else None
+    return custom_tool(tool.name, tool.custom.description, form, "tools")
 
 
 def _chosen(tools: Sequence[Tool], choices: Sequence[str | NamedTool]) -> list[Tool]:
     """The tools that a choice names, in the order of `tools`. Raises ApiError for an unknown name."""
-    names = {choice.function.name if isinstance(choice, NamedTool) else choice for choice in choices}
+    names = {choice.name if isinstance(choice, NamedTool) else choice for choice in choices}
     if not names:
         raise errors.tool_error("`tool_choice` names no tool", "tool_choice")
-    for name in sorted(names - {tool.function.name for tool in tools}):
+    for name in sorted(names - {tool.name for tool in tools}):
         raise errors.tool_error(f"Tool with name {name} not found", "tool_choice")
-    return [tool for tool in tools if tool.function.name in names]
+    return [tool for tool in tools if tool.name in names]
 
 
 def _check_names(names: list[str]) -> None:

@@ -9,11 +9,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tgi.api.shapes.chat import FunctionDefinition
+from tgi.api import errors
+from tgi.api.shapes.chat import FunctionDefinition, Tool, ToolCall
 
 INPUT = "input"  # the name of the argument
 # Bounds of a format's definition, and of the pattern that a grammar becomes.
 MAX_DEFINITION, MAX_PATTERN = 16 << 10, 64 << 10
+MAX_DEPTH = 100  # rules and brackets within each other
 # Lark's terminals that grammars import.
 COMMON_TERMINALS = {
     "CR": r"\r", "LF": r"\n", "NEWLINE": r"(?:\r?\n)+", "WS": r"[ \t\f\r\n]+", "WS_INLINE": r"[ \t]+",
@@ -56,6 +58,19 @@ def custom_function(name: str, description: str | None, form: CustomFormat | Non
         parameters=parameters,
         enforced_parameters={**parameters, "properties": {INPUT: value | limit}},
     )
+
+
+def custom_tool(name: str, description: str | None, form: CustomFormat | None, where: str) -> Tool:
+    """A custom tool as one that is a function. Raises ApiError: 422, with the place of the format."""
+    try:
+        return Tool("function", custom_function(name, description, form))
+    except ValueError as error:
+        raise errors.tool_error(f"`definition` of the tool `{name}` {error}", where) from None
+
+
+def custom_call(call_id: str, name: str, text: str) -> ToolCall:
+    """An earlier call of a custom tool as that of a function."""
+    return ToolCall(call_id, "function", FunctionDefinition(name, arguments=input_arguments(text)))
 
 
 def input_arguments(text: str) -> str:
@@ -129,7 +144,7 @@ class _LarkConverter:
         self._bodies: dict[str, list[tuple[str, str]]] = {}
         self._done: dict[str, str] = {}
         self._open: set[str] = set()
-        self._size = 0
+        self._depth = 0
         body: list[tuple[str, str]] = []
         for kind, text in _tokens(definition):
             match kind:
@@ -163,16 +178,21 @@ class _LarkConverter:
 
     def _alternatives(self, tokens: list[tuple[str, str]]) -> str:
         """Consumes tokens up to a closing bracket."""
-        options = [""]
+        options, size = [""], 0
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise NotRegular
         while tokens and tokens[0][1] not in (")", "]"):
             kind, text = tokens.pop(0)
             if text == "|":
                 options.append("")
             elif kind != "alias":
-                options[-1] += self._repeated(self._atom(kind, text, tokens), tokens)
-            self._size = max(self._size, len(options[-1]))
-            if self._size > MAX_PATTERN:
+                part = self._repeated(self._atom(kind, text, tokens), tokens)
+                options[-1] += part
+                size += len(part)
+            if size > MAX_PATTERN:
                 raise NotRegular
+        self._depth -= 1
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
     def _atom(self, kind: str, text: str, tokens: list[tuple[str, str]]) -> str:
@@ -181,7 +201,9 @@ class _LarkConverter:
                 literal = re.escape(_string(text.removesuffix("i"))).replace("\n", r"\n")
                 return f"(?i:{literal})" if text.endswith("i") else literal
             case "range":
-                first, last = (_string(end.strip()) for end in re.findall(_STRING, text))
+                first, last = (_string(end) for end in re.findall(_STRING, text))
+                if not len(first) == len(last) == 1 or first > last:
+                    raise ValueError(f"is not valid Lark: the range {text}")
                 return f"[{re.escape(first)}-{re.escape(last)}]"
             case "regex":
                 body, _, flags = text[1:].rpartition("/")
@@ -231,6 +253,7 @@ def _imports(text: str) -> Iterator[tuple[str, str]]:
 def _string(text: str) -> str:
     try:
         value: str = json.loads(text)
-    except ValueError:
+        value.encode()
+    except ValueError:  # a half of a surrogate pair, too
         raise ValueError(f"is not valid Lark: the text {text}") from None
     return value

@@ -1,13 +1,14 @@
 """What the responses of chats and completions consist of, as JSON text: the members that responses and chunks share,
 usage, finish reasons, and chat messages with reasoning and tool calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from json.encoder import encode_basestring as quote
 from typing import NamedTuple
 
 import tgi
 from tgi.api.answer import Answer
+from tgi.api.custom_tools import InputReader
 from tgi.api.errors import ApiError
 from tgi.api.requests import Generation
 from tgi.api.resumption import ResponseKey
@@ -135,10 +136,15 @@ def top_n_tokens(columns: TokenColumns, position: int, top_n: int) -> list[TopTo
 class AssistantMessage:
     """The JSON of the chat message of a generation that consists of parts, whole or as deltas."""
 
-    def __init__(self, call_id: Callable[[int], str], answer: Answer | None = None) -> None:
-        """`call_id` returns the id of the tool call with a number."""
+    def __init__(
+        self, call_id: Callable[[int], str], answer: Answer | None = None, custom_tools: Collection[str] = ()
+    ) -> None:
+        """`call_id` returns the id of the tool call with a number. Calls of `custom_tools` have a text as their
+        input."""
         self._call_id = call_id
         self._answer = Answer() if answer is None else answer
+        self._custom_tools = custom_tools
+        self._input = InputReader()  # of the latest call
 
     def deltas(self, columns: TokenColumns, end: End | None, logprobs: Sequence[str]) -> tuple[list[str], list[str]]:
         """The members of the deltas that these tokens add, and the logprobs of each delta. `logprobs` are JSON, one per
@@ -189,7 +195,11 @@ class AssistantMessage:
                     deltas.append(f'"reasoning_content":{quote(part.text)}')
                 case PartKind.CALL:
                     number += 1
+                    self._input = InputReader()
                     deltas.append(f'"tool_calls":[{{"index":{number},{self._call_json(number, "")}}}]')
+                case _ if self._answer.calls[number].name in self._custom_tools:
+                    if text := self._input.read(part.text):
+                        deltas.append(f'"tool_calls":[{{"index":{number},"custom":{{"input":{quote(text)}}}}}]')
                 case _:
                     arguments = f'"function":{{"arguments":{quote(part.text)}}}'
                     deltas.append(f'"tool_calls":[{{"index":{number},{arguments}}}]')
@@ -197,7 +207,8 @@ class AssistantMessage:
 
     def _call_json(self, number: int, arguments: str) -> str:
         """The members of a call: in a message with all arguments, in its first delta with none."""
-        return (
-            f'"id":"{self._call_id(number)}","type":"function",'
-            f'"function":{{"name":{quote(self._answer.calls[number].name)},"arguments":{quote(arguments)}}}'
-        )
+        name = self._answer.calls[number].name
+        kind, member = "function", f'"arguments":{quote(arguments)}'
+        if name in self._custom_tools:
+            kind, member = "custom", f'"input":{quote(InputReader().read(arguments))}'
+        return f'"id":"{self._call_id(number)}","type":"{kind}","{kind}":{{"name":{quote(name)},{member}}}'

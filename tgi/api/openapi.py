@@ -184,6 +184,13 @@ def _nonempty_list(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": 1}
 
 
+def _function_or_custom(function: str, custom: str) -> dict[str, Any]:
+    """The keywords of an object that has one of two members."""
+    return {
+        "anyOf": [_object_schema(["function"], function=ref(function)), _object_schema(["custom"], custom=ref(custom))]
+    }
+
+
 _TOKEN_ID = {"type": "integer", "format": "int32", "minimum": 0}
 _JSON_SCHEMA = {
     "description": "A string that represents a [JSON Schema](https://json-schema.org/), or the schema itself.\n\n"
@@ -203,12 +210,18 @@ SCHEMA_REFINEMENTS: dict[str, dict[str, Any]] = {
             _object_schema(["tool_calls"], tool_calls={"type": "array", "items": ref("ToolCall")}),
         ],
     },
+    "Tool": _function_or_custom("FunctionDefinition", "CustomTool"),
     "ToolCall": {
+        **_function_or_custom("FunctionDefinition", "CustomCall"),
         "allOf": [{"properties": {"function": {"anyOf": [{"required": ["arguments"]}, {"required": ["parameters"]}]}}}],
     },
+    "NamedTool": _function_or_custom("FunctionName", "FunctionName"),
+    "DeltaToolCall": _function_or_custom("Function", "CustomInput"),
+    "DeltaArguments": _function_or_custom("FunctionArguments", "CustomInput"),
     "ToolChoiceObject": {
         "anyOf": [
             _object_schema(["function"], type=_type_tag("function"), function=ref("FunctionName")),
+            _object_schema(["type", "custom"], type=_type_tag("custom"), custom=ref("FunctionName")),
             _object_schema(
                 ["type", "allowed_tools"], type=_type_tag("allowed_tools"), allowed_tools=ref("AllowedTools")
             ),

@@ -18,6 +18,7 @@ from msgspec import Raw, Struct
 from tgi.api import errors
 from tgi.api.shapes.chat import (
     ChatRequest,
+    CustomTool,
     FunctionDefinition,
     ReasoningOptions,
     ThinkingOptions,
@@ -215,7 +216,7 @@ NESTED_MEMBERS = {
     "response_format": _members(GrammarType, json_schema=_members(JsonSchemaConfig, "description", "strict")),
     "stream_options": _members(StreamOptions, "include_obfuscation"),
     "tool_choice": _members(ToolChoiceObject),
-    "tools": _members(Tool, function=_members(FunctionDefinition)),
+    "tools": _members(Tool, function=_members(FunctionDefinition), custom=_members(CustomTool)),
 }
 
 

@@ -248,11 +248,12 @@ class KVCacheManager:
         pool, size, names = self.pool, self._page_size, self.pool.names(lead)
         pages = page = len(lead)
         # From the end: where a group lacks a page that it needs, the prefix ends before that page.
-        while page > min(group.first_kept(pages * size, size) for group in self._groups):
+        needed = self._followers_need(pages)
+        while page > min(needed, default=page):
             page -= 1
-            for number, group in enumerate(self._groups[1:], 1):
-                if page >= group.first_kept(pages * size, size) and not pool.has_follower(number, names[page]):
-                    pages = page
+            for number, first in enumerate(needed, 1):
+                if page >= first and not pool.has_follower(number, names[page]):
+                    pages, needed = page, self._followers_need(page)
                     break
         tables = []
         for number, group in enumerate(self._groups):
@@ -262,6 +263,10 @@ class KVCacheManager:
         pool.release(lead[pages:])
         pool.release(lead[: self._groups[0].first_kept(pages * size, size)])
         return tables, names[pages - 1] if pages else ROOT_PREFIX
+
+    def _followers_need(self, pages: int) -> list[int]:
+        """For each group but the first one, the first page that it needs after a prefix of this many pages."""
+        return [group.first_kept(pages * self._page_size, self._page_size) for group in self._groups[1:]]
 
     def worker_state_lost(self) -> None:
         """The worker's tensors are gone: all pages are empty, and no prefix is cached."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerSilent
 from tgi.microkernel.messages.protocol import (
+    EQUAL_LIMITS,
     Add,
     DeploymentLimits,
     End,
@@ -178,6 +179,7 @@ def _place(now: float, waited_ms: int, number: int) -> int:
 # --- worker -----------------------------------------------------------------------------------------------------------
 
 MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens", "max_batch_prefill_tokens", "max_batch_size", "pages")
+SAME_LIMITS = (*EQUAL_LIMITS, "groups")  # a request keeps its page tables when another worker goes on with it
 
 
 # Of the messages that tell which pages a worker holds: 15 million tokens in pages of 16. What is beyond is not adopted.
@@ -205,7 +207,7 @@ class WaitingWorker:
         offered = self.status.limits if self.status is not None and self.status.ready else None
         if self.silent or offered is None or limits_out_of_range(offered):
             return False
-        return limits is None or not limits_shortfall(limits, offered, MINIMUM_LIMITS)
+        return limits is None or not limits_shortfall(limits, offered, MINIMUM_LIMITS, SAME_LIMITS)
 
 
 class WorkerPeer:
@@ -269,7 +271,7 @@ class WorkerPeer:
         elif status.ready and status.limits is not None and not self.status.ready:
             if self.limits is None:
                 self.limits = status.limits
-            elif fault := limits_shortfall(self.limits, status.limits, MINIMUM_LIMITS):
+            elif fault := limits_shortfall(self.limits, status.limits, MINIMUM_LIMITS, SAME_LIMITS):
                 log.error(
                     "The restarted worker does not meet this deployment's limits: %s. Free the memory that it lacks, "
                     "or restart the whole server with smaller limits.",

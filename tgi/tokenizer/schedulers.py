@@ -178,7 +178,7 @@ class Schedulers:
                     log.error("%s is not used: %s. Give all replicas the same memory and devices.", replica.peer, fault)
                 replica.unfit = bool(fault)
             # Other tokenizers send it as much as this one.
-            replica.sent.capacity = status.limits.pages * status.limits.page_size // self._tokenizers
+            replica.sent.capacity = status.limits.max_batch_total_tokens // self._tokenizers
         if not status.ready:  # without a worker there is no prefix cache
             replica.sent.clear()
         replica.set_status(LIMITS_DIFFER if replica.unfit else status)

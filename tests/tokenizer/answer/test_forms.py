@@ -450,6 +450,33 @@ def test_settings_choose_the_form() -> None:
     assert kimi.name == "kimi_k2"
 
 
+@pytest.mark.parametrize("literal", [True, False], ids=["template with the suffix", "template that adds it"])
+@pytest.mark.parametrize("name", ["hy_v3", "hy_v4"])
+def test_tokens_with_a_suffix(name: str, literal: bool) -> None:
+    """Hunyuan's checkpoints have each its own, in all markers."""
+    form, suffix = FORMS[name], ":6124c78e"
+    bare = [*TABLE["hy_v3"].pieces, *TABLE["hy_v4"].pieces, "<think>", "</think>"]
+    tokenizer = Tokenizer.from_str(byte_level().tokenizer.to_str())
+    tokenizer.add_special_tokens(sorted({one.replace(">", f"{suffix}>") for one in bare}))
+    vocabulary = Vocabulary(tokenizer, SPECIAL_TOKENS, [2])
+    tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    detector = FormatDetector(tokens=tokens)
+    signs = f"{form.signs} <think>"
+    shown = re.sub(r"(</?\w+)>", rf"\1{suffix}>", signs) if literal else signs
+    call_format, tags = detector.call_format(shown), detector.reasoning_tags(shown)
+    assert call_format is not None
+    assert tags == (f"<think{suffix}>", f"</think{suffix}>")
+    types = {tool["function"]["name"]: argument_types(tool["function"].get("parameters")) for tool in TOOLS}
+    whole = re.sub(r"(</?\w+)>", rf"\1{suffix}>", "<think>So</think>" + form.calls)
+    format_tokens = FormatTokens(vocabulary)
+    for cuts in (1, len(whole)):
+        size = -(-len(whole) // cuts)
+        parser = AnswerParser(AnswerFormat((call_format,), tags, tools=types), FormatTokens(byte_level()))
+        found = [part for at in range(0, len(whole), size) for part in parser.parse_piece(whole[at : at + size])]
+        assert merge_parts(found + parser.finish(True)) == expected(form, "So")
+    assert format_tokens.token_id(call_format.marker) == vocabulary.tokenizer.token_to_id(f"<tool_calls{suffix}>")
+
+
 def test_named_form_of_a_template_without_tools() -> None:
     """The server lists the tools, and leaves out the instruction to answer in TGI's form."""
     renderer = ChatRenderer(ChatTemplates({"default": "{{ messages[0].content }}"}, {}), FormatDetector("hermes"))

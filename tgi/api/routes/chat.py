@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: the next message of a chat, whole or as a stream of deltas."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from json.encoder import encode_basestring as quote
 from types import MappingProxyType
@@ -53,14 +53,16 @@ class ChatFormatter(AnswerFormatter):
         usage: bool,
         openai_errors: bool = True,
         running_usage: bool = False,
+        custom_tools: Collection[str] = (),
     ) -> None:
         """With `running_usage` each event has the usage so far. Without `openai_errors` the events are TGI's, which
-        always have a usage, null before the last."""
+        always have a usage, null before the last. Calls of `custom_tools` have a text as their input."""
         self._generations = generations
         self._identity = identity
         self._openai_errors = openai_errors
         self._visible_texts = [VisibleText() for _ in generations]
-        self._messages = [AssistantMessage(partial(identity.call_id, index)) for index in range(len(generations))]
+        self._custom_tools = custom_tools
+        self._messages = [self._message(index, Answer()) for index in range(len(generations))]
         self._chunk_start = f'data: {{{identity.members_json("chat.completion.chunk")},"choices":['
         self._choice_starts = [f'{self._chunk_start}{{"index":{index},"delta":{{' for index in range(len(generations))]
         self._logprobs = logprobs
@@ -118,7 +120,7 @@ class ChatFormatter(AnswerFormatter):
         for index, (generation, end) in enumerate(finished):
             content, reason, reasoning_tokens = f'"content":{quote(end.text)}', finish_reason_json(end), 0
             if generation.has_parts:
-                message = AssistantMessage(partial(self._identity.call_id, index), Answer.whole(generation, end))
+                message = self._message(index, Answer.whole(generation, end))
                 content, reason = message.members_json(), message.finish_reason_json(end)
                 reasoning_tokens = message.reasoning_tokens
             usage.add_generation(index, end, generation.generated_count, reasoning_tokens)
@@ -131,6 +133,9 @@ class ChatFormatter(AnswerFormatter):
                 f'"finish_reason":{reason}}}'
             )
         return self._identity.response_json("chat.completion", choices, usage)
+
+    def _message(self, index: int, answer: Answer) -> AssistantMessage:
+        return AssistantMessage(partial(self._identity.call_id, index), answer, self._custom_tools)
 
     def _event(self, index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
         if self._unsent_roles and (role := self._unsent_roles.pop(index, "")):
@@ -180,6 +185,7 @@ class ChatResource(Resource):
             request.usage_wanted,
             service.has_openai_errors(req),
             request.running_usage_wanted,
+            request.custom_tools,
         )
         choices = len(generations)
         await answer_generations(

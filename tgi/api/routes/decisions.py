@@ -199,7 +199,10 @@ def _labelled(
             return LabelledQuestion(question.instructions, [("false", ""), ("true", "")], LETTERS[:2])
         case shapes.ChoiceQuestion():
             options = [(json.dumps(one.value, ensure_ascii=False), one.description) for one in question.choices]
-            labels = _labels(len(options), f"questions[{index}].choices")
+            field = f"questions[{index}].choices"
+            if len({value for value, _ in options}) < len(options):
+                raise errors.validation_error("the values of the choices must differ", param=field)
+            labels = _labels(len(options), field)
             return LabelledQuestion(question.instructions, options, labels)
         case shapes.ScoreQuestion():
             levels = [(one.label, one.description) for one in question.levels]

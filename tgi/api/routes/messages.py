@@ -101,14 +101,14 @@ class OfferedTools:
             tool = found
         self._declared[tool.name] = tool
         loaded = _tool("messages", tool)
-        if all(one.function.name != tool.name for one in self.offered):
-            self.offered.append(ToolInMessages(loaded.type, loaded.function))
+        if all(one.name != tool.name for one in self.offered):
+            self.offered.append(ToolInMessages(loaded.type, loaded.function, in_messages=True))
         shown = {"description": tool.description or "", "name": tool.name, "parameters": tool.input_schema or {}}
         return f"<function>{msgspec.json.encode(shown).decode()}</function>"
 
     def remove(self, name: str) -> str:
         """Offers this tool no longer. Returns the text that says so."""
-        self.offered = [one for one in self.offered if one.function.name != name]
+        self.offered = [one for one in self.offered if one.name != name]
         return f"The tool {name} is no longer available."
 
 

@@ -15,7 +15,7 @@ from msgspec import Raw
 from tgi.api import errors, request_metrics
 from tgi.api.answer import Answer, Outcome
 from tgi.api.clients import Client
-from tgi.api.custom_tools import CustomFormat, InputReader, custom_function, input_arguments
+from tgi.api.custom_tools import CustomFormat, InputReader, custom_call, custom_tool
 from tgi.api.errors import ApiError
 from tgi.api.generation import FinishedGeneration, answer_generations
 from tgi.api.json_body import JsonBody
@@ -138,8 +138,7 @@ def chat_messages(instructions: str | None, items: Sequence[InputItem], kept: in
                 if item.name is None:
                     raise errors.validation_error(f"`{where}` has no `name`", param=where)
                 name = _full_name(item.namespace, item.name)
-                function = FunctionDefinition(name, arguments=input_arguments(item.input or ""))
-                calls.append(ToolCall(item.call_id or item.id or "", "function", function))
+                calls.append(custom_call(item.call_id or item.id or "", name, item.input or ""))
             case "function_call_output" | "custom_tool_call_output":
                 end_turn()
                 messages.append(Message("tool", _text(item.output, where), tool_call_id=item.call_id))
@@ -176,12 +175,12 @@ def _reasoning(item: InputItem, where: str) -> str:
     return "".join(_part_text(part, where) for part in item.summary or [])
 
 
-def _tools(given: Sequence[shapes.ResponsesTool], where: str = "tools", namespace: str = "") -> Iterator[Tool]:
+def _tools(given: Sequence[shapes.ToolOfNamespace], where: str = "tools", namespace: str = "") -> Iterator[Tool]:
     """The tools as functions, also those of namespaces, whose names the model knows with that of the namespace in
     front."""
     for index, tool in enumerate(given):
         place, name = f"{where}[{index}]", _full_name(namespace, tool.name)
-        if tool.type == "namespace" and not namespace and tool.name:
+        if isinstance(tool, shapes.ResponsesTool) and tool.type == "namespace" and tool.name:
             yield from _tools(tool.tools or (), f"{place}.tools", tool.name)
         elif tool.type == "custom":
             yield _custom_tool(tool, name, place)
@@ -195,16 +194,13 @@ def _tools(given: Sequence[shapes.ResponsesTool], where: str = "tools", namespac
             raise errors.tool_error(text, f"{place}.type")
 
 
-def _custom_tool(tool: shapes.ResponsesTool, name: str, where: str) -> Tool:
+def _custom_tool(tool: shapes.ToolOfNamespace, name: str, where: str) -> Tool:
     form = tool.format or shapes.ToolFormat()
     given = CustomFormat(form.syntax or "", form.definition or "") if form.type == "grammar" else None
-    try:
-        return Tool("function", custom_function(name, tool.description, given))
-    except ValueError as error:
-        raise errors.tool_error(f"`definition` of the tool `{name}` {error}", f"{where}.format") from None
+    return custom_tool(name, tool.description, given, f"{where}.format")
 
 
-def _grouped_tools(given: Sequence[shapes.ResponsesTool]) -> Iterator[tuple[str, shapes.ResponsesTool]]:
+def _grouped_tools(given: Sequence[shapes.ResponsesTool]) -> Iterator[tuple[str, shapes.ToolOfNamespace]]:
     """Each tool with the name of its namespace, or ""."""
     for one in given:
         if one.type == "namespace":

@@ -18,6 +18,7 @@ from tgi.api.shapes.native import DetokenizeRequest, TokenizeRequest
 from tgi.api.shapes.native_responses import DetokenizeResponse
 from tgi.api.shapes.openai_responses import InputTokens
 from tgi.api.token_columns import join_in_turns
+from tgi.api.validation import OPENAI_RULES, check_rules
 from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import FinishReason, Tokenized
 
@@ -51,12 +52,13 @@ async def tokenize(
 
 
 async def input_tokens(service: Service, req: Request, request: ChatRequest) -> int:
-    """The number of tokens of a chat's prompt, without generating. Raises ApiError as `tokenize`, and 422 for invalid
-    tools."""
+    """The number of tokens of a chat's prompt, without generating. Raises ApiError as `tokenize`, and 422 for what
+    the chat itself would be refused for: a parameter out of range, invalid tools."""
+    check_rules(request, OPENAI_RULES)
     chat = chat_prompt_json(request, ToolSelection.from_request(request))
     count = len((await tokenize(service, req, chat=chat)).token_ids) // ITEM_BYTES
     kept = request.truncate_prompt_tokens
-    return count if kept is None or kept < 0 else min(count, kept)  # negative: all, as in vLLM
+    return count if kept is None else min(count, kept)
 
 
 class TokenizeResource(Resource):

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct
 
 from tgi.api.shapes.openai import OpenAiRequest
-from tgi.api.shapes.types import Int32, ShapeError, UInt32, doc
+from tgi.api.shapes.types import Int32, MissingField, ShapeError, UInt32, doc
 
 _BODY = Meta(extra={"untagged": "MessageBody", "owner": True})
 
@@ -67,30 +67,84 @@ class FunctionDefinition(Struct, omit_defaults=True):
     ] = None
 
 
-class Tool(Struct):
-    """What the model may call."""
+class ToolGrammar(Struct):
+    """The texts that a custom tool takes."""
 
-    type: Annotated[str, doc(example="function")]
-    function: FunctionDefinition
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+
+class CustomToolFormat(Struct):
+    """What the input of a custom tool must match."""
+
+    type: Literal["text", "grammar"]
+    grammar: ToolGrammar | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError if the grammar is missing."""
+        if self.type == "grammar" and self.grammar is None:
+            raise ShapeError("missing field `grammar`")
+
+
+class CustomTool(Struct):
+    """A tool whose input is text."""
+
+    name: str
+    description: str | None = None
+    format: CustomToolFormat | None = None
+
+
+class CustomCall(Struct):
+    """A call of a custom tool."""
+
+    name: str
+    input: str
+
+
+class Tool(Struct, omit_defaults=True):
+    """What the model may call. The tokenizer and its templates know functions alone: see chat_prompt."""
+
+    type: Annotated[str, doc("`function` or `custom`", example="function")]
+    function: FunctionDefinition | None = None
+    custom: CustomTool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises MissingField if the member that belongs to the type is missing."""
+        _check_member(self)
+
+    @property
+    def name(self) -> str:
+        """Of the function or the custom tool."""
+        named = self.function or self.custom
+        assert named is not None
+        return named.name
 
 
 class ToolInMessages(Tool):
     """One that a message shows to the model. No client sends it: routes make it for the tokenizer."""
 
-    in_messages: bool = True
+    in_messages: bool = False  # True wherever there is one
 
 
-class ToolCall(Struct):
+class ToolCall(Struct, omit_defaults=True):
     """What the model has called."""
 
     id: str
     type: str
-    function: FunctionDefinition
+    function: FunctionDefinition | None = None
+    custom: CustomCall | None = None
 
     def __post_init__(self) -> None:
-        """Raises ShapeError for a call without arguments."""
-        if self.function.arguments is UNSET and self.function.parameters is UNSET:
+        """Raises ShapeError for a call without arguments, and MissingField for one without a function."""
+        _check_member(self)
+        if self.function and self.function.arguments is UNSET and self.function.parameters is UNSET:
             raise ShapeError("missing field `arguments`", "function")
+
+
+def _check_member(tool: Tool | ToolCall) -> None:
+    """Raises MissingField for a custom tool without `custom`, and any other without `function`."""
+    if tool.function is None and (tool.type != "custom" or tool.custom is None):
+        raise MissingField("custom" if tool.type == "custom" else "function")
 
 
 class Message(Struct, omit_defaults=True):
@@ -117,31 +171,44 @@ class Message(Struct, omit_defaults=True):
 
 
 class FunctionName(Struct):
-    """Names a function."""
+    """Names a function or a custom tool."""
 
     name: str
 
 
 class NamedTool(Struct):
-    """A function that is among those given."""
+    """A function or a custom tool that is among those given."""
 
-    function: FunctionName
-    type: Literal["function"] = "function"
+    function: FunctionName | None = None
+    type: Literal["function", "custom"] = "function"
+    custom: FunctionName | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError if the member that belongs to the type is missing."""
+        if getattr(self, self.type) is None:
+            raise ShapeError(f"missing field `{self.type}`")
+
+    @property
+    def name(self) -> str:
+        """Of the tool."""
+        name: str = getattr(self, self.type).name
+        return name
 
 
 class AllowedTools(Struct):
-    """Those of the given functions that may be called now."""
+    """Those of the given tools that may be called now."""
 
     mode: Annotated[Literal["auto", "required"], doc("Whether one of them must be called")]
     tools: list[NamedTool]
 
 
 class ToolChoiceObject(Struct):
-    """The function that must be called, or those that may be."""
+    """The tool that must be called, or those that may be."""
 
-    type: Literal["function", "allowed_tools"] = "function"
+    type: Literal["function", "custom", "allowed_tools"] = "function"
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
+    custom: FunctionName | None = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError if the member that belongs to the type is missing."""
@@ -208,8 +275,8 @@ class ChatRequest(OpenAiRequest):
     tools: Annotated[
         list[Tool] | None,
         doc(
-            "A list of tools the model may call. Currently, only functions are supported as a tool. Use this to "
-            "provide a list of functions the model may generate JSON inputs for."
+            "A list of tools the model may call: functions, for which it generates JSON, and custom tools, for which "
+            "it generates text."
         ),
     ] = None
     tool_choice: ToolChoice | None = None
@@ -262,6 +329,11 @@ class ChatRequest(OpenAiRequest):
     def names(self) -> dict[str, str]:
         """The request's own names of parameters, for `param` of errors."""
         return super().names | {"top_n_tokens": "top_logprobs"}
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of the tools whose input is text."""
+        return frozenset(tool.name for tool in self.tools or () if tool.function is None)
 
     @property
     def _reasoning_fields(self) -> dict[str, Any]:

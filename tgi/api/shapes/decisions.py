@@ -48,13 +48,12 @@ class DecisionChoice(Struct):
 class ChoiceQuestion(DecisionQuestionBase, tag_field="type", tag="choice", kw_only=True):
     """Which one of several."""
 
-    choices: Annotated[list[DecisionChoice], doc("2 to 52, which differ")]
+    choices: Annotated[list[DecisionChoice], doc("2 to 52 with different values", minItems=2)]
 
     def __post_init__(self) -> None:
-        """Raises ShapeError for less than two, or equal choices."""
-        values = [(type(one.value), one.value) for one in self.choices]
-        if len(values) < 2 or len({*values}) < len(values):
-            raise ShapeError("expected at least two choices with different values", "choices")
+        """Raises ShapeError for less than two choices."""
+        if len(self.choices) < 2:
+            raise ShapeError(f"invalid length {len(self.choices)}, expected at least two choices", "choices")
 
 
 class DecisionLevel(Struct):
@@ -67,7 +66,7 @@ class DecisionLevel(Struct):
 class ScoreQuestion(DecisionQuestionBase, tag_field="type", tag="score", kw_only=True):
     """How much, on a scale."""
 
-    levels: Annotated[list[DecisionLevel], doc("2 to 10, in order")]
+    levels: Annotated[list[DecisionLevel], doc("2 to 10, in order", minItems=2, maxItems=MAX_LEVELS)]
 
     def __post_init__(self) -> None:
         """Raises ShapeError for another number of levels."""
@@ -79,7 +78,9 @@ class DecisionRequest(Struct, kw_only=True):
     """Body of POST /v1/decisions."""
 
     input: Annotated[str | list[DecisionMessage], Meta(title="DecisionInput"), doc("What the questions are about")]
-    questions: Annotated[list[PredicateQuestion | ChoiceQuestion | ScoreQuestion], doc("1 to 200")]
+    questions: Annotated[
+        list[PredicateQuestion | ChoiceQuestion | ScoreQuestion], doc("1 to 200", minItems=1, maxItems=MAX_QUESTIONS)
+    ]
     model: Annotated[str | None, doc("The served model answers whatever the name, unless it names a LoRA adapter")] = (
         None
     )
@@ -111,7 +112,7 @@ class NoulQuestion(SystemOneQuestionBase, tag_field="type", tag="noul", kw_only=
 class SystemOneChoiceQuestion(SystemOneQuestionBase, tag_field="type", tag="choice", kw_only=True):
     """Which one of several."""
 
-    criteria: Annotated[dict[str, Any], doc("Each option with its description, or null; 1 to 52")]
+    criteria: Annotated[dict[str, Any], doc("Each option with its description, or null; 1 to 52", minProperties=1)]
 
     def __post_init__(self) -> None:
         """Raises ShapeError for no option."""
@@ -122,7 +123,7 @@ class SystemOneChoiceQuestion(SystemOneQuestionBase, tag_field="type", tag="choi
 class SystemOneScoreQuestion(SystemOneQuestionBase, tag_field="type", tag="score", kw_only=True):
     """How much, on a scale."""
 
-    criteria: Annotated[list[Any], doc("The levels in order, 1 to 10")]
+    criteria: Annotated[list[Any], doc("The levels in order, 1 to 10", minItems=1, maxItems=MAX_LEVELS)]
 
     def __post_init__(self) -> None:
         """Raises ShapeError for another number of levels."""
@@ -135,7 +136,8 @@ class SystemOneRequest(Struct, kw_only=True):
 
     state: Annotated[Any, doc("What the questions are about: text or JSON")]
     questions: Annotated[
-        dict[str, NoulQuestion | SystemOneChoiceQuestion | SystemOneScoreQuestion], doc("1 to 200, by names")
+        dict[str, NoulQuestion | SystemOneChoiceQuestion | SystemOneScoreQuestion],
+        doc("1 to 200, by names", minProperties=1, maxProperties=MAX_QUESTIONS),
     ]
     model: Annotated[str | None, doc("The served model answers whatever the name, unless it names a LoRA adapter")] = (
         None

@@ -97,13 +97,21 @@ class Function(ResponseBody, kw_only=True):
     arguments: str
 
 
+class CustomInput(ResponseBody, kw_only=True):
+    """The name of a custom tool that is called, and what there is of its input."""
+
+    name: str | None = None
+    input: str
+
+
 class DeltaToolCall(ResponseBody):
     """The beginning of a call."""
 
     index: UInt32
     id: str
-    type: str
-    function: Function
+    type: Annotated[str, doc("`function` or `custom`")]
+    function: Function | None = None
+    custom: CustomInput | None = None
 
 
 class ToolCallDelta(ResponseBody):
@@ -135,7 +143,8 @@ class DeltaArguments(ResponseBody):
     """A further piece of a call; `index` says of which."""
 
     index: UInt32
-    function: FunctionArguments
+    function: FunctionArguments | None = None
+    custom: CustomInput | None = None
 
 
 class ArgumentsDelta(ResponseBody):

@@ -69,8 +69,8 @@ class ToolFormat(Struct, omit_defaults=True):
                 raise ShapeError(f"missing field `{name}`")
 
 
-class ResponsesTool(Struct):
-    """A function that the model may call, a custom tool, whose input is text, or a group of such tools."""
+class ToolOfNamespace(Struct):
+    """A function that the model may call, or a custom tool, whose input is text."""
 
     type: Annotated[
         str,
@@ -83,7 +83,12 @@ class ResponsesTool(Struct):
         bool | None, doc("Whether a keyword of the schema that cannot be enforced is an error, not a hint")
     ] = None
     format: Annotated[ToolFormat | UnsetType | None, doc("Of the input of a custom tool")] = UNSET
-    tools: Annotated[list["ResponsesTool"] | UnsetType | None, doc("The tools of a namespace")] = UNSET
+
+
+class ResponsesTool(ToolOfNamespace):
+    """A tool, or a group of tools."""
+
+    tools: Annotated[list[ToolOfNamespace] | UnsetType | None, doc("The tools of a namespace")] = UNSET
 
 
 class ToolOfResponses(Struct, omit_defaults=True):

@@ -77,6 +77,13 @@ class ShapeError(ValueError):
         self.field = field
 
 
+class MissingField(ValueError):
+    """Raised in __post_init__ for a field that the value of another one requires, in msgspec's words for any field."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"Object missing required field `{name}`")
+
+
 def check_seed(seed: int | None) -> None:
     """Raises ShapeError for a seed above the range of uint64."""
     if seed is not None and seed >= 2**64:

@@ -27,6 +27,9 @@ class KVGroup(NamedTuple):
     layers: list[int] = []  # numbers of the layers; empty: all
     page_bytes: int = 0  # bytes of a page in this group, padding included; 0: not told
 
+    def __hash__(self) -> int:
+        return hash((self.kind, self.window, self.page_bytes))  # a list has no hash
+
     @property
     def slides(self) -> bool:
         """Whether pages are given back while a request runs."""

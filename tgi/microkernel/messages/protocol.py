@@ -217,12 +217,20 @@ def limits_out_of_range(limits: DeploymentLimits) -> str:
 
 
 # What a request was promised with its tokens and pages; the same for every worker that may compute it.
-EQUAL_LIMITS = ("page_size", "vocab_size", "dtype", "groups")
+EQUAL_LIMITS = ("page_size", "vocab_size", "dtype")
 
 
-def limits_shortfall(held: DeploymentLimits, offered: DeploymentLimits, minimum: Sequence[str]) -> str:
+def limits_shortfall(
+    held: DeploymentLimits,
+    offered: DeploymentLimits,
+    minimum: Sequence[str],
+    equal: Sequence[str] = EQUAL_LIMITS,
+) -> str:
     """Why a worker does not meet the limits that hold, in words; "" if it does. `minimum`: the limits of which it may
-    offer more."""
+    offer more. `equal`: those of which it may not; of groups, what a scheduler plans with, not the bytes of a page."""
+    held, offered = (
+        limits._replace(groups=[group._replace(page_bytes=0) for group in limits.groups]) for limits in (held, offered)
+    )
     faults = [
         f"{name} is {getattr(offered, name)}, at least {getattr(held, name)} is needed"
         for name in minimum
@@ -230,7 +238,7 @@ def limits_shortfall(held: DeploymentLimits, offered: DeploymentLimits, minimum:
     ]
     faults += [
         f"{name} is {getattr(offered, name)} instead of {getattr(held, name)}"
-        for name in EQUAL_LIMITS
+        for name in equal
         if getattr(offered, name) != getattr(held, name)
     ]
     return "; ".join(faults)

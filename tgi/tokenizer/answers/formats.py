@@ -77,6 +77,14 @@ class ToolCallFormat(NamedTuple):
             if piece and not isinstance(piece, CallPlaceholder):
                 yield piece
 
+    def spelled(self, names: Mapping[str, str]) -> "ToolCallFormat":
+        """The format with other names for its tags, see suffixed_tokens."""
+        return self if not names else self._replace(
+            call=tuple(_spelled(piece, names) for piece in self.call), marker=_spelled(self.marker, names),
+            after=tuple(_spelled(piece, names) for piece in self.after),
+            tags=ArgumentTags._make([*(_spelled(piece, names) for piece in self.tags[:5]), self.tags.own_lines]),
+        )  # fmt: skip
+
     def can_express(self, name: str) -> bool:
         """Whether the parser can recover this tool name: an unquoted name ends at the piece that follows it."""
         if CallPlaceholder.WORD not in self.call:
@@ -91,6 +99,23 @@ class ToolCallFormat(NamedTuple):
         if self.call[at : at + 1] != (CallPlaceholder.TAGS,):
             return self.call[at : at + 1]
         return (self.tags.open, self.call[at + 1])  # a call without arguments has no tags
+
+
+_SUFFIXED = re.compile(r"<tool_calls(:[^\s<>]+)>")
+_TAG = re.compile(r"</?\w+>")
+
+
+def suffixed_tokens(tokens: Collection[str]) -> dict[str, str]:
+    """The tags of a vocabulary that end in one suffix, such as `<tool_calls:6124c78e>`, by their names without it. The
+    checkpoints of Hunyuan have each its own; the dictionary is empty for other models."""
+    suffix = next((f"{found[1]}>" for token in sorted(tokens) if (found := _SUFFIXED.fullmatch(token))), None)
+    if suffix is None:
+        return {}
+    return {f"{token.removesuffix(suffix)}>": token for token in tokens if token.endswith(suffix)}
+
+
+def _spelled(piece: str, names: Mapping[str, str]) -> str:
+    return piece if isinstance(piece, CallPlaceholder) else _TAG.sub(lambda tag: names.get(tag[0], tag[0]), piece)
 
 
 class Channels:
@@ -523,7 +548,8 @@ REASONING_PARSERS: dict[str, ReasoningTags | None] = {
         (
             "deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41", "deepseek_r1", "deepseek_v3", "deepseek_v4",
             "deepseek_v41", "dots", "ernie45", "gigachat35", "glm45", "glm47", "granite_thinking_parser", "holo2",
-            "hy_v3", "hy_v4", "interns1", "kimi_k2", "ling3", "mimo", "minimax", "minimax_m2", "nanbeige",
+            "hunyuan", "hy_v3", "hy_v4", "interns1", "iquest_q1", "kimi_k2", "ling3", "mimo", "minimax", "minimax_m2",
+            "nanbeige",
             "nemotron_3", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "qwen3-thinking", "step3", "step3p5",
             "step5", "think",
         ),
@@ -537,6 +563,7 @@ REASONING_PARSERS: dict[str, ReasoningTags | None] = {
     "plamo3": REASONING_TAGS[5],
     "gemma4": REASONING_TAGS[6],
     "minimax_m3": REASONING_TAGS[7],
+    "minimax-m3": REASONING_TAGS[7],
     "k2_horizon": REASONING_TAGS[8],
     "granite": REASONING_TAGS[9],
     "openai_gptoss": None,
@@ -627,6 +654,7 @@ class FormatDetector:
         self._tool_call_parser = _own_name(tool_call_parser)
         self._reasoning_parser = _own_name(reasoning_parser)
         self._tokens = frozenset(tokens) & {known.token for known in TOOL_CALL_FORMATS if known.token}
+        self._names = suffixed_tokens(tokens)
         self.described = described
 
     @property
@@ -636,6 +664,15 @@ class FormatDetector:
 
     def call_format(self, template: str) -> ToolCallFormat | None:
         """The format of calls; None if it is unknown."""
+        known = self._call_format(self._without_suffix(template))
+        return None if known is None else known.spelled(self._names)
+
+    def _without_suffix(self, template: str) -> str:
+        for name, token in self._names.items():
+            template = template.replace(token, name)
+        return template
+
+    def _call_format(self, template: str) -> ToolCallFormat | None:
         described = self.described.call_formats if self.described is not None else ()
         if self._tool_call_parser not in ("auto", RESPONSE_TEMPLATE):
             rows = formats_of(self._tool_call_parser)
@@ -647,6 +684,10 @@ class FormatDetector:
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         """The tags of reasoning; None if there are none."""
+        tags = self._reasoning_tags(self._without_suffix(template))
+        return None if tags is None else ReasoningTags(*(_spelled(tag, self._names) for tag in tags))
+
+    def _reasoning_tags(self, template: str) -> ReasoningTags | None:
         described = self.described.reasoning_tags if self.described is not None else None
         if self._reasoning_parser not in ("auto", RESPONSE_TEMPLATE):
             return REASONING_PARSERS[self._reasoning_parser]
@@ -700,6 +741,7 @@ class FormatTokens:
         if described is not None and described.reasoning_tags is not None:
             pieces.update(described.reasoning_tags)
         added = vocabulary.tokenizer.get_added_tokens_decoder()
+        pieces.update(suffixed_tokens([token.content for token in added.values()]).values())
         special = ((added[one].content, one) for one in sorted(vocabulary.special_ids) if one in added)
         text = "\n".join(sorted(pieces))
         self._ids = {token: one for token, one in special if token and token in text}

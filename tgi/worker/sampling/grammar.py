@@ -42,11 +42,12 @@ class _GrammarRow:
     draft_words: list[NDArray[np.int32]] = field(default_factory=list)  # the bitmask after each draft that is allowed
 
     def consume(self, tokens: list[int]) -> None:
-        """Advances over tokens."""
-        if self.matcher is not None:
-            self.matcher.consume_tokens(tokens)
-        if self.budget is not None:
-            for token in tokens:
+        """Advances over tokens. The matcher takes them one by one: then those after its grammar's end, of a row that
+        ignores EOS, are no error."""
+        for token in tokens:
+            if self.matcher is not None:
+                self.matcher.consume_token(token)
+            if self.budget is not None:
                 self.budget.consume(token)
 
     def scout(self) -> "_GrammarRow":

@@ -37,7 +37,7 @@ class ReasoningBudget:
 
     @classmethod
     def from_params(cls, params: SamplingParams, token_bytes: Callable[[list[int]], bytes]) -> "ReasoningBudget | None":
-        """None without a budget."""
+        """None without a budget. Raises ValueError for a closing marker that is no text."""
         if not params.reasoning_close_ids:
             return None
         special = frozenset(unpack_int32(params.reasoning_special_ids))
@@ -46,7 +46,9 @@ class ReasoningBudget:
             b"".join(_marked_bytes(token, special, token_bytes) for token in ids).strip(WHITESPACE)
             for ids in (unpack_int32(params.reasoning_open_ids), close_ids)
         )
-        markers = ReasoningMarkers(opening, close, close_ids, special, params.reasoning_repeats)
+        if not close:
+            raise ValueError("what ends its reasoning is no text")
+        markers = ReasoningMarkers(opening, close, close_ids, special, params.reasoning_repeats and bool(opening))
         return cls(markers, params.reasoning_budget, token_bytes)
 
     @property
