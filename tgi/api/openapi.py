@@ -185,9 +185,12 @@ def _nonempty_list(items: dict[str, Any]) -> dict[str, Any]:
 
 
 def _function_or_custom(function: str, custom: str) -> dict[str, Any]:
-    """The keywords of an object that has one of two members."""
+    """The keywords of an object that has one of two members, the second one only with the type that says so."""
     return {
-        "anyOf": [_object_schema(["function"], function=ref(function)), _object_schema(["custom"], custom=ref(custom))]
+        "anyOf": [
+            _object_schema(["function"], function=ref(function)),
+            _object_schema(["type", "custom"], type=_type_tag("custom"), custom=ref(custom)),
+        ]
     }
 
 
@@ -217,7 +220,12 @@ SCHEMA_REFINEMENTS: dict[str, dict[str, Any]] = {
     },
     "NamedTool": _function_or_custom("FunctionName", "FunctionName"),
     "DeltaToolCall": _function_or_custom("Function", "CustomInput"),
-    "DeltaArguments": _function_or_custom("FunctionArguments", "CustomInput"),
+    "DeltaArguments": {
+        "anyOf": [
+            _object_schema(["function"], function=ref("FunctionArguments")),
+            _object_schema(["custom"], custom=ref("CustomInput")),
+        ]
+    },
     "ToolChoiceObject": {
         "anyOf": [
             _object_schema(["function"], type=_type_tag("function"), function=ref("FunctionName")),

@@ -66,7 +66,7 @@ class Case(NamedTuple):
     scope="module",
     params=[
         # A window in the second layer takes the emulator half of the time that full attention in both takes it.
-        (2, 2, 32, 40, None, False) if EMULATED else (4, 4, 32, None, None, False),
+        (2, 2, 32, 40, None, True) if EMULATED else (4, 4, 32, None, None, False),
         (3 if EMULATED else 9, 1 if EMULATED else 3, 64, 40, None, True),
         (2 if EMULATED else 8, 2, 128, 64, 0.5, False),
         (40, 1, 32, 700, None, True),
