@@ -60,6 +60,12 @@ def test_batches(client: OpenAI) -> None:
     assert batch.error_file_id is not None
     results = [json.loads(line) for line in client.files.content(batch.output_file_id).iter_lines()]
     assert [one["custom_id"] for one in results] == ["request 0", "request 2"]
+    assert batch.usage is not None
+    answers = [one["response"]["body"] for one in results]
+    assert (batch.model, batch.usage.total_tokens) == (
+        answers[0]["model"],
+        sum(one["usage"]["total_tokens"] for one in answers),
+    )
     assert all(ANSWER in one["response"]["body"]["choices"][0]["message"]["content"] for one in results)
     [error] = [json.loads(line) for line in client.files.content(batch.error_file_id).iter_lines()]
     assert (error["custom_id"], error["response"]["status_code"]) == ("request 1", 422)

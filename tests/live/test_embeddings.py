@@ -1,5 +1,6 @@
 """Models that end in a vector, served: with real weights, and while processes are killed."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,32 @@ def test_embeddings_are_exact_although_a_process_is_killed(server: Server, name:
     assert len(found) == len(asking)
     for one in found:
         assert np.array_equal(one, expected)
+
+
+def test_a_batch_of_embeddings(server: Server) -> None:
+    """Each vector is that of the route, and the batch counts the tokens."""
+    lines = [
+        {"custom_id": text, "method": "POST", "url": "/v1/embeddings", "body": {"input": text}} for text in TEXTS[:20]
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    client = server.client
+    file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}).json()
+    asked = {"input_file_id": file["id"], "completion_window": "24h"}
+    refused = client.post("/v1/batches", json=asked | {"endpoint": "/v1/completions"})
+    assert refused.status_code == 404
+    assert "error" in refused.json()
+    name = client.post("/v1/batches", json=asked | {"endpoint": "/v1/embeddings"}).json()["id"]
+    server.wait_until(lambda: client.get(f"/v1/batches/{name}").json()["status"] == "completed", "the batch has ended")
+    batch = client.get(f"/v1/batches/{name}").json()
+    output = client.get(f"/v1/files/{batch['output_file_id']}/content").text
+    results = [json.loads(line) for line in output.splitlines()]
+    assert [one["custom_id"] for one in results] == TEXTS[:20]
+    bodies = [one["response"]["body"] for one in results]
+    found = np.array([body["data"][0]["embedding"] for body in bodies], np.float32)
+    assert np.array_equal(found, embeddings(server, TEXTS[:20]))
+    counted = sum(body["usage"]["prompt_tokens"] for body in bodies)
+    usage = batch["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (counted, 0, counted)
 
 
 def test_health_info_and_errors(server: Server) -> None:

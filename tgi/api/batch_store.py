@@ -16,7 +16,15 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tgi.api.errors import ApiError, Rejection
-from tgi.api.shapes.batches import BatchObject, BatchStatus, FileObject, RequestCounts
+from tgi.api.shapes.batches import (
+    BatchInputDetails,
+    BatchObject,
+    BatchOutputDetails,
+    BatchStatus,
+    BatchUsage,
+    FileObject,
+    RequestCounts,
+)
 from tgi.api.sqlite_store import SqliteStore
 
 LIVE: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
@@ -39,7 +47,9 @@ CREATE TABLE IF NOT EXISTS lines(
 CREATE TABLE IF NOT EXISTS batches(
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, input TEXT NOT NULL, status TEXT NOT NULL, body TEXT NOT NULL,
     expires INTEGER NOT NULL, output_ttl REAL NOT NULL, total INTEGER NOT NULL, completed INTEGER NOT NULL,
-    failed INTEGER NOT NULL, size INTEGER NOT NULL, runner TEXT NOT NULL, beat REAL NOT NULL, kept_until REAL NOT NULL);
+    failed INTEGER NOT NULL, size INTEGER NOT NULL, runner TEXT NOT NULL, beat REAL NOT NULL, kept_until REAL NOT NULL,
+    model TEXT, input_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL, reasoning_tokens INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS live_batches ON batches(owner) WHERE {_IS_LIVE};
 """
 
@@ -65,6 +75,19 @@ class StoredFile(NamedTuple):
 
 
 _FILE = ", ".join(StoredFile._fields)
+
+
+class Result(NamedTuple):
+    """The result of a request: its line, and what it counts in the batch."""
+
+    number: int  # of the request
+    kind: int
+    line: bytes
+    model: str | None = None
+    input_tokens: int = 0
+    cached_tokens: int = 0  # of the input
+    output_tokens: int = 0
+    reasoning_tokens: int = 0  # of the output
 
 
 class Lease(NamedTuple):
@@ -194,8 +217,8 @@ class BatchStore(SqliteStore):
             self._require_room(db, owner, BATCH_BYTES)
             body = msgspec.json.encode(batch).decode()
             found = db.execute(
-                "INSERT INTO batches SELECT ?,?,id,?,?,?,?,0,0,0,0,'',0,0 FROM files WHERE id=? AND owner=? AND "
-                "complete AND purpose='batch'",
+                "INSERT INTO batches SELECT ?,?,id,?,?,?,?,0,0,0,0,'',0,0,NULL,0,0,0,0 FROM files WHERE id=? AND "
+                "owner=? AND complete AND purpose='batch'",
                 (batch.id, owner, batch.status, body, batch.expires_at, output_ttl, batch.input_file_id, owner),
             )
             return found.rowcount > 0
@@ -273,16 +296,16 @@ class BatchStore(SqliteStore):
         values = (batch.input_file_id, after, batch.id)
         return await self._run(lambda db: _page(db.execute(query, values), max_bytes))
 
-    async def record(self, batch_id: str, results: Sequence[tuple[int, int, bytes]]) -> None:
-        """Keeps results: number of the request, kind, and line. The first one of a request counts."""
+    async def record(self, batch_id: str, results: Sequence[Result]) -> None:
+        """Keeps results. The first one of a request counts."""
 
         def write(db: sqlite3.Connection) -> None:
-            for number, kind, line in results:
+            for number, kind, line, *counted in results:
                 column = "completed" if kind == OUTPUT else "failed"
                 found = db.execute(
-                    f"UPDATE batches SET {column}={column}+1, size=size+? WHERE id=? AND {_IS_LIVE} AND NOT EXISTS "
-                    "(SELECT 1 FROM lines WHERE source=? AND number=?)",
-                    (len(line) + LINE_BYTES, batch_id, batch_id, number),
+                    f"UPDATE batches SET {column}={column}+1, size=size+?, model=COALESCE(model, ?), {_ADDED} "
+                    f"WHERE id=? AND {_IS_LIVE} AND NOT EXISTS (SELECT 1 FROM lines WHERE source=? AND number=?)",
+                    (len(line) + LINE_BYTES, *counted, batch_id, batch_id, number),
                 )
                 if found.rowcount:
                     db.execute("INSERT INTO lines VALUES(?,?,?,?)", (batch_id, number, kind, line))
@@ -375,12 +398,20 @@ class BatchStore(SqliteStore):
         db.execute(f"DELETE FROM batches WHERE NOT {_IS_LIVE} AND kept_until < ?", (now,))
 
 
-_BATCH = "body, total, completed, failed"
+_TOKENS = ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")  # columns, and as of Result
+_ADDED = ", ".join(f"{name}={name}+?" for name in _TOKENS)
+_BATCH = ", ".join(("body", "model", *_TOKENS, "total", "completed", "failed"))
 
 
-def _shown(body: str, *counts: int) -> BatchObject:
+def _shown(
+    body: str, model: str | None, prompts: int, cached: int, answers: int, reasoning: int, *counts: int
+) -> BatchObject:
     batch = msgspec.json.decode(body, type=BatchObject)
     batch.request_counts = RequestCounts(*counts)
+    batch.model = model
+    batch.usage = BatchUsage(
+        prompts, BatchInputDetails(cached), answers, BatchOutputDetails(reasoning), prompts + answers
+    )
     return batch
 
 

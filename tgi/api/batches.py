@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct, field
 
 from tgi.api.asgi import CLIENT_KEY, AsgiApp, InnerResponse, send_request
-from tgi.api.batch_store import BEAT_SECONDS, ERROR, LIVE, OUTPUT, BatchStore, Lease
+from tgi.api.batch_store import BEAT_SECONDS, ERROR, LIVE, OUTPUT, BatchStore, Lease, Result
 from tgi.api.clients import Client
 from tgi.api.service import Service
 from tgi.api.shapes.batches import (
@@ -67,6 +67,34 @@ UNANSWERED = {
 _decode_line = msgspec.json.Decoder(BatchLine).decode
 _decode_object = msgspec.json.Decoder(dict[str, Raw]).decode
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class _Details(Struct):
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class _Usage(Struct):
+    """That of any of the ENDPOINTS: each has one name of two for the same."""
+
+    prompt_tokens: int = 0
+    input_tokens: int = 0
+    completion_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+class _Answer(Struct):
+    """What an answer says of itself."""
+
+    model: str
+    usage: _Usage | None = field(default_factory=_Usage)  # null in a response that has failed
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 class BatchRunner:
@@ -262,8 +290,11 @@ class _BatchRun:
                     self._app, "POST", self._batch.endpoint, bytes(request.body), headers, keys, self._given_up
                 )
                 if response.status not in RETRIED:
-                    kind = OUTPUT if response.status == 200 else ERROR
-                    await self._record(number, kind, _result(name, request.custom_id, response))
+                    result = _result(name, request.custom_id, response)
+                    if response.status == 200:
+                        await self._record(number, OUTPUT, result, *_counted(response.body))
+                    else:
+                        await self._record(number, ERROR, result)
                     return
                 if self._stopped.is_set():
                     return
@@ -275,9 +306,9 @@ class _BatchRun:
             self._bytes_in_flight -= len(line)
             self._room.set()
 
-    async def _record(self, number: int, kind: int, result: BatchResult) -> None:
+    async def _record(self, number: int, kind: int, result: BatchResult, *counted: Any) -> None:
         line = msgspec.json.encode(result) + b"\n"
-        await self._kept(self._store.record, self._batch.id, [(number, kind, line)])
+        await self._kept(self._store.record, self._batch.id, [Result(number, kind, line, *counted)])
 
     def _request_id(self, number: int) -> str:
         """The id of a request, the same if it is sent again."""
@@ -341,6 +372,21 @@ def line_problem(line: bytes, endpoint: str) -> BatchError | str:
 
 def _result(request_id: str, custom_id: str, response: InnerResponse) -> BatchResult:
     return BatchResult(request_id, custom_id, BatchLineResponse(response.status, request_id, Raw(response.body)), None)
+
+
+def _counted(body: bytes) -> tuple[str, int, int, int, int]:
+    """What an answer counts in its batch, as the last members of Result."""
+    answer = _decode_answer(body)
+    usage = answer.usage or _Usage()
+    prompt = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
+    completion = usage.completion_tokens_details or usage.output_tokens_details or _Details()
+    return (
+        answer.model,
+        usage.prompt_tokens + usage.input_tokens,
+        prompt.cached_tokens,
+        usage.completion_tokens + usage.output_tokens,
+        completion.reasoning_tokens,
+    )
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.api.conftest import Front, Reply, request, silent, standard, texts
 from tgi.api import batch_store, sqlite_store
-from tgi.api.batch_store import ERROR, OUTPUT, BatchStore, StoredFile, StoreFull
+from tgi.api.batch_store import ERROR, OUTPUT, BatchStore, Result, StoredFile, StoreFull
 from tgi.api.routes import batches as routes
 from tgi.api.shapes.batches import BatchObject
 from tgi.microkernel.admission.api_keys import MAX_PRIORITY
@@ -187,6 +187,25 @@ def store_rows(front: Front) -> int:
 # --- batches ---
 
 
+def assert_usage_is_the_sum(done: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """A batch has the model and the tokens of its answers."""
+    bodies = [result["response"]["body"] for result in results]
+    assert {done["model"]} == {body["model"] for body in bodies}
+    counted = [body["usage"] for body in bodies]
+    usage = done["usage"]
+    for name, other in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
+        assert usage[name] == sum(one.get(other) or one[name] for one in counted) > 0
+    assert usage["total_tokens"] == sum(one["total_tokens"] for one in counted)
+
+
+@pytest.mark.parametrize("path", ["files", "batches"])
+@pytest.mark.parametrize("limit", ["0", "10001", "-1", "x"])
+def test_a_limit_is_within_its_bounds(front: Front, path: str, limit: str) -> None:
+    reply = get(front, f"/v1/{path}?limit={limit}")
+    assert (reply.status, json.loads(reply.body)["error"]["param"]) == (422, "limit")
+    assert f"must be an integer from 1 to {10_000 if path == 'files' else 100}" in reply.body.decode()
+
+
 def test_a_batch(front: Front) -> None:
     given = [line(0), line(1, body={"max_tokens": 0}), line(2, body={"temperature": 1.0})]
     asked = {"metadata": {"a": "b"}, "completion_window": "2h"}
@@ -198,6 +217,7 @@ def test_a_batch(front: Front) -> None:
     assert done["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
     assert None not in (done["in_progress_at"], done["finalizing_at"], done["completed_at"])
     first, third = content(front, done["output_file_id"])
+    assert_usage_is_the_sum(done, [first, third])
     assert (first["custom_id"], third["custom_id"], first["error"]) == ("r0", "r2", None)
     assert first["response"]["status_code"] == 200
     assert first["response"]["body"]["choices"][0]["message"]["content"] == " a"
@@ -221,6 +241,7 @@ def test_other_endpoints(front: Front, endpoint: str) -> None:
     done = ended(front, create(front, lines(line(0, url=endpoint) | {"body": body}), endpoint=endpoint))
     [result] = content(front, done["output_file_id"])
     assert result["response"]["body"]["object"] in ("text_completion", "response")
+    assert_usage_is_the_sum(done, [result])
     if endpoint == "/v1/responses":  # kept as the client's own
         assert get(front, f"{endpoint}/{result['response']['body']['id']}").status == 200
 
@@ -420,15 +441,18 @@ def test_a_request_counts_once_and_one_front_end_has_the_lease(tmp_path: Path, m
         assert taken is not None
         assert await one.beat("batch_1", "one") is None
         assert await other.beat("batch_1", "other") is not None
-        await other.record("batch_1", [(0, OUTPUT, b"a\n"), (2, ERROR, b"c\n")])
-        await one.record("batch_1", [(0, OUTPUT, b"b\n"), (2, OUTPUT, b"b\n"), (1, OUTPUT, b"b\n")])
+        await other.record("batch_1", [Result(0, OUTPUT, b"a\n", "m", 5, 4, 3, 2), Result(2, ERROR, b"c\n")])
+        await one.record("batch_1", [Result(number, OUTPUT, b"b\n", "other", 1, 1, 1, 1) for number in (0, 2, 1)])
         assert await one.requests(BATCH, -1, 100) == []
         await other.end("batch_1", "in_progress", "completed")
         await one.end("batch_1", "in_progress", "expired")
-        await one.record("batch_1", [(9, OUTPUT, b"late\n")])
+        await one.record("batch_1", [Result(9, OUTPUT, b"late\n")])
         found = await one.batch("me", "batch_1")
         assert found is not None
         assert (found.status, found.request_counts.completed, found.request_counts.failed) == ("completed", 2, 1)
+        usage = found.usage
+        assert (found.model, usage.input_tokens, usage.output_tokens, usage.total_tokens) == ("m", 6, 4, 10)
+        assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (5, 3)
         for file_id, expected in ((found.output_file_id, b"a\nb\n"), (found.error_file_id, b"c\n")):
             file = await one.file("me", str(file_id))
             assert file is not None
@@ -468,7 +492,7 @@ def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert claimed is not None
         assert (lease := await store.beat("batch_1", "one")) is not None
         assert not lease.full
-        await store.record("batch_1", [(0, OUTPUT, b"x" * 40_000)])
+        await store.record("batch_1", [Result(0, OUTPUT, b"x" * 40_000)])
         assert (lease := await store.beat("batch_1", "one")) is not None
         assert lease.full
 
@@ -482,7 +506,7 @@ def test_what_has_expired_is_dropped_with_its_lines(tmp_path: Path, monkeypatch:
     async def work(store: BatchStore, other: BatchStore) -> None:
         await keep(store, FILE_1._replace(expires=NOW - 1))
         assert await store.create_batch("me", batch("batch_1"), -1)
-        await store.record("batch_1", [(0, OUTPUT, b"a\n")])
+        await store.record("batch_1", [Result(0, OUTPUT, b"a\n")])
         await keep(store, FILE_1._replace(id="file-2", source="file-2"))
         await store.begin_upload(FILE_1._replace(id="file-3", source="file-3"))  # its front end has ended
         store._next_purge = 0

@@ -89,7 +89,7 @@ class FilesResource(BatchResource):
 
     async def on_get(self, req: Request, resp: Response) -> None:
         """Lists the files, the last one first unless `order=asc`."""
-        limit = _limit(req, MAX_FILES, MAX_FILES)
+        limit = query_number(req, "limit", MAX_FILES, MAX_FILES, least=1)
         order = req.get_param("order") or "desc"
         if order not in ("asc", "desc"):
             raise errors.validation_error("`order` is `asc` or `desc`", param="order")
@@ -191,7 +191,7 @@ class BatchesResource(BatchResource):
 
     async def on_get(self, req: Request, resp: Response) -> None:
         """Lists the batches, the last one first."""
-        limit = _limit(req, DEFAULT_BATCHES, MAX_BATCHES)
+        limit = query_number(req, "limit", DEFAULT_BATCHES, MAX_BATCHES, least=1)
         found = await self._store.batches(req.context.client.name, req.get_param("after"), limit + 1)
         _answer(resp, shapes.BatchList(*_part(found, limit)))
 
@@ -313,10 +313,6 @@ def not_kept(kind: str, name: str, param: str | None = None) -> ApiError:
     """404: this client has no such file or batch, or not any more."""
     text = f"The {kind} {name[:128]} is not kept by this server, or not any more (--batch-ttl)"
     return ApiError(404, "not_found", text, param=param)
-
-
-def _limit(req: Request, default: int, most: int) -> int:
-    return max(1, query_number(req, "limit", default, most))
 
 
 def _part(found: Sequence[Any], limit: int) -> tuple[list[Any], str | None, str | None, bool]:

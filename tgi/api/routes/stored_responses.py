@@ -275,7 +275,7 @@ def current_body(stored: StoredResponse) -> str:
 
 def item_list(req: Request, items: Items) -> shapes.ItemList:
     """Some of the items, as `limit`, `order` and `after` say. Raises ApiError: 422 for another value of these."""
-    limit = query_number(req, "limit", DEFAULT_ITEMS, MAX_ITEMS)
+    limit = query_number(req, "limit", DEFAULT_ITEMS, MAX_ITEMS, least=1)
     order, after = req.get_param("order") or "desc", req.get_param("after")
     if order not in ("asc", "desc"):
         raise errors.validation_error("`order` is `asc` or `desc`", param="order")
@@ -287,11 +287,11 @@ def item_list(req: Request, items: Items) -> shapes.ItemList:
     return shapes.ItemList([*shown], ids[0], ids[-1], begin + limit < len(items))
 
 
-def query_number(req: Request, name: str, default: int, most: int) -> int:
-    """An integer of the query, at least 0. Raises ApiError: 422."""
+def query_number(req: Request, name: str, default: int, most: int, least: int = 0) -> int:
+    """An integer of the query within these bounds. Raises ApiError: 422."""
     given = req.get_param(name)
     if given is None:
         return default
-    if not (given.isascii() and given.isdigit() and len(given) < 12 and int(given) <= most):
-        raise errors.validation_error(f"`{name}` must be an integer from 0 to {most}", param=name)
+    if not (given.isascii() and given.isdigit() and len(given) < 12 and least <= int(given) <= most):
+        raise errors.validation_error(f"`{name}` must be an integer from {least} to {most}", param=name)
     return int(given)

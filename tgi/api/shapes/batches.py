@@ -112,6 +112,28 @@ class RequestCounts(ResponseBody):
     failed: UInt32 = 0
 
 
+class BatchInputDetails(ResponseBody):
+    """Tokens of the prompts by kind."""
+
+    cached_tokens: Annotated[UInt64, doc("Found in the prefix cache")] = 0
+
+
+class BatchOutputDetails(ResponseBody):
+    """Tokens of the answers by kind."""
+
+    reasoning_tokens: UInt64 = 0
+
+
+class BatchUsage(ResponseBody):
+    """What the answers so far have counted, all together."""
+
+    input_tokens: UInt64 = 0
+    input_tokens_details: BatchInputDetails = field(default_factory=BatchInputDetails)
+    output_tokens: UInt64 = 0
+    output_tokens_details: BatchOutputDetails = field(default_factory=BatchOutputDetails)
+    total_tokens: UInt64 = 0
+
+
 class BatchObject(ResponseBody, tag_field="object", tag="batch", kw_only=True):
     """A batch."""
 
@@ -133,6 +155,8 @@ class BatchObject(ResponseBody, tag_field="object", tag="batch", kw_only=True):
     cancelling_at: _Time | None = None
     cancelled_at: _Time | None = None
     request_counts: RequestCounts = field(default_factory=RequestCounts)
+    model: Annotated[str | None, doc("That of the first answer")] = None
+    usage: BatchUsage = field(default_factory=BatchUsage)
     metadata: Metadata | None = None
 
 
