@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ LOST_SECONDS = 120.0
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
 RETRIED = (429, 503)
 SHOWN_LOG_LINES = 20
+DIRECTORY_PREFIX = "tgi-batch-"  # of own servers
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -268,8 +270,7 @@ def _custom_id(line: bytes) -> str:
 def own_server(arguments: Sequence[str]) -> Iterator[str]:
     """A server with these arguments of `tgi up` for the time of the block. Yields its URL. Raises UserError if it does
     not start."""
-    with tempfile.TemporaryDirectory(prefix="tgi-batch-", ignore_cleanup_errors=True) as directory:
-        run = Path(directory)
+    with _own_directory() as run:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         address = ["--hostname", "127.0.0.1", "--port", str(port)]
@@ -295,6 +296,39 @@ def own_server(arguments: Sequence[str]) -> Iterator[str]:
         finally:
             process.terminate()
             process.wait()
+
+
+@contextlib.contextmanager
+def _own_directory() -> Iterator[Path]:
+    """A temporary directory, locked for the time of the block. Removes those that commands which were killed left."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+        lock = os.open(path, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            break
+        os.close(lock)  # another command took it for one that was left, before it was locked
+    try:
+        for left in path.parent.glob(f"{DIRECTORY_PREFIX}*"):
+            _remove_if_left(left)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_if_left(path: Path) -> None:
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # another user's, or removed meanwhile
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        pass  # of a command that runs
+    finally:
+        os.close(lock)
 
 
 def _is_healthy(port: int) -> bool:
