@@ -182,7 +182,7 @@ class Server:
         body = {"inputs": inputs, "parameters": {"details": True, **parameters}}
         with self.client.stream("POST", "/generate_stream", json=body) as answer:
             assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
+            for line in event_lines(answer):
                 if line.startswith("data:"):
                     yield json.loads(line[5:])
 
@@ -285,6 +285,17 @@ class SharedServers:
                 pass
         finally:
             shutil.rmtree(server.run_directory.parent, ignore_errors=True)
+
+
+def event_lines(answer: httpx.Response) -> Iterator[str]:
+    """The lines of a stream of events. httpx's `iter_lines` also divides them at characters such as U+2028, which a
+    random model writes now and then."""
+    rest = ""
+    for text in answer.iter_text():
+        *lines, rest = (rest + text).split("\n")
+        yield from lines
+    if rest:
+        yield rest
 
 
 def still_running(processes: Iterable[psutil.Process], timeout: float = 30) -> list[psutil.Process]:

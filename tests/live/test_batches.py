@@ -120,7 +120,7 @@ def batch_command(server: Server, source: Path, output: Path, *arguments: str) -
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
 def test_the_command_goes_on_where_it_was_ended(server: Server, tmp_path: Path, signal_number: int) -> None:
     server.wait_until_ready()
-    lines = [line(number, max_tokens=10) for number in range(100)]
+    lines = [line(number, max_tokens=30) for number in range(100)]
     lines[3:3] = ["", "{no JSON", line(900, url="/metrics"), line(901, max_tokens=0)]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(lines))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.server import Server
+from tests.live.server import Server, event_lines
 from tgi.microkernel.messages.protocol import RequestContext
 from tgi.microkernel.observability.flight_recorder import (
     RING_STAMPS,
@@ -129,7 +129,7 @@ def test_each_instance_of_a_request_is_told(server: Server) -> None:
 def test_a_resumed_stream_keeps_its_id(server: Server) -> None:
     body, events = CHAT | {"max_tokens": 60, "stream": True}, []
     with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        for line in answer.iter_lines():
+        for line in event_lines(answer):
             events.append(line)
             if len([one for one in events if one.startswith("data:")]) == 10:
                 break

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.server import Server, SharedServers
+from tests.live.server import Server, SharedServers, event_lines
 from tests.models import model
 from tests.schemas import SUITE, validate
 
@@ -113,7 +113,7 @@ def test_response_format_whole_and_streamed(server: Server, response_format: dic
         "max_tokens": 200,
     }
     with server.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True, "seed": 5}) as answer:
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        events = [json.loads(line[6:]) for line in event_lines(answer) if line.startswith("data: {")]
     assert (
         "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == choice["message"]["content"]
     )
@@ -145,7 +145,7 @@ def test_guided_choice_whole_and_streamed(server: Server, constraint: dict[str, 
             assert choice["finish_reason"] == "stop"
             texts.add(choice["text"] if "text" in choice else choice["message"]["content"])
         with server.client.stream("POST", path, json=body | {"stream": True}) as answer:
-            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+            events = [json.loads(line[6:]) for line in event_lines(answer) if line.startswith("data: {")]
         parts = [event["choices"][0] for event in events]
         texts.add("".join(part["text"] if "text" in part else part["delta"].get("content") or "" for part in parts))
         assert len(texts) > 1

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live.server import TIMEOUT_SECONDS, Server, free_port
+from tests.live.server import TIMEOUT_SECONDS, Server, event_lines, free_port
 from tests.live.test_operating import succeed
 from tests.microkernel.tcp import cable
 from tgi.microkernel.host import rundir
@@ -200,7 +200,7 @@ def resumed_elsewhere(server: Server, other: Server, tokens: int) -> list[int]:
     for one, count in ((server, 10), (other, tokens)):
         with one.client.stream("POST", "/generate_stream", json=body, headers=headers) as response:
             assert response.status_code == 200
-            for line in response.iter_lines():
+            for line in event_lines(response):
                 if line.startswith("id: "):
                     last = line.removeprefix("id: ")
                 elif line.startswith("data: "):

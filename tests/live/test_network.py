@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from scripts.reliability.network import Network
-from tests.live.server import Server, still_running
+from tests.live.server import Server, event_lines, still_running
 from tests.network import network
 from tgi.microkernel.processes.process import read_progress
 
@@ -209,7 +209,7 @@ def test_requests_end_at_their_timeout_behind_a_cut_that_stays(
     body = {"inputs": "A prompt", "parameters": {"max_new_tokens": 1000}}
     deployment.front.wait_until(lambda: not deployment.scheduler_works(), "earlier requests are gone")
     with front.client.stream("POST", "/generate_stream", json=body, headers=timeout) as answer:
-        lines = (json.loads(line[5:]) for line in answer.iter_lines() if line.startswith("data:"))
+        lines = (json.loads(line[5:]) for line in event_lines(answer) if line.startswith("data:"))
         assert "token" in next(lines)
         deployment.network.change_between(*link, cut=True)
         with pytest.raises(httpx.ReadTimeout):
@@ -253,7 +253,7 @@ def test_requests_of_a_front_end_whose_host_vanishes_are_cancelled(
     body = {"inputs": "A prompt", "parameters": {"max_new_tokens": 1000}}
     front = deployment.front
     with front.client.stream("POST", "/generate_stream", json=body) as answer:
-        lines = answer.iter_lines()
+        lines = event_lines(answer)
         next(lines)
         deployment.network.change_between("front", "tokenizer", cut=True)
         kill_host(front)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.certificates import make_certificate
-from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers, event_lines
 from tests.live.test_tools import REQUEST as TOOL_REQUEST
 from tests.live.test_tools import TEMPLATE
 from tests.models import model
@@ -62,7 +62,7 @@ def stream(server: Server, kind: str, last_event: str | None = None, **changes: 
     with httpx.stream("POST", f"{server.url}{path}", json=body | changes, headers=headers, **CLIENT_OPTIONS) as answer:
         assert answer.status_code == 200, answer.read()
         event_id = ""
-        for line in answer.iter_lines():
+        for line in event_lines(answer):
             if line.startswith("id: "):
                 event_id = line[4:]
             elif line.startswith("data: "):

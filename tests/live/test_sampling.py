@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.server import Server, SharedServers
+from tests.live.server import Server, SharedServers, event_lines
 from tests.models import model
 
 pytestmark = pytest.mark.live
@@ -53,7 +53,7 @@ def stream(server: Server, act: Callable[[], Any], after: int, **fields: Any) ->
     logprobs: list[float] = []
     acting = threading.Thread(target=act)
     with server.client.stream("POST", "/v1/completions", json=BODY | fields | {"stream": True}) as answer:
-        for line in answer.iter_lines():
+        for line in event_lines(answer):
             if line.startswith("data: {") and (choices := json.loads(line[6:])["choices"]):
                 text += choices[0]["text"]
                 tokens += choices[0]["logprobs"]["tokens"]
