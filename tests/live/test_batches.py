@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,9 @@ def test_the_command_goes_on_where_it_was_ended(server: Server, tmp_path: Path, 
     source.write_text("\n".join(lines))
     part = tmp_path / "out.jsonl.part"
     command = batch_command(server, source, output, "--url", f"{server.url}/v1", "--concurrency", "16")
-    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=server.environment)
+    # Where the tests run in the background, they ignore SIGINT, which a child inherits.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=server.environment, preexec_fn=heed)
     server.wait_until(lambda: part.exists() and part.read_bytes().count(b"\n") > 20, "some are answered")
     first.send_signal(signal_number)
     first.communicate(timeout=60)
