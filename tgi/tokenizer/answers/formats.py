@@ -542,6 +542,8 @@ REASONING_TAGS = (
     ReasoningTags("<ifm|think>", "</ifm|think>"),
     ReasoningTags("Here is my thought process:", "Here is my response:"),
 )
+# Of ERNIE 4.5, around the text of an answer behind its reasoning; neither is shown.
+TEXT_TAGS = ("<response>", "</response>")
 # Names of reasoning parsers in vLLM and SGLang. harmony (openai_gptoss) has channels in place of tags.
 REASONING_PARSERS: dict[str, ReasoningTags | None] = {
     **dict.fromkeys(
@@ -582,6 +584,7 @@ class AnswerFormat(NamedTuple):
     channels: bool = False  # the answer consists of messages with headers, see Channels
     # The types of the arguments of each tool that may be called (see arguments.argument_types); None: any tool.
     tools: Mapping[str, Mapping[str, list[str]]] | None = None
+    has_text_tags: bool = False  # the text may stand between TEXT_TAGS
 
 
 def reasoning_sampling(
@@ -695,15 +698,20 @@ class FormatDetector:
             return described
         return None if self.channels(template) else detect_reasoning_tags(template) or described
 
+    def has_text_tags(self, template: str) -> bool:
+        """Whether the text of answers may stand between TEXT_TAGS."""
+        named = "ernie45" in (self._tool_call_parser, self._reasoning_parser)
+        return named or all(tag in template for tag in TEXT_TAGS)
+
     def channels(self, template: str) -> bool:
         """Whether answers consist of messages with headers."""
         known = self.call_format(template)
         return known is not None and known.channels
 
 
-# The name of the format that tokenizer_config.json describes, as vLLM calls it, and as SGLang does.
+# The name of the format that tokenizer_config.json describes, as vLLM calls it, and as SGLang does; Beam's has it.
 RESPONSE_TEMPLATE = "hf"
-RESPONSE_TEMPLATE_NAMES = (RESPONSE_TEMPLATE, "response_template")
+RESPONSE_TEMPLATE_NAMES = (RESPONSE_TEMPLATE, "response_template", "beam")
 
 
 def _own_name(name: str) -> str:
@@ -735,7 +743,7 @@ class FormatTokens:
     """
 
     def __init__(self, vocabulary: Vocabulary, described: AnswerFormat | None = None) -> None:
-        pieces = {piece for tags in REASONING_TAGS for piece in tags} | set(Channels.PIECES)
+        pieces = {piece for tags in REASONING_TAGS for piece in tags} | {*Channels.PIECES, *TEXT_TAGS}
         for known in (*TOOL_CALL_FORMATS, *(() if described is None else described.call_formats)):
             pieces.update(known.pieces)
         if described is not None and described.reasoning_tags is not None:
