@@ -197,6 +197,11 @@ def validation_error(detail: str, *, param: str | None = None, counted: bool = T
     return ApiError(422, "validation", text, param=param, counted=label)
 
 
+def unknown_after(given: str) -> ApiError:
+    """422: a list is to go on behind what it does not have."""
+    return validation_error(f"`after` is the id of something in the list. Given: {given[:64]}", param="after")
+
+
 def no_such_route(method: str, path: str) -> Rejection:
     """404. Where the path is known from other servers, the error names the path to use instead. In TGI's format others
     have no body."""

@@ -18,7 +18,7 @@ from tgi.api.batches import ENDPOINTS
 from tgi.api.clients import Client
 from tgi.api.errors import ApiError, Rejection
 from tgi.api.json_body import JsonBody
-from tgi.api.routes.stored_responses import query_number
+from tgi.api.routes.stored_responses import newest_first, query_number
 from tgi.api.service import Resource, Service
 from tgi.api.shapes import batches as shapes
 from tgi.api.sqlite_store import StoreUnavailable
@@ -90,11 +90,8 @@ class FilesResource(BatchResource):
     async def on_get(self, req: Request, resp: Response) -> None:
         """Lists the files, the last one first unless `order=asc`."""
         limit = query_number(req, "limit", MAX_FILES, MAX_FILES, least=1)
-        order = req.get_param("order") or "desc"
-        if order not in ("asc", "desc"):
-            raise errors.validation_error("`order` is `asc` or `desc`", param="order")
         client, purpose, after = req.context.client.name, req.get_param("purpose"), req.get_param("after")
-        found = await self._store.files(client, purpose, after, limit + 1, order == "desc")
+        found = await self._store.files(client, purpose, after, limit + 1, newest_first(req))
         _answer(resp, shapes.FileList(*_part([file.shown for file in found], limit)))
 
     on_head = on_get  # falcon omits the body

@@ -276,15 +276,24 @@ def current_body(stored: StoredResponse) -> str:
 def item_list(req: Request, items: Items) -> shapes.ItemList:
     """Some of the items, as `limit`, `order` and `after` say. Raises ApiError: 422 for another value of these."""
     limit = query_number(req, "limit", DEFAULT_ITEMS, MAX_ITEMS, least=1)
-    order, after = req.get_param("order") or "desc", req.get_param("after")
-    if order not in ("asc", "desc"):
-        raise errors.validation_error("`order` is `asc` or `desc`", param="order")
-    if order == "desc":
+    if newest_first(req):
         items = items[::-1]
-    begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), 0)
+    begin, after = 0, req.get_param("after")
+    if after is not None:
+        begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), 0)
+        if not begin:
+            raise errors.unknown_after(after)
     shown = items[begin : begin + limit]
     ids = [item["id"] for item in shown] or [None]
     return shapes.ItemList([*shown], ids[0], ids[-1], begin + limit < len(items))
+
+
+def newest_first(req: Request) -> bool:
+    """Whether `order` of the query asks for the last one first, as it does by default. Raises ApiError: 422."""
+    order = req.get_param("order") or "desc"
+    if order not in ("asc", "desc"):
+        raise errors.validation_error("`order` is `asc` or `desc`", param="order")
+    return order == "desc"
 
 
 def query_number(req: Request, name: str, default: int, most: int, least: int = 0) -> int:
