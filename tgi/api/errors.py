@@ -111,7 +111,10 @@ class ApiError(Exception):
         """The body in Anthropic's format, which is the data of an event, too."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         details = ANTHROPIC_DETAILS.get(self.param or "", msgspec.UNSET)
-        return msgspec.json.encode(MessageError(MessageFailure(kind, self.message, details), request_id))
+        text = self.message
+        if self.param is not None and self.param not in text:  # a rule calls the parameter by TGI's name
+            text = f"{self.param}: {text}"
+        return msgspec.json.encode(MessageError(MessageFailure(kind, text, details), request_id))
 
     def openai_event_data(self) -> bytes:
         """The data of an event in OpenAI's format."""
