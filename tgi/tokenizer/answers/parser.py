@@ -19,7 +19,6 @@ from tgi.tokenizer.answers.arguments import (
 from tgi.tokenizer.answers.formats import (
     MAX_BARE_WORD,
     STAND_IN,
-    TEXT_TAGS,
     WHITESPACE,
     AnswerFormat,
     ArgumentTags,
@@ -193,8 +192,10 @@ class AnswerParser:
 
     def _parse_text_tag(self) -> Generator[None]:
         """Drops the tag that begins the text, and the newlines behind it."""
-        opening, closing = map(self._piece_text, TEXT_TAGS)
-        if self._answer_format.has_text_tags and (yield from self._begins_with((opening,))):
+        if self._answer_format.text_tags is None:
+            return
+        opening, closing = map(self._piece_text, self._answer_format.text_tags)
+        if (yield from self._begins_with((opening,))):
             self._strip_left(WHITESPACE)
             self._consume(len(opening))
             yield from self._skip("\n")
