@@ -117,6 +117,33 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Ernie4_5_MoeConfig",
         {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "use_bias": False},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"num_experts": 6, "moe_topk": [3, 3, 3]}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -132,7 +159,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 # Where it need not be hidden / heads.
 HEAD_DIM = (
     *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe"),
-    *("seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "ministral3"),
+    *("gpt_oss", "seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
 )
 KINDS = (*CONFIGS, "gpt2")
 
@@ -266,6 +293,8 @@ def fill(model: Any, seed: int) -> None:
             else:
                 fan_in = weight.shape[0] if "c_" in name else weight.shape[-1]  # GPT-2's Conv1D is transposed
                 value = noise / fan_in**0.5
+                if name.endswith("gate_up_proj_bias"):  # of gpt-oss, some of whose activations are clamped
+                    value = 4 * noise
                 if name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight")):
                     value *= 2  # layers outweigh the embedding, or a tied head would repeat its input forever
             weight.copy_(value)

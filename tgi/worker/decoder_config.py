@@ -64,6 +64,7 @@ class RouterConfig:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    logit_bias: bool = False  # the router's linear layer has a bias
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,17 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class StackedExperts:
+    """Names of the tensors, after the prefix `model.layers.N.`, that hold one kind of matrix of all experts:
+    [experts, outputs, inputs]. The names of their biases and of the columns of quantized weights begin alike."""
+
+    gate_up: str  # the gate's outputs and those of the up projection
+    down: str
+    interleaved: bool = False  # the outputs alternate between gate and up; otherwise those of the gate come first
+    inputs_first: bool = False  # plain matrices are [experts, inputs, outputs]
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Names of a layer's tensors in the checkpoint, after the prefix `model.layers.N.`.
 
@@ -92,6 +104,7 @@ class TensorNames:
     output: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -104,6 +117,7 @@ class TensorNames:
     expert_gate: str = "mlp.experts.{}.gate_proj"
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
+    stacked: StackedExperts | None = None  # the tensors that these experts are parts of
     # Norms before and after each part; None = absent.
     attention_before: str | None = "input_layernorm"
     attention_after: str | None = None
@@ -148,8 +162,10 @@ class DecoderConfig:
     attention_cap: float | None = None
     qkv_bias: bool = False
     output_bias: bool = False  # of the output projection
+    sinks: bool = False  # each head has a score without a value: see KVCacheSpec.sinks
 
-    # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an epilogue of layers.linear.Linear.
+    # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an activation of activations.ACTIVATIONS, by
+    # which the product may be another: activations.gated.
     activation: str = "silu"
     gated: bool = True
     mlp_bias: bool = False

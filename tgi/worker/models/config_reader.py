@@ -39,7 +39,7 @@ NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")  #
 # Names of the same numbers in the families.
 ATTENTION_BIAS = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
@@ -124,6 +124,9 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "logit_scale": float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
         "logit_cap": values.get("final_logit_softcapping"),
     }
+    for key, required in family.required.items():
+        if config.get(key, required) != required:
+            raise UnsupportedConfig(f"{key} {config[key]!r}")
     for key in ("qk_layernorm", "clip_qkv"):
         if config.get(key):
             raise UnsupportedConfig(key)
@@ -158,6 +161,7 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
     shared = values.get("shared_expert_intermediate_size") or width * _first(values, SHARED_EXPERTS, 0)
     router = RouterConfig(
         score=family.router_score,
+        logit_bias=family.router_logit_bias,
         normalized=bool(values["norm_topk_prob"]),
         biased=family.router_biased,
         groups=values.get("n_group") or 1,
@@ -175,8 +179,13 @@ def _expert_count(values: dict[str, Any]) -> int:
 
 
 def _first(values: dict[str, Any], keys: tuple[str, ...], default: int) -> int:
-    """The first value of these keys that is set."""
-    return next((int(values[key]) for key in keys if values.get(key)), default)
+    """The first value of these keys that is set. One for each layer (hunyuan) must be the same for all."""
+    for key in keys:
+        if found := values.get(key):
+            if len(set(found if isinstance(found, list) else [found])) > 1:
+                raise UnsupportedConfig(f"different {key} of layers")
+            return int(found[0] if isinstance(found, list) else found)
+    return default
 
 
 def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: int, scale: int | None) -> LayerConfig:

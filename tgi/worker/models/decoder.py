@@ -67,6 +67,7 @@ class DecoderModel:
             cpu_kernels=kernels,
             gpu_kernels=gpu,
             cache_scales=scales,
+            sinks=tuple(layer.sinks for layer in weights.layers if layer.sinks is not None),
         )
         self.footprint = weights.footprint
         self.device = device

@@ -46,6 +46,7 @@ class DecoderLayer(NamedTuple):
     mlp_before: Norm | None
     mlp: Mlp | Experts
     mlp_after: Norm | None
+    sinks: Tensor | None = None  # float32 [heads], see KVCacheSpec.sinks
 
 
 class DecoderWeights(NamedTuple):

@@ -7,7 +7,8 @@ To add a family that DecoderConfig can express, add an entry to FAMILIES; models
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tgi.worker.decoder_config import TensorNames
+from tgi.worker.activations import ALPHA, LIMIT
+from tgi.worker.decoder_config import StackedExperts, TensorNames
 
 # Keys that config.json may have in every family, with the defaults of transformers.
 COMMON_KEYS: dict[str, Any] = {
@@ -46,7 +47,10 @@ class ModelFamily:
     interleaved_rope: bool = False  # see RopeConfig.interleaved
     router_score: str = "softmax"  # see RouterConfig
     router_biased: bool = False
+    router_logit_bias: bool = False
     optional_query_key_norm: str = "each"  # the kind of norm that `use_qk_norm` asks for
+    # Keys that must have this value, if config.json has them.
+    required: dict[str, Any] = field(default_factory=dict)
     rope_in_windows_only: bool = False  # where some layers have a sliding window, the others have no rotary embedding
 
 
@@ -106,6 +110,13 @@ _MIXTRAL_NAMES = TensorNames(
     expert_up="block_sparse_moe.experts.{}.w3",
     expert_down="block_sparse_moe.experts.{}.w2",
 )
+_GRANITE = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_HUNYUAN_NAMES = TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
 _FUSED_GATE = TensorNames(gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
 _NORMS_AFTER = TensorNames(
     attention_before=None,
@@ -143,15 +154,20 @@ FAMILIES: dict[str, ModelFamily] = {
         ),
         aliases={"su": "longrope", "yarn": "longrope"},
     ),
-    "granite": ModelFamily(
+    "granite": ModelFamily(_RMS | _BIASES | _GRANITE),
+    "granitemoe": ModelFamily(
         {
             **_RMS,
-            **_BIASES,
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        }
+            **_GRANITE,
+            "attention_bias": False,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        names=TensorNames(
+            router="block_sparse_moe.router.layer",
+            stacked=StackedExperts("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+        ),
     ),
     "gemma": ModelFamily(
         _GEMMA, {"norm_offset": 1.0}, aliases={"gelu": "gelu_pytorch_tanh"}, scale_embedding_by_width=True
@@ -202,7 +218,19 @@ FAMILIES: dict[str, ModelFamily] = {
     "hunyuan_v1_dense": ModelFamily(
         {**_RMS5, "attention_bias": False},
         {"query_key_norm": "head", "query_key_norm_last": True},
-        TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm"),
+        _HUNYUAN_NAMES,
+    ),
+    "hunyuan_v1_moe": ModelFamily(
+        {
+            **_RMS5,
+            "attention_bias": False,
+            "num_experts": 1,
+            "moe_topk": 1,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+        },
+        {"query_key_norm": "head", "query_key_norm_last": True},
+        replace(_HUNYUAN_NAMES, router="mlp.gate.wg", shared_expert="mlp.shared_mlp"),
     ),
     "glm": ModelFamily(_GLM, {"output_bias": False}, _FUSED_GATE, interleaved_rope=True),
     "glm4": ModelFamily(
@@ -397,6 +425,35 @@ FAMILIES: dict[str, ModelFamily] = {
         names=TensorNames(router_bias="mlp.moe_statics.e_score_correction_bias", router_bias_is_row=True),
         interleaved_rope=True,
         router_biased=True,
+    ),
+    "gpt_oss": ModelFamily(
+        {
+            **_RMS5,
+            "attention_bias": True,
+            "head_dim": 64,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "layer_types": None,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
+        fixed={"sinks": True, "mlp_bias": True, "activation": "clamped_silu"},
+        required={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
+        names=TensorNames(
+            router="mlp.router",
+            stacked=StackedExperts(
+                "mlp.experts.gate_up_proj", "mlp.experts.down_proj", interleaved=True, inputs_first=True
+            ),
+        ),
+        router_logit_bias=True,
     ),
     "qwen3_moe": ModelFamily(
         {

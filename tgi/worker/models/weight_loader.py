@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tgi.microkernel.errors import UserError
+from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
 from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig
@@ -117,12 +118,19 @@ class DecoderWeightLoader:
             attention_before=norm(names.attention_before),
             qkv=self._linear(config.qkv_bias, config.hidden, *qkv),
             query_key_norms=self._query_key_norms(prefix + names.query_norm, prefix + names.key_norm),
+            sinks=self._sinks(prefix + names.sinks) if config.sinks else None,
             output=self._last_linear(config.output_bias, heads, queries, output, attention_after is not None),
             attention_after=attention_after,
             mlp_before=norm(names.mlp_before),
             mlp=self._experts(prefix) if config.layers[number].routed else self._dense(prefix),
             mlp_after=norm(names.mlp_after),
         )
+
+    def _sinks(self, name: str) -> Tensor:
+        """The sinks of this rank's heads."""
+        heads = self._shard.heads
+        stored = self._source.tensor(name, self._config.heads)[heads.start : heads.stop]
+        return stored.to(self._device, torch.float32, copy=True)
 
     def _head_columns(self, heads: range) -> range:
         """The columns of these heads."""
@@ -167,7 +175,9 @@ class DecoderWeightLoader:
             return None, self._linear(config.mlp_bias, config.hidden, up, epilogue=config.activation)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
         if self._own_kernels is None or not can_pack_together(first[0], second[0]):
-            return self._build(*first, config.activation), self._build(*second, "mul")
+            return self._build(*first, config.activation), self._build(
+                *second, UP_EPILOGUES.get(config.activation, "mul")
+            )
         biases = [bias for _, bias in (first, second) if bias is not None]
         return None, self._build(first[0], torch.cat(biases) if biases else None, config.activation, second[0])
 
@@ -197,28 +207,38 @@ class DecoderWeightLoader:
         gpu: GpuKernels,
     ) -> GroupedExperts:
         config, inner, local = self._config, experts.intermediate, self._shard.expert_inner
-        assert not config.mlp_bias
 
-        def stacked(inputs: int, columns: range, outputs: int, rows: range, names: tuple[str, ...]) -> Weight:
-            """One weight of these matrices of all experts. They are not needed any more when it returns, so that memory
-            holds no more than one layer twice."""
+        def stacked(
+            inputs: int, columns: range, outputs: int, rows: range, names: tuple[str, ...], bias: bool
+        ) -> tuple[Weight, Tensor | None]:
+            """One weight, and one bias, of these matrices of all experts. They are not needed any more when it returns,
+            so that memory holds no more than one layer twice."""
             parts: list[Weight] = []
+            biases: list[Tensor] = []
             for number in range(experts.count):
                 matrices = (StoredMatrix(prefix + name.format(number), outputs, rows) for name in names)
-                parts += [weight for weight, _ in self._matrices(False, inputs, *matrices, columns=columns)]
+                for weight, found in self._matrices(bias, inputs, *matrices, columns=columns):
+                    parts.append(weight)
+                    biases += [] if found is None else [found]
             weight = stack_weights(parts, self._dtype)
             self._count(weight)
-            return weight
+            return weight, torch.cat(biases) if biases else None
 
-        hidden = range(config.hidden)
+        hidden, partial_sum = range(config.hidden), len(local) < inner
+        first = names[:2] if config.gated else names[1:2]
+        up, up_bias = stacked(config.hidden, hidden, inner, local, first, config.mlp_bias)
+        last_bias = config.mlp_bias and (self._shard.rank == 0 or not partial_sum)  # as in _last_linear
+        down, down_bias = stacked(inner, local, config.hidden, hidden, names[2:], last_bias)
         return GroupedExperts(
             router=router,
-            up=stacked(config.hidden, hidden, inner, local, names[:2] if config.gated else names[1:2]),
-            down=stacked(inner, local, config.hidden, hidden, names[2:]),
+            up=up,
+            down=down,
+            up_bias=up_bias,
+            down_bias=down_bias,
             activation=config.activation,
             gated=config.gated,
             shared=shared,
-            partial_sum=len(local) < inner,
+            partial_sum=partial_sum,
             kernels=gpu,
         )
 
@@ -228,7 +248,8 @@ class DecoderWeightLoader:
             shape = (1, experts.count) if names.router_bias_is_row else (experts.count,)
             stored = self._source.tensor(prefix + names.router_bias, *shape)
             bias = stored.flatten().to(self._device, torch.float32, copy=True)
-        return Router(self._unquantized(prefix + names.router, experts.count), bias, experts.router, experts.top_k)
+        linear = self._unquantized(prefix + names.router, experts.count, experts.router.logit_bias)
+        return Router(linear, bias, experts.router, experts.top_k)
 
     def _shared_expert(self, prefix: str, experts: ExpertsConfig) -> SharedExpert | None:
         names, width = self._config.names, experts.shared_intermediate
@@ -237,10 +258,11 @@ class DecoderWeightLoader:
         mlp = self._mlp(prefix, names.shared_parts, width, self._shard.shared_inner, True)
         return SharedExpert(mlp, self._unquantized(prefix + names.shared_gate, 1) if experts.shared_gated else None)
 
-    def _unquantized(self, name: str, outputs: int) -> Linear:
+    def _unquantized(self, name: str, outputs: int, bias: bool = False) -> Linear:
         """A router or a gate is never quantized: it is small, and small errors would change the choice of experts."""
         weight = self._source.tensor(f"{name}.weight", outputs, self._config.hidden)
-        return self._build(self._to_device(weight), None, "none")
+        offset = self._source.tensor(f"{name}.bias", outputs).to(self._device, self._dtype) if bias else None
+        return self._build(self._to_device(weight), offset, "none")
 
     def _norm_weight(self, name: str, *shape: int) -> Tensor:
         weight = self._source.tensor(f"{name}.weight", *shape).to(self._device, torch.float32, copy=True)

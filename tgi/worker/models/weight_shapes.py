@@ -31,7 +31,7 @@ class VectorShape(NamedTuple):
     name: str  # of the tensor
     numbers: int  # as stored
     local_numbers: int  # as the shard holds it
-    norm: bool  # held in float32; a bias has the model's dtype
+    norm: bool  # or sinks: held in float32; a bias has the model's dtype
 
 
 def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
@@ -53,6 +53,8 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
             if name is not None:
                 yield from _norm(config, prefix + name)
         yield from _query_key_norms(config, shard, prefix)
+        if config.sinks:
+            yield VectorShape(prefix + names.sinks, config.heads, len(shard.heads), True)
         for matrix in _layer_matrices(config, shard, number):
             yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
         experts = config.experts
@@ -119,6 +121,8 @@ def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -
     names = config.names
     if name in (names.query, names.key, names.value):
         present = config.qkv_bias
+    elif name == names.router:
+        present = config.experts is not None and config.experts.router.logit_bias
     else:
         present = config.output_bias if name == names.output else config.mlp_bias and matrix.quantizable
     if present:

@@ -138,7 +138,7 @@ class CheckpointForms:
             for name in groups.values:
                 scheme = groups.within(name)
                 self._schemes.append((_names(scheme, "targets"), scheme.within("weights")))
-        elif method not in ("gptq", "awq", "fp8", "fbgemm-fp8"):
+        elif method not in ("gptq", "awq", "fp8", "fbgemm-fp8", "mxfp4"):
             raise config.unfit(
                 f"the size of weights with quant_method {config.values.get('quant_method')!r} does not follow from the "
                 "config. Plan with the original model and --quantize"
@@ -147,6 +147,8 @@ class CheckpointForms:
     def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
         """See StoredForms."""
         config, method = self._config, self._config.method
+        if method == "mxfp4":  # of experts alone
+            return WeightForm(8, group=32) if ".experts." in name else None
         head = method == "compressed-tensors" or config.values.get("lm_head")
         if name == EMBEDDING or (name == HEAD and not head):
             return None
