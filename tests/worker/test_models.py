@@ -280,7 +280,8 @@ def test_longrope_is_limited_to_the_original_length() -> None:
         ({"hidden_act": "relu"}, "relu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"model_type": "falcon"}, "falcon"),
+        ({"model_type": "falcon", "alibi": True}, "alibi"),
+        ({"model_type": "bloom"}, "bloom"),
     ],
 )
 def test_unsupported_config_values_are_named(changes: dict[str, Any], named: str) -> None:
