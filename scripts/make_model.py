@@ -89,6 +89,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJConfig", {"rotary_dim": 8}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True}),
     "gpt_bigcode": ("GPTBigCodeConfig", {}),
+    "opt": ("OPTConfig", {}),
     "minimax_m2": (
         "MiniMaxM2Config",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": {"partial_rotary_factor": 0.5}},
@@ -179,6 +180,7 @@ OTHER_NAMES = {
     "gptj": GPT_NAMES,
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
     "gpt_bigcode": GPT_NAMES,
+    "opt": {"intermediate_size": "ffn_dim"},
 }
 
 # Common to the shapes of known models.
@@ -291,8 +293,10 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
     if kind == "helium":  # its class would set 128, and expect what it does not check
         arguments["head_dim"] = shape["hidden"] // shape["heads"]
     name, options = CONFIGS[kind]
-    if kind in ("gpt_neox", "gptj", "gpt_bigcode"):
+    if kind in ("gpt_neox", "gptj", "gpt_bigcode", "opt"):
         del arguments["num_key_value_heads"]
+    if kind == "opt":
+        arguments["word_embed_proj_dim"] = shape["hidden"]
     arguments |= {own: arguments.pop(name) for name, own in OTHER_NAMES.get(kind, {}).items()}
     return getattr(transformers, name)(**arguments | options | more)
 

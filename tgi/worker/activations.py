@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "clamped_silu": _clamped_silu,
 }

@@ -101,7 +101,7 @@ class CheckpointLayout:
     # Rows of the joint matrix of queries, keys and values. "heads": of each key head its queries, its key and its
     # value; None: all queries, then all keys, then all values.
     qkv_rows: str | None = None
-    inputs_first: bool = False  # matrices of layers are [inputs, outputs] (GPT-2)
+    positions_offset: int = 0  # the learned vector of position p is in row p + positions_offset
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from torch import Tensor
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.decoder_config import CheckpointLayout, DecoderConfig
-
-_LAYER = "model.layers."
+from tgi.worker.quantization.weight_forms import POSITIONS
 
 
 class RenamedCheckpoint(Checkpoint):
@@ -34,8 +33,8 @@ class RenamedCheckpoint(Checkpoint):
         """See Checkpoint. Raises UserError for a quantized joint matrix of queries, keys and values to be reordered."""
         tensor = super().raw_tensor(name)
         module, _, kind = name.rpartition(".")
-        if self._layout.inputs_first and tensor.ndim == 2 and name.startswith(_LAYER):
-            tensor = tensor.t()
+        if module == POSITIONS:
+            return tensor[self._layout.positions_offset :]
         if self._layout.qkv_rows is None or not module.endswith(self._config.names.query):
             return tensor
         if kind not in ("weight", "bias"):

@@ -31,6 +31,7 @@ EPILOGUES = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
 }
 IS_PART = "is_text_part"
@@ -131,6 +132,8 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     for key, required in family.required.items():
         if config.get(key, required) != required:
             raise UnsupportedConfig(f"{key} {config[key]!r}")
+    if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
+        raise UnsupportedConfig("word_embed_proj_dim")
     for key in ("qk_layernorm", "clip_qkv"):
         if config.get(key):
             raise UnsupportedConfig(key)

@@ -451,6 +451,42 @@ FAMILIES: dict[str, ModelFamily] = {
         required={"scale_attn_weights": True},
         positions="learned",
     ),
+    "opt": ModelFamily(
+        {
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "relu",
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        {**_LAYER_NORMS},
+        TensorNames(
+            output="self_attn.out_proj",
+            up="fc1",
+            down="fc2",
+            layout=CheckpointLayout(
+                (
+                    (r"^(model\.)?decoder\.", "model."),
+                    (r"^model\.final_layer_norm\.", "model.norm."),
+                    (r"\.self_attn_layer_norm\.", ".input_layernorm."),
+                    (r"\.final_layer_norm\.", ".post_attention_layernorm."),
+                ),
+                positions_offset=2,
+            ),
+        ),
+        key_names={
+            "intermediate_size": "ffn_dim",
+            "hidden_act": "activation_function",
+            "attention_bias": "enable_bias",
+            "mlp_bias": "enable_bias",
+        },
+        required={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "layer_norm_elementwise_affine": True,
+        },
+        positions="learned",
+    ),
     "mixtral": ModelFamily(
         {
             **_RMS5,
