@@ -6,6 +6,7 @@ tile_planner   divides a step into tiles for torch_cpu
 cpu_kernels    CPU, with our own kernels
 packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
+state_cache    the recurrent state of requests, of layers without pages
 explicit       with soft caps or sinks, where torch computes sequence by sequence
 """
 
@@ -14,16 +15,24 @@ import torch
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
+from tgi.worker.attention.state_cache import StateCache
 from tgi.worker.attention.torch_cpu import TorchCpuAttention
 
 
-def build_attention(kv: KVCacheSpec, pages: int, device: torch.device) -> AttentionBackend:
-    """The backend for a model on a device, with memory for `pages` pages, numbered from 0."""
+def build_attention(
+    kv: KVCacheSpec, pages: int, device: torch.device, slots: int = 1, snapshots: int = 0
+) -> AttentionBackend:
+    """The backend for a model on a device, with memory for `pages` pages, numbered from 0, and, if the model has
+    recurrent layers, for the states of `slots` requests and this many snapshots of states."""
+    attention: CudaAttention | CpuKernelAttention | TorchCpuAttention
     if device.type == "cuda":
-        return CudaAttention(kv, pages, device)
-    if kv.cpu_kernels is not None:
-        return CpuKernelAttention(kv, pages, kv.cpu_kernels)
-    return TorchCpuAttention(kv, pages, device)
+        attention = CudaAttention(kv, pages, device)
+    elif kv.cpu_kernels is not None:
+        attention = CpuKernelAttention(kv, pages, kv.cpu_kernels)
+    else:
+        attention = TorchCpuAttention(kv, pages, device)
+    attention.states = kv.state and StateCache(kv.state, slots, snapshots, device)
+    return attention
 
 
 def page_size(kv: KVCacheSpec, device: torch.device) -> int:
