@@ -1,6 +1,7 @@
 """Attention backends. Each owns the KV cache and is the only code that indexes its pages.
 
 interface      ForwardBatch, KVCacheSpec and the protocols of a backend; read this first
+state_cache    what recurrent layers keep of a request
 torch_cpu      CPU, with torch's flash attention kernel
 tile_planner   divides a step into tiles for torch_cpu
 cpu_kernels    CPU, with our own kernels
@@ -14,16 +15,23 @@ import torch
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
+from tgi.worker.attention.state_cache import StateCache
 from tgi.worker.attention.torch_cpu import TorchCpuAttention
 
 
-def build_attention(kv: KVCacheSpec, pages: int, device: torch.device) -> AttentionBackend:
-    """The backend for a model on a device, with memory for `pages` pages, numbered from 0."""
+def build_attention(kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0) -> AttentionBackend:
+    """The backend for a model on a device, with memory for `pages` pages, numbered from 0, and, if the model has
+    recurrent layers, for `state_slots` slots of their state."""
+    backend: AttentionBackend
     if device.type == "cuda":
-        return CudaAttention(kv, pages, device)
-    if kv.cpu_kernels is not None:
-        return CpuKernelAttention(kv, pages, kv.cpu_kernels)
-    return TorchCpuAttention(kv, pages, device)
+        backend = CudaAttention(kv, pages, device)
+    elif kv.cpu_kernels is not None:
+        backend = CpuKernelAttention(kv, pages, kv.cpu_kernels)
+    else:
+        backend = TorchCpuAttention(kv, pages, device)
+    if kv.state is not None:
+        backend.state = StateCache(kv.state, state_slots, device)
+    return backend
 
 
 def page_size(kv: KVCacheSpec, device: torch.device) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
+from tgi.worker.attention.state_cache import StateCache
 from tgi.worker.cpu_kernels.arena import LARGE_PAGE, SMALL_PAGE, map_region
 from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, AttentionRows, CpuKernels, KVCache
 
@@ -26,6 +27,7 @@ class CpuKernelAttention:
     """
 
     page_size = PAGE_SIZE
+    state: StateCache | None = None  # set by build_attention
 
     def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels) -> None:
         self._kv = kv

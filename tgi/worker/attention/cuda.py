@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tgi.worker.attention.explicit import explicit_attention
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
+from tgi.worker.attention.state_cache import StateCache
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rows
 from tgi.worker.kv_cache_sizes import GPU_PAGE_SIZE
 
@@ -36,6 +37,7 @@ class CudaAttention:
     """Implements AttentionBackend, CapturableBackend and TransformingBackend."""
 
     page_size = GPU_PAGE_SIZE
+    state: StateCache | None = None  # set by build_attention
 
     def __init__(self, kv: KVCacheSpec, pages: int, device: torch.device) -> None:
         self._kv = kv
