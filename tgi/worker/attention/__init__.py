@@ -1,12 +1,12 @@
 """Attention backends. Each owns the KV cache and is the only code that indexes its pages.
 
 interface      ForwardBatch, KVCacheSpec and the protocols of a backend; read this first
+state_cache    what recurrent layers keep of a request
 torch_cpu      CPU, with torch's flash attention kernel
 tile_planner   divides a step into tiles for torch_cpu
 cpu_kernels    CPU, with our own kernels
 packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
-state_cache    the recurrent state of requests, of layers without pages
 explicit       with soft caps or sinks, where torch computes sequence by sequence
 """
 
@@ -19,20 +19,19 @@ from tgi.worker.attention.state_cache import StateCache
 from tgi.worker.attention.torch_cpu import TorchCpuAttention
 
 
-def build_attention(
-    kv: KVCacheSpec, pages: int, device: torch.device, slots: int = 1, snapshots: int = 0
-) -> AttentionBackend:
+def build_attention(kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0) -> AttentionBackend:
     """The backend for a model on a device, with memory for `pages` pages, numbered from 0, and, if the model has
-    recurrent layers, for the states of `slots` requests and this many snapshots of states."""
-    attention: CudaAttention | CpuKernelAttention | TorchCpuAttention
+    recurrent layers, for `state_slots` slots of their state."""
+    backend: AttentionBackend
     if device.type == "cuda":
-        attention = CudaAttention(kv, pages, device)
+        backend = CudaAttention(kv, pages, device)
     elif kv.cpu_kernels is not None:
-        attention = CpuKernelAttention(kv, pages, kv.cpu_kernels)
+        backend = CpuKernelAttention(kv, pages, kv.cpu_kernels)
     else:
-        attention = TorchCpuAttention(kv, pages, device)
-    attention.states = kv.state and StateCache(kv.state, slots, snapshots, device)
-    return attention
+        backend = TorchCpuAttention(kv, pages, device)
+    if kv.state is not None:
+        backend.state = StateCache(kv.state, state_slots, device)
+    return backend
 
 
 def page_size(kv: KVCacheSpec, device: torch.device) -> int:

@@ -27,7 +27,7 @@ class CpuKernelAttention:
     """
 
     page_size = PAGE_SIZE
-    states: StateCache | None = None
+    state: StateCache | None = None  # set by build_attention
 
     def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels) -> None:
         self._kv = kv

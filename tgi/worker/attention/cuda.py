@@ -37,7 +37,7 @@ class CudaAttention:
     """Implements AttentionBackend, CapturableBackend and TransformingBackend."""
 
     page_size = GPU_PAGE_SIZE
-    states: StateCache | None = None
+    state: StateCache | None = None  # set by build_attention
 
     def __init__(self, kv: KVCacheSpec, pages: int, device: torch.device) -> None:
         self._kv = kv

@@ -42,13 +42,16 @@ class ForwardBatch(NamedTuple):
     query_lens_host: list[int]  # tokens per row, on the host
     context_lens_host: list[int]  # context_lens on the host; in a captured step the longest that a request can have
     lora_spans: "Sequence[AdapterSpan]" = ()  # runs of tokens that use a LoRA adapter
-    # int32 [R] the slots of the rows in the StateCache, read and overwritten by recurrent layers. A row whose context
-    # was empty before this step begins with zeros. None: the model has no recurrent layers.
+    # int32 [R]: the slot of the StateCache that each row reads and overwrites; no two rows of one. A row without tokens
+    # before this step starts from zeros, whatever its slot holds. None: the model has no recurrent layers.
     state_slots: Tensor | None = None
 
 
 class KVCacheSpec(NamedTuple):
-    """What a model stores per token and layer (one key and one value per KV head), and how its queries read it."""
+    """What a model stores per token and layer (one key and one value per KV head), and how its queries read it.
+
+    Layers are counted without those that have no attention; what these keep of a request is `state`.
+    """
 
     layers: int
     heads: int  # query heads; a multiple of kv_heads
@@ -69,7 +72,7 @@ class KVCacheSpec(NamedTuple):
     # Per-layer attention sinks, float32 [heads]: a score without a value, which only adds to the sum that the weights
     # are divided by. Empty = no layer has any.
     sinks: tuple[Tensor, ...] = ()
-    state: StateSpec | None = None  # what recurrent layers keep, which have no pages; None: the model has none
+    state: StateSpec | None = None  # of recurrent layers; None: the model has none
 
     @property
     def cache_head_dim(self) -> int:
@@ -125,7 +128,7 @@ class AttentionBackend(Protocol):
     """
 
     page_size: int  # tokens per page
-    states: StateCache | None  # of the recurrent layers; None: the model has none
+    state: StateCache | None  # of the recurrent layers; None: the model has none
 
     def plan(self, batch: ForwardBatch) -> Any:
         """Everything that all layers of a step share: kernel arguments, tiles, gather indices, masks."""

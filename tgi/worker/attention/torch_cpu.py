@@ -57,7 +57,7 @@ class TorchCpuAttention:
     """
 
     page_size = 16
-    states: StateCache | None = None
+    state: StateCache | None = None  # set by build_attention
 
     def __init__(self, kv: KVCacheSpec, pages: int, device: torch.device) -> None:
         self._kv = kv
