@@ -33,12 +33,17 @@ def test_some_limits_must_be_equal(name: str, other: Any) -> None:
 
 def test_groups_are_the_same_for_a_scheduler_but_for_the_bytes_of_a_page() -> None:
     """Those change with --kv-cache-dtype and with a draft model. Replicas have nothing of each other's groups."""
-    groups = [KVGroup(page_bytes=64), KVGroup("sliding", 8, [1], 64)]
+    states = KVGroup("recurrent", snapshots=5, interval=64)
+    groups = [KVGroup(page_bytes=64), KVGroup("sliding", 8, [1], 64), states]
     held = LIMITS._replace(groups=groups)
     wider = held._replace(groups=[group._replace(page_bytes=128) for group in groups])
     assert limits_shortfall(held, wider, MINIMUM_LIMITS, SAME_LIMITS) == ""
     assert limits_shortfall(held, LIMITS, MINIMUM_LIMITS, SAME_LIMITS).startswith("groups is [KVGroup(kind=")
     assert limits_shortfall(held, LIMITS, MINIMUM_LIMITS) == ""
+    more, fewer = (held._replace(groups=[*groups[:2], states._replace(snapshots=count)]) for count in (6, 4))
+    assert limits_shortfall(held, more, MINIMUM_LIMITS, SAME_LIMITS) == ""
+    found = limits_shortfall(held, fewer, MINIMUM_LIMITS, SAME_LIMITS)
+    assert found == "a KV group has 4 snapshots, at least 5 are needed"
 
 
 def test_a_worker_with_another_page_size_is_rejected(caplog: pytest.LogCaptureFixture) -> None:

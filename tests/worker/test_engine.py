@@ -30,6 +30,7 @@ class ToyAttention:
     """KV memory in which a token's key and value are its id."""
 
     page_size = SIZE
+    state = None
 
     def __init__(self) -> None:
         self.memory = torch.full((PAGES * SIZE,), -1, dtype=torch.int64)

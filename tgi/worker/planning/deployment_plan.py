@@ -442,7 +442,7 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
     except UserError as error:
         return replace(none, problem=str(error))
     # The worker loads adapters last, into the memory that the KV cache leaves.
-    spare = usable - most.weights - most.reserve - limits.pages * limits.groups[0].page_bytes
+    spare = usable - most.weights - most.reserve - limits.cache_bytes
     if most.adapters > spare:
         lower = "--max-batch-total-tokens" if devices.is_cpu else "--memory-fraction"
         taken = f"adapters take {most.adapters / 1e9:.1f} GB of each device, of which"
