@@ -117,6 +117,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Ernie4_5_MoeConfig",
         {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "use_bias": False},
     ),
+    "lfm2": ("Lfm2Config", {"full_attn_idxs": [1], "block_multiple_of": 20}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",

@@ -131,6 +131,8 @@ def vector_bytes(weights: DecoderWeights) -> int:
     linears += [router.linear for router in routers]
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]
     held += [linear._bias for linear in linears] + [router.bias for router in routers]
+    mixers = [layer.mixer for layer in weights.layers if layer.mixer is not None]
+    held += [column for mixer in mixers for column in mixer if isinstance(column, torch.Tensor)]
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
@@ -157,6 +159,7 @@ def check(
         found = rank_memory(PlannedDeployment(planned), shard, device, settings)
         assert found.weights == weights.footprint.bytes + vector_bytes(weights)
         assert found.kv_token == model.kv.token_bytes
+        assert found.state == (0 if model.kv.state is None else model.kv.state.bytes)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

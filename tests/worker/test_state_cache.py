@@ -2,13 +2,14 @@
 
 import torch
 
-from tgi.worker.attention.state_cache import ALIGNMENT, StateCache, StateSpec, StateTensor
+from tgi.worker.kv_cache_sizes import STATE_ALIGNMENT
+from tgi.worker.state_cache import StateCache, StateSpec, StateTensor
 
 
 def test_slots_hold_each_layers_tensors_and_are_copied_whole():
     conv, matrix = StateTensor((5, 2), torch.bfloat16), StateTensor((2, 3, 3), torch.float32)
     spec = StateSpec(({"conv": conv}, {"conv": conv, "delta": matrix}))
-    assert spec.bytes == ALIGNMENT + ALIGNMENT + 2 * ALIGNMENT
+    assert spec.bytes == STATE_ALIGNMENT + STATE_ALIGNMENT + 2 * STATE_ALIGNMENT
     cache = StateCache(spec, 4, torch.device("cpu"))
     tensors = [tensor for layer in cache.layers for tensor in layer.values()]
     assert [(x.shape[1:], x.dtype) for x in tensors] == [conv, conv, matrix]

@@ -1,7 +1,6 @@
 """Attention backends. Each owns the KV cache and is the only code that indexes its pages.
 
 interface      ForwardBatch, KVCacheSpec and the protocols of a backend; read this first
-state_cache    what recurrent layers keep of a request
 torch_cpu      CPU, with torch's flash attention kernel
 tile_planner   divides a step into tiles for torch_cpu
 cpu_kernels    CPU, with our own kernels
@@ -15,8 +14,8 @@ import torch
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
-from tgi.worker.attention.state_cache import StateCache
 from tgi.worker.attention.torch_cpu import TorchCpuAttention
+from tgi.worker.state_cache import StateCache
 
 
 def build_attention(kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0) -> AttentionBackend:

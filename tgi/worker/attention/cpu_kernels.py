@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
-from tgi.worker.attention.state_cache import StateCache
 from tgi.worker.cpu_kernels.arena import LARGE_PAGE, SMALL_PAGE, map_region
 from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, AttentionRows, CpuKernels, KVCache
+from tgi.worker.state_cache import StateCache
 
 
 class CpuKernelPlan(NamedTuple):

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tgi.worker.attention.explicit import explicit_attention
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
-from tgi.worker.attention.state_cache import StateCache
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rows
 from tgi.worker.kv_cache_sizes import GPU_PAGE_SIZE
+from tgi.worker.state_cache import StateCache
 
 log = logging.getLogger(__name__)
 

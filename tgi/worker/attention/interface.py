@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, group_layers
-from tgi.worker.attention.state_cache import StateCache, StateSpec
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.kv_cache_sizes import cpu_head_dim, token_bytes
+from tgi.worker.state_cache import StateCache, StateRows, StateSpec
 
 if TYPE_CHECKING:
     from tgi.worker.lora.deltas import AdapterSpan
@@ -167,3 +167,12 @@ class PrefaultingBackend(AttentionBackend, Protocol):
 
         No request has written to pages from `used` on. Returns False once all of that memory is mapped.
         """
+
+
+def state_rows(batch: ForwardBatch, attention: AttentionBackend) -> StateRows | None:
+    """The state of a step's rows. None: the model has no recurrent layers."""
+    if attention.state is None:
+        return None
+    assert batch.state_slots is not None
+    columns = batch.state_slots, batch.cu_query_lens, batch.context_lens, batch.query_lens_host
+    return StateRows(attention.state, *columns)

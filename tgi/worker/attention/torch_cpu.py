@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
-from tgi.worker.attention.state_cache import StateCache
 from tgi.worker.attention.tile_planner import KEY_BLOCK, KeyGather, TileGroup, TilePlan, TilePlanner, TileShapes
+from tgi.worker.state_cache import StateCache
 
 log = logging.getLogger(__name__)
 

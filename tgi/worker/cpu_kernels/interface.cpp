@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "argmax.h"
+#include "causal_conv.h"
 #include "experts.h"
 #include "fma_peak.h"
 #include "head.h"
@@ -137,6 +138,13 @@ void tgi_norm(ThreadPool* pool, const Element* x, const float* weight, const flo
     norm(*pool, {x, weight, bias, y, rows, parts * size, parts, size, centred != 0, epsilon});
 }
 
+void tgi_causal_conv(ThreadPool* pool, const Element* x, Element* y, Element* window, const float* weight,
+    const float* bias, int64_t channels, int64_t kernel, int64_t x_step, int64_t y_step, int64_t form,
+    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes) {
+    causal_conv(*pool, {slots, bounds, contexts, rows, slot_bytes},
+        {x, y, window, weight, bias, channels, kernel, x_step, y_step, ConvForm(form)});
+}
+
 // `rule`: experts, top_k, groups, top_groups, sigmoid, normalized. `shape`, of an expert and of the shared one: inner
 // width, formats of the first and of the last weight, epilogue. The addresses of weights and biases are, for each expert,
 // up, up's bias, down and down's bias; the same four of the shared expert; of the router and its bias; of the shared
@@ -213,6 +221,11 @@ void tgi_program_attention(Program* program, int64_t qkv, int64_t y, int64_t lay
         {nullptr, nullptr, window, scale, softcap, 0, sinks});
 }
 
+void tgi_program_conv(Program* program, int64_t x, int64_t y, int64_t window, const float* weight, const float* bias,
+                      int64_t channels, int64_t kernel, int64_t form) {
+    program->conv(x, y, window, {nullptr, nullptr, nullptr, weight, bias, channels, kernel, 0, 0, ConvForm(form)});
+}
+
 void tgi_program_experts(Program* program, int64_t x, int64_t y, const Experts* experts) {
     program->experts(x, y, *experts);
 }
@@ -234,10 +247,10 @@ void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const in
     const float* const* angles,
                      const LayerCache* caches, int64_t kv_form, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
                      const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width,
-                         const GreedyRows* greedy_rows,
+                         const GreedyRows* greedy_rows, const StateStep* state,
                      double* clock) {
     const AttentionBatch step{slots, bounds, contexts, pages, count, width};
-    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step}, clock);
+    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step, state}, clock);
 }
 }
 #pragma GCC visibility pop

@@ -94,6 +94,15 @@ void Program::attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, Atte
     });
 }
 
+void Program::conv(Buffer x, Buffer y, int64_t window, ConvCall call) {
+    call.x_step = widths_[x], call.y_step = widths_[y];
+    operations_.push_back([=](const Run& run) mutable {
+        call.x = run.buffers[x], call.y = run.buffers[y];
+        call.window = (Element*)run.inputs.state->tensors[window];
+        causal_conv(run.pool, run.state_rows(), call);
+    });
+}
+
 void Program::experts(Buffer x, Buffer y, const Experts& experts) {
     operations_.push_back([=, &experts](const Run& run) {
         run_experts(run.pool, experts, run.buffers[x], run.buffers[y], run.tokens);

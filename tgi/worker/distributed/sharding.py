@@ -32,6 +32,7 @@ class Shard(NamedTuple):
     vocabulary: range  # tokens whose embedding and logits are computed
     # Attention is computed on every rank where a norm needs all heads at once. Its results are then complete.
     divides_attention: bool
+    recurrent: range = range(0)  # channels of the short convolutions
 
 
 def whole_model(config: DecoderConfig) -> Shard:
@@ -55,6 +56,7 @@ def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
         shared_inner=_shard_columns(shared, rank, ranks) if shared else range(0),
         vocabulary=_shard_vocabulary(config.vocab_size, rank, ranks),
         divides_attention=divided,
+        recurrent=range(0) if config.recurrent is None else _shard_columns(config.recurrent.channels, rank, ranks),
     )
 
 
@@ -69,6 +71,7 @@ def local_config(config: DecoderConfig, shard: Shard) -> DecoderConfig:
         experts=None
         if experts is None
         else replace(experts, intermediate=len(shard.expert_inner), shared_intermediate=len(shard.shared_inner)),
+        recurrent=None if config.recurrent is None else replace(config.recurrent, channels=len(shard.recurrent)),
     )
 
 

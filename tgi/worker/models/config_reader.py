@@ -15,8 +15,10 @@ from tgi.worker.decoder_config import (
     DecoderConfig,
     ExpertsConfig,
     LayerConfig,
+    Mixer,
     RopeConfig,
     RouterConfig,
+    ShortConvConfig,
     UnsupportedConfig,
     rope_type,
 )
@@ -98,7 +100,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "hidden": config["hidden_size"],
-        "intermediate": config["intermediate_size"],
+        "intermediate": _intermediate(config, values),
         "heads": heads,
         "kv_heads": values["num_key_value_heads"] or heads,
         "head_dim": head_dim,
@@ -107,7 +109,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
             _layer(family, values, number, context, scale) for number in range(config["num_hidden_layers"])
         ),
         "ropes": ropes,
-        "tied": bool(values["tie_word_embeddings"]),
+        "tied": bool(config.get("tie_embedding", values["tie_word_embeddings"])),
         "names": replace(family.names, mlp_before=None) if parallel else family.names,
         "norm_epsilon": next(values[key] for key in NORM_EPSILON if key in values),
         "query_key_norm": family.optional_query_key_norm if values.get("use_qk_norm") else None,
@@ -118,6 +120,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "activation": _activation(family, values),
         "mlp_bias": bool(values.get("mlp_bias") or values.get("use_bias")),
         "experts": _experts(family, config, values),
+        "recurrent": _recurrent(config, values),
         "parallel": parallel,
         "embedding_scale": _embedding_scale(family, config, values),
         "residual_scale": float(values.get("residual_multiplier", 1.0)),
@@ -169,6 +172,33 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
     )
 
 
+def _intermediate(config: dict[str, Any], values: dict[str, Any]) -> int:
+    """The width of a dense MLP. LFM2 states a width of which it takes two thirds, in whole blocks."""
+    width = int(values.get("block_ff_dim") or config["intermediate_size"])
+    if not values.get("block_auto_adjust_ff_dim"):
+        return width
+    width, multiple = int(2 * width / 3), values["block_multiple_of"]
+    if values["block_ffn_dim_multiplier"] is None:
+        return width
+    return -(-int(values["block_ffn_dim_multiplier"] * width) // multiple) * multiple
+
+
+def _recurrent(config: dict[str, Any], values: dict[str, Any]) -> ShortConvConfig | None:
+    """The mixer of the layers without attention; None: all have it."""
+    if "conv_L_cache" in values:
+        return ShortConvConfig(config["hidden_size"], values["conv_L_cache"], bool(values["conv_bias"]))
+    return None
+
+
+def _mixer(values: dict[str, Any], number: int) -> Mixer:
+    """What mixes the tokens in the layer."""
+    if "conv_L_cache" not in values:
+        return Mixer.ATTENTION
+    kinds, attending = values["layer_types"], values["full_attn_idxs"]
+    attends = kinds[number] == "full_attention" if kinds else attending is None or number in attending
+    return Mixer.ATTENTION if attends else Mixer.SHORT_CONV
+
+
 def _expert_count(values: dict[str, Any]) -> int:
     """The number of routed experts; 0: none."""
     return _first(values, EXPERTS, 0)
@@ -186,6 +216,7 @@ def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: in
     unwindowed = family.rope_in_windows_only and values["sliding_window"] is not None and not slides
     unrotated = unwindowed or _has_no_rope(values, number)
     return LayerConfig(
+        mixer=_mixer(values, number),
         window=window if window and window < context else None,
         query_scale=scale if scale is not None and not unrotated else None,
         rope=None if unrotated else int(slides and "rope_local_base_freq" in values),

@@ -106,6 +106,17 @@ _MIXTRAL_NAMES = TensorNames(
     expert_up="block_sparse_moe.experts.{}.w3",
     expert_down="block_sparse_moe.experts.{}.w2",
 )
+_LFM2_NAMES = TensorNames(
+    output="self_attn.out_proj",
+    query_norm="self_attn.q_layernorm",
+    key_norm="self_attn.k_layernorm",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+    attention_before="operator_norm",
+    mlp_before="ffn_norm",
+    last_norm="model.embedding_norm",
+)
 _FUSED_GATE = TensorNames(gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
 _NORMS_AFTER = TensorNames(
     attention_before=None,
@@ -397,6 +408,24 @@ FAMILIES: dict[str, ModelFamily] = {
         names=TensorNames(router_bias="mlp.moe_statics.e_score_correction_bias", router_bias_is_row=True),
         interleaved_rope=True,
         router_biased=True,
+    ),
+    "lfm2": ModelFamily(
+        {
+            "norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 128000,
+            "layer_types": None,
+            "full_attn_idxs": None,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "block_ff_dim": None,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        {"query_key_norm": "head"},
+        _LFM2_NAMES,
     ),
     "qwen3_moe": ModelFamily(
         {

@@ -4,7 +4,7 @@ Also reads the scales of an 8-bit KV cache.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
-from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig
+from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, Mixer, ShortConvConfig
 from tgi.worker.device_copies import StagedCopies
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -21,6 +21,7 @@ from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp, Router, SharedExpert, pack_experts
 from tgi.worker.layers.norm import Norm
+from tgi.worker.layers.short_conv import ShortConv
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
@@ -34,6 +35,15 @@ class StoredMatrix(NamedTuple):
     name: str  # of its layer in the checkpoint; matrices of the same name are fused in one tensor
     outputs: int
     local: range  # the outputs that this rank computes
+
+
+class MixerParts(NamedTuple):
+    """The fields of a DecoderLayer that its mixer decides on."""
+
+    qkv: Linear
+    output: Linear
+    query_key_norms: tuple[Norm, ...] = ()
+    mixer: ShortConv | None = None
 
 
 def stored_embedding(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Embedding:
@@ -93,13 +103,38 @@ class DecoderWeightLoader:
             head = self._linear(False, config.hidden, StoredMatrix(HEAD, config.vocab_size, self._shard.vocabulary))
         rows = head if tied and self._kernels is not None else embedding_weight
         embedding = Embedding(rows, self._dtype, _local_tokens(self._shard))
-        norm = self._norm("model.norm", config.hidden)
+        norm = self._norm(config.names.last_norm, config.hidden)
         if not tied and self._device.type != "cpu":  # on CPU the embedding stays in the mapped file
             self._count(embedding_weight)
         return DecoderWeights(embedding, layers, norm, head, WeightFootprint(self._bytes, self._parameters))
 
     def _layer(self, number: int) -> DecoderLayer:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
+        layer = config.layers[number]
+
+        def norm(name: str | None) -> Norm | None:
+            return None if name is None else self._norm(prefix + name, config.hidden)
+
+        attention_after = norm(names.attention_after)
+        more_follows = attention_after is not None
+        if layer.mixer == Mixer.ATTENTION:
+            parts = self._attention(prefix, more_follows)
+        else:
+            parts = self._short_conv(prefix + names.mixer, config.cache_number(number), more_follows)
+        return DecoderLayer(
+            attention_before=norm(names.attention_before),
+            qkv=parts.qkv,
+            query_key_norms=parts.query_key_norms,
+            output=parts.output,
+            attention_after=attention_after,
+            mlp_before=norm(names.mlp_before),
+            mlp=self._experts(prefix) if layer.routed else self._dense(prefix),
+            mlp_after=norm(names.mlp_after),
+            mixer=parts.mixer,
+        )
+
+    def _attention(self, prefix: str, more_follows: bool) -> MixerParts:
+        config, names = self._config, self._config.names
         heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
         queries, keys = self._head_columns(self._shard.heads), self._head_columns(self._shard.kv_heads)
         qkv = (
@@ -108,21 +143,33 @@ class DecoderWeightLoader:
             StoredMatrix(prefix + names.value, kv_heads, keys),
         )
         output = StoredMatrix(prefix + names.output, config.hidden, range(config.hidden))
-
-        def norm(name: str | None) -> Norm | None:
-            return None if name is None else self._norm(prefix + name, config.hidden)
-
-        attention_after = norm(names.attention_after)
-        return DecoderLayer(
-            attention_before=norm(names.attention_before),
+        return MixerParts(
             qkv=self._linear(config.qkv_bias, config.hidden, *qkv),
             query_key_norms=self._query_key_norms(prefix + names.query_norm, prefix + names.key_norm),
-            output=self._last_linear(config.output_bias, heads, queries, output, attention_after is not None),
-            attention_after=attention_after,
-            mlp_before=norm(names.mlp_before),
-            mlp=self._experts(prefix) if config.layers[number].routed else self._dense(prefix),
-            mlp_after=norm(names.mlp_after),
+            output=self._last_linear(config.output_bias, heads, queries, output, more_follows),
         )
+
+    def _short_conv(self, name: str, number: int, more_follows: bool) -> MixerParts:
+        """The parts of recurrent layer `number` whose tensors are below `name`."""
+        config, local = self._config, self._shard.recurrent
+        assert isinstance(config.recurrent, ShortConvConfig)
+        channels, bias = config.recurrent.channels, config.recurrent.bias
+        thirds = (StoredMatrix(f"{name}.in_proj", channels, local) for _ in range(3))
+        output = StoredMatrix(f"{name}.out_proj", config.hidden, range(config.hidden))
+        return MixerParts(
+            qkv=self._linear(bias, config.hidden, *thirds),
+            output=self._last_linear(bias, channels, local, output, more_follows),
+            mixer=ShortConv(
+                number,
+                self._vector(f"{name}.conv.weight", local, channels, 1, config.recurrent.kernel)[:, 0].t().contiguous(),
+                self._vector(f"{name}.conv.bias", local, channels) if bias else None,
+                self._kernels,
+            ),
+        )
+
+    def _vector(self, name: str, local: range, *shape: int) -> Tensor:
+        """The rows `local` of a tensor of this shape, in float32 on the model's device."""
+        return self._source.tensor(name, *shape)[local.start : local.stop].to(self._device, torch.float32, copy=True)
 
     def _head_columns(self, heads: range) -> range:
         """The columns of these heads."""
@@ -336,8 +383,9 @@ class DecoderWeightLoader:
         return self._staged.copy(weight)
 
 
-def read_kv_scales(checkpoint: Checkpoint, layers: int) -> tuple[tuple[float, float], ...]:
-    """KVCacheSpec.cache_scales of a checkpoint: k_scale and v_scale of each layer's attention, or kv_scale for both.
+def read_kv_scales(checkpoint: Checkpoint, layers: Sequence[int]) -> tuple[tuple[float, float], ...]:
+    """KVCacheSpec.cache_scales of a checkpoint: k_scale and v_scale of the attention of these layers, or kv_scale for
+    both.
 
     1 where a layer has none; empty if no layer has any. Raises UserError if a scale is not a number above 0.
     """
@@ -355,7 +403,7 @@ def read_kv_scales(checkpoint: Checkpoint, layers: int) -> tuple[tuple[float, fl
             )
         return scale
 
-    scales = [(read(layer, "k_scale", "kv_scale"), read(layer, "v_scale", "kv_scale")) for layer in range(layers)]
+    scales = [(read(layer, "k_scale", "kv_scale"), read(layer, "v_scale", "kv_scale")) for layer in layers]
     if all(pair == (None, None) for pair in scales):
         return ()
     return tuple((key or 1.0, value or 1.0) for key, value in scales)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.decoder_config import DecoderConfig, Mixer
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
 
@@ -52,17 +52,29 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
         for name in (names.attention_before, names.attention_after, names.mlp_before, names.mlp_after):
             if name is not None:
                 yield from _norm(config, prefix + name)
-        yield from _query_key_norms(config, shard, prefix)
+        if config.layers[number].mixer == Mixer.ATTENTION:
+            yield from _query_key_norms(config, shard, prefix)
+        else:
+            yield from _mixer_vectors(config, shard, prefix + names.mixer)
         for matrix in _layer_matrices(config, shard, number):
             yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
         experts = config.experts
         if experts is not None and experts.router.biased and config.layers[number].routed:
             yield VectorShape(prefix + names.router_bias, experts.count, experts.count, True)
-    yield from _norm(config, "model.norm")
+    yield from _norm(config, names.last_norm)
 
 
 def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:
-    names, prefix, hidden, dim = config.names, f"model.layers.{number}.", config.hidden, config.head_dim
+    names, prefix = config.names, f"model.layers.{number}."
+    if config.layers[number].mixer == Mixer.ATTENTION:
+        yield from _attention_matrices(config, shard, prefix)
+    else:
+        yield from _mixer_matrices(config, shard, prefix + names.mixer)
+    yield from _mlp_matrices(config, shard, number, prefix)
+
+
+def _attention_matrices(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
+    names, hidden, dim = config.names, config.hidden, config.head_dim
     for name, heads, local in (
         (names.query, config.heads, shard.heads),
         (names.key, config.kv_heads, shard.kv_heads),
@@ -71,6 +83,30 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
         yield MatrixShape(prefix + name, heads * dim, hidden, len(local) * dim, range(hidden), stack=prefix + "qkv")
     queries = range(shard.heads.start * dim, shard.heads.stop * dim)
     yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
+
+
+def _mixer_matrices(config: DecoderConfig, shard: Shard, name: str) -> Iterator[MatrixShape]:
+    """The projections of a recurrent layer whose tensors are below `name`."""
+    recurrent, hidden, local = config.recurrent, config.hidden, shard.recurrent
+    assert recurrent is not None
+    for _ in range(3):
+        yield MatrixShape(
+            f"{name}.in_proj", recurrent.channels, hidden, len(local), range(hidden), stack=f"{name}.in_proj"
+        )
+    yield MatrixShape(f"{name}.out_proj", hidden, recurrent.channels, hidden, local)
+
+
+def _mixer_vectors(config: DecoderConfig, shard: Shard, name: str) -> Iterator[VectorShape]:
+    recurrent, local = config.recurrent, len(shard.recurrent)
+    assert recurrent is not None
+    channels, kernel = recurrent.channels, recurrent.kernel
+    yield VectorShape(f"{name}.conv.weight", channels * kernel, local * kernel, True)
+    if recurrent.bias:
+        yield VectorShape(f"{name}.conv.bias", channels, local, True)
+
+
+def _mlp_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:
+    names, hidden = config.names, config.hidden
     if not config.layers[number].routed:
         parts = (names.gate, names.up, names.down)
         yield from _mlp(config, prefix, parts, config.intermediate, shard.inner)
@@ -117,7 +153,9 @@ def _query_key_norms(config: DecoderConfig, shard: Shard, prefix: str) -> Iterat
 
 def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -> Iterator[VectorShape]:
     names = config.names
-    if name in (names.query, names.key, names.value):
+    if name.startswith(f"{names.mixer}.") and config.recurrent is not None:
+        present = config.recurrent.bias
+    elif name in (names.query, names.key, names.value):
         present = config.qkv_bias
     else:
         present = config.output_bias if name == names.output else config.mlp_bias and matrix.quantizable

@@ -6,14 +6,16 @@ from the tokens that lead there.
 """
 
 import math
+from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tgi.worker.cpu_kernels.arena import map_region
-
-ALIGNMENT = 64  # bytes; each tensor of a slot begins at a multiple
+from tgi.worker.cpu_kernels.recurrent import StateAddresses
+from tgi.worker.kv_cache_sizes import state_tensor_bytes
 
 
 class StateTensor(NamedTuple):
@@ -25,7 +27,7 @@ class StateTensor(NamedTuple):
     @property
     def bytes(self) -> int:
         """Its size in a slot, padding included."""
-        return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return state_tensor_bytes(self.shape, self.dtype.itemsize)
 
 
 class StateSpec(NamedTuple):
@@ -65,6 +67,61 @@ class StateCache:
         """The number of slots."""
         return len(self._memory)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all layers."""
+        return [tensor for layer in self.layers for tensor in layer.values()]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next."""
+        return self._memory.stride(0)
+
     def copy(self, source: int, target: int) -> None:
         """Overwrites slot `target` with slot `source`. On a GPU in the order of the kernels."""
         self._memory[target].copy_(self._memory[source])
+
+
+class RowGroup(NamedTuple):
+    """Consecutive rows with the same number of tokens."""
+
+    rows: slice
+    tokens: slice
+    each: int  # tokens of each row
+
+
+class StateRows(NamedTuple):
+    """The rows of a step and their state."""
+
+    cache: StateCache
+    slots: Tensor  # int32 [R], as the next two ForwardBatch.state_slots, cu_query_lens and context_lens
+    cu_query_lens: Tensor
+    context_lens: Tensor
+    query_lens_host: list[int]
+
+    @property
+    def addresses(self) -> StateAddresses:
+        """As the CPU kernels take them."""
+        slots, bounds, contexts = (x.data_ptr() for x in (self.slots, self.cu_query_lens, self.context_lens))
+        return StateAddresses(slots, bounds, contexts, len(self.slots), self.cache.slot_bytes)
+
+    @property
+    def groups(self) -> Iterator[RowGroup]:
+        """The rows, in order: all decode rows are one group."""
+        row = token = 0
+        for count, same in groupby(self.query_lens_host):
+            rows = sum(1 for _ in same)
+            yield RowGroup(slice(row, row + rows), slice(token, token + rows * count), count)
+            row, token = row + rows, token + rows * count
+
+    def read(self, state: Tensor, group: RowGroup) -> Tensor:
+        """What the rows of a group find in a state tensor [slots, ...]: [rows, ...], zeros at the start of a
+        sequence."""
+        own, context = self.slots[group.rows].long(), self.context_lens[group.rows]
+        started = context > group.each
+        found = state.index_select(0, own)
+        return found.where(started.view(-1, *[1] * (state.ndim - 1)), torch.zeros_like(found))
+
+    def write(self, state: Tensor, group: RowGroup, values: Tensor) -> None:
+        """Overwrites the state of a group with `values` [rows, ...]."""
+        state.index_copy_(0, self.slots[group.rows].long(), values)
