@@ -446,6 +446,7 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         dtype=deployment.served.dtype,
         device=devices.type,
         windows=() if deployment.draft else deployment.served.config.attention_windows,
+        state_bytes=most.state,
     )
     try:
         limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * page_bytes for n in pages)))
