@@ -219,8 +219,9 @@ def test_models_with_other_layers_than_attention_are_rejected(copy: Path) -> Non
     change(copy / "config.json", model_type="qwen3_next", layer_types=["linear_attention", "full_attention"])
     with pytest.raises(UserError, match="qwen3_next has layers of kind linear_attention"):
         read_model_config(copy)
-    change(copy / "config.json", model_type="qwen2", layer_types=["sliding_attention", "full_attention"])
-    assert read_model_config(copy).model_type == "qwen2"
+    for kind, layer in (("qwen2", "sliding_attention"), ("lfm2", "conv")):
+        change(copy / "config.json", model_type=kind, layer_types=[layer, "full_attention"])
+        assert read_model_config(copy).model_type == kind
 
 
 @pytest.mark.parametrize(
