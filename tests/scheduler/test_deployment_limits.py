@@ -7,7 +7,7 @@ import pytest
 
 from tests.scheduler.simulation import Simulation
 from tgi.microkernel.messages.kv_groups import KVGroup
-from tgi.microkernel.messages.protocol import EQUAL_LIMITS, limits_shortfall
+from tgi.microkernel.messages.protocol import EQUAL_LIMITS, limits_out_of_range, limits_shortfall
 from tgi.scheduler.peers import MINIMUM_LIMITS, SAME_LIMITS
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
@@ -44,6 +44,22 @@ def test_groups_are_the_same_for_a_scheduler_but_for_the_bytes_of_a_page() -> No
     assert limits_shortfall(held, more, MINIMUM_LIMITS, SAME_LIMITS) == ""
     found = limits_shortfall(held, fewer, MINIMUM_LIMITS, SAME_LIMITS)
     assert found == "a KV group has 4 snapshots, at least 5 are needed"
+
+
+@pytest.mark.parametrize(
+    ("groups", "fault"),
+    [
+        ([], "0 KV groups"),
+        ([KVGroup("latent")], "a KV group of kind 'latent'"),
+        ([KVGroup("sliding")], "a KV group with a window of 0"),
+        ([KVGroup(), KVGroup("recurrent", snapshots=-1, interval=8)], "a KV group with -1 snapshots"),
+        ([KVGroup(), KVGroup("recurrent", snapshots=3)], "a KV group with 3 snapshots, one every 0 positions"),
+        ([KVGroup("recurrent", interval=8)], "a recurrent KV group that is not the last one"),
+        ([KVGroup(), *[KVGroup("recurrent", interval=8)] * 2], "a recurrent KV group that is not the last one"),
+    ],
+)
+def test_groups_that_no_worker_has_are_named(groups: list[KVGroup], fault: str) -> None:
+    assert limits_out_of_range(LIMITS._replace(groups=groups)).startswith(fault)
 
 
 def test_a_worker_with_another_page_size_is_rejected(caplog: pytest.LogCaptureFixture) -> None:

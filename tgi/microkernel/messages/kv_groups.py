@@ -78,8 +78,8 @@ def groups_out_of_range(groups: Sequence[KVGroup]) -> str:
             return f"a KV group with a window of {group.window}"
         if not group.paged and not (0 <= group.snapshots <= MAX_SNAPSHOTS and 1 <= group.interval < 1 << 31):
             return f"a KV group with {group.snapshots} snapshots, one every {group.interval} positions"
-    if not all(group.paged for group in groups[:-1]) or not groups[0].paged:
-        return "a KV group with page tables that follows one without, or is missing"
+    if not groups[0].paged or not all(group.paged for group in groups[:-1]):
+        return "a recurrent KV group that is not the last one, after one with pages"
     return ""
 
 
