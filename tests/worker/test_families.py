@@ -27,7 +27,12 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)
-RECURRENT = ("lfm2",)  # their results do not depend on the batch on our kernels either
+RECURRENT = (
+    "lfm2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # their results do not depend on the batch on our kernels either
 LENGTHS = (90, 1, 17, 44)  # the sliding windows have 40 tokens
 DRAWN = 6
 
@@ -101,7 +106,7 @@ def test_against_transformers(kind: str) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_our_kernels_against_transformers(kind: str) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
-    hidden = 96 if kind in ("phi3", "nemotron", "glm4_moe") else 72
+    hidden = 96 if kind in ("phi3", "nemotron", "glm4_moe") or kind.startswith(("qwen3_next", "qwen3_5")) else 72
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native=True)
 
 
@@ -181,6 +186,8 @@ TEXT_PARTS = {
     "llava_next": "mistral",
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "smolvlm": "llama",
 }
 assert tuple(TEXT_PARTS) == WITH_TEXT_PART

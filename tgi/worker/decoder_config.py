@@ -8,7 +8,7 @@ With x the hidden state of a token and r the residual scale, a layer computes
 Each of the four norms may be absent. In a recurrent layer another mixer stands in the place of attention.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ class Mixer(StrEnum):
 
     ATTENTION = "attention"
     SHORT_CONV = "short_conv"
+    GATED_DELTA = "gated_delta"
 
 
 class LayerConfig(NamedTuple):
@@ -108,6 +109,49 @@ class ShortConvConfig:
     def state(self) -> dict[str, StateShape]:
         """What a layer keeps of a request: the last inputs, the oldest first."""
         return {"window": StateShape((self.kernel - 1, self.channels))}
+
+    def part(self, channels: range) -> "ShortConvConfig":
+        """That of a rank with these channels."""
+        return replace(self, channels=len(channels))
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """The gated delta rule of cpu_kernels/delta_rule.h (Qwen3-Next), of a convolution of q, k and v over the last
+    `kernel` tokens. Each key head belongs to as many neighbouring value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # elements of a head
+    value_dim: int
+    kernel: int
+    # One tensor of the checkpoint holds q, k, v and z of each key head, another one b and a; otherwise one holds q, k
+    # and v, one after the other, and three hold z, b and a.
+    by_key_head: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Elements of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> dict[str, StateShape]:
+        """What a layer keeps of a request: the last inputs of the convolution, the oldest first, and a matrix of each
+        value head."""
+        return {
+            "window": StateShape((self.kernel - 1, 2 * self.keys + self.values)),
+            "matrix": StateShape((self.value_heads, self.key_dim, self.value_dim), wide=True),
+        }
+
+    def part(self, key_heads: range) -> "GatedDeltaConfig":
+        """That of a rank with these key heads."""
+        values = len(key_heads) * self.value_heads // self.key_heads
+        return replace(self, key_heads=len(key_heads), value_heads=values)
 
 
 @dataclass(frozen=True)
@@ -181,6 +225,8 @@ class DecoderConfig:
     attention_cap: float | None = None
     qkv_bias: bool = False
     output_bias: bool = False  # of the output projection
+    # The result is multiplied by sigmoid(g): of each head, the query projection has the query, then g.
+    output_gate: bool = False
 
     # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an epilogue of layers.linear.Linear.
     activation: str = "silu"
@@ -188,7 +234,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None  # of the routed layers
 
-    recurrent: ShortConvConfig | None = None  # the mixer of the layers that have no attention
+    recurrent: ShortConvConfig | GatedDeltaConfig | None = None  # the mixer of the layers that have no attention
 
     # Residual stream and logits.
     parallel: bool = False  # x + attention(n) + mlp(n) with n = attention_before(x)

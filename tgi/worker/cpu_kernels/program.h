@@ -7,7 +7,9 @@
 
 #include "attention.h"
 #include "causal_conv.h"
+#include "delta_rule.h"
 #include "experts.h"
+#include "gate.h"
 #include "head.h"
 #include "linear.h"
 #include "lora.h"
@@ -85,6 +87,9 @@ class Program {
     void rope(Buffer x, int64_t rope, RopeCall call);
     void attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, AttentionCall call);
     void conv(Buffer x, Buffer y, int64_t window, ConvCall call);  // `window`: number of the state tensor
+    // x has the columns of DeltaCall.x and, from `z` on, those of DeltaCall.z; `state`: number of the state tensor.
+    void delta_rule(Buffer x, Buffer ba, Buffer y, int64_t z, int64_t state, DeltaCall call);
+    void sigmoid_gate(Buffer x, Buffer y);  // y *= sigmoid(x)
     void experts(Buffer x, Buffer y, const Experts& experts);
     void add(Buffer x, Buffer y, float scale);  // y += scale * x
     void all_reduce(Buffer x, RankGroup& group);  // x = the sum of x over all ranks

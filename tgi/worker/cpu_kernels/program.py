@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgi.worker.cpu_kernels.experts import PackedExperts
 from tgi.worker.cpu_kernels.kernels import AttentionRows, CpuKernels, LoraTiles, PackedWeight, VocabularyShards
-from tgi.worker.cpu_kernels.recurrent import ConvForm
+from tgi.worker.cpu_kernels.recurrent import ConvForm, DeltaRule
 from tgi.worker.greedy import GreedyTokens
 
 # Argument types of the functions in interface.cpp, without the program, the first argument of all.
@@ -25,6 +25,8 @@ _SIGNATURES = {
     "tgi_program_rope": (*[c_int64] * 6,),
     "tgi_program_attention": (*[c_int64] * 7, c_float, c_float, c_void_p),
     "tgi_program_conv": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3),
+    "tgi_program_delta_rule": (*[c_int64] * 5, *[c_void_p] * 3, *[c_int64] * 4, c_float),
+    "tgi_program_sigmoid_gate": (c_int64, c_int64),
     "tgi_program_experts": (c_int64, c_int64, c_void_p),
     "tgi_program_add": (c_int64, c_int64, c_float),
     "tgi_program_all_reduce": (c_int64, c_void_p),
@@ -169,6 +171,21 @@ class Program:
         """`recurrent.causal_conv` with the state tensor of number `window`, counted over all recurrent layers."""
         at = None if bias is None else bias.data_ptr()
         self._record("conv", x, y, window, weight.data_ptr(), at, weight.shape[1], weight.shape[0], form)
+
+    def delta_rule(self, x: int, ba: int, y: int, state: int, rule: DeltaRule) -> None:
+        """`recurrent.delta_rule` of the first columns of buffer x, whose last columns are z, with the state tensor of
+        number `state`, counted over all recurrent layers. The caller keeps the tensors of the rule alive."""
+        key_heads, value_heads, key_dim, value_dim = rule.sizes
+        values = value_heads * value_dim
+        z = 2 * key_heads * key_dim + values
+        assert (self._widths[x], self._widths[ba], self._widths[y]) == (z + values, 2 * value_heads, values)
+        addresses = (tensor.data_ptr() for tensor in (rule.decay, rule.offset, rule.norm))
+        self._record("delta_rule", x, ba, y, z, state, *addresses, *rule.sizes, rule.epsilon)
+
+    def sigmoid_gate(self, x: int, y: int) -> None:
+        """y *= sigmoid(x)."""
+        assert self._widths[x] == self._widths[y]
+        self._record("sigmoid_gate", x, y)
 
     def experts(self, x: int, y: int, experts: PackedExperts) -> None:
         """The mixture of experts of x. The caller keeps it alive."""

@@ -10,6 +10,7 @@ from tgi.worker.cpu_kernels import recurrent
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.program import Program
 from tgi.worker.cpu_kernels.recurrent import ConvForm
+from tgi.worker.layers.linear import Linear
 from tgi.worker.state_cache import StateRows
 
 
@@ -38,13 +39,18 @@ class ShortConv(NamedTuple):
     kernels: CpuKernels | None  # None: torch's
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """The columns of its input and of its result."""
+    def widths(self) -> tuple[int, int, int]:
+        """The columns of its input, of its result, and of its scratch memory."""
         channels = self.weight.shape[1]
-        return 3 * channels, channels
+        return 3 * channels, channels, 0
 
-    def __call__(self, x: Tensor, rows: StateRows) -> Tensor:
-        """c * conv(b * u) [T, channels] of x = [b, c, u] [T, 3 * channels]."""
+    @property
+    def linears(self) -> list[Linear]:
+        """Its linear layers: none."""
+        return []
+
+    def __call__(self, normed: Tensor, x: Tensor, rows: StateRows) -> Tensor:
+        """c * conv(b * u) [T, channels] of x = [b, c, u] [T, 3 * channels]. `normed` is not needed."""
         window = rows.cache.layers[self.layer]["window"]
         if self.kernels is not None:
             return recurrent.causal_conv(
@@ -53,6 +59,6 @@ class ShortConv(NamedTuple):
         b, c, u = x.chunk(3, 1)
         return (convolve(b * u, self.weight, self.bias, rows, window) * c).to(x.dtype)
 
-    def append_to(self, program: Program, x: int, y: int) -> None:
+    def append_to(self, program: Program, normed: int, x: int, gates: int, y: int) -> None:
         """Appends it to a program, of buffer x, written to y."""
         program.conv(x, y, self.layer, self.weight, self.bias, ConvForm.GATED)

@@ -14,6 +14,7 @@ from tgi.worker.decoder_config import (
     ROPE_TYPES,
     DecoderConfig,
     ExpertsConfig,
+    GatedDeltaConfig,
     LayerConfig,
     Mixer,
     RopeConfig,
@@ -42,6 +43,7 @@ NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")  #
 ATTENTION_BIAS = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
+DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")  # before those with experts
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
@@ -162,7 +164,7 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
     router = RouterConfig(
         score=family.router_score,
         normalized=bool(values["norm_topk_prob"]),
-        biased=family.router_biased,
+        biased=family.router_biased and bool(values.get("use_expert_bias", True)),
         groups=values.get("n_group") or 1,
         top_groups=values.get("topk_group") or 1,
         scale=float(values.get("routed_scaling_factor", 1.0)),
@@ -174,6 +176,8 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
 
 def _intermediate(config: dict[str, Any], values: dict[str, Any]) -> int:
     """The width of a dense MLP. LFM2 states a width of which it takes two thirds, in whole blocks."""
+    if "intermediate_size" not in config and "moe_intermediate_size" in values:
+        return int(values["moe_intermediate_size"])  # no layer is dense
     width = int(values.get("block_ff_dim") or config["intermediate_size"])
     if not values.get("block_auto_adjust_ff_dim"):
         return width
@@ -183,20 +187,35 @@ def _intermediate(config: dict[str, Any], values: dict[str, Any]) -> int:
     return -(-int(values["block_ffn_dim_multiplier"] * width) // multiple) * multiple
 
 
-def _recurrent(config: dict[str, Any], values: dict[str, Any]) -> ShortConvConfig | None:
+def _recurrent(config: dict[str, Any], values: dict[str, Any]) -> ShortConvConfig | GatedDeltaConfig | None:
     """The mixer of the layers without attention; None: all have it."""
     if "conv_L_cache" in values:
         return ShortConvConfig(config["hidden_size"], values["conv_L_cache"], bool(values["conv_bias"]))
-    return None
+    if "linear_num_key_heads" not in values:
+        return None
+    if values["attention_bias"]:
+        raise UnsupportedConfig("attention_bias")
+    return GatedDeltaConfig(
+        key_heads=values["linear_num_key_heads"],
+        value_heads=values["linear_num_value_heads"],
+        key_dim=values["linear_key_head_dim"],
+        value_dim=values["linear_value_head_dim"],
+        kernel=values["linear_conv_kernel_dim"],
+        by_key_head=values["linear_by_key_head"],
+    )
 
 
 def _mixer(values: dict[str, Any], number: int) -> Mixer:
     """What mixes the tokens in the layer."""
-    if "conv_L_cache" not in values:
-        return Mixer.ATTENTION
-    kinds, attending = values["layer_types"], values["full_attn_idxs"]
-    attends = kinds[number] == "full_attention" if kinds else attending is None or number in attending
-    return Mixer.ATTENTION if attends else Mixer.SHORT_CONV
+    kinds = values.get("layer_types")
+    if "conv_L_cache" in values:
+        attending = values.get("full_attn_idxs")
+        attends = kinds[number] == "full_attention" if kinds else attending is None or number in attending
+        return Mixer.ATTENTION if attends else Mixer.SHORT_CONV
+    if "linear_num_key_heads" in values:
+        attends = kinds[number] == "full_attention" if kinds else (number + 1) % values["full_attention_interval"] == 0
+        return Mixer.ATTENTION if attends else Mixer.GATED_DELTA
+    return Mixer.ATTENTION
 
 
 def _expert_count(values: dict[str, Any]) -> int:
@@ -230,7 +249,7 @@ def _is_routed(values: dict[str, Any], number: int) -> bool:
         return False
     if values.get("mlp_layer_types"):
         return bool(values["mlp_layer_types"][number] == "sparse")
-    first, last = values.get("first_k_dense_replace") or values.get("moe_layer_start_index") or 0, number
+    first, last = _first(values, DENSE_LAYERS, 0), number
     if values.get("moe_layer_end_index", -1) != -1:
         last = values["moe_layer_end_index"]
     step = values.get("decoder_sparse_step") or values.get("moe_layer_interval") or 1

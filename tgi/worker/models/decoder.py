@@ -283,4 +283,6 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
             mlps.append(shared.mlp)
             router += [] if shared.gate is None else [shared.gate]
     inside = [linear for mlp in mlps for linear in mlp if linear is not None]
-    return [layer.qkv, layer.output, *router, *inside]
+    mixing = [layer.qkv, layer.output, *([] if layer.output_gate is None else [layer.output_gate])]
+    mixing += [] if layer.mixer is None else layer.mixer.linears
+    return [*mixing, *router, *inside]

@@ -7,8 +7,9 @@ which the CPU kernels run later without returning to Python in between.
 
 from collections.abc import Sequence
 from enum import IntEnum, auto
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,11 +17,13 @@ from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec, Transf
 from tgi.worker.cpu_kernels.experts import PackedExperts
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
+from tgi.worker.cpu_kernels.recurrent import sigmoid_gate
 from tgi.worker.decoder_config import DecoderConfig, LayerConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.layers.embedding import Embedding
+from tgi.worker.layers.gated_delta import GatedDelta, exactly
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
@@ -31,6 +34,8 @@ from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
 from tgi.worker.lora.projections import PROJECTION_GROUPS
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.state_cache import StateRows
+
+RecurrentMixer: TypeAlias = ShortConv | GatedDelta
 
 
 class DecoderLayer(NamedTuple):
@@ -49,7 +54,8 @@ class DecoderLayer(NamedTuple):
     mlp: Mlp | Experts
     mlp_after: Norm | None
     # Of a recurrent layer, what `qkv` and `output` are the projections of; None: attention.
-    mixer: ShortConv | None = None
+    mixer: RecurrentMixer | None = None
+    output_gate: Linear | None = None  # of attention: its result is multiplied by sigmoid(output_gate(input))
 
 
 class DecoderWeights(NamedTuple):
@@ -81,8 +87,11 @@ class LayerOperations(Protocol[X]):
         """Applies the norms (DecoderLayer.query_key_norms) and the rotary embedding to queries and keys, in the order
         of DecoderConfig.query_key_norm_last, then attention."""
 
-    def mix(self, mixer: ShortConv, projected: X) -> X:
-        """The result of a recurrent layer's mixer, whose output projection follows."""
+    def mix(self, mixer: RecurrentMixer, normed: X, projected: X) -> X:
+        """The result of a recurrent layer's mixer, whose output projection follows. `normed` is the layer's input."""
+
+    def gate(self, gate: Linear, normed: X, mixed: X) -> X:
+        """mixed * sigmoid(gate(normed)). May overwrite mixed."""
 
     def gate_up(self, mlp: Mlp, x: X) -> X:
         """The input of mlp.down."""
@@ -105,8 +114,11 @@ def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X
             operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms),
             "output",
         )
+        if layer.output_gate is not None:
+            mixed = operations.gate(layer.output_gate, normed, mixed)
     else:
-        mixed, last = operations.mix(layer.mixer, operations.linear(MIXER_INPUT, layer.qkv, normed)), MIXER_OUTPUT
+        projected = operations.linear(MIXER_INPUT, layer.qkv, normed)
+        mixed, last = operations.mix(layer.mixer, normed, projected), MIXER_OUTPUT
     hidden = _project_and_add(last, layer.output, layer.attention_after, operations, mixed, hidden)
     if not parallel:
         normed = _norm(layer.mlp_before, operations, hidden)
@@ -181,10 +193,17 @@ class TensorOperations(NamedTuple):
             mixed = self._transform_and_attend(qkv, norms, step.gpu_attention)
         return self._padded(mixed.reshape(tokens, step.kv.heads * step.kv.head_dim), rows)
 
-    def mix(self, mixer: ShortConv, projected: Tensor) -> Tensor:
+    def mix(self, mixer: RecurrentMixer, normed: Tensor, projected: Tensor) -> Tensor:
         """The result of the mixer."""
         assert self.step.state is not None
-        return self._padded(mixer(projected[: self.step.tokens], self.step.state), len(projected))
+        return self._padded(mixer(normed, projected[: self.step.tokens], self.step.state), len(projected))
+
+    def gate(self, gate: Linear, normed: Tensor, mixed: Tensor) -> Tensor:
+        """The gated result of attention."""
+        factors, kernels = gate(normed), self.step.kv.cpu_kernels
+        if kernels is not None:
+            return sigmoid_gate(kernels, factors, mixed)
+        return (mixed * exactly(torch.sigmoid, factors.to(torch.float32))).to(mixed.dtype)
 
     def _padded(self, mixed: Tensor, rows: int) -> Tensor:
         return mixed if len(mixed) == rows else F.pad(mixed, (0, 0, 0, rows - len(mixed)))
@@ -263,6 +282,8 @@ class ProgramBuffer(IntEnum):
     PROJECTED = auto()  # the result of a part, before it is added to HIDDEN
     MIXER_INPUT = auto()  # of a recurrent layer
     MIXER_OUTPUT = auto()
+    MIXER_GATES = auto()
+    OUTPUT_GATE = auto()  # of attention
 
 
 def write_program(
@@ -285,7 +306,7 @@ def write_program(
     if kv.cpu_kernels is None or not recordable or not normed:
         return None
     mixed = kv.heads * kv.head_dim
-    mixer_widths = next((layer.mixer.widths for layer in layers if layer.mixer is not None), (0, 0))
+    mixer_widths = next((layer.mixer.widths for layer in layers if layer.mixer is not None), (0, 0, 0))
     widths = {
         ProgramBuffer.HIDDEN: config.hidden,
         ProgramBuffer.NORMED: config.hidden,
@@ -295,6 +316,8 @@ def write_program(
         ProgramBuffer.PROJECTED: config.hidden,
         ProgramBuffer.MIXER_INPUT: mixer_widths[0],
         ProgramBuffer.MIXER_OUTPUT: mixer_widths[1],
+        ProgramBuffer.MIXER_GATES: mixer_widths[2],
+        ProgramBuffer.OUTPUT_GATE: mixed if config.output_gate else 0,
     }
     program = Program(kv.cpu_kernels, [widths[buffer] for buffer in ProgramBuffer])
     if communicator is not None and not isinstance(communicator, SharedMemoryCommunicator):
@@ -354,10 +377,16 @@ class ProgramOperations(NamedTuple):
         self.program.attention(qkv, ProgramBuffer.MIXED, cache, heads, kv.head_dim, scale, *options)
         return ProgramBuffer.MIXED
 
-    def mix(self, mixer: ShortConv, projected: ProgramBuffer) -> ProgramBuffer:
+    def mix(self, mixer: RecurrentMixer, normed: ProgramBuffer, projected: ProgramBuffer) -> ProgramBuffer:
         """The result of the mixer."""
-        mixer.append_to(self.program, projected, ProgramBuffer.MIXER_OUTPUT)
+        mixer.append_to(self.program, normed, projected, ProgramBuffer.MIXER_GATES, ProgramBuffer.MIXER_OUTPUT)
         return ProgramBuffer.MIXER_OUTPUT
+
+    def gate(self, gate: Linear, normed: ProgramBuffer, mixed: ProgramBuffer) -> ProgramBuffer:
+        """The gated result of attention."""
+        gate.append_to(self.program, normed, ProgramBuffer.OUTPUT_GATE)
+        self.program.sigmoid_gate(ProgramBuffer.OUTPUT_GATE, mixed)
+        return mixed
 
     def _norm_heads(self, norms: tuple[Norm, ...], qkv: ProgramBuffer) -> None:
         start = 0

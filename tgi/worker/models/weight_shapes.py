@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tgi.worker.decoder_config import DecoderConfig, Mixer
+from tgi.worker.decoder_config import DecoderConfig, GatedDeltaConfig, Mixer, ShortConvConfig
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
 
@@ -75,6 +75,8 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
 
 def _attention_matrices(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
     names, hidden, dim = config.names, config.hidden, config.head_dim
+    if config.output_gate:
+        yield MatrixShape(prefix + names.query, config.heads * dim, hidden, len(shard.heads) * dim, range(hidden))
     for name, heads, local in (
         (names.query, config.heads, shard.heads),
         (names.key, config.kv_heads, shard.kv_heads),
@@ -87,22 +89,47 @@ def _attention_matrices(config: DecoderConfig, shard: Shard, prefix: str) -> Ite
 
 def _mixer_matrices(config: DecoderConfig, shard: Shard, name: str) -> Iterator[MatrixShape]:
     """The projections of a recurrent layer whose tensors are below `name`."""
-    recurrent, hidden, local = config.recurrent, config.hidden, shard.recurrent
+    recurrent, hidden = config.recurrent, config.hidden
     assert recurrent is not None
-    for _ in range(3):
-        yield MatrixShape(
-            f"{name}.in_proj", recurrent.channels, hidden, len(local), range(hidden), stack=f"{name}.in_proj"
-        )
-    yield MatrixShape(f"{name}.out_proj", hidden, recurrent.channels, hidden, local)
+    own = recurrent.part(shard.recurrent)
+    if isinstance(recurrent, ShortConvConfig):
+        assert isinstance(own, ShortConvConfig)
+        parts, into = [(f"{name}.in_proj", recurrent.channels, own.channels)] * 3, recurrent.channels
+        columns = shard.recurrent
+    else:
+        assert isinstance(own, GatedDeltaConfig)
+        into, value = recurrent.values, recurrent.values // recurrent.key_heads
+        columns = range(shard.recurrent.start * value, shard.recurrent.stop * value)
+        qkv, z, *gates = ("qkvz", "qkvz", "ba", "ba") if recurrent.by_key_head else ("qkv", "z", "b", "a")
+        parts = [
+            *[(f"{name}.in_proj_{qkv}", recurrent.keys, own.keys)] * 2,
+            (f"{name}.in_proj_{qkv}", recurrent.values, own.values),
+            (f"{name}.in_proj_{z}", recurrent.values, own.values),
+        ]
+        for gate in gates:
+            heads = recurrent.value_heads, hidden, own.value_heads
+            yield MatrixShape(f"{name}.in_proj_{gate}", *heads, range(hidden), quantizable=False)
+    for part, outputs, local in parts:
+        yield MatrixShape(part, outputs, hidden, local, range(hidden), stack=f"{name}.in_proj")
+    yield MatrixShape(f"{name}.out_proj", hidden, into, hidden, columns)
 
 
 def _mixer_vectors(config: DecoderConfig, shard: Shard, name: str) -> Iterator[VectorShape]:
-    recurrent, local = config.recurrent, len(shard.recurrent)
+    recurrent = config.recurrent
     assert recurrent is not None
-    channels, kernel = recurrent.channels, recurrent.kernel
-    yield VectorShape(f"{name}.conv.weight", channels * kernel, local * kernel, True)
-    if recurrent.bias:
-        yield VectorShape(f"{name}.conv.bias", channels, local, True)
+    own = recurrent.part(shard.recurrent)
+    if isinstance(recurrent, ShortConvConfig):
+        assert isinstance(own, ShortConvConfig)
+        conv, channels, local = "conv", recurrent.channels, own.channels
+        if recurrent.bias:
+            yield VectorShape(f"{name}.conv.bias", channels, local, True)
+    else:
+        assert isinstance(own, GatedDeltaConfig)
+        conv, channels, local = "conv1d", 2 * recurrent.keys + recurrent.values, 2 * own.keys + own.values
+        for vector in ("A_log", "dt_bias"):
+            yield VectorShape(f"{name}.{vector}", recurrent.value_heads, own.value_heads, True)
+        yield VectorShape(f"{name}.norm.weight", recurrent.value_dim, recurrent.value_dim, True)
+    yield VectorShape(f"{name}.{conv}.weight", channels * recurrent.kernel, local * recurrent.kernel, True)
 
 
 def _mlp_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:
@@ -154,7 +181,7 @@ def _query_key_norms(config: DecoderConfig, shard: Shard, prefix: str) -> Iterat
 def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -> Iterator[VectorShape]:
     names = config.names
     if name.startswith(f"{names.mixer}.") and config.recurrent is not None:
-        present = config.recurrent.bias
+        present = isinstance(config.recurrent, ShortConvConfig) and config.recurrent.bias
     elif name in (names.query, names.key, names.value):
         present = config.qkv_bias
     else:
