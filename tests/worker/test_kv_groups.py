@@ -35,7 +35,8 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 LONGEST, CHUNK, NEW = 320, 48, 30
 # The sliding windows have 40 tokens. With our kernels or not.
-MODELS = [("gemma2", False), ("gemma2", True), ("gemma3_text", True), ("starcoder2", True), ("lfm2", True)]
+MODELS = [("gemma2", False), ("gemma2", True), ("gemma3_text", True), ("starcoder2", True)]
+MODELS += [("lfm2", True), ("qwen3_next", True)]
 
 
 class RealWorker:

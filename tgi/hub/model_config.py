@@ -29,7 +29,14 @@ STATE_SPACE = {
 DISTANCE_BIAS = {"bloom", "mpt"}
 ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 # Kinds of layers without attention that the built-in decoder computes, by model_type.
-RECURRENT_LAYERS = {"lfm2": {"conv"}}
+RECURRENT_LAYERS = {
+    "lfm2": {"conv"},
+    "lfm2_moe": {"conv"},
+    "qwen3_next": {"linear_attention"},
+    "qwen3_5_text": {"linear_attention"},
+    "qwen3_5_moe_text": {"linear_attention"},
+}
+
 
 FINGERPRINTED = (
     "config.json",
@@ -193,7 +200,7 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         )
     layers = text.get("layer_types")
     others = {str(layer) for layer in layers} - ATTENTION if isinstance(layers, list) else set()
-    others -= RECURRENT_LAYERS.get(text.get("model_type", kind), set())
+    others -= RECURRENT_LAYERS.get(str(text.get("model_type", kind)), set())
     if others:
         raise UserError(f"{kind} has layers of kind {min(others)}, which are not served.")
     if kind in STATE_SPACE or "ssm_cfg" in config:
