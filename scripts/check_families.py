@@ -123,7 +123,7 @@ def check(kind: str, directory: Path) -> str:
         model = build_model(directory, "float32", "cpu", lambda stage, percent: None)
     except UserError as error:
         return f"refused: {' '.join(str(error).split())}"
-    attention = build_attention(model.kv, 30, torch.device("cpu"))
+    attention = build_attention(model.kv, 30, torch.device("cpu"), state_slots=31)
     steps = [(ids, 0)] + [(ids[start:end], start) for start, end in ((0, 40), (40, 41), (41, 69), (69, PROMPT))]
     worst = 0.0
     for number, (tokens, start) in enumerate(steps):

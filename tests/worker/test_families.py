@@ -27,6 +27,12 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)
+RECURRENT = (
+    "lfm2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # their results do not depend on the batch on our kernels either
 LENGTHS = (90, 1, 17, 44)  # the sliding windows have 40 tokens
 DRAWN = 6
 
@@ -39,7 +45,7 @@ def load(directory: Path, dtype: str = "float32", native: bool = False) -> Model
 
 
 def memory(model: Model) -> AttentionBackend:
-    return build_attention(model.kv, 100, CPU)
+    return build_attention(model.kv, 100, CPU, state_slots=101)
 
 
 def pages(row: int) -> list[int]:
@@ -76,7 +82,7 @@ def check_against_transformers(directory: Path, native: bool = False) -> None:
     ids, logprobs = known[0]
     sizes = [50, 1, 20, *[1] * (len(ids) - 71)]
     ends = torch.tensor(sizes).cumsum(0) - 1
-    found = in_chunks(loaded, memory(loaded), ids, pages(0), sizes).log_softmax(-1)
+    found = in_chunks(loaded, memory(loaded), ids, pages(0), sizes, memory(loaded).page_size).log_softmax(-1)
     torch.testing.assert_close(found, logprobs[ends], rtol=0, atol=1e-4)
     attention = memory(loaded)
     prompt_batch = make_batch(
@@ -100,7 +106,7 @@ def test_against_transformers(kind: str) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_our_kernels_against_transformers(kind: str) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
-    hidden = 96 if kind in ("phi", "phi3", "nemotron", "glm4_moe") else 72
+    hidden = 96 if kind in ("phi", "phi3", "nemotron", "glm4_moe") or kind.startswith(("qwen3_next", "qwen3_5")) else 72
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native=True)
 
 
@@ -157,20 +163,25 @@ def test_against_transformers_in_other_shapes(kind: str, more: tuple[tuple[str, 
     check_against_transformers(make(kind, more=more), native=True)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    ("kind", "native"), [*((kind, False) for kind in OTHERS), *((kind, True) for kind in RECURRENT)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batch_invariance(kind: str, dtype: str) -> None:
-    model = load(make(kind), dtype)
-    chosen = prompts()
-    alone = [prefill(model, memory(model), ids, pages(3)) for ids in chosen]
+def test_batch_invariance(kind: str, native: bool, dtype: str) -> None:
+    model = load(make(kind), dtype, native)
+    size, chosen = memory(model).page_size, prompts()
+    alone = [in_chunks(model, memory(model), ids, pages(3), [len(ids)], size)[0] for ids in chosen]
     attention = memory(model)
-    together = model.forward(make_batch([Row(ids, 0, pages(row)) for row, ids in enumerate(chosen)]), attention)
+    together = model.forward(make_batch([Row(ids, 0, pages(row)) for row, ids in enumerate(chosen)], size), attention)
     assert torch.equal(together, torch.stack(alone))
     for sizes in ([70, *[1] * 20], [33, 1, 5, 50, 1]):
-        assert torch.equal(in_chunks(model, memory(model), chosen[0], pages(1), sizes)[-1], alone[0]), sizes
+        assert torch.equal(in_chunks(model, memory(model), chosen[0], pages(1), sizes, size)[-1], alone[0]), sizes
     # The last token of each prompt as a decode row, next to the whole longest prompt.
+    attention = memory(model)
+    before = [Row(ids[:-1], 0, pages(row)) for row, ids in enumerate(chosen) if len(ids) > 1]
+    model.forward(make_batch(before, size), attention)
     last = [Row(ids[-1:], len(ids) - 1, pages(row)) for row, ids in enumerate(chosen)]
-    mixed = model.forward(make_batch([*last, Row(chosen[0], 0, pages(4))]), attention)
+    mixed = model.forward(make_batch([*last, Row(chosen[0], 0, pages(4))], size), attention)
     assert torch.equal(mixed, torch.stack([*alone, alone[0]]))
 
 
@@ -191,6 +202,8 @@ TEXT_PARTS = {
     "llava_next": "mistral",
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "smolvlm": "llama",
 }
 assert tuple(TEXT_PARTS) == WITH_TEXT_PART
