@@ -134,6 +134,8 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
 
 
 def _activation(family: ModelFamily, values: dict[str, Any]) -> str:
+    if "activation" in family.fixed:
+        return str(family.fixed["activation"])
     name = values.get("hidden_activation") or values["hidden_act"]
     name = family.aliases.get(name, name)
     if name not in EPILOGUES:
