@@ -97,6 +97,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
     "nemotron": ("NemotronConfig", {"attention_bias": True}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 40}),
+    "phi": ("PhiConfig", {}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gptj": ("GPTJConfig", {"rotary_dim": 8}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {}),
+    "opt": ("OPTConfig", {}),
     "minimax_m2": (
         "MiniMaxM2Config",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": {"partial_rotary_factor": 0.5}},
@@ -175,6 +181,20 @@ HEAD_DIM = (
     *("gpt_oss", "seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
 )
 KINDS = (*CONFIGS, "gpt2")
+# Names that configurations have for those of others.
+GPT_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+OTHER_NAMES = {
+    "gptj": GPT_NAMES,
+    "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
+    "gpt_bigcode": GPT_NAMES,
+    "opt": {"intermediate_size": "ffn_dim"},
+}
 
 # Common to the shapes of known models.
 KNOWN: dict[str, Any] = {"vocab": 32000, "tie": True, "dtype": "bfloat16"}
@@ -286,6 +306,11 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
     if kind == "helium":  # its class would set 128, and expect what it does not check
         arguments["head_dim"] = shape["hidden"] // shape["heads"]
     name, options = CONFIGS[kind]
+    if kind in ("gpt_neox", "gptj", "gpt_bigcode", "opt"):
+        del arguments["num_key_value_heads"]
+    if kind == "opt":
+        arguments["word_embed_proj_dim"] = shape["hidden"]
+    arguments |= {own: arguments.pop(name) for name, own in OTHER_NAMES.get(kind, {}).items()}
     return getattr(transformers, name)(**arguments | options | more)
 
 

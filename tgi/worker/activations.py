@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# gpt-oss: a gate is at most LIMIT, and what it multiplies within -LIMIT and LIMIT.
-ALPHA, LIMIT = 1.702, 7.0
+from tgi.worker.decoder_config import ALPHA, LIMIT
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -35,6 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "clamped_silu": _clamped_silu,
 }

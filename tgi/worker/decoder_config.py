@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 # Not a rotation but a factor of queries (Llama 4, Ministral 3), 1 + beta ln(1 + floor(position / original)). beta is
 # llama_4_scaling_beta, original is original_max_position_embeddings.
 QUERY_SCALE = "query_scale"
+# Of the activation clamped_silu of gpt-oss: a gate is at most LIMIT, and what it multiplies within -LIMIT and LIMIT.
+ALPHA, LIMIT = 1.702, 7.0
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -92,6 +94,17 @@ class StackedExperts:
 
 
 @dataclass(frozen=True)
+class CheckpointLayout:
+    """How a checkpoint differs from one with TensorNames' names."""
+
+    renames: tuple[tuple[str, str], ...]  # patterns of stored names, and their replacements, applied in this order
+    # Rows of the joint matrix of queries, keys and values. "heads": of each key head its queries, its key and its
+    # value; None: all queries, then all keys, then all values.
+    qkv_rows: str | None = None
+    positions_offset: int = 0  # the learned vector of position p is in row p + positions_offset
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Names of a layer's tensors in the checkpoint, after the prefix `model.layers.N.`.
 
@@ -119,6 +132,7 @@ class TensorNames:
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
     stacked: StackedExperts | None = None  # the tensors that these experts are parts of
+    layout: CheckpointLayout | None = None
     # Norms before and after each part; None = absent.
     attention_before: str | None = "input_layernorm"
     attention_after: str | None = None
@@ -173,7 +187,10 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None  # of the routed layers
 
     # Residual stream and logits.
-    parallel: bool = False  # x + attention(n) + mlp(n) with n = attention_before(x)
+    # x + attention(attention_before(x)) + mlp(mlp_before(x)); without mlp_before, mlp(attention_before(x))
+    parallel: bool = False
+    learned_positions: int = 0  # for this many positions a vector is added to the embedding
+    head_bias: bool = False
     embedding_scale: float = 1.0  # the embedding is multiplied by this
     residual_scale: float = 1.0  # r above
     logit_scale: float = 1.0  # logits = logit_scale * head(norm(x)),

@@ -21,6 +21,7 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda y, _: F.silu(y),
     "gelu": lambda y, _: F.gelu(y),
     "gelu_tanh": lambda y, _: F.gelu(y, approximate="tanh"),
+    "relu": lambda y, _: F.relu(y),
     "relu2": lambda y, _: F.relu(y).square(),
     "clamped_silu": lambda y, _: y.clamp(max=LIMIT) * torch.sigmoid(ALPHA * y.clamp(max=LIMIT)),
     "xielu": lambda y, _: xielu(y, *FACTORS),

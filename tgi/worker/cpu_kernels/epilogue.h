@@ -44,6 +44,7 @@ void apply_epilogue(const LinearCall& call, int64_t first, int64_t rows, int64_t
             if (epilogue == Epilogue::silu) y[half] = silu(y[half]);
             if (epilogue == Epilogue::gelu) y[half] = gelu(y[half]);
             if (epilogue == Epilogue::gelu_tanh) y[half] = gelu_tanh(y[half]);
+            if (epilogue == Epilogue::relu) y[half] = at_least(0, y[half]);
             if (epilogue == Epilogue::relu2) y[half] = at_least(0, y[half]) * at_least(0, y[half]);
             if (epilogue == Epilogue::clamped_silu) y[half] = clamped_silu(y[half]);
             if (epilogue == Epilogue::xielu) y[half] = xielu(y[half], call.logit_scale.scale, call.logit_scale.cap);
@@ -76,6 +77,7 @@ __attribute__((noinline)) void apply_epilogue(const LinearCall& call, int64_t fi
         case Epilogue::silu: return apply_epilogue<Epilogue::silu>(call, first, rows, at, sums);
         case Epilogue::gelu: return apply_epilogue<Epilogue::gelu>(call, first, rows, at, sums);
         case Epilogue::gelu_tanh: return apply_epilogue<Epilogue::gelu_tanh>(call, first, rows, at, sums);
+        case Epilogue::relu: return apply_epilogue<Epilogue::relu>(call, first, rows, at, sums);
         case Epilogue::relu2: return apply_epilogue<Epilogue::relu2>(call, first, rows, at, sums);
         case Epilogue::clamped_silu: return apply_epilogue<Epilogue::clamped_silu>(call, first, rows, at, sums);
         case Epilogue::xielu: return apply_epilogue<Epilogue::xielu>(call, first, rows, at, sums);

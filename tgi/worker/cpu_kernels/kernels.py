@@ -36,7 +36,7 @@ MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within in
 SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
 
 # By the numbers of `enum class Epilogue` in linear.h.
-_NAMES = "none", "silu", "gelu", "gelu_tanh", "relu2", "clamped_silu", "xielu", "add", "mul", "clamped_mul"
+_NAMES = "none", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu", "xielu", "add", "mul", "clamped_mul"
 EPILOGUES = {name: number for number, name in enumerate(_NAMES)}
 
 NO_FACTORS = (0.0, 0.0)  # of an epilogue that has none

@@ -11,7 +11,8 @@ namespace tgi {
 
 // clamped_silu and clamped_mul are the gate and the up projection of gpt-oss: g * sigmoid(1.702 g) with g = min(sum, 7),
 // and other * (1 + the sum clamped to -7 to 7). xielu: see activations.py.
-enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, relu2, clamped_silu, xielu, add, mul, clamped_mul, logit };
+enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, relu, relu2, clamped_silu, xielu, add, mul, clamped_mul,
+    logit };
 
 // Whether the epilogue has a second operand.
 constexpr bool is_binary(Epilogue epilogue) {

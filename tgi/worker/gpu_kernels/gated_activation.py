@@ -18,6 +18,8 @@ def _activation(x, THEN: tl.constexpr):
         y = x * tl.sigmoid(x)
     elif THEN == "gelu":
         y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif THEN == "relu":
+        y = tl.where(x < 0, 0.0, x)
     elif THEN == "relu2":
         y = tl.where(x < 0, 0.0, x * x)
     elif THEN == "clamped_silu":

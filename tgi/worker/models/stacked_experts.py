@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.decoder_config import DecoderConfig, StackedExperts, TensorNames
+from tgi.worker.models.checkpoint_layout import RenamedCheckpoint
 
 
 class _Part(NamedTuple):
@@ -64,8 +65,11 @@ class StackedExpertsCheckpoint(Checkpoint):
 
 
 def open_checkpoint(directory: Path, config: DecoderConfig) -> Checkpoint:
-    """The checkpoint of a decoder, with a name for each matrix of an expert. Raises UserError as Checkpoint does."""
+    """The checkpoint of a decoder, by a llama's names, with one for each matrix of an expert. Raises UserError as
+    Checkpoint does."""
     names, experts = config.names, config.experts
+    if names.layout is not None:
+        return RenamedCheckpoint(directory, names.layout, config)
     if names.stacked is None or experts is None:
         return Checkpoint(directory)
     return StackedExpertsCheckpoint(directory, names, names.stacked, experts.count)

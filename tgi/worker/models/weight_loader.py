@@ -26,7 +26,7 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
-from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
+from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 from tgi.worker.quantization.weight_sources import WeightSource
 
 
@@ -90,15 +90,30 @@ class DecoderWeightLoader:
         embedding_weight = self._upload(_embedding_weight(self._source, config, self._shard, self._dtype))
         tied = config.tied or f"{HEAD}.weight" not in self._source
         if tied:
-            head = self._build(self._to_device(embedding_weight), None, "none")
+            head = self._build(self._to_device(embedding_weight), self._head_bias(), "none")
         else:
-            head = self._linear(False, config.hidden, StoredMatrix(HEAD, config.vocab_size, self._shard.vocabulary))
+            stored = StoredMatrix(HEAD, config.vocab_size, self._shard.vocabulary)
+            head = self._linear(config.head_bias, config.hidden, stored)
         rows = head if tied and self._kernels is not None else embedding_weight
         embedding = Embedding(rows, self._dtype, _local_tokens(self._shard))
         norm = self._norm("model.norm", config.hidden)
         if not tied and self._device.type != "cpu":  # on CPU the embedding stays in the mapped file
             self._count(embedding_weight)
-        return DecoderWeights(embedding, layers, norm, head, WeightFootprint(self._bytes, self._parameters))
+        positions = self._positions() if config.learned_positions else None
+        return DecoderWeights(embedding, layers, norm, head, positions, WeightFootprint(self._bytes, self._parameters))
+
+    def _head_bias(self) -> Tensor | None:
+        if not self._config.head_bias:
+            return None
+        local = self._shard.vocabulary
+        stored = self._source.tensor(f"{HEAD}.bias", self._config.vocab_size)
+        return stored[local.start : local.stop].to(self._device, self._dtype, copy=True)
+
+    def _positions(self) -> Tensor:
+        stored = self._source.tensor(f"{POSITIONS}.weight", self._config.learned_positions, self._config.hidden)
+        weight = stored.to(self._device, self._dtype, copy=True)
+        self._count(weight)
+        return weight
 
     def _layer(self, number: int) -> DecoderLayer:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."

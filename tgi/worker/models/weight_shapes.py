@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.sharding import Shard
-from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
+from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 
 
 class MatrixShape(NamedTuple):
@@ -40,6 +40,8 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
         yield from _layer_matrices(config, shard, number)
     vocabulary, hidden = len(shard.vocabulary), range(config.hidden)
     yield MatrixShape(EMBEDDING, config.vocab_size, config.hidden, vocabulary, hidden)
+    if rows := config.learned_positions:
+        yield MatrixShape(POSITIONS, rows, config.hidden, rows, hidden, quantizable=False)
     if not config.tied:
         yield MatrixShape(HEAD, config.vocab_size, config.hidden, vocabulary, hidden)
 
@@ -64,6 +66,8 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
         if experts is not None and experts.router.biased and config.layers[number].routed:
             yield VectorShape(prefix + names.router_bias, experts.count, experts.count, True)
     yield from _norm(config, "model.norm")
+    if config.head_bias:
+        yield VectorShape(f"{HEAD}.bias", config.vocab_size, len(shard.vocabulary), False)
 
 
 def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:

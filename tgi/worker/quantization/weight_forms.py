@@ -15,6 +15,7 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.quantization.config import QuantizationConfig
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the names of the first and the last layer in checkpoints
+POSITIONS = "model.embed_positions"  # learned vectors of positions
 GROUPS = (16, 32, 64, 128)  # supported group sizes: inputs that share a scale
 FACTOR_GROUP = 32  # inputs that share a factor of the codebook
 FLOAT8_MULTIPLE = 16  # of outputs and inputs, for torch's products of 8-bit floats
