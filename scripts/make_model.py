@@ -95,6 +95,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2Config", {"sliding_window": 40, "sliding_window_pattern": 2, "logit_scale": 0.4}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "cohere": ("CohereConfig", {"use_qk_norm": True, "logit_scale": 0.4}),
+    "apertus": (
+        "ApertusConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            }
+        },
+    ),
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
     "nemotron": ("NemotronConfig", {"attention_bias": True}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 40}),
@@ -343,7 +356,9 @@ def fill(model: Any, seed: int) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-            if weight.ndim == 1:
+            if name.endswith(("alpha_p", "alpha_n")):  # of xielu
+                value = 0.5 * noise
+            elif weight.ndim == 1:
                 around = 0 if name.endswith("bias") or (name.endswith(CENTRED_NORMS) and centred) else 1
                 around = -2 if name.endswith("A_log") else around  # a state remembers ten tokens
                 value = around + 0.1 * noise

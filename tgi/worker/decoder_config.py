@@ -196,6 +196,7 @@ class TensorNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    activation: str = "mlp.act_fn"  # of the factors of xielu
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     router_bias_is_row: bool = False  # it is stored as a matrix of one row
@@ -258,7 +259,7 @@ class DecoderConfig:
     output_gate: bool = False
 
     # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an activation of activations.ACTIVATIONS, by
-    # which the product may be another: activations.gated.
+    # which the product may be another: activations.gated. Without a gate it may be xielu.
     activation: str = "silu"
     gated: bool = True
     mlp_bias: bool = False

@@ -38,6 +38,7 @@ KINDS = (
     "dots1",
     "qwen2_moe",
     "gpt_oss",
+    "apertus",
 )
 
 

@@ -73,9 +73,9 @@ void tgi_linear(ThreadPool* pool, const Element* x, const uint8_t* weight, int64
     const float* plus,
                 const Element* other, Element* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs,
                     int64_t plus_step,
-                int64_t epilogue) {
+                int64_t epilogue, float first_factor, float second_factor) {
     linear(*pool, {x, {weight, outputs, inputs, WeightFormat(form)}, bias, plus, other, y, wide, rows, plus_step,
-        Epilogue(epilogue)});
+        Epilogue(epilogue), {first_factor, second_factor}});
 }
 
 void tgi_gather_rows(ThreadPool* pool, const uint8_t* weight, int64_t form, const int64_t* ids, Element* y,
@@ -213,10 +213,10 @@ void tgi_program_norm(Program* program, int64_t x, int64_t y, int64_t from, cons
 
 void tgi_program_linear(Program* program, int64_t x, int64_t other, int64_t y, int64_t place, int64_t column,
                         const uint8_t* weight, int64_t form, const float* bias, int64_t inputs, int64_t outputs,
-                        int64_t epilogue) {
+                        int64_t epilogue, float first_factor, float second_factor) {
     const PackedWeight packed{weight, outputs, inputs, WeightFormat(form)};
     program->linear(x, other, y, place, column, {nullptr, packed, bias, nullptr, nullptr, nullptr, nullptr, 0, 0,
-        Epilogue(epilogue)});
+        Epilogue(epilogue), {first_factor, second_factor}});
 }
 
 void tgi_program_lora(Program* program, int64_t x, int64_t place, int64_t layer) { program->lora(x, place, layer); }

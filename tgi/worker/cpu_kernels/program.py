@@ -13,14 +13,21 @@ import torch
 from torch import Tensor
 
 from tgi.worker.cpu_kernels.experts import PackedExperts
-from tgi.worker.cpu_kernels.kernels import AttentionRows, CpuKernels, LoraTiles, PackedWeight, VocabularyShards
+from tgi.worker.cpu_kernels.kernels import (
+    NO_FACTORS,
+    AttentionRows,
+    CpuKernels,
+    LoraTiles,
+    PackedWeight,
+    VocabularyShards,
+)
 from tgi.worker.cpu_kernels.recurrent import ConvForm, DeltaRule
 from tgi.worker.greedy import GreedyTokens
 
 # Argument types of the functions in interface.cpp, without the program, the first argument of all.
 _SIGNATURES = {
     "tgi_program_norm": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3, c_float),
-    "tgi_program_linear": (*[c_int64] * 5, c_void_p, c_int64, c_void_p, *[c_int64] * 3),
+    "tgi_program_linear": (*[c_int64] * 5, c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_float, c_float),
     "tgi_program_lora": (c_int64, c_int64, c_int64),
     "tgi_program_rope": (*[c_int64] * 6,),
     "tgi_program_attention": (*[c_int64] * 7, c_float, c_float, c_void_p),
@@ -132,13 +139,14 @@ class Program:
         then: int = 0,
         other: int = 0,
         delta: LoraTarget | None = None,
+        factors: tuple[float, float] = NO_FACTORS,
     ) -> None:
-        """CpuKernels.linear; `other`, which may be y, is read only for the epilogues "add" and "mul"."""
+        """CpuKernels.linear; `other`, which may be y, is read only for binary epilogues."""
         memory, outputs, inputs, form = weight
         assert (self._widths[x], self._widths[y]) == (inputs, outputs)
         place, column = delta or (NO_TARGET, 0)
         at = None if bias is None else bias.data_ptr()
-        self._record("linear", x, other, y, place, column, memory.data_ptr(), form, at, inputs, outputs, then)
+        self._record("linear", x, other, y, place, column, memory.data_ptr(), form, at, inputs, outputs, then, *factors)
 
     def lora(self, x: int, place: int, layer: int) -> None:
         """CpuKernels.lora for one slot of the step's LoraStep. Recorded before the linear operations that add its

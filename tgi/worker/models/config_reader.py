@@ -152,6 +152,8 @@ def _kv_heads(values: dict[str, Any], heads: int) -> int:
 
 
 def _activation(family: ModelFamily, values: dict[str, Any]) -> str:
+    if "activation" in family.fixed:
+        return str(family.fixed["activation"])
     name = values.get("hidden_activation") or values["hidden_act"]
     name = family.aliases.get(name, name)
     if name not in EPILOGUES:

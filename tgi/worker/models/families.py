@@ -351,6 +351,25 @@ FAMILIES: dict[str, ModelFamily] = {
         interleaved_rope=True,
         rope_in_windows_only=True,
     ),
+    "apertus": ModelFamily(
+        {
+            **_RMS5,
+            "attention_bias": False,
+            "max_position_embeddings": 65536,
+            "hidden_act": "xielu",
+            "rope_theta": 12000000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+        {"query_key_norm": "head", "gated": False, "activation": "xielu"},
+        TensorNames(attention_before="attention_layernorm", mlp_before="feedforward_layernorm"),
+        required={"hidden_act": "xielu"},
+    ),
     "arcee": ModelFamily({**_RMS5, **_BIASES, "hidden_act": "relu2"}, {"gated": False}),
     "nemotron": ModelFamily(
         {"norm_eps": 1e-5, **_BIASES, "hidden_act": "relu2", "partial_rotary_factor": 0.5},

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.microkernel.errors import UserError
 from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
+from tgi.worker.cpu_kernels.kernels import NO_FACTORS, CpuKernels, can_pack_together
 from tgi.worker.cpu_kernels.recurrent import DeltaRule
 from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, GatedDeltaConfig, Mixer, ShortConvConfig
 from tgi.worker.device_copies import StagedCopies
@@ -303,15 +304,25 @@ class DecoderWeightLoader:
         sizes = (inner, local), (inner, local), (config.hidden, range(config.hidden))
         gate, up, down = (StoredMatrix(prefix + name, *size) for name, size in zip(names, sizes, strict=True))
         return Mlp(
-            *self._gate_and_up(gate, up),
+            *self._gate_and_up(gate, up, self._factors(prefix)),
             down=self._last_linear(config.mlp_bias, inner, local, down, more_follows),
         )
 
-    def _gate_and_up(self, gate: StoredMatrix, up: StoredMatrix) -> tuple[Linear | None, Linear]:
+    def _factors(self, prefix: str) -> tuple[float, float]:
+        """The factors of a layer's activation: of xielu, softplus of one number and 0.5 + softplus of another."""
+        if self._config.activation != "xielu":
+            return NO_FACTORS
+        name = prefix + self._config.names.activation
+        first, second = (float(F.softplus(self._source.tensor(f"{name}.alpha_{end}", 1).float())) for end in "pn")
+        return first, second + 0.5
+
+    def _gate_and_up(
+        self, gate: StoredMatrix, up: StoredMatrix, factors: tuple[float, float] = NO_FACTORS
+    ) -> tuple[Linear | None, Linear]:
         """The first layers of an Mlp: on our own kernels one gated layer, if both weights have the same format."""
         config = self._config
         if not config.gated:
-            return None, self._linear(config.mlp_bias, config.hidden, up, epilogue=config.activation)
+            return None, self._linear(config.mlp_bias, config.hidden, up, epilogue=config.activation, factors=factors)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
         if self._own_kernels is None or not can_pack_together(first[0], second[0]):
             return self._build(*first, config.activation), self._build(
@@ -432,11 +443,18 @@ class DecoderWeightLoader:
             weights.append(self._norm_weight(name, *stored).expand(heads, -1)[local.start : local.stop])
         return (Norm(torch.cat(weights), None, config.norm_epsilon, config.norm_centred, self._own_kernels),)
 
-    def _linear(self, bias: bool, inputs: int, *parts: StoredMatrix, epilogue: str = "none") -> Linear:
+    def _linear(
+        self,
+        bias: bool,
+        inputs: int,
+        *parts: StoredMatrix,
+        epilogue: str = "none",
+        factors: tuple[float, float] = NO_FACTORS,
+    ) -> Linear:
         """One linear layer whose outputs are those of `parts`, one after the other."""
         weights, biases = zip(*self._matrices(bias, inputs, *parts), strict=True)
         joined = torch.cat(biases) if bias else None
-        return self._build(stack_weights(weights, self._dtype), joined, epilogue)
+        return self._build(stack_weights(weights, self._dtype), joined, epilogue, factors=factors)
 
     def _build(
         self,
@@ -445,11 +463,12 @@ class DecoderWeightLoader:
         epilogue: str,
         gated: Weight | None = None,
         partial_sum: bool = False,
+        factors: tuple[float, float] = NO_FACTORS,
     ) -> Linear:
         for one in (weight, gated):
             if one is not None:
                 self._count(one)
-        return Linear(weight, bias, epilogue, self._kernels, self._dtype, gated, self._gpu, partial_sum)
+        return Linear(weight, bias, epilogue, self._kernels, self._dtype, gated, self._gpu, partial_sum, factors)
 
     def _count(self, weight: Weight) -> None:
         """Adds a matrix to the footprint. torch's CPU kernels take no quantized weights: these are dequantized."""

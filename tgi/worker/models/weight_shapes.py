@@ -62,6 +62,9 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
             yield from _mixer_vectors(config, shard, prefix + names.mixer)
         for matrix in _layer_matrices(config, shard, number):
             yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
+        if config.activation == "xielu":
+            for end in ("alpha_p", "alpha_n", "beta", "eps"):  # kept on the host
+                yield VectorShape(f"{prefix}{names.activation}.{end}", 1, 0, True)
         experts = config.experts
         if experts is not None and experts.router.biased and config.layers[number].routed:
             yield VectorShape(prefix + names.router_bias, experts.count, experts.count, True)
