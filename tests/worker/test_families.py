@@ -14,6 +14,7 @@ from scripts.make_model import fill
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tests.worker.cpu_kernels.available import our_kernels
+from tgi.hub import model_config
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.checkpoint import SINGLE_FILE
@@ -191,6 +192,7 @@ TEXT_PARTS = {
     "smolvlm": "llama",
 }
 assert tuple(TEXT_PARTS) == WITH_TEXT_PART
+assert set(RECURRENT) == model_config.RECURRENT
 
 
 @pytest.mark.parametrize(("kind", "text"), TEXT_PARTS.items())

@@ -22,10 +22,12 @@ ENCODER_DECODERS = {
     "t5", "t5gemma", "udop", "umt5", "whisper",
 }
 STATE_SPACE = {
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "minimax",
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "minimax",
     "nemotron_h", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba", "zamba2",
 }
 # fmt: on
+# Types whose recurrent layers the built-in decoder computes.
+RECURRENT = {"lfm2", "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 DISTANCE_BIAS = {"bloom", "mpt"}
 ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 
@@ -191,9 +193,10 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         )
     layers = text.get("layer_types")
     others = {str(layer) for layer in layers} - ATTENTION if isinstance(layers, list) else set()
-    if others:
+    if others and text.get("model_type") not in RECURRENT:
         raise UserError(
-            f"{kind} has layers of kind {min(others)}. Only models with attention in every layer are served."
+            f"{kind} has layers of kind {min(others)}. They are served of no model of this type, see "
+            "docs/models.md. Serve a model of another type."
         )
     if kind in STATE_SPACE or "ssm_cfg" in config:
         raise UserError(f"{kind} is a state-space or recurrent model. Only models with attention are served.")
