@@ -1,6 +1,7 @@
 """Every family of DecoderModel against transformers in float32, and its batch invariance."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from scripts.make_model import fill
 from tests.models import model as make
@@ -28,12 +30,8 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)
-RECURRENT = (
-    "lfm2",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)  # their results do not depend on the batch on our kernels either
+# Their results do not depend on the batch on our kernels either.
+RECURRENT = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LENGTHS = (90, 1, 17, 44)  # the sliding windows have 40 tokens
 DRAWN = 6
 
@@ -107,7 +105,9 @@ def test_against_transformers(kind: str) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_our_kernels_against_transformers(kind: str) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
-    hidden = 96 if kind in ("phi3", "nemotron", "glm4_moe") or kind.startswith(("qwen3_next", "qwen3_5")) else 72
+    hidden = 72
+    if kind in ("phi", "phi3", "nemotron", "glm4_moe") or kind.startswith(("qwen3_next", "qwen3_5")):
+        hidden = 96
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native=True)
 
 
@@ -133,6 +133,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500000.0}}}),
     ("exaone4", {"layer_types": None, "sliding_window_pattern": 3}),
     ("stablelm", {"use_parallel_residual": True}),
+    ("gpt_neox", {"use_parallel_residual": False}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
     ("smollm3", {"sliding_window": 40, "use_sliding_window": True, "layer_types": None, "no_rope_layers": None}),
 ]
@@ -146,6 +147,21 @@ def test_against_transformers_with_other_settings(kind: str, changes: dict[str, 
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     check_against_transformers(tmp_path)
+
+
+# Settings on which the shapes of the weights depend.
+OTHER_SHAPES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
+    ("falcon", (("new_decoder_architecture", False),)),
+    ("falcon", (("new_decoder_architecture", False), ("multi_query", False), ("num_kv_heads", 4), ("bias", True))),
+    ("falcon", (("new_decoder_architecture", False), ("parallel_attn", False))),
+    ("falcon", (("num_ln_in_parallel_attn", 1),)),
+    ("gpt_bigcode", (("multi_query", False),)),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), OTHER_SHAPES)
+def test_against_transformers_in_other_shapes(kind: str, more: tuple[tuple[str, Any], ...]) -> None:
+    check_against_transformers(make(kind, more=more), native=True)
 
 
 @pytest.mark.parametrize(
@@ -207,3 +223,17 @@ def test_text_part_of_a_multimodal_model(kind: str, text: str, tmp_path: Path) -
     with safe_open(tmp_path / SINGLE_FILE, framework="pt") as file:
         assert not any(name.startswith("model.layers") for name in file.keys())  # noqa: SIM118  # not a dict
     check_against_transformers(tmp_path)
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As Qwen3.5's checkpoints on the Hub have them, with tensors of drafting layers, which are not read."""
+    directory = Path(shutil.copytree(make("qwen3_5_moe_text"), tmp_path / "model"))
+    weights = load_file(directory / SINGLE_FILE)
+    for prefix in sorted({name.split("experts.")[0] for name in weights if ".experts." in name}):
+        gate, up, down = (
+            torch.stack([weights.pop(f"{prefix}experts.{expert}.{part}_proj.weight") for expert in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        weights |= {f"{prefix}experts.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}experts.down_proj": down}
+    save_file(weights | {"mtp.fc.weight": torch.ones(2, 2)}, directory / SINGLE_FILE, {"format": "pt"})
+    check_against_transformers(directory)
