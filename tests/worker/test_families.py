@@ -1,6 +1,7 @@
 """Every family of DecoderModel against transformers in float32, and its batch invariance."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from scripts.make_model import fill
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tests.worker.cpu_kernels.available import our_kernels
+from tgi.hub import model_config
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.checkpoint import SINGLE_FILE
@@ -27,12 +30,8 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)
-RECURRENT = (
-    "lfm2",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)  # their results do not depend on the batch on our kernels either
+# Their results do not depend on the batch on our kernels either.
+RECURRENT = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LENGTHS = (90, 1, 17, 44)  # the sliding windows have 40 tokens
 DRAWN = 6
 
@@ -207,6 +206,7 @@ TEXT_PARTS = {
     "smolvlm": "llama",
 }
 assert tuple(TEXT_PARTS) == WITH_TEXT_PART
+assert set(RECURRENT) == model_config.RECURRENT
 
 
 @pytest.mark.parametrize(("kind", "text"), TEXT_PARTS.items())
@@ -221,3 +221,17 @@ def test_text_part_of_a_multimodal_model(kind: str, text: str, tmp_path: Path) -
     with safe_open(tmp_path / SINGLE_FILE, framework="pt") as file:
         assert not any(name.startswith("model.layers") for name in file.keys())  # noqa: SIM118  # not a dict
     check_against_transformers(tmp_path)
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As Qwen3.5's checkpoints on the Hub have them, with tensors of drafting layers, which are not read."""
+    directory = Path(shutil.copytree(make("qwen3_5_moe_text"), tmp_path / "model"))
+    weights = load_file(directory / SINGLE_FILE)
+    for prefix in sorted({name.split("experts.")[0] for name in weights if ".experts." in name}):
+        gate, up, down = (
+            torch.stack([weights.pop(f"{prefix}experts.{expert}.{part}_proj.weight") for expert in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        weights |= {f"{prefix}experts.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}experts.down_proj": down}
+    save_file(weights | {"mtp.fc.weight": torch.ones(2, 2)}, directory / SINGLE_FILE, {"format": "pt"})
+    check_against_transformers(directory)

@@ -761,7 +761,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "shared_expert_intermediate_size": 512,
         },
         _QWEN_DELTA_FIXED,
-        _QWEN_DELTA_NAMES,
+        replace(_QWEN_DELTA_NAMES, stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
     ),
     "qwen3_moe": ModelFamily(
         {
