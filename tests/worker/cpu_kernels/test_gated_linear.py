@@ -12,6 +12,7 @@ from tests.worker.cpu_kernels.test_models import directory
 from tests.worker.cpu_kernels.test_program import run, same, without_program
 from tests.worker.cpu_kernels.test_quantized_linear import quantized
 from tests.worker.loras import make_adapter
+from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels, can_pack_together
 from tgi.worker.distributed.sharding import whole_model
@@ -53,12 +54,14 @@ def test_one_product_has_the_bits_of_two(kernels: CpuKernels, form: str) -> None
     x, bias = numbers(max(ROWS), INPUTS, seed=1, dtype=kernels.dtype), torch.randn(2 * OUTPUTS)
     plus = torch.randn(max(ROWS), 2 * OUTPUTS)
     # One of three for each number of rows, but each of them with every form, set and, in some form, number of rows.
+    cases = ("silu", None, None), ("gelu_tanh", bias, None), ("clamped_silu", bias, plus)
     for at, rows in enumerate(ROWS, [*FORMS].index(form)):
-        then, shift, more = (("silu", None, None), ("gelu_tanh", bias, None), ("silu", bias, plus[:rows]))[at % 3]
+        then, shift, more = cases[at % 3]
+        more = None if more is None else more[:rows]
         shifts = (None, None) if shift is None else shift.split(OUTPUTS)
         added = (None, None) if more is None else more.split(OUTPUTS, 1)
         left = kernels.linear(x[:rows], one, shifts[0], EPILOGUES[then], None, added[0])
-        expected = kernels.linear(x[:rows], other, shifts[1], EPILOGUES["mul"], left, added[1])
+        expected = kernels.linear(x[:rows], other, shifts[1], EPILOGUES[UP_EPILOGUES.get(then, "mul")], left, added[1])
         assert torch.equal(kernels.linear(x[:rows], both, shift, EPILOGUES[then], None, more), expected)
 
 
