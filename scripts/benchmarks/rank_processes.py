@@ -65,9 +65,11 @@ class Ranks:
 
 
 @contextmanager
-def rank_group(ranks: int) -> Iterator[Ranks]:
-    """Starts a group of rank processes."""
-    context = multiprocessing.get_context("spawn")
+def rank_group(ranks: int, *modules: str) -> Iterator[Ranks]:
+    """Starts a group of rank processes. They are forks of one process that imports torch once for all groups, and
+    `modules`: those of the functions that are called."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *modules])
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as memory:
         pipes = [context.Pipe() for _ in range(ranks)]
         processes = [

@@ -59,12 +59,12 @@ def found(resolved: "subprocess.CompletedProcess[str]") -> dict[str, str]:
 def test_every_platform_finds_what_is_pinned(tmp_path: Path) -> None:
     older = tmp_path / "older.txt"
     older.write_text("\n".join(OLDER))
-    # Every Python on one platform, and the oldest and the newest on each: wheels differ by either, not by both.
+    # Every Python on one platform, and the newest on each: wheels for it come last.
     cases = [
         (python, platform, str(CONSTRAINTS))
         for python in PYTHONS
         for platform in PLATFORMS
-        if platform == PLATFORMS[0] or python in (PYTHONS[0], PYTHONS[-1])
+        if platform == PLATFORMS[0] or python == PYTHONS[-1]
     ]
     with ThreadPoolExecutor(4) as pool:
         *all_resolved, with_older = pool.map(lambda case: resolve(*case), [*cases, ("3.12", PLATFORMS[0], str(older))])

@@ -206,7 +206,7 @@ PLANTED_BUGS = {
     "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
         Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=9, clients=160, faults=TOKENIZER_KILLS
     ),
-    "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=1),
+    "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=0),
     "front end resubmits without the grammar": PlantedBug(
         Generation, "to_message", resubmitted_without(grammar=b""), seed=9
     ),
@@ -252,7 +252,7 @@ PLANTED_BUGS = {
         AdapterDirectory,
         "record_changes",
         answers([]),
-        seed=0,
+        seed=5,
         adapter_share=0.1,
         adapter_failures=0.3,
         replicas=2,
@@ -280,7 +280,7 @@ PLANTED_BUGS = {
         faults=NO_FAULTS._replace(mean_seconds=2.0, weights=(0, 0, 0, 0, 1), role_weights=(0, 0, 1, 0)),
     ),
     "scheduler does not tell its suspects": PlantedBug(
-        Scheduler, "suspects", answers(b""), seed=0, replicas=3, faults=NO_FAULTS, **POISONED_WORKERS
+        Scheduler, "suspects", answers(b""), seed=1, replicas=3, faults=NO_FAULTS, **POISONED_WORKERS
     ),
     "tokenizer keeps the requests of a lost front end": PlantedBug(
         TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1
@@ -291,15 +291,15 @@ PLANTED_BUGS = {
     "tokenizer does not report its status again": PlantedBug(TokenizerPool, "_publish_status", does_nothing, seed=9),
     "scheduler sends ends twice": PlantedBug(Outbox, "extend", ends_are_sent_twice, seed=0),
     "scheduler does not end cancelled requests": PlantedBug(
-        Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped, seed=9
+        Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped, seed=2
     ),
     "scheduler ignores lost tokenizers": PlantedBug(
         Scheduler, "_handle_tokenizer_message", ignoring(PeerDisconnected), seed=8
     ),
     "scheduler ignores lost workers": PlantedBug(
-        Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=17
+        Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=8
     ),
-    "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing, seed=0),
+    "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing, seed=1),
     "scheduler does not notice a stalled worker": PlantedBug(
         StepPipeline,
         "is_stalled",
@@ -315,7 +315,7 @@ PLANTED_BUGS = {
         KVCacheManager, "worker_state_lost", does_nothing, seed=8
     ),
     "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_finish_steps", does_nothing, seed=1),
-    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing, seed=5),
+    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing, seed=3),
     "link does not notice that a front end is stopped": PlantedBug(
         SilenceDetector,
         "tick",

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS = ((4, 4), (9, 3), (8, 2), (40, 1))
+REFERENCE_BLOCK = 128  # queries of which `expected` computes all scores at once
 
 
 class Sequence:
@@ -69,16 +70,21 @@ def expected(
     """Causal attention in float64, [length, heads, head_dim]. A sink is one more key, whose value is 0."""
     group = sequence.query.shape[1] // sequence.key.shape[1]
     query = sequence.query.double().transpose(0, 1)
-    key, value = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (sequence.key, sequence.value))
-    scores = query @ key.transpose(1, 2) * scale
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
-    distance = torch.arange(scores.shape[1])[:, None] - torch.arange(scores.shape[2])
-    scores.masked_fill_((distance < 0) | (distance >= (window or len(distance))), -math.inf)
-    if sinks is not None:
-        scores = torch.cat((sinks.double()[:, None, None].expand(-1, scores.shape[1], 1), scores), -1)
-        value = F.pad(value, (0, 0, 1, 0))
-    return (scores.softmax(-1) @ value).transpose(0, 1)
+    keys, values = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (sequence.key, sequence.value))
+    found = []
+    for start in range(0, len(sequence.query), REFERENCE_BLOCK):  # with the positions that these queries see
+        first, stop = max(0, start + 1 - (window or start + 1)), start + REFERENCE_BLOCK
+        key, value = keys[:, first:stop], values[:, first:stop]
+        scores = query[:, start:stop] @ key.transpose(1, 2) * scale
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        distance = torch.arange(start, start + scores.shape[1])[:, None] - torch.arange(first, first + scores.shape[2])
+        scores.masked_fill_((distance < 0) | (distance >= (window or len(keys[0]))), -math.inf)
+        if sinks is not None:
+            scores = torch.cat((sinks.double()[:, None, None].expand(-1, scores.shape[1], 1), scores), -1)
+            value = F.pad(value, (0, 0, 1, 0))
+        found.append(scores.softmax(-1) @ value)
+    return torch.cat(found, 1).transpose(0, 1)
 
 
 def split(attention: AttentionBackend, sequence: Sequence, sizes: list[int]) -> Tensor:

@@ -91,7 +91,8 @@ def start_matcher(add: Add, vocabulary: Vocabulary) -> LLMatcher:
 
 def accepts(add: Add, answer: str, vocabulary: Vocabulary) -> bool:
     """Whether the grammar accepts this answer, token by token and all at once (as after a restart)."""
-    found, again = start_matcher(add, vocabulary), start_matcher(add, vocabulary)
+    found = start_matcher(add, vocabulary)
+    again = found.deep_copy()
     ids = ids_of(answer, vocabulary)
     taken = all(found.consume_token(number) for number in ids) and found.is_accepting()
     assert (again.consume_tokens(ids) and again.is_accepting()) == taken

@@ -21,6 +21,7 @@ from tgi.worker.cpu_kernels.kernels import PAGE_SIZE
 pytestmark = pytest.mark.slow
 
 BEST = next(iter(VARIANTS))
+LONG, OTHER, SHORT = (640, 120, 60) if EMULATED else (1100, 400, 150)  # positions: several parts of the sums
 # By the type of queries, keys, values and results.
 CLOSE = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -79,7 +80,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     heads, kv_heads, head_dim, window, cap, with_sinks = request.param
     sinks = draw_sinks(heads) if with_sinks else ()
     kv = KVCacheSpec(2, heads, kv_heads, head_dim, torch.bfloat16, (None, window), cap, sinks=sinks)
-    sequences = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
+    sequences = Sequence(LONG, kv, 0), Sequence(SHORT, kv, 1, seed=1), Sequence(OTHER, kv, 2, seed=2)
     layers = [(0.3, sees, cap, kv.layer_sinks(layer)) for layer, sees in enumerate(kv.sliding_windows)]
     right = [[expected(one, *options) for one in sequences] for options in layers]
     return Case(heads, kv_heads, head_dim, window, cap, sinks, sequences, right)
@@ -97,16 +98,18 @@ def test_a_token_is_correct_and_the_same_in_any_chunk_and_batch(variant: str, ca
         for found, wanted in zip(whole, right, strict=True):
             torch.testing.assert_close(found.double(), wanted, **CLOSE[kv.dtype])
         again = build_attention(kv, 300, CPU)
-        for start, stop in ((0, 7), (7, 520), (520, 521), (521, 1090), (1090, 1099)):
+        half = LONG // 2 - 30
+        for start, stop in ((0, 7), (7, half), (half, half + 1), (half + 1, LONG - 10), (LONG - 10, LONG - 1)):
             assert torch.equal(run(again, (long, start, stop), layer=layer)[0], whole[0][start:stop])
-        run(again, (short, 0, 33), (other, 0, 380), layer=layer)
-        decode, chunk, few = run(again, (long, 1099, 1100), (short, 33, 150), (other, 380, 400), layer=layer)
-        assert torch.equal(decode, whole[0][1099:])
+        run(again, (short, 0, 33), (other, 0, OTHER - 20), layer=layer)
+        last, rest, few = (long, LONG - 1, LONG), (short, 33, SHORT), (other, OTHER - 20, OTHER)
+        decode, chunk, few_found = run(again, last, rest, few, layer=layer)
+        assert torch.equal(decode, whole[0][LONG - 1 :])
         assert torch.equal(chunk, whole[1][33:])
-        assert torch.equal(few, whole[2][380:])
-        one, two = run(again, (long, 600, 601), (short, 149, 150), layer=layer)
-        assert torch.equal(one, whole[0][600:601])
-        assert torch.equal(two, whole[1][149:])
+        assert torch.equal(few_found, whole[2][OTHER - 20 :])
+        one, two = run(again, (long, half + 80, half + 81), (short, SHORT - 1, SHORT), layer=layer)
+        assert torch.equal(one, whole[0][half + 80 : half + 81])
+        assert torch.equal(two, whole[1][SHORT - 1 :])
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

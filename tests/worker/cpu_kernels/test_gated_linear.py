@@ -53,15 +53,16 @@ def test_one_product_has_the_bits_of_two(kernels: CpuKernels, form: str) -> None
     both, one, other = kernels.pack_weight(gate, up), kernels.pack_weight(gate), kernels.pack_weight(up)
     x, bias = numbers(max(ROWS), INPUTS, seed=1, dtype=kernels.dtype), torch.randn(2 * OUTPUTS)
     plus = torch.randn(max(ROWS), 2 * OUTPUTS)
-    for rows in ROWS:
-        for then, shift, more in (("silu", None, None), ("gelu_tanh", bias, None), ("clamped_silu", bias, plus[:rows])):
-            shifts = (None, None) if shift is None else shift.split(OUTPUTS)
-            added = (None, None) if more is None else more.split(OUTPUTS, 1)
-            left = kernels.linear(x[:rows], one, shifts[0], EPILOGUES[then], None, added[0])
-            expected = kernels.linear(
-                x[:rows], other, shifts[1], EPILOGUES[UP_EPILOGUES.get(then, "mul")], left, added[1]
-            )
-            assert torch.equal(kernels.linear(x[:rows], both, shift, EPILOGUES[then], None, more), expected)
+    # One of three for each number of rows, but each of them with every form, set and, in some form, number of rows.
+    cases = ("silu", None, None), ("gelu_tanh", bias, None), ("clamped_silu", bias, plus)
+    for at, rows in enumerate(ROWS, [*FORMS].index(form)):
+        then, shift, more = cases[at % 3]
+        more = None if more is None else more[:rows]
+        shifts = (None, None) if shift is None else shift.split(OUTPUTS)
+        added = (None, None) if more is None else more.split(OUTPUTS, 1)
+        left = kernels.linear(x[:rows], one, shifts[0], EPILOGUES[then], None, added[0])
+        expected = kernels.linear(x[:rows], other, shifts[1], EPILOGUES[UP_EPILOGUES.get(then, "mul")], left, added[1])
+        assert torch.equal(kernels.linear(x[:rows], both, shift, EPILOGUES[then], None, more), expected)
 
 
 def test_weights_of_different_formats_cannot_be_packed_together() -> None:

@@ -34,13 +34,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    with rank_group(2) as ranks:
+    with rank_group(2, __name__) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    with rank_group(4) as ranks:
+    with rank_group(4, __name__) as ranks:
         yield ranks
 
 

@@ -81,13 +81,13 @@ def test_logprobs_in_float32_equal_those_of_exact_dequantization(kind: str, bloc
     kernels, _ = select_cpu_kernels([read_model_spec(directory, "float32")], "cpu")
     loaded = build_model(directory, "float32", "cpu", lambda stage, percent: None, kernels=kernels)
     generator = torch.Generator().manual_seed(3)
-    for length in (1, 17, 90):
+    for length in (1, 90):  # of the longer one also 17 tokens one by one
         ids = torch.randint(3, 512, (length,), generator=generator)
         with torch.inference_mode():
             expected = network(ids[None]).logits[0].log_softmax(-1).float()
         found = prefill(loaded, build_attention(loaded.kv, 20, loaded.device), ids.tolist(), list(range(20)))
         torch.testing.assert_close(found.log_softmax(-1), expected[-1], rtol=4e-6, atol=1e-4)
-        steps = in_chunks(
-            loaded, build_attention(loaded.kv, 20, loaded.device), ids.tolist(), list(range(20)), [1] * length
-        )
-        torch.testing.assert_close(steps.log_softmax(-1), expected, rtol=4e-6, atol=1e-4)
+        sizes = [1] * min(length, 17) + [length - 17] * (length > 17)
+        ends = torch.tensor(sizes).cumsum(0) - 1
+        steps = in_chunks(loaded, build_attention(loaded.kv, 20, loaded.device), ids.tolist(), list(range(20)), sizes)
+        torch.testing.assert_close(steps.log_softmax(-1), expected[ends], rtol=4e-6, atol=1e-4)
