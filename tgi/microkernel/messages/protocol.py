@@ -441,7 +441,8 @@ class Generate(NamedTuple):
     With `prompt_logprobs_from` the prompt's tokens are returned (PromptTokens) from this position on; a resumed request
     leaves out those that the client has. `grammar` is a grammar as JSON (keys:
     `tokenizer/structured_output/grammar.py`): the tokenizer validates it and puts the worker's form into `sampling`. It
-    also puts the ids of `bad_words`, which are never generated, there. If the answer to a chat may hold reasoning or
+    also puts the ids of `bad_words`, which are never generated, and of all tokens that read like one of `listed_texts`,
+    whose logprobs are listed in place of the likeliest tokens', there. If the answer to a chat may hold reasoning or
     tool calls, it comes divided into parts.
 
     `stop_token_ids` end the text like the model's EOS, even with `ignore_eos`. With `hide_stop` the text excludes the
@@ -479,6 +480,7 @@ class Generate(NamedTuple):
     tells_prompt: bool = False  # Prompted is sent for a text, too: the client is told the prompt's length in a stream
     context: RequestContext = RequestContext()
     pooling: PoolingInput | None = None  # with max_new_tokens 0: the request ends in a vector
+    listed_texts: list[str] = []  # with `top_n` > 0
 
 
 class Tokenize(NamedTuple):

@@ -293,6 +293,7 @@ class Slots:
         if (ends := self.params.end_ids[slot]) is not None:
             _require_within(ends, self.vocab_size, "end id")
         _require_within(_int64_column(params.bad_word_ids), self.vocab_size, "bad word id")
+        _require_within(_int64_column(params.listed_ids), self.vocab_size, "listed id")
         _require_within(_int64_column(params.reasoning_close_ids), self.vocab_size, "closing id")
         self.ids[slot, : len(ids)] = copy_to_device(ids.astype(np.int32), self.ids.device)
         self.prompt_logprobs_from[slot] = new.prompt_logprobs_from

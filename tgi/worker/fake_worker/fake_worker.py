@@ -153,6 +153,7 @@ class FakeRequest:
     adapter: FakeAdapter | None = None
     fault: str = ""  # why it cannot sample
     answer: Sequence[int] = ()  # of `--scripted-answers`
+    listed: Sequence[int] = ()  # the tokens to list in place of the likeliest
 
 
 class FakeWorker:
@@ -424,6 +425,8 @@ class FakeWorker:
         if request.answer:
             position = min(known - request.slot.prompt_tokens, len(request.answer) - 1)
             sampled = (request.answer[position], *sampled[1:])
+        if request.listed:
+            sampled = (*sampled[:2], [(token, sampled[1] - rank) for rank, token in enumerate(request.listed)])
         request.ids.append(sampled[0])
         return sampled, fake_draft(number, self._ids)
 
@@ -472,8 +475,14 @@ def fake_request(new: SlotAssignment, limits: DeploymentLimits, adapters: Adapte
         all(0 <= token < limits.vocab_size for token in words),
         f"slot {new.slot}: a token of a bad word is not in the vocabulary",
     )
+    listed = unpack_int32(sampling.listed_ids)
+    require(
+        all(0 <= token < limits.vocab_size for token in listed) and (sampling.top_n > 0 or not listed),
+        f"slot {new.slot}: a listed id is not in the vocabulary, or none is to be listed",
+    )
     groups = len(limits.groups)
     found = FakeRequest(ids, noise_key(sampling), sampling.top_n, new, [[] for _ in range(groups)], [0] * groups)
+    found.listed = listed
     if sampling.adapter:
         found.adapter = adapters.find_content(sampling.adapter_digest)
         if found.adapter is None:
