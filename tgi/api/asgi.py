@@ -13,6 +13,7 @@ AsgiApp = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 # Keys of the ASGI scope.
 RECEIVE_KEY = "tgi.receive"  # ASGI's receive callable, for DisconnectWatcher
+WHOLE_BODY_KEY = "tgi.whole_body"  # present once the whole body has been received (http_server.py)
 ABORT_KEY = "tgi.abort"  # closes the connection without sending what is buffered (http_server.py)
 RECORD_KEY = "tgi.record"  # RequestRecord (requests.py); absent in requests of the readiness probe
 PROBE_KEY = "tgi.probe"  # present in requests of the readiness probe only (readiness.py)

@@ -51,11 +51,17 @@ class BodyReader:
         self.bytes_in_transit = 0  # received of bodies that are incomplete
         self._sizes: dict[asyncio.Timeout, int] = {}  # of the incomplete ones; that with the oldest progress first
 
-    async def read(self, stream: AsyncIterable[bytes], *, limited: bool = True) -> bytes:
-        """Reads one body. `limited`: whether the limit of its size applies.
+    async def read(self, stream: AsyncIterable[bytes], *, limited: bool = True, received: bool = False) -> bytes:
+        """Reads one body. `limited`: whether the limit of its size applies. `received`: as a whole already, which the
+        server's own buffer bounds: it is not awaited.
 
         Raises Rejection: 413 if it is too long, 408 if it makes no progress or if others need the memory.
         """
+        if received:
+            whole = b"".join([chunk async for chunk in stream])
+            if limited and len(whole) > self._limit:
+                raise Rejection(413, TOO_LONG)
+            return whole
         body = bytearray()
         credited = 0
         loop = asyncio.get_running_loop()

@@ -17,7 +17,7 @@ from tgi.api.resumption import KEY_BYTES, event_numbering, response_key
 from tgi.api.service import Service
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import EventFormatter, EventStream
-from tgi.api.validation import RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, RuleContext, check_rules
+from tgi.api.validation import RULES_BEFORE_ADMISSION, RuleContext, check_rules, rules_after_admission
 from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, pack_column
 from tgi.microkernel.messages.protocol import End, Generate, ModelTask, RequestContext
 from tgi.microkernel.messages.sampling_params import SamplingParams
@@ -106,8 +106,9 @@ def create_generations(
     timeout = None if probe else service.request_timeout(req)
     if not probe:
         service.router.admission.acquire_permits(client, count)
+    rules = rules_after_admission(sampling)
     for context in contexts:
-        check_rules(context, RULES_AFTER_ADMISSION, names)
+        check_rules(context, rules, names)
     wake_event = WakeEvent()
     window_ms = int(1000 * service.settings.resume_window) if stream else 0
     permits = service.settings.max_concurrent_requests
@@ -137,8 +138,9 @@ def create_generations(
             if not probe:
                 request_metrics.count_generation()
             asked = next(requested)._replace(request_key=key, request_index=first + len(generations))
-            message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, asked)
-            message = message._replace(tells_prompt=tells_prompt)
+            message = _generate_message(
+                prompt, parameters, sampling, params, hide_stop, grammar_json, asked, tells_prompt
+            )
             recorder.stamp(Event.RECEIVED, asked, *client_number(client.name))
             if window_ms:
                 resume_key = random_source.digest(f"generation {len(generations)}", KEY_BYTES)
@@ -166,6 +168,7 @@ def _generate_message(
     hide_stop: bool,
     grammar_json: bytes,
     context: RequestContext,
+    tells_prompt: bool,
 ) -> Generate:
     """The message to the tokenizer; Generation.to_message completes it."""
     return Generate(
@@ -184,6 +187,7 @@ def _generate_message(
         bad_words=list(sampling.bad_words),
         skip_special_tokens=sampling.skip_special_tokens,
         input_ids=pack_column(INT32, prompt.ids or ()),
+        tells_prompt=tells_prompt,
         context=context,
     )
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from tgi.api import errors
-from tgi.api.asgi import ABORT_KEY, AsgiApp
+from tgi.api.asgi import ABORT_KEY, WHOLE_BODY_KEY, AsgiApp
 from tgi.api.tls import ServerCertificate
 from tgi.microkernel.host.heap import map_large_blocks, release_freed_memory
 from tgi.microkernel.settings.table import Settings
@@ -253,6 +253,7 @@ class HttpConnection(HttpToolsProtocol):
         self._unparsed_bytes = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            self.scope[WHOLE_BODY_KEY] = True  # type: ignore[literal-required]
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """asyncio callback: the client sends no more. Keeps the connection for a request that is complete and not yet

@@ -35,6 +35,9 @@ from tgi.microkernel.settings.table import Settings
 
 log = logging.getLogger(__name__)
 
+# New objects per collection of the youngest ones. A request allocates some hundreds that live until its end, so that
+# Python's 700 would have most of a burst of requests collected in vain.
+GC_THRESHOLD = 10_000
 # A front end that replaces another waits this long for the first status of a tokenizer before it accepts connections.
 FIRST_STATUS_SECONDS = 1.0
 # Between two looks for tokenizers that have started or ended: until the first one is connected, and later.
@@ -125,6 +128,7 @@ async def serve(process: Process) -> None:
         stop()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
     start_task(follow_tokenizers(router, process))
     start_task(batches.run())
     probe_task = start_task(run_readiness_probe(application, service, report))

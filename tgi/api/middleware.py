@@ -1,7 +1,7 @@
 """falcon middleware of all routes: CORS headers, request ids, and clients. tracing.py has the one that names spans."""
 
+import os
 import re
-from uuid import uuid4
 
 from falcon.asgi import Request, Response
 
@@ -57,7 +57,7 @@ class RequestIdMiddleware:
     async def process_request(self, req: Request, resp: Response) -> None:
         """Chooses the id."""
         given = req.get_header("x-request-id") or ""
-        req.context.request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        req.context.request_id = given if REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
         resp.set_header("x-request-id", req.context.request_id)
         if (record := RequestRecord.of(req)) is not None:
             record.request_id = req.context.request_id

@@ -13,6 +13,7 @@ from tgi.api.asgi import RECORD_KEY
 from tgi.api.clients import ANONYMOUS, Client
 from tgi.api.errors import ApiError
 from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenColumns
+from tgi.microkernel.links.link import ReplicaId
 from tgi.microkernel.messages.codec import ITEM_BYTES
 from tgi.microkernel.messages.protocol import (
     AdapterUpdated,
@@ -97,9 +98,8 @@ class LiveRequest:
         """The name of the adapter that it needs, or ""."""
         return ""
 
-    def tokenizer_rank(self, number: int) -> int:
-        """The lower, the rather the tokenizer with this number of its place gets the request; equal for all: the one
-        with the fewest requests."""
+    def tokenizer_rank(self, replica_id: ReplicaId) -> int:
+        """The lower, the rather this tokenizer gets the request; equal for all: the one with the fewest requests."""
         return 0
 
     def to_message(self, rid: int) -> tuple[Any, ...]:
@@ -186,9 +186,10 @@ class Generation(LiveRequest):
         """The name of the adapter that it needs, or ""."""
         return self.message.sampling.adapter
 
-    def tokenizer_rank(self, number: int) -> int:
+    def tokenizer_rank(self, replica_id: ReplicaId) -> int:
         """By `resume_key`, so that every front end finds the tokenizer that keeps the stream."""
-        return crc32(b"%d" % number, crc32(self.message.resume_key)) if self.message.resume_key else 0
+        key = self.message.resume_key
+        return crc32(b"%d" % replica_id.number, crc32(key)) if key else 0
 
     def to_message(self, rid: int) -> Generate:
         """The message that submits this request, under `rid`."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from falcon.asgi import Request
 
 from tgi.api import errors, request_metrics
-from tgi.api.asgi import ABORT_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe, never
+from tgi.api.asgi import ABORT_KEY, RECEIVE_KEY, WHOLE_BODY_KEY, DisconnectWatcher, is_probe, never
 from tgi.api.batch_store import BatchStore
 from tgi.api.body_reader import BodyReader, decompress
 from tgi.api.clients import Client, Clients
@@ -132,7 +132,8 @@ class Service:
             raise Rejection(415, "Expected request with `Content-Type: application/json`")
         stream = aiter(req.stream)
         try:
-            body = await self.bodies.read(stream, limited=not is_probe(req))
+            received = WHOLE_BODY_KEY in req.scope
+            body = await self.bodies.read(stream, limited=not is_probe(req), received=received)
         except Rejection as rejection:
             if rejection.status == 413:
                 await _drain(stream)
@@ -162,14 +163,16 @@ class Service:
         Raises ApiError: 424 if one of them is in quarantine.
         """
         client: Client = req.context.client
-        context = RequestContext(client=client.share, weight=client.weight, priority=client.priority)
-        if is_probe(req):
-            return [context] * count
-        contexts = [context._replace(fingerprint=next(req.scope[FINGERPRINTS_KEY])) for _ in range(count)]
-        for one in contexts:
-            if (entry := self.router.quarantine.find(one.fingerprint)) is not None:
-                raise errors.quarantined(entry.reason, self.router.quarantine.minutes_left(entry))
-        return contexts
+        probe, share = is_probe(req), client.share
+        fingerprints = [b"" if probe else next(req.scope[FINGERPRINTS_KEY]) for _ in range(count)]
+        quarantine = self.router.quarantine
+        for fingerprint in fingerprints:
+            if fingerprint and (entry := quarantine.find(fingerprint)) is not None:
+                raise errors.quarantined(entry.reason, quarantine.minutes_left(entry))
+        return [
+            RequestContext(fingerprint=fingerprint, client=share, weight=client.weight, priority=client.priority)
+            for fingerprint in fingerprints
+        ]
 
     def submit(self, requests: Sequence[LiveRequest], req: Request, detached: bool = False) -> DisconnectWatcher:
         """Submits the tokenizer requests of an HTTP request. The watcher cancels the active ones at a disconnect: those

@@ -36,13 +36,14 @@ class TokenizerConnection(Neighbour[LiveRequest]):
 def choose_tokenizer(tokenizers: list[TokenizerConnection], request: LiveRequest) -> TokenizerConnection | None:
     """The tokenizer with the fewest requests, ready ones first, and those that make progress. A request that may be
     resumed goes where its key leads every front end. None if no tokenizer responds."""
+    adapter = request.adapter
     return min(
-        (tokenizer for tokenizer in tokenizers if tokenizer.responds),
+        [tokenizer for tokenizer in tokenizers if tokenizer.responds],
         key=lambda tokenizer: (
-            not (tokenizer.status is not None and tokenizer.status.ready),
+            tokenizer.status is None or not tokenizer.status.ready,
             tokenizer.stuck,
-            not tokenizer.has_adapter(request.adapter),
-            request.tokenizer_rank(tokenizer.replica_id.number),
+            adapter != "" and not tokenizer.has_adapter(adapter),
+            request.tokenizer_rank(tokenizer.replica_id),
             len(tokenizer.requests),
         ),
         default=None,

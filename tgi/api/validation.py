@@ -108,6 +108,7 @@ def _out_of_range(name: str) -> Rule:
 _FIRST = ("temperature", "repetition_penalty", "frequency_penalty", "count_penalty", "top_p", "typical_p", "min_p")
 # fmt: on
 _LATER = [name for name in RANGES if name not in _FIRST and name != "presence_penalty"]
+_RANGE_RULES = [_out_of_range(name) for name in (*_FIRST, *_LATER)]
 
 # fmt: off
 # Checked before the request takes a permit (--max-concurrent-requests).
@@ -127,7 +128,7 @@ RULES_BEFORE_ADMISSION = [
 RULES_AFTER_ADMISSION = [
     Rule("best_of", lambda c: _is(c.parameters.best_of, lambda v: v > 1) and not c.sampling.samples,
          "you must use sampling when `best_of` is > 1"),
-    *map(_out_of_range, [*_FIRST, *_LATER]),
+    *_RANGE_RULES,
     Rule("max_new_tokens", lambda c: c.parameters.max_new_tokens == 0 and not c.echo,
          "`max_new_tokens` must be strictly positive"),
     Rule("min_new_tokens", lambda c: _is(c.parameters.max_new_tokens, lambda v: v < c.min_new_tokens),
@@ -153,6 +154,14 @@ RULES_AFTER_ADMISSION = [
     Rule("adapter_id", lambda c: c.parameters.adapter_id is not None and c.parameters.adapter_id not in c.adapters,
          "`adapter_id` {c.parameters.adapter_id} not found"),
 ]
+
+_RULES_WITHOUT_RANGES = [rule for rule in RULES_AFTER_ADMISSION if rule not in _RANGE_RULES]
+
+
+def rules_after_admission(sampling: RequestedSampling) -> list[Rule]:
+    """Those of RULES_AFTER_ADMISSION that a request may break: most requests give no parameter that has a range."""
+    return RULES_AFTER_ADMISSION if any(name in RANGES for name in sampling.given) else _RULES_WITHOUT_RANGES
+
 
 # Checked on the bodies of OpenAI's routes, before their fields are converted.
 OPENAI_RULES = [

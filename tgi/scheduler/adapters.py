@@ -70,6 +70,8 @@ class WorkerAdapters:
     @property
     def has_unsent_updates(self) -> bool:
         """Whether updates must be sent before another step."""
+        if not self._pending:  # nearly always, and each step asks twice
+            return False
         return self._reported is not None and any(not one.sent for one in self._pending.values())
 
     def take_unsent_updates(self) -> list[UpdateAdapter]:

@@ -72,11 +72,16 @@ def _constructor(cls: type) -> Check:
     # Usually all fields are there with exactly these types. One comparison shows it; then lists and records are left.
     types = [hints[name] if hints[name] in SCALARS else list for name in names]
     nested = [(index, checks[index], paths[index]) for index, kind in enumerate(types) if kind is list]
+    optional = [index for index, name in enumerate(names) if type(None) in typing.get_args(hints[name])]
 
     def construct(value: Any, path: str) -> Any:
         if type(value) is not list:
             raise ProtocolError(f"{path or cls.__name__}: expected an array, got {type(value).__name__}")
-        if [*map(type, value)] == types:
+        found = [*map(type, value)]
+        if optional and len(found) == len(types):
+            for index in optional:  # their own checks follow
+                found[index] = list
+        if found == types:
             for index, check, where in nested:
                 value[index] = check(value[index], where)
             return tuple.__new__(cls, value)  # skips the namedtuple's own __new__, a Python function
