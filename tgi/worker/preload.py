@@ -1,0 +1,31 @@
+"""What the fork server of workers imports. Imports no torch itself: the supervisor uses it, too."""
+
+import os
+from importlib import import_module
+from typing import NamedTuple
+
+from tgi.microkernel.settings.table import Settings
+from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, request_reproducible_mkl
+
+
+class Preload(NamedTuple):
+    """Imports for workers with these settings, which torch's libraries read when they are loaded."""
+
+    cpu: str | None
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Preload | None":
+        """None for workers that take their share of the cores before they load these libraries, or do without."""
+        several = settings.replicas > 1 or settings.replica_index > 0 or (settings.num_shard or 1) > 1
+        has_torch = settings.worker == "torch" and settings.ray is None
+        return None if several or not has_torch else cls(settings.cpu)
+
+    def run(self) -> None:
+        """Imports the worker with torch in a process that has only one thread, and still has then. Raises UserError
+        for a processor that lacks the instruction set."""
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's library starts its threads when it is loaded
+        configure_thread_waiting()
+        limit_instruction_set(self.cpu)
+        request_reproducible_mkl()
+        for module in ("tgi.worker.main", "tgi.worker.engine.startup"):
+            import_module(module)
