@@ -155,6 +155,7 @@ class Supervisor:
             while self._children:
                 self._reap(restart=())
                 time.sleep(0.01)
+            signal.set_wakeup_fd(-1)  # `wake` is closed now
         if self._failure:
             raise UserError(self._failure)
 
