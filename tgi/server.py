@@ -31,7 +31,7 @@ from tgi.microkernel.observability.progress import Progress, abbreviated_path
 from tgi.microkernel.processes import rollout
 from tgi.microkernel.processes.child import ProcessSpec
 from tgi.microkernel.processes.fork_server import ForkServer, start_fork_servers
-from tgi.microkernel.processes.supervisor import Supervisor, listening_socket
+from tgi.microkernel.processes.supervisor import Supervisor, listening_socket, raise_file_limit
 from tgi.microkernel.settings.loading import ineffective_flags, non_default_settings, with_reloaded
 from tgi.microkernel.settings.lora_adapters import named_adapters
 from tgi.microkernel.settings.table import GENERATION_CONFIGS, Settings
@@ -52,6 +52,7 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if settings.worker == "remote":
         roles = [role for role in roles if role != "worker"]
     _check_hosts(settings, roles)
+    raise_file_limit()
     fork_servers = start_fork_servers(_preloads(settings, roles))
     preload = Preload.of(settings)
     terminal = ControllingTerminal()

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from tgi.microkernel.settings.table import Settings
-from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, request_reproducible_mkl
+from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, numa_nodes, request_reproducible_mkl
 
 
 class Preload(NamedTuple):
@@ -15,10 +15,11 @@ class Preload(NamedTuple):
 
     @classmethod
     def of(cls, settings: Settings) -> "Preload | None":
-        """None for workers that take their share of the cores before they load these libraries, or do without."""
+        """None for workers that do without these libraries, and for those that take a NUMA node for themselves before
+        they load them."""
         several = settings.replicas > 1 or settings.replica_index > 0 or (settings.num_shard or 1) > 1
         has_torch = settings.worker == "torch" and settings.ray is None
-        return None if several or not has_torch else cls(settings.cpu)
+        return None if not has_torch or (several and len(numa_nodes()) > 1) else cls(settings.cpu)
 
     def run(self) -> None:
         """Imports the worker with torch in a process that has only one thread, and still has then. Raises UserError

@@ -108,8 +108,8 @@ class ForkServer:
 def start_fork_servers(preloads: Mapping[str, Callable[[], None]]) -> dict[str, ForkServer]:
     """A fork server for each function, which imports modules there. Empty where the system has none (not Linux).
 
-    To be called by the main thread of a process that has no other. In a forked process ForkedRole is raised, which is
-    to leave all functions of the caller: `tgi.__main__` runs the role.
+    To be called by the main thread of a process that has no other, and before signals get handlers. In a forked process
+    ForkedRole is raised, which is to leave all functions of the caller: `tgi.__main__` runs the role.
     """
     servers: dict[str, ForkServer] = {}
     if sys.platform != "linux":
@@ -130,8 +130,6 @@ def start_fork_servers(preloads: Mapping[str, Callable[[], None]]) -> dict[str, 
 def _serve(requests: socket.socket, preload: Callable[[], None], parent: int) -> NoReturn:
     """The loop of a fork server. Ends with its parent."""
     os.setpgid(0, 0)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -121,7 +121,6 @@ class Supervisor:
 
         `start_operation` carries out the commands of `tgi restart` and others.
         """
-        raise_file_limit()
         wake = self._listen_to_signals()
         control = ControlServer(rundir.control_socket(self.settings.run_dir, os.getpid()), start_operation)
         try:
