@@ -15,13 +15,16 @@ PREFIX = """
 import os, signal, sys, time
 from tgi.microkernel.errors import ForkedRole
 from tgi.microkernel.processes import fork_server
-from tgi.microkernel.processes.fork_server import start_fork_servers
+from tgi.microkernel.processes.fork_server import ForkServerLost, start_fork_servers
 
 def preload():
     import decimal
 
 def broken():
     raise ImportError("a library is missing")
+
+def threaded():
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
 def ended(process):
     while (code := process.poll()) is None:
@@ -30,7 +33,7 @@ def ended(process):
 
 supervisor = os.getpid()
 try:
-    servers = start_fork_servers({"first": broken, "roles": preload})
+    servers = start_fork_servers({"first": broken, "roles": preload, "threaded": threaded})
     server = servers["roles"]
 """
 IN_FORKED_PROCESS = """
@@ -45,7 +48,10 @@ CHILD = """
     os.close(write)
     print(os.read(read, 1000).decode())
     assert not os.path.exists(f"/proc/{child.pid}"), "a zombie"
-    sleeping = [servers[name].start(["sleep"], {}, {}, 60) for name in servers]
+    try:
+        servers.pop("threaded").start(["sleep"], {}, {}, 60)
+    except ForkServerLost:
+        sleeping = [servers[name].start(["sleep"], {}, {}, 60) for name in servers]
     sleeping[0].send_signal(signal.SIGTERM)
     assert ended(sleeping[0]) == -signal.SIGTERM
     for one in servers.values():
@@ -81,7 +87,8 @@ def supervise(program: str, role: str = "") -> str:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    assert "have started 1 threads, so it forks no processes" in done.stderr
+    return done.stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the supervisor starts new interpreters")

@@ -28,5 +28,9 @@ class Preload(NamedTuple):
         configure_thread_waiting()
         limit_instruction_set(self.cpu)
         request_reproducible_mkl()
+        set_number = import_module("torch").set_num_threads
+        usual = import_module("torch").get_num_threads()
+        set_number(1)  # a parallel operation would start OpenMP's threads, for which it would wait in forked processes
         for module in ("tgi.worker.main", "tgi.worker.engine.startup"):
             import_module(module)
+        set_number(usual)

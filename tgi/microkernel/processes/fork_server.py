@@ -139,6 +139,9 @@ def _serve(requests: socket.socket, preload: Callable[[], None], parent: int) ->
         preload()
     except Exception:
         log.debug("a process that needs this will report it", exc_info=True)
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:  # whose locks would never be free in forked processes
+        log.error("the imports of a fork server have started %d threads, so it forks no processes", threads - 1)
+        os._exit(1)
     gc.collect()
     gc.freeze()  # collections would copy what the processes share
     while True:

@@ -355,6 +355,7 @@ class Supervisor:
                 f"Cannot start {spec.name}: {error.strerror}. Processes, files, memory or disk space of "
                 f"{self.settings.run_dir} are used up."
             ) from error
+        self._looked_at = time.monotonic()  # the wait for the imports of a fork server is no pause of the children
         self._children[spec.name] = child
         self._ended.discard(child.pid)  # a reused pid: the child continues to count in the existing file
         log.debug("started %s", spec.name, extra={"pid": child.pid})
