@@ -100,7 +100,7 @@ def test_against_transformers(kind: str) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_our_kernels_against_transformers(kind: str) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
-    hidden = 96 if kind in ("phi3", "nemotron", "glm4_moe") else 72
+    hidden = 96 if kind in ("phi", "phi3", "nemotron", "glm4_moe") else 72
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native=True)
 
 
@@ -126,6 +126,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500000.0}}}),
     ("exaone4", {"layer_types": None, "sliding_window_pattern": 3}),
     ("stablelm", {"use_parallel_residual": True}),
+    ("gpt_neox", {"use_parallel_residual": False}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
     ("smollm3", {"sliding_window": 40, "use_sliding_window": True, "layer_types": None, "no_rope_layers": None}),
 ]
@@ -139,6 +140,21 @@ def test_against_transformers_with_other_settings(kind: str, changes: dict[str, 
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     check_against_transformers(tmp_path)
+
+
+# Settings on which the shapes of the weights depend.
+OTHER_SHAPES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
+    ("falcon", (("new_decoder_architecture", False),)),
+    ("falcon", (("new_decoder_architecture", False), ("multi_query", False), ("num_kv_heads", 4), ("bias", True))),
+    ("falcon", (("new_decoder_architecture", False), ("parallel_attn", False))),
+    ("falcon", (("num_ln_in_parallel_attn", 1),)),
+    ("gpt_bigcode", (("multi_query", False),)),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), OTHER_SHAPES)
+def test_against_transformers_in_other_shapes(kind: str, more: tuple[tuple[str, Any], ...]) -> None:
+    check_against_transformers(make(kind, more=more), native=True)
 
 
 @pytest.mark.parametrize("kind", OTHERS)

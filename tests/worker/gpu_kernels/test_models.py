@@ -37,6 +37,7 @@ KINDS = (
     "hunyuan_v1_dense",
     "dots1",
     "qwen2_moe",
+    "gpt_oss",
 )
 
 
