@@ -16,6 +16,7 @@ import shlex
 from importlib import import_module
 
 from tgi import INTERRUPTED
+from tgi.microkernel.errors import ForkedRole
 
 
 def tgi() -> None:
@@ -32,8 +33,14 @@ def _begin(command: str, module: str) -> None:
     try:
         _hide_secrets(command)
         import_module(module).main()
+        return
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    except ForkedRole as forked:
+        arguments = forked.arguments
+    from tgi.microkernel.processes.process import run_role
+
+    run_role(arguments)
 
 
 def _hide_secrets(command: str) -> None:

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,10 +30,12 @@ from tgi.microkernel.observability import flight_recorder, log, metrics, tracing
 from tgi.microkernel.observability.progress import Progress, abbreviated_path
 from tgi.microkernel.processes import rollout
 from tgi.microkernel.processes.child import ProcessSpec
-from tgi.microkernel.processes.supervisor import Supervisor, listening_socket
+from tgi.microkernel.processes.fork_server import ForkServer, start_fork_servers
+from tgi.microkernel.processes.supervisor import Supervisor, listening_socket, raise_file_limit
 from tgi.microkernel.settings.loading import ineffective_flags, non_default_settings, with_reloaded
 from tgi.microkernel.settings.lora_adapters import named_adapters
 from tgi.microkernel.settings.table import GENERATION_CONFIGS, Settings
+from tgi.worker.preload import Preload
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,9 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if settings.worker == "remote":
         roles = [role for role in roles if role != "worker"]
     _check_hosts(settings, roles)
+    raise_file_limit()
+    fork_servers = start_fork_servers(_preloads(settings, roles))
+    preload = Preload.of(settings)
     terminal = ControllingTerminal()
     # Until the supervisor handles signals. A SIGHUP that reloads files has nothing to do yet.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -111,14 +117,36 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     def on_tick() -> None:
         progress.show_process_states(spec.name for spec in specs)
 
-    supervisor = Supervisor(settings, specs, terminal, on_tick)
+    def fork_server(role: str, settings: Settings) -> ForkServer | None:
+        preloaded = role == "worker" and preload is not None and Preload.of(settings) == preload
+        return fork_servers.get("worker" if preloaded else "roles")
+
+    supervisor = Supervisor(settings, specs, terminal, on_tick, fork_server)
     try:
         supervisor.run(partial(rollout.start_operation, supervisor))
     finally:
         if metrics_server:
             metrics_server.close()
+        for started in fork_servers.values():
+            started.close()
         for lock in [claim.lock for claim in claims] + [spec.lock for spec in specs if spec.lock is not None]:
             lock.release()
+
+
+def _preloads(settings: Settings, roles: Sequence[str]) -> dict[str, Callable[[], None]]:
+    """What the fork servers for processes of these roles import: one what all of them do, and one what the worker does
+    besides, torch above all."""
+    worker = Preload.of(settings) if "worker" in roles else None
+    modules = [f"tgi.{role}.main" for role in roles if role != "worker" or worker is None]
+
+    def import_modules() -> None:
+        for module in modules:
+            import_module(module)
+
+    preloads = {"roles": import_modules} if modules else {}
+    if worker is not None:
+        preloads["worker"] = worker.run
+    return preloads
 
 
 def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:

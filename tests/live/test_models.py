@@ -102,7 +102,10 @@ def test_same_answer_under_any_load(case: Case, server: Server) -> None:
     preempted = server.metric("tgi_preemptions")
     assert together(case.few) == alone[: case.few]
     assert server.metric("tgi_preemptions") == preempted
-    assert together(count) == alone
+    for _ in range(MAX_ATTEMPTS):  # on a busy machine the suspended worker may be replaced before all have arrived
+        assert together(count) == alone
+        if server.metric("tgi_preemptions") > preempted:
+            break
     assert server.metric("tgi_preemptions") > preempted
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from tgi.hub import adapter_files
 from tgi.hub.pooling import POOLING_FILES
 from tgi.hub.weight_files import weight_files
@@ -67,6 +69,12 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_gro
 # Nonzero magnitudes that a float32 request field can carry.
 _TINY, _HUGE = 1e-30, 1e30
 _MAX_TOKENS = Range("", minimum=1)
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of tokenizer.json that is read here. Vocabulary and merges, megabytes, are skipped."""
+
+    added_tokens: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +253,7 @@ def read_added_tokens(directory: Path) -> dict[str, tuple[int, bool]]:
     for number, entry in entries.items() if isinstance(entries, dict) else ():
         if isinstance(entry, dict) and number.isdecimal():
             listed.append((entry.get("content"), int(number), bool(entry.get("special"))))
-    own = _json(directory / "tokenizer.json").get("added_tokens") or ()
+    own = _tokenizer_file(directory / "tokenizer.json").added_tokens or ()
     listed += [(entry.get("content"), entry.get("id"), bool(entry.get("special"))) for entry in own]
     found: dict[str, tuple[int, bool]] = {}
     for content, number, special in listed:
@@ -315,6 +323,13 @@ def _fingerprint(directory: Path) -> str:
             digest.update(f"{name} {len(content)}\n".encode())
             digest.update(content)
     return digest.hexdigest()[:32]
+
+
+def _tokenizer_file(path: Path) -> _TokenizerFile:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_TokenizerFile) if path.is_file() else _TokenizerFile()
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"{path} is damaged: {error}. Download the model again.") from error
 
 
 def _text(path: Path) -> str:

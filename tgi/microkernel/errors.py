@@ -1,4 +1,4 @@
-"""Errors of the whole program: UserError for users, ProtocolError for invalid frames."""
+"""Errors of the whole program: UserError for users, ProtocolError for invalid frames. And the exception ForkedRole."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +17,15 @@ class UserError(Exception):
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
         self.code = code
+
+
+class ForkedRole(BaseException):
+    """Leaves all functions of a command in a process that a fork server has forked for a role: see fork_server.py."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        """`arguments`: of `run_role`."""
+        super().__init__(*arguments)
+        self.arguments = arguments
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 SCRIPT, RESULT = "Answer with these:", "{result}"
@@ -16,15 +17,25 @@ THOUGHT_END = "\n</think>\n\n"
 
 
 def _in_worker() -> None:
+    from tgi.worker import main
+
+    configuration = main._fake_worker_config
+
+    def with_answers(settings: Any) -> Any:
+        _answer_from_prompts(settings.model_dir)
+        return configuration(settings)
+
+    main._fake_worker_config = with_answers  # type: ignore[assignment]
+
+
+def _answer_from_prompts(model: Path) -> None:
     from tokenizers import Tokenizer
 
     from tgi.hub.llguidance_tables import new_matcher, token_table
     from tgi.microkernel.messages.protocol import decode
-    from tgi.microkernel.processes.process import SETTINGS
-    from tgi.microkernel.settings.table import Settings
     from tgi.worker.fake_worker.fake_worker import FakeRequest, FakeWorker
 
-    tokenizer = Tokenizer.from_file(str(Settings.from_json(os.environ[SETTINGS]).model_dir / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     end = tokenizer.token_to_id("<|im_end|>")
     table = cache(lambda: token_table(tokenizer, [end], tokenizer.get_vocab_size()))
     answers: dict[int, tuple[FakeRequest, list[int]]] = {}  # by slot
@@ -77,5 +88,12 @@ def scripted_answer(prompt: str) -> str | None:
     return None
 
 
-if sys.orig_argv[-2:-1] == ["worker"]:
-    _in_worker()
+def _in_forked_process() -> None:
+    """A fork server has imported the worker when it forks its process, with this function in it."""
+    if "tgi.worker.main" in sys.modules and not installed:
+        installed.append("worker")
+        _in_worker()
+
+
+installed: list[str] = []
+os.register_at_fork(after_in_child=_in_forked_process)

@@ -1,7 +1,9 @@
 """Faults for tests of crash isolation, in any server that has this directory on its PYTHONPATH: a request crashes or
-hangs the process that handles it, by its seed. Python imports this module at start.
+hangs the process that handles it, by its seed. Python imports this module at start, and a fork server has imported the
+roles when it forks their processes.
 """
 
+import os
 import signal
 import sys
 import time
@@ -88,6 +90,13 @@ def _in_worker() -> None:
     FakeWorker._sample_one = sample_one
 
 
-if "tgi.microkernel" in sys.orig_argv:
-    role = sys.orig_argv[sys.orig_argv.index("tgi.microkernel") + 1]
-    {"tokenizer": _in_tokenizer, "scheduler": _in_scheduler, "worker": _in_worker}.get(role, lambda: None)()
+def _in_forked_process() -> None:
+    for role, install in ROLES.items():
+        if f"tgi.{role}.main" in sys.modules and role not in installed:
+            installed.add(role)
+            install()
+
+
+ROLES = {"tokenizer": _in_tokenizer, "scheduler": _in_scheduler, "worker": _in_worker}
+installed: set[str] = set()
+os.register_at_fork(after_in_child=_in_forked_process)

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 from tgi.microkernel.host import interpreter, rundir
 from tgi.microkernel.messages.protocol import LastExit
+from tgi.microkernel.processes.fork_server import ForkedProcess, ForkServer, ForkServerLost
 from tgi.microkernel.processes.process import (
     LAST_EXIT,
     LISTEN_FD,
@@ -30,15 +32,17 @@ from tgi.microkernel.settings.table import Settings
 
 log = logging.getLogger(__name__)
 
+P = TypeVar("P")
+
 # How often to look whether a signal has stopped a process that need not report soon.
 LOOK_SECONDS = 1.0
 
 
-class StartedChild(NamedTuple):
+class StartedChild(NamedTuple, Generic[P]):
     """A process that was started, and the writing end of its pipe. The child reads EOF when this process ends for any
     reason; close it when the child has ended."""
 
-    process: "subprocess.Popen[bytes]"
+    process: P
     pipe: int
 
 
@@ -46,28 +50,54 @@ def start_child(
     settings: Settings,
     arguments: Sequence[str],
     environment: Mapping[str, str],
-    inherited: Sequence[int] = (),
-) -> StartedChild:
-    """Starts `python -m tgi.microkernel ARGUMENTS`, with these further variables and file descriptors. To be called by
-    the main thread: the child is killed when the thread that has started it ends. Raises OSError."""
+    inherited: Mapping[str, int],
+    start: Callable[[Sequence[str], Mapping[str, str], Mapping[str, int]], P],
+) -> StartedChild[P]:
+    """Starts `run_role(arguments)` in a new process, by `start_interpreter` or a fork server. Its further variables are
+    `environment`, and `inherited` with the numbers of file descriptors. To be called by the main thread: the child is
+    killed when the thread that has started it ends. Raises OSError."""
     parent_end, pipe = os.pipe()
-    own = {SETTINGS: settings.to_json(), PARENT_PID: str(os.getpid()), PARENT_FD: str(parent_end)}
+    own = {SETTINGS: settings.to_json(), PARENT_PID: str(os.getpid())}
+    variables = {**interpreter.child_environment(), **environment, **own}
     try:
-        process = subprocess.Popen(
-            interpreter.python_command("tgi.microkernel", *arguments),
-            env={**interpreter.child_environment(), **environment, **own},
-            pass_fds=[parent_end, *inherited],
-            stdin=subprocess.DEVNULL,
-            # Its own process group: signals of the terminal (Ctrl-C, hang-up) reach the supervisor only, which drains
-            # the roles in order.
-            process_group=0,
-        )
+        return StartedChild(start(arguments, variables, {**inherited, PARENT_FD: parent_end}), pipe)
     except OSError:
         os.close(pipe)
         raise
     finally:
         os.close(parent_end)
-    return StartedChild(process, pipe)
+
+
+def start_interpreter(
+    arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[str, int]
+) -> "subprocess.Popen[bytes]":
+    """Starts `python -m tgi.microkernel ARGUMENTS`. Raises OSError."""
+    return subprocess.Popen(
+        interpreter.python_command("tgi.microkernel", *arguments),
+        env={**environment, **{name: str(descriptor) for name, descriptor in descriptors.items()}},
+        pass_fds=[*descriptors.values()],
+        stdin=subprocess.DEVNULL,
+        # Its own process group: signals of the terminal (Ctrl-C, hang-up) reach the supervisor only, which drains
+        # the roles in order.
+        process_group=0,
+    )
+
+
+def start_forked(
+    server: ForkServer,
+    timeout: float,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    descriptors: Mapping[str, int],
+) -> "ForkedProcess | subprocess.Popen[bytes]":
+    """Has a fork server start the process within `timeout` seconds; a new interpreter, if the server is lost. Raises
+    OSError."""
+    if not server.lost:
+        try:
+            return server.start(arguments, environment, descriptors, timeout)
+        except ForkServerLost as error:
+            log.warning("%s. From now on processes start as new interpreters, which takes longer", error)
+    return start_interpreter(arguments, environment, descriptors)
 
 
 @dataclass(frozen=True)
@@ -91,7 +121,13 @@ class ProcessSpec:
 class ChildProcess:
     """A running process. Must be started by the main thread: the parent-death signal is sent when that thread ends."""
 
-    def __init__(self, spec: ProcessSpec, settings: Settings, last_exit: LastExit | None = None) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        settings: Settings,
+        last_exit: LastExit | None = None,
+        fork_server: ForkServer | None = None,
+    ) -> None:
         """`last_exit`: how the previous process of this role and replica ended. Raises OSError if the system has no
         process, file or memory left."""
         self.spec = spec
@@ -109,10 +145,10 @@ class ChildProcess:
         environment = dict(spec.environment)
         if last_exit is not None:
             environment[LAST_EXIT] = last_exit_text(last_exit)
-        if spec.listen_fd is not None:
-            environment[LISTEN_FD] = str(spec.listen_fd)
-        inherited = [] if spec.listen_fd is None else [spec.listen_fd]
-        self._process, self._pipe = start_child(settings, (spec.role, str(spec.replica)), environment, inherited)
+        inherited = {} if spec.listen_fd is None else {LISTEN_FD: spec.listen_fd}
+        arguments = spec.role, str(spec.replica)
+        start = start_interpreter if fork_server is None else partial(start_forked, fork_server, settings.start_timeout)
+        self._process, self._pipe = start_child(settings, arguments, environment, inherited, start)
 
     @property
     def pid(self) -> int:

@@ -1,6 +1,7 @@
 """The child side of supervision: the entry point of every child process, its poll loop, state file and heartbeat.
 
-The supervisor starts `python -m tgi.microkernel ROLE REPLICA`; `run_role` then calls `tgi.ROLE.main.main(process)`.
+A fork server forks a process that calls `run_role`, or the supervisor starts `python -m tgi.microkernel ROLE REPLICA`,
+which calls it. That calls `tgi.ROLE.main.main(process)`.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -385,13 +387,12 @@ def served_model_id(model: str, quantize: str | None, kv_cache_dtype: str | None
 # --- start and end of the process ---
 
 
-def run_role() -> None:
-    """Runs the role that the command line names: ROLE REPLICA [RANK]. Exits with FATAL for an error that a restart
-    cannot fix."""
-    role, replica, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
+def run_role(arguments: Sequence[str]) -> None:
+    """Runs a role: ROLE REPLICA [RANK]. Exits with FATAL for an error that a restart cannot fix."""
+    role, replica, rank = arguments[0], int(arguments[1]), int(arguments[2]) if len(arguments) > 2 else 0
     name = rundir.process_name(role, replica, rank)
     die_with_parent(int(os.environ[PARENT_PID]))
-    _name_process(f"tgi {name.replace('-', ' ')}")
+    name_process(f"tgi {name.replace('-', ' ')}")
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # with `stty tostop` a log line of a background group would stop it
     faulthandler.enable()
     settings = Settings.from_json(os.environ.pop(SETTINGS))
@@ -474,7 +475,8 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _name_process(title: str) -> None:
+def name_process(title: str) -> None:
+    """Sets what a list of processes shows of this one."""
     import setproctitle
 
     setproctitle.setproctitle(title)

@@ -22,6 +22,7 @@ from tgi.microkernel.messages.protocol import ROLES, LastExit
 from tgi.microkernel.observability import metrics
 from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
 from tgi.microkernel.processes.control import ControlServer, StartOperation
+from tgi.microkernel.processes.fork_server import ForkServer
 from tgi.microkernel.processes.process import HAND_OVER, fatal_error_path
 from tgi.microkernel.recovery.exit_causes import MORE_MEMORY, OUT_OF_MEMORY, TOO_LITTLE_TO_START
 from tgi.microkernel.settings.loading import reread_api_keys
@@ -87,13 +88,16 @@ class Supervisor:
         specs: list[ProcessSpec],
         terminal: ControllingTerminal,
         on_tick: Callable[[], None] = lambda: None,
+        fork_server: Callable[[str, Settings], ForkServer | None] = lambda role, settings: None,
     ) -> None:
+        """`fork_server` chooses the one for a process of this role with these settings."""
         self._pipelines = {settings.pipeline: settings}  # all but one are starting or draining: see `tgi reload`
         self._current = settings.pipeline
         self._specs = specs
         self._listen_fds = {spec.role: spec.listen_fd for spec in specs}
         self._terminal = terminal
         self._on_tick = on_tick
+        self._fork_server = fork_server
         self._trials: dict[str, str] = {}  # processes that were added and have not been ready: why they ended, or ""
         self._retiring: set[str] = set()  # processes that were told to end for good
         self._replacing: set[str] = set()  # processes that were told to end and are started again at once
@@ -117,7 +121,6 @@ class Supervisor:
 
         `start_operation` carries out the commands of `tgi restart` and others.
         """
-        raise_file_limit()
         wake = self._listen_to_signals()
         control = ControlServer(rundir.control_socket(self.settings.run_dir, os.getpid()), start_operation)
         try:
@@ -151,6 +154,7 @@ class Supervisor:
             while self._children:
                 self._reap(restart=())
                 time.sleep(0.01)
+            signal.set_wakeup_fd(-1)  # `wake` is closed now
         if self._failure:
             raise UserError(self._failure)
 
@@ -344,12 +348,14 @@ class Supervisor:
         self._last_start = time.monotonic()
         try:
             settings = replace(self._pipelines[spec.pipeline], replica_index=spec.index)
-            child = ChildProcess(spec, settings, self._last_exits.get(spec.name))
+            fork_server = self._fork_server(spec.role, settings)
+            child = ChildProcess(spec, settings, self._last_exits.get(spec.name), fork_server)
         except OSError as error:
             raise UserError(
                 f"Cannot start {spec.name}: {error.strerror}. Processes, files, memory or disk space of "
                 f"{self.settings.run_dir} are used up."
             ) from error
+        self._looked_at = time.monotonic()  # the wait for the imports of a fork server is no pause of the children
         self._children[spec.name] = child
         self._ended.discard(child.pid)  # a reused pid: the child continues to count in the existing file
         log.debug("started %s", spec.name, extra={"pid": child.pid})

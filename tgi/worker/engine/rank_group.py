@@ -18,7 +18,7 @@ from tgi.microkernel.errors import FATAL
 from tgi.microkernel.host.rundir import process_name
 from tgi.microkernel.links.link import Link
 from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, ResetSlots, Step, StepResult, UpdateAdapter
-from tgi.microkernel.processes.child import StartedChild, start_child
+from tgi.microkernel.processes.child import StartedChild, start_child, start_interpreter
 from tgi.microkernel.processes.process import Heartbeat, Process, fatal_error_path
 from tgi.microkernel.recovery.exit_causes import OWN_SIGNALS
 from tgi.worker.distributed.group_memory import create_memory
@@ -45,14 +45,15 @@ class RankGroup:
         rendezvous = process.run_dir / f"{process.name}.rendezvous"
         rendezvous.unlink(missing_ok=True)  # of an earlier group, which is gone
         self.place = RankPlace(0, ranks, rendezvous, memory, 0, ranks)
-        environment = {RANK_MEMORY: str(memory), RANK_RENDEZVOUS: str(rendezvous)}
+        environment, inherited = {RANK_RENDEZVOUS: str(rendezvous)}, {RANK_MEMORY: memory}
         arguments = process.role, str(process.replica)
         names = [process_name(process.role, process.replica, rank) for rank in range(1, ranks)]
         self._heartbeats = [Heartbeat(process.run_dir / f"{name}.beat") for name in names]
         for heartbeat in self._heartbeats:
             heartbeat.begin(time.monotonic() + process.settings.start_timeout)
         self._children = [
-            start_child(process.settings, (*arguments, str(rank)), environment, [memory]) for rank in range(1, ranks)
+            start_child(process.settings, (*arguments, str(rank)), environment, inherited, start_interpreter)
+            for rank in range(1, ranks)
         ]
         for rank, child in enumerate(self._children, start=1):
             threading.Thread(target=self._await_end, args=(rank, child), daemon=True).start()
@@ -85,7 +86,7 @@ class RankGroup:
                 child.process.kill()
         self.link.close()
 
-    def _await_end(self, rank: int, child: StartedChild) -> None:
+    def _await_end(self, rank: int, child: "StartedChild[subprocess.Popen[bytes]]") -> None:
         """Ends this process as the child has ended, so that the supervisor sees the cause. Runs in a thread of its own,
         since the main thread may wait for the rank that has ended."""
         code = child.process.wait()
