@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from scripts.make_model import fill
 from tests.models import model as make
@@ -104,6 +105,22 @@ def test_our_kernels_against_transformers(kind: str) -> None:
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native=True)
 
 
+def test_layers_of_speculation_are_not_read(tmp_path: Path) -> None:
+    """They follow the last layer, under the next number, in the published weights of DeepSeek-V3 and others."""
+    source = make("deepseek_v3")
+    tensors = load_file(source / SINGLE_FILE)
+    config = json.loads((source / "config.json").read_text())
+    last, next_one = (f"model.layers.{config['num_hidden_layers'] + number}." for number in (-1, 0))
+    tensors |= {name.replace(last, next_one): one.clone() for name, one in tensors.items() if name.startswith(last)}
+    tensors[f"{next_one}eh_proj.weight"] = torch.zeros(64, 128)
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2", "num_nextn_predict_layers": 1}))
+    found, plain = load(tmp_path), load(source)
+    assert found.footprint == plain.footprint
+    ids = prompts()[0]
+    assert torch.equal(prefill(found, memory(found), ids, pages(0)), prefill(plain, memory(plain), ids, pages(0)))
+
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -124,6 +141,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     # As on the Hub: without the keys that transformers 5 adds.
     ("gemma3_text", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500000.0}}}),
+    # As DeepSeek-V2-Lite.
+    ("deepseek_v2", {"topk_method": "greedy", "rope_parameters": None, "rope_theta": 20000.0}),
+    ("glm4_moe_lite", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "mlp_layer_types": None}),
     ("exaone4", {"layer_types": None, "sliding_window_pattern": 3}),
     ("stablelm", {"use_parallel_residual": True}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
@@ -171,6 +191,7 @@ TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "idefics3": "llama",
     "internvl": "qwen2",
+    "kimi_k25": "deepseek_v3",
     "llava": "llama",
     "llava_next": "mistral",
     "llava_onevision": "qwen2",
@@ -189,6 +210,10 @@ def test_text_part_of_a_multimodal_model(kind: str, text: str, tmp_path: Path) -
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     fill(model, seed=5)
     model.save_pretrained(tmp_path)
+    if kind == "kimi_k25":  # as published: transformers 5.23 writes another name than it reads
+        tensors = load_file(tmp_path / SINGLE_FILE)
+        renamed = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in tensors.items()}
+        save_file(renamed, tmp_path / SINGLE_FILE, {"format": "pt"})
     with safe_open(tmp_path / SINGLE_FILE, framework="pt") as file:
         assert not any(name.startswith("model.layers") for name in file.keys())  # noqa: SIM118  # not a dict
     check_against_transformers(tmp_path)

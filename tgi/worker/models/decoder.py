@@ -4,6 +4,7 @@ On our CPU kernels, a model without experts runs as a program (see decoder_layer
 by layer on tensors.
 """
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderStep, DecoderWeights, run_layer, write_program
 from tgi.worker.models.interface import LogitsReader, PreparedDecode
 
+log = logging.getLogger(__name__)
+
 
 class DecoderModel:
     """Implements Model.
@@ -54,6 +57,9 @@ class DecoderModel:
         self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
         self._whole_config, config = config, local_config(config, self._shard)
+        if config.latent is not None and gpu is not None:
+            log.warning("latent attention is computed by torch's kernels, row by row: our own GPU kernels lack it")
+            gpu = None
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.kv = KVCacheSpec(
@@ -67,6 +73,7 @@ class DecoderModel:
             cpu_kernels=kernels,
             gpu_kernels=gpu,
             cache_scales=scales,
+            value_dim=None if config.latent is None else config.latent.rank,
         )
         self.footprint = weights.footprint
         self.device = device
@@ -261,4 +268,5 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
             mlps.append(shared.mlp)
             router += [] if shared.gate is None else [shared.gate]
     inside = [linear for mlp in mlps for linear in mlp if linear is not None]
-    return [layer.qkv, layer.output, *router, *inside]
+    queries = [] if layer.latent is None else [layer.latent.query_down, layer.latent.query]
+    return [layer.qkv, *(one for one in queries if one is not None), layer.output, *router, *inside]

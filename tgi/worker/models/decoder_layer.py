@@ -21,6 +21,7 @@ from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.layers.embedding import Embedding
+from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
@@ -38,7 +39,7 @@ class DecoderLayer(NamedTuple):
     """
 
     attention_before: Norm | None
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]; of latent attention the key alone, [head_dim, hidden]
     # Norms of queries and keys: each applies to the next weight.numel() columns of the qkv result.
     query_key_norms: tuple[Norm, ...]
     output: Linear
@@ -46,6 +47,18 @@ class DecoderLayer(NamedTuple):
     mlp_before: Norm | None
     mlp: Mlp | Experts
     mlp_after: Norm | None
+    latent: "LatentProjections | None" = None  # of latent attention
+
+
+class LatentProjections(NamedTuple):
+    """What latent attention has besides its key; see LatentConfig."""
+
+    query_down: Linear | None  # None: `query` has the hidden states as its input
+    query_norm: Norm | None
+    query: Linear  # [heads * query_dim, query_rank]
+    key_norm: Norm  # of the latent, the first elements of the key
+    absorb: HeadProducts  # with K: [heads, rank, nope_dim]
+    project: HeadProducts  # with V: [heads, value_dim, rank]
 
 
 class DecoderWeights(NamedTuple):
@@ -62,10 +75,17 @@ X = TypeVar("X")  # the rows of a step: a tensor [rows, width], or the program b
 
 
 class LayerOperations(Protocol[X]):
-    """The operations of a layer. `group` is a key of lora.projections.PROJECTION_GROUPS, for the deltas of adapters."""
+    """The operations of a layer. `group` is a key of lora.projections.PROJECTION_GROUPS, for the deltas of adapters, or
+    of LATENT_GROUPS."""
 
     def norm(self, norm: Norm, x: X) -> X:
         """norm(x)."""
+
+    def norm_first(self, norm: Norm, x: X) -> X:
+        """x with its first columns normed, as many as the norm has. Overwrites x."""
+
+    def head_products(self, products: HeadProducts, x: X, last: X | None = None) -> X:
+        """products(x, last)."""
 
     def linear(self, group: str, linear: Linear, x: X, residual: X | None = None) -> X:
         """linear(x); with `residual`, the second operand of the epilogue "add"."""
@@ -90,7 +110,10 @@ class LayerOperations(Protocol[X]):
 def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X], hidden: X) -> X:
     """The hidden states after the layer. In a parallel layer, attention and MLP have the same input."""
     normed = _norm(layer.attention_before, operations, hidden)
-    mixed = operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms)
+    if layer.latent is None:
+        mixed = operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms)
+    else:
+        mixed = _attend_latent(layer.latent, layer.qkv, operations, normed)
     hidden = _project_and_add("output", layer.output, layer.attention_after, operations, mixed, hidden)
     if not parallel:
         normed = _norm(layer.mlp_before, operations, hidden)
@@ -101,6 +124,15 @@ def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X
     if layer.mlp.partial_sum:
         mixed = operations.all_reduce(mixed)
     return operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden)
+
+
+def _attend_latent(latent: LatentProjections, key: Linear, operations: LayerOperations[X], x: X) -> X:
+    """The attention of all heads over the latents, with V applied: the input of the output projection."""
+    low = x if latent.query_down is None else operations.linear("query_down", latent.query_down, x)
+    query = operations.linear("query", latent.query, _norm(latent.query_norm, operations, low))
+    own = operations.norm_first(latent.key_norm, operations.linear("key", key, x))
+    mixed = operations.attend(operations.head_products(latent.absorb, query, own), ())
+    return operations.head_products(latent.project, mixed)
 
 
 def _project_and_add(
@@ -149,6 +181,15 @@ class TensorOperations(NamedTuple):
         """The norm of x."""
         return norm(x)
 
+    def norm_first(self, norm: Norm, x: Tensor) -> Tensor:
+        """x, of which the first columns are normed."""
+        _norm_heads((norm,), x)
+        return x
+
+    def head_products(self, products: HeadProducts, x: Tensor, last: Tensor | None = None) -> Tensor:
+        """The products of each head."""
+        return products(x, last)
+
     def linear(self, group: str, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The linear layers `group` of x, with the residual added."""
         return linear(x, residual) if self.lora is None else self.lora.apply_linear(group, linear, x, residual)
@@ -160,7 +201,7 @@ class TensorOperations(NamedTuple):
             mixed = self._transform_then_attend(qkv, norms, step.attention)
         else:
             mixed = self._transform_and_attend(qkv, norms, step.gpu_attention)
-        mixed = mixed.reshape(tokens, step.kv.heads * step.kv.head_dim)
+        mixed = mixed.reshape(tokens, step.kv.heads * step.kv.result_dim)
         return mixed if tokens == rows else F.pad(mixed, (0, 0, 0, rows - tokens))
 
     def _transform_then_attend(self, qkv: Tensor, norms: tuple[Norm, ...], attention: AttentionBackend) -> Tensor:
@@ -196,7 +237,7 @@ class TensorOperations(NamedTuple):
 
     def _by_head(self, qkv: Tensor) -> Tensor:
         kv = self.step.kv
-        return qkv.view(len(qkv), kv.heads + 2 * kv.kv_heads, kv.head_dim)
+        return qkv.view(len(qkv), kv.heads + kv.parts * kv.kv_heads, kv.head_dim)
 
     def gate_up(self, mlp: Mlp, x: Tensor) -> Tensor:
         """The gated activation of the MLP's first layers."""
@@ -235,6 +276,16 @@ class ProgramBuffer(IntEnum):
     MIXED = auto()  # the result of attention
     INNER = auto()  # the input of mlp.down
     PROJECTED = auto()  # the result of a part, before it is added to HIDDEN
+    # Of latent attention alone.
+    QUERY_DOWN = auto()
+    QUERY = auto()  # of the heads, before K is absorbed
+    KEY = auto()
+    VALUES = auto()  # the result of attention with V applied
+
+
+# Where the linear layers of an input write, in a program.
+LATENT_GROUPS = {"query_down": ProgramBuffer.QUERY_DOWN, "query": ProgramBuffer.QUERY, "key": ProgramBuffer.KEY}
+_PROJECTED = {"attention": ProgramBuffer.QKV, **LATENT_GROUPS}
 
 
 def write_program(
@@ -256,16 +307,20 @@ def write_program(
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
     if kv.cpu_kernels is None or not recordable or not normed:
         return None
-    mixed = kv.heads * kv.head_dim
     widths = {
         ProgramBuffer.HIDDEN: config.hidden,
         ProgramBuffer.NORMED: config.hidden,
-        ProgramBuffer.QKV: mixed + 2 * kv.kv_heads * kv.head_dim,
-        ProgramBuffer.MIXED: mixed,
+        ProgramBuffer.QKV: (kv.heads + kv.parts * kv.kv_heads) * kv.head_dim,
+        ProgramBuffer.MIXED: kv.heads * kv.result_dim,
         ProgramBuffer.INNER: config.intermediate,
         ProgramBuffer.PROJECTED: config.hidden,
     }
-    program = Program(kv.cpu_kernels, [widths[buffer] for buffer in ProgramBuffer])
+    if config.latent is not None:
+        widths[ProgramBuffer.QUERY_DOWN] = config.latent.query_rank or 0
+        widths[ProgramBuffer.QUERY] = kv.heads * config.latent.query_dim
+        widths[ProgramBuffer.KEY] = config.latent.key_dim
+        widths[ProgramBuffer.VALUES] = kv.heads * config.latent.value_dim
+    program = Program(kv.cpu_kernels, [widths.get(buffer, 0) for buffer in ProgramBuffer])
     if communicator is not None and not isinstance(communicator, SharedMemoryCommunicator):
         return None
     for number, layer in enumerate(layers):
@@ -296,13 +351,25 @@ class ProgramOperations(NamedTuple):
         norm.append_to(self.program, x, y)
         return y
 
+    def norm_first(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
+        """x, of which the first columns are normed."""
+        norm.append_to(self.program, x, x)
+        return x
+
+    def head_products(
+        self, products: HeadProducts, x: ProgramBuffer, last: ProgramBuffer | None = None
+    ) -> ProgramBuffer:
+        """The products of each head."""
+        y = ProgramBuffer.VALUES if last is None else ProgramBuffer.QKV
+        products.append_to(self.program, x, y, last)
+        return y
+
     def linear(
         self, group: str, linear: Linear, x: ProgramBuffer, residual: ProgramBuffer | None = None
     ) -> ProgramBuffer:
         """The linear layers `group` of x, with the residual added."""
-        projected = ProgramBuffer.QKV if group == "attention" else ProgramBuffer.PROJECTED
-        y = projected if residual is None else residual
-        linear.append_to(self.program, x, y, y, self._delta(group, x))
+        y = _PROJECTED.get(group, ProgramBuffer.PROJECTED) if residual is None else residual
+        linear.append_to(self.program, x, y, y, None if group in LATENT_GROUPS else self._delta(group, x))
         return y
 
     def attend(self, qkv: ProgramBuffer, norms: tuple[Norm, ...]) -> ProgramBuffer:
@@ -318,7 +385,7 @@ class ProgramOperations(NamedTuple):
         if query_scale is not None:
             self.rotaries[query_scale].append_to(self.program, qkv, query_scale, kv.heads, kv.head_dim)
         scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(self.number)
-        options = window, kv.softcap, kv.layer_sinks(self.number)
+        options = window, kv.softcap, kv.layer_sinks(self.number), kv.value_dim
         self.program.attention(qkv, ProgramBuffer.MIXED, self.number, heads, kv.head_dim, scale, *options)
         return ProgramBuffer.MIXED
 

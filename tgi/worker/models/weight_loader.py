@@ -13,15 +13,16 @@ from torch import Tensor
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
-from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig
+from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig
 from tgi.worker.device_copies import StagedCopies
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.embedding import Embedding
+from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp, Router, SharedExpert, pack_experts
 from tgi.worker.layers.norm import Norm
-from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights
+from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights, LatentProjections
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
@@ -51,6 +52,11 @@ def _embedding_weight(source: WeightSource, config: DecoderConfig, shard: Shard,
     under_head = config.tied and f"{EMBEDDING}.weight" not in source and f"{HEAD}.weight" in source
     stored = source.weight(HEAD if under_head else EMBEDDING, config.vocab_size, config.hidden)
     return select_part(stored, shard.vocabulary, range(config.hidden), dtype)
+
+
+def _head_columns(heads: range, dim: int) -> range:
+    """The columns of these heads, of `dim` each."""
+    return range(heads.start * dim, heads.stop * dim)
 
 
 class DecoderWeightLoader:
@@ -100,13 +106,9 @@ class DecoderWeightLoader:
 
     def _layer(self, number: int) -> DecoderLayer:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
-        heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        queries, keys = self._head_columns(self._shard.heads), self._head_columns(self._shard.kv_heads)
-        qkv = (
-            StoredMatrix(prefix + names.query, heads, queries),
-            StoredMatrix(prefix + names.key, kv_heads, keys),
-            StoredMatrix(prefix + names.value, kv_heads, keys),
-        )
+        latent = None if config.latent is None else self._latent(config.latent, prefix)
+        dim = config.head_dim if config.latent is None else config.latent.value_dim  # of a head's result
+        values = _head_columns(self._shard.heads, dim)
         output = StoredMatrix(prefix + names.output, config.hidden, range(config.hidden))
 
         def norm(name: str | None) -> Norm | None:
@@ -115,18 +117,57 @@ class DecoderWeightLoader:
         attention_after = norm(names.attention_after)
         return DecoderLayer(
             attention_before=norm(names.attention_before),
-            qkv=self._linear(config.qkv_bias, config.hidden, *qkv),
+            qkv=self._linear(config.qkv_bias, config.hidden, *self._stored_qkv(prefix)),
             query_key_norms=self._query_key_norms(prefix + names.query_norm, prefix + names.key_norm),
-            output=self._last_linear(config.output_bias, heads, queries, output, attention_after is not None),
+            output=self._last_linear(
+                config.output_bias, config.heads * dim, values, output, attention_after is not None
+            ),
             attention_after=attention_after,
             mlp_before=norm(names.mlp_before),
             mlp=self._experts(prefix) if config.layers[number].routed else self._dense(prefix),
             mlp_after=norm(names.mlp_after),
+            latent=latent,
         )
 
-    def _head_columns(self, heads: range) -> range:
-        """The columns of these heads."""
-        return range(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
+    def _stored_qkv(self, prefix: str) -> tuple[StoredMatrix, ...]:
+        """The matrices of DecoderLayer.qkv."""
+        config, names, shard, dim = self._config, self._config.names, self._shard, self._config.head_dim
+        if config.latent is not None:
+            return (StoredMatrix(prefix + names.latent_down, dim, range(dim)),)
+        return (
+            StoredMatrix(prefix + names.query, config.heads * dim, _head_columns(shard.heads, dim)),
+            StoredMatrix(prefix + names.key, config.kv_heads * dim, _head_columns(shard.kv_heads, dim)),
+            StoredMatrix(prefix + names.value, config.kv_heads * dim, _head_columns(shard.kv_heads, dim)),
+        )
+
+    def _latent(self, latent: LatentConfig, prefix: str) -> LatentProjections:
+        config, names, heads, inner = self._config, self._config.names, self._shard.heads, latent.query_rank
+        down = norm = None
+        if inner is not None:
+            matrix = StoredMatrix(prefix + names.query_down, inner, range(inner))
+            down = self._linear(config.qkv_bias, config.hidden, matrix)
+            norm = self._latent_norm(prefix + names.query_down_norm, inner, latent)
+        name = prefix + (names.query if inner is None else names.query_up)
+        query = StoredMatrix(name, config.heads * latent.query_dim, _head_columns(heads, latent.query_dim))
+        # Never quantized: K is used transposed.
+        each = latent.nope_dim + latent.value_dim
+        stored = self._source.tensor(f"{prefix}{names.latent_up}.weight", config.heads * each, latent.rank)
+        own = self._to_device(stored.view(config.heads, each, latent.rank)[heads.start : heads.stop])
+        assert isinstance(own, Tensor)
+        self._bytes += own.nbytes
+        self._parameters += own.numel()
+        rest = self._kernels, self._device.type != "cpu" and not (self._gpu and self._gpu.batch_invariant)
+        return LatentProjections(
+            query_down=down,
+            query_norm=norm,
+            query=self._linear(False, inner or config.hidden, query),
+            key_norm=self._latent_norm(prefix + names.latent_norm, latent.rank, latent),
+            absorb=HeadProducts(own[:, : latent.nope_dim].transpose(1, 2), latent.rope_dim, *rest),
+            project=HeadProducts(own[:, latent.nope_dim :], 0, *rest),
+        )
+
+    def _latent_norm(self, name: str, size: int, latent: LatentConfig) -> Norm:
+        return self._norm(name, size)._replace(epsilon=latent.norm_epsilon)
 
     def _last_linear(self, bias: bool, inputs: int, local: range, matrix: StoredMatrix, more_follows: bool) -> Linear:
         """The last layer of a part, with the inputs `local`. It adds the residual unless something comes between: a

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.decoder_config import DecoderConfig, LatentConfig, TensorNames
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
 
@@ -16,7 +16,7 @@ class MatrixShape(NamedTuple):
     inputs: int
     local_outputs: int
     local_inputs: range
-    quantizable: bool = True  # routers are not
+    quantizable: bool = True  # routers are not, nor what is converted at load
     stack: str = ""  # matrices of the same stack become one weight, in one form; "": this one alone
 
     @property
@@ -53,6 +53,8 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
             if name is not None:
                 yield from _norm(config, prefix + name)
         yield from _query_key_norms(config, shard, prefix)
+        if config.latent is not None:
+            yield from _latent_norms(config.latent, config.names, prefix)
         for matrix in _layer_matrices(config, shard, number):
             yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
         experts = config.experts
@@ -62,15 +64,11 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
 
 
 def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:
-    names, prefix, hidden, dim = config.names, f"model.layers.{number}.", config.hidden, config.head_dim
-    for name, heads, local in (
-        (names.query, config.heads, shard.heads),
-        (names.key, config.kv_heads, shard.kv_heads),
-        (names.value, config.kv_heads, shard.kv_heads),
-    ):
-        yield MatrixShape(prefix + name, heads * dim, hidden, len(local) * dim, range(hidden), stack=prefix + "qkv")
-    queries = range(shard.heads.start * dim, shard.heads.stop * dim)
-    yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
+    names, prefix, hidden = config.names, f"model.layers.{number}.", config.hidden
+    if config.latent is None:
+        yield from _attention(config, shard, prefix)
+    else:
+        yield from _latent_attention(config, config.latent, shard, prefix)
     if not config.layers[number].routed:
         parts = (names.gate, names.up, names.down)
         yield from _mlp(config, prefix, parts, config.intermediate, shard.inner)
@@ -86,6 +84,39 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
         each = (names.expert_gate, names.expert_up, names.expert_down)
         gate, up, down = (name.format(expert) for name in each)
         yield from _mlp(config, prefix, (gate, up, down), experts.intermediate, shard.expert_inner)
+
+
+def _attention(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
+    names, hidden, dim = config.names, config.hidden, config.head_dim
+    for name, heads, local in (
+        (names.query, config.heads, shard.heads),
+        (names.key, config.kv_heads, shard.kv_heads),
+        (names.value, config.kv_heads, shard.kv_heads),
+    ):
+        yield MatrixShape(prefix + name, heads * dim, hidden, len(local) * dim, range(hidden), stack=prefix + "qkv")
+    queries = range(shard.heads.start * dim, shard.heads.stop * dim)
+    yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
+
+
+def _latent_attention(config: DecoderConfig, latent: LatentConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
+    names, hidden, heads, local = config.names, config.hidden, config.heads, len(shard.heads)
+    query, inputs = names.query, hidden
+    if latent.query_rank is not None:
+        query, inputs = names.query_up, latent.query_rank
+        yield MatrixShape(prefix + names.query_down, inputs, hidden, inputs, range(hidden))
+    yield MatrixShape(prefix + query, heads * latent.query_dim, inputs, local * latent.query_dim, range(inputs))
+    yield MatrixShape(prefix + names.latent_down, latent.key_dim, hidden, latent.key_dim, range(hidden))
+    each = latent.nope_dim + latent.value_dim
+    shape = heads * each, latent.rank, local * each, range(latent.rank)
+    yield MatrixShape(prefix + names.latent_up, *shape, quantizable=False)
+    values = range(shard.heads.start * latent.value_dim, shard.heads.stop * latent.value_dim)
+    yield MatrixShape(prefix + names.output, hidden, heads * latent.value_dim, hidden, values)
+
+
+def _latent_norms(latent: LatentConfig, names: TensorNames, prefix: str) -> Iterator[VectorShape]:
+    for name, size in ((names.query_down_norm, latent.query_rank), (names.latent_norm, latent.rank)):
+        if size is not None:
+            yield VectorShape(f"{prefix}{name}.weight", size, size, True)
 
 
 def _mlp(
@@ -117,7 +148,9 @@ def _query_key_norms(config: DecoderConfig, shard: Shard, prefix: str) -> Iterat
 
 def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -> Iterator[VectorShape]:
     names = config.names
-    if name in (names.query, names.key, names.value):
+    if name in (names.latent_up, names.query_up) or (config.latent is not None and name == names.query):
+        present = False
+    elif name in (names.query, names.key, names.value, names.query_down, names.latent_down):
         present = config.qkv_bias
     else:
         present = config.output_bias if name == names.output else config.mlp_bias and matrix.quantizable
