@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "cohere": MODEL_ARCH.COMMAND_R,
     "mixtral": MODEL_ARCH.LLAMA,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": MODEL_ARCH.GPT_OSS,
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
@@ -70,6 +71,12 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
         values = tensor.to(torch.float32).numpy()
+        if match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):  # gpt-oss, inputs first
+            end = "bias" if match[3] else "weight"
+            values = values if match[3] else values.swapaxes(1, 2)
+            parts = {"down": values} if match[2] == "down" else {"gate": values[:, 0::2], "up": values[:, 1::2]}
+            found |= {f"{match[1]}{part}_proj.{end}": np.ascontiguousarray(one) for part, one in parts.items()}
+            continue
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
         else:
@@ -122,6 +129,12 @@ def write_gguf(
         **{f"{arch}.{stored}": config[name] for name, stored in NUMBERS.items() if config.get(name)},
         **tokenizer_metadata(model),
     }
+    if rope.get("rope_type") == "yarn":
+        keys |= {
+            f"{arch}.rope.scaling.type": "yarn",
+            f"{arch}.rope.scaling.factor": rope["factor"],
+            f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }
     if config.get("head_dim"):
         keys[f"{arch}.attention.value_length"] = config["head_dim"]
     if rope.get("partial_rotary_factor"):
@@ -137,9 +150,9 @@ def write_gguf(
             values = permute(values, heads if ".q_proj." in name else kv_heads)
         if kind in SHIFTED and name.endswith("norm.weight"):
             values = values + 1
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored = names.get_name(name + ".weight" * name.endswith("sinks"), try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        plain = values.ndim == 1 or stored.endswith(("norm.weight", "ffn_gate_inp.weight"))
+        plain = values.ndim == 1 or stored.endswith((".bias", "norm.weight", "ffn_gate_inp.weight"))
         asked = quantization if isinstance(quantization, str) else quantization(stored)
         block = GGMLQuantizationType["F32" if plain else asked]
         raw = random_blocks(values, block) if block in SCALES else quantize(values, block)

@@ -94,6 +94,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
     "nemotron": ("NemotronConfig", {"attention_bias": True}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 40}),
+    "phi": ("PhiConfig", {}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gptj": ("GPTJConfig", {"rotary_dim": 8}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {}),
+    "opt": ("OPTConfig", {}),
     "minimax_m2": (
         "MiniMaxM2Config",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": {"partial_rotary_factor": 0.5}},
@@ -153,6 +159,43 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "mistral4": (
+        "Mistral4Config",
+        {
+            **DEEPSEEK_EXPERTS,
+            **LATENT,
+            "n_routed_experts": 8,
+            "q_lora_rank": 24,
+            "rope_parameters": LATENT_YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"num_experts": 6, "moe_topk": [3, 3, 3]}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -168,9 +211,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 # Where it need not be hidden / heads.
 HEAD_DIM = (
     *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe"),
-    *("seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "ministral3"),
+    *("gpt_oss", "seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
 )
 KINDS = (*CONFIGS, "gpt2")
+# Names that configurations have for those of others.
+GPT_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+OTHER_NAMES = {
+    "gptj": GPT_NAMES,
+    "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
+    "gpt_bigcode": GPT_NAMES,
+    "opt": {"intermediate_size": "ffn_dim"},
+}
 
 # Common to the shapes of known models.
 KNOWN: dict[str, Any] = {"vocab": 32000, "tie": True, "dtype": "bfloat16"}
@@ -284,6 +341,11 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
     name, options = CONFIGS[kind]
     if "kv_lora_rank" in options:
         arguments["num_key_value_heads"] = shape["heads"]
+    if kind in ("gpt_neox", "gptj", "gpt_bigcode", "opt"):
+        del arguments["num_key_value_heads"]
+    if kind == "opt":
+        arguments["word_embed_proj_dim"] = shape["hidden"]
+    arguments |= {own: arguments.pop(name) for name, own in OTHER_NAMES.get(kind, {}).items()}
     return getattr(transformers, name)(**arguments | options | more)
 
 
@@ -304,6 +366,8 @@ def fill(model: Any, seed: int) -> None:
             else:
                 fan_in = weight.shape[0] if "c_" in name else weight.shape[-1]  # GPT-2's Conv1D is transposed
                 value = noise / fan_in**0.5
+                if name.endswith("gate_up_proj_bias"):  # of gpt-oss, some of whose activations are clamped
+                    value = 4 * noise
                 if name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight")):
                     value *= 2  # layers outweigh the embedding, or a tied head would repeat its input forever
             weight.copy_(value)
@@ -352,7 +416,10 @@ def make_model(
     }
     config = make_config(kind, shape, dict(more))
     config.dtype = getattr(torch, dtype)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(config.dtype)
+    if kind == "mistral4":  # transformers has no Auto class for it
+        model = transformers.Mistral4ForCausalLM(config).to(config.dtype)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config).to(config.dtype)
     fill(model, seed)
     model.generation_config.do_sample = False
     model.save_pretrained(directory)

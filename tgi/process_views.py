@@ -17,7 +17,7 @@ from typing import Any
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host import rundir
 from tgi.microkernel.host.terminal import writable
-from tgi.microkernel.processes.process_table import Load, ProcessRow, Sampler
+from tgi.microkernel.processes.process_table import Deployment
 from tgi.microkernel.recovery.quarantine import Quarantine
 
 # Between the two samples of a single frame.
@@ -30,74 +30,9 @@ COLUMNS = {
 }  # fmt: skip
 # The last column may be cut to this width before others are left out.
 MIN_LAST_WIDTH = 24
-# Of these roles the first one that runs here knows which model a deployment serves: a scheduler may not.
-INFORMED_ROLES = ("api", "tokenizer", "worker")
-
 # Escape sequences: another screen without a cursor, and back; the first column of the first line; clear to the end.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-
-
-class Deployment:
-    """The processes of a run directory."""
-
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self.processes: list[ProcessRow] = []
-        self.served: dict[str, str] = {"model": "", "url": "", "version": ""}
-        self._load = Load()
-        self._sampler = Sampler(run)
-
-    def refresh(self) -> bool:
-        """Looks at the processes again. Returns False if none runs."""
-        self.processes, self._load = self._sampler.sample()
-        self.served = _served(rundir.read_states(self.run))
-        return bool(self.processes)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per process, as in `tgi ps --json`."""
-        return [
-            {
-                "run": str(self.run), "name": row.name, "pid": row.pid, "state": row.state, "stage": row.stage,
-                "percent": row.percent, "boot": row.boot, "memory_mb": round(row.memory_bytes / 2**20, 1),
-                "cpu": _rounded(row.cpu_percent), "beat_age": _rounded(row.beat_age),
-                "progress_age": _rounded(row.progress_age), "work": row.work, **self.served,
-            }
-            for row in self.processes
-        ]  # fmt: skip
-
-    def load(self) -> dict[str, Any]:
-        """The load of all processes together; None for what cannot be told."""
-        load = self._load
-        pages = load.kv_pages_used + load.kv_pages_free
-        hit_rate = min(1.0, load.cached_tokens / load.prompt_tokens) if load.prompt_tokens else None
-        return {
-            "running": load.running,
-            "queued": load.queued,
-            "tokens_per_second": round(load.tokens_per_second, 1),
-            "first_token_ms": _rounded(load.first_token_ms),
-            "kv_cache_used": _rounded(load.kv_pages_used / pages if pages else None, 3),
-            "prefix_hit_rate": _rounded(hit_rate, 3),
-        }
-
-
-def _rounded(value: float | None, digits: int = 1) -> float | None:
-    return None if value is None else round(value, digits)
-
-
-def _served(states: list[rundir.ProcessState]) -> dict[str, str]:
-    """Model, addresses and version of a deployment; "" for what is not known. During a reload those of the model that
-    serves still."""
-    for role in INFORMED_ROLES:
-        found = [
-            state for state in states if state.role == role and state.state != "draining" and "model" in state.facts
-        ]
-        found = [state for state in found if state.state == "ready"] or found
-        if found:
-            urls = dict.fromkeys(str(state.facts["url"]) for state in found if "url" in state.facts)
-            facts = found[0].facts
-            return {"model": str(facts["model"]), "url": ", ".join(urls), "version": str(facts.get("version", ""))}
-    return {"model": "", "url": "", "version": ""}
 
 
 def table(rows: list[dict[str, Any]], width: int | None) -> list[str]:

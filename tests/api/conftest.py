@@ -258,7 +258,7 @@ class Front:
         stall_limit = self.settings.stall_limit
         self.router = Router(links, permits, quarantine, stall_limit=stall_limit, token_rates=rates)
         model = self.settings.model_id or "m"
-        self.service = Service(self.settings, self.router, model, compute_type="gpu+optimized")
+        self.service = Service(self.settings, self.router, model, "gpu+optimized", self.permits.parent)
         self.router.attach(asyncio.get_running_loop())
         app = build(self.service)
         self._loop = asyncio.get_running_loop()

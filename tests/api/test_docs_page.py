@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.api.conftest import Front
-from tgi.api import app, openapi
+from tgi.api import app, docs, openapi, page
 from tgi.api.docs import ASSETS
 
 
@@ -48,7 +48,7 @@ def test_other_files_are_not_served(front: Front) -> None:
 
 
 def test_every_route_is_in_the_document(front: Front) -> None:
-    own = {"/api-doc/openapi.json", "/docs", "/docs/", "/docs/{asset}"}
+    own = {*docs.ROUTES, *page.ROUTES}
     classes = app.resource_classes(front.settings)
     served = {re.sub(r":\w+\}", "}", route): resource for route, resource in classes.items()}
     methods = {

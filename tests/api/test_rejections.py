@@ -445,10 +445,8 @@ def test_paths_of_other_servers_name_the_path_to_use(front: Front, end: str) -> 
 
 
 def test_browsers_get_a_page_at_the_root_and_probes_do_not(front: Front) -> None:
-    page = front.get("/", accept="text/html,*/*;q=0.8", host="a<b")
+    page = front.get("/", accept="text/html,*/*;q=0.8")
     assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert 'href="docs"' in page.body.decode()
-    assert "curl http://a&lt;b/v1/chat/completions -H" in page.body.decode()
     for accept in ("*/*", "application/json"):
         probe = front.get("/", accept=accept)
         assert (probe.status, probe.body) == (200, b"")

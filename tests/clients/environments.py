@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
 NODE = Path(__file__).parent / "node"  # checks in JavaScript, and what they need
+BROWSER = Path(__file__).parent / "browser"  # the check of the page, and the browser
 ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tgi-tests" / "clients"
 GROUPS = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
 NPM_FLAGS = ("--no-audit", "--no-fund", "--loglevel=error", "--no-update-notifier")
@@ -31,10 +32,10 @@ def environment(group: str) -> Path:
     return _python_environment(group, REQUIREMENTS / f"{group}.txt")
 
 
-def node_environment() -> tuple[Path, Path]:
-    """The program `node`, and the node_modules of the client libraries. Both are created if missing."""
+def node_environment(checks: Path = NODE) -> tuple[Path, Path]:
+    """The program `node`, and the node_modules of a directory of checks. Both are created if missing."""
     node = _node()
-    files = [NODE / "package.json", NODE / "package-lock.json"]
+    files = [checks / "package.json", checks / "package-lock.json"]
 
     def install(directory: Path) -> None:
         for file in files:
@@ -42,7 +43,7 @@ def node_environment() -> tuple[Path, Path]:
         _npm(node, directory, "ci", "--ignore-scripts")
 
     digest = _digest(*(file.read_bytes() for file in files))
-    return node, _made("node-modules", digest, "node_modules", install)
+    return node, _made(f"{checks.name}-modules", digest, "node_modules", install)
 
 
 def agent_program(package: str, version: str) -> tuple[Path, Path]:

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from scripts.make_gguf import write_gguf
 from tests.dequantized import plain_weights
 from tests.models import model
+from tests.worker.batches import prefill
+from tests.worker.test_families import load, memory, pages
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.block_types import FORMS
@@ -210,3 +212,23 @@ def test_a_weight_whose_scales_are_beyond_float16_is_dequantized(tmp_path: Path)
             found = PackedWeightSource(checkpoint, exact).weight("x", ROWS, COLUMNS)
             assert isinstance(found, kind)
             assert torch.equal(as_plain(found, torch.float32), expected)
+
+
+def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Import names the experts one by one. MXFP4 is bfloat16 exactly, so that both imports of it have the same
+    weights."""
+    original, ids = model("gpt_oss", dtype="bfloat16", intermediate=96), list(range(5, 80))
+
+    def logits(directory: Path) -> torch.Tensor:
+        loaded = load(directory)
+        return prefill(loaded, memory(loaded), ids, pages(0))
+
+    source = write_gguf(original, tmp_path / "plain.gguf")
+    imported(source, tmp_path / "plain", packed=False)
+    assert torch.equal(logits(tmp_path / "plain"), logits(original))
+    source = write_gguf(original, tmp_path / "m.gguf", lambda name: "MXFP4" if "_exps" in name else "BF16")
+    for name in ("packed", "rounded"):
+        imported(source, tmp_path / name, packed=name == "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert config["quantization_config"]["kept"] == {"MXFP4": 9}
+    torch.testing.assert_close(logits(tmp_path / "packed"), logits(tmp_path / "rounded"), rtol=0, atol=1e-4)

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 import zmq
 
 from tests.live.server import free_port
-from tests.microkernel.tcp import Deployment, LoopedLink, cable, hello, until
+from tests.microkernel.tcp import TIMEOUT_SECONDS, Deployment, LoopedLink, cable, hello, until
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.links import curve
 from tgi.microkernel.links.curve import MAX_STRANGERS
@@ -385,6 +387,12 @@ def exchanges(low: LoopedLink, up: LoopedLink) -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
+def test_a_peer_that_leaves_with_a_full_queue_ends_no_listener(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.microkernel.full_queue", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_flood_of_connections_is_bounded_and_disturbs_no_peer(deployment: Deployment) -> None:
     low, up = deployment.bind(), deployment.connect(hello("worker"))
     assert until(lambda: low.link.peers and up.link.peers, low, up)

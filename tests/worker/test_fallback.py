@@ -145,12 +145,17 @@ def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path, config: 
             "longcat_flash",
             "refused: longcat_flash cannot run over a paged cache: its code reads the weight of a linear",
         ),
-        ("falcon", "refused: falcon computes attention in classes of its own"),
+        ("codegen", "refused: codegen does not support transformers' attention interface"),
     ],
 )
 def test_a_model_type_is_right_or_refused(kind: str, result: str, tmp_path: Path) -> None:
     """A part of scripts/check_families.py, which does all types of transformers."""
     assert check(kind, tmp_path).startswith(result)
+
+
+def test_a_type_with_attention_classes_of_its_own_is_refused() -> None:
+    with pytest.raises(UserError, match="falcon computes attention in classes of its own"):
+        build(model("falcon", more=(("alibi", True),)))
 
 
 def test_encoder_decoders_are_rejected_by_name(tmp_path: Path) -> None:

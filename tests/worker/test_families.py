@@ -56,9 +56,10 @@ def prompts() -> list[list[int]]:
 def expected(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
     """For each prompt: its ids with the greedy continuation of transformers, and the logprobs of every position."""
     transformers.utils.logging.disable_progress_bar()
-    multimodal = "text_config" in json.loads((directory / "config.json").read_text())
-    classes = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
-    reference = classes.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    (named,) = json.loads((directory / "config.json").read_text())["architectures"]
+    reference = getattr(transformers, named).from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     found = []
     with torch.inference_mode():
         for ids in prompts():
@@ -101,7 +102,7 @@ def test_against_transformers(kind: str) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_our_kernels_against_transformers(kind: str) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
-    hidden = 96 if kind in ("phi3", "nemotron", "glm4_moe") else 72
+    hidden = 96 if kind in ("phi", "phi3", "nemotron", "glm4_moe") else 72
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native=True)
 
 
@@ -146,6 +147,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe_lite", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "mlp_layer_types": None}),
     ("exaone4", {"layer_types": None, "sliding_window_pattern": 3}),
     ("stablelm", {"use_parallel_residual": True}),
+    ("gpt_neox", {"use_parallel_residual": False}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
     ("smollm3", {"sliding_window": 40, "use_sliding_window": True, "layer_types": None, "no_rope_layers": None}),
 ]
@@ -159,6 +161,21 @@ def test_against_transformers_with_other_settings(kind: str, changes: dict[str, 
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     check_against_transformers(tmp_path)
+
+
+# Settings on which the shapes of the weights depend.
+OTHER_SHAPES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
+    ("falcon", (("new_decoder_architecture", False),)),
+    ("falcon", (("new_decoder_architecture", False), ("multi_query", False), ("num_kv_heads", 4), ("bias", True))),
+    ("falcon", (("new_decoder_architecture", False), ("parallel_attn", False))),
+    ("falcon", (("num_ln_in_parallel_attn", 1),)),
+    ("gpt_bigcode", (("multi_query", False),)),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), OTHER_SHAPES)
+def test_against_transformers_in_other_shapes(kind: str, more: tuple[tuple[str, Any], ...]) -> None:
+    check_against_transformers(make(kind, more=more), native=True)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -201,7 +218,7 @@ TEXT_PARTS = {
 assert tuple(TEXT_PARTS) == WITH_TEXT_PART
 
 
-@pytest.mark.parametrize(("kind", "text"), TEXT_PARTS.items())
+@pytest.mark.parametrize(("kind", "text"), [*TEXT_PARTS.items(), ("mistral3", "mistral4")])
 def test_text_part_of_a_multimodal_model(kind: str, text: str, tmp_path: Path) -> None:
     """Whose text part has another place in the configuration and other names of tensors."""
     made = transformers.AutoConfig.from_pretrained(make(text))

@@ -277,10 +277,11 @@ def test_longrope_is_limited_to_the_original_length() -> None:
     ("changes", "named"),
     [
         ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "ntk"),
-        ({"hidden_act": "relu"}, "relu"),
+        ({"hidden_act": "tanh"}, "tanh"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"model_type": "falcon"}, "falcon"),
+        ({"model_type": "falcon", "alibi": True}, "alibi"),
+        ({"model_type": "bloom"}, "bloom"),
     ],
 )
 def test_unsupported_config_values_are_named(changes: dict[str, Any], named: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors import safe_open
 
 from scripts.make_gguf import write_gguf
 from tests.models import model as make
@@ -21,7 +20,6 @@ from tgi.cli import main
 from tgi.hub.gguf.convert import convert
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import page_size
-from tgi.worker.checkpoint import SINGLE_FILE, Checkpoint
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE
@@ -32,6 +30,7 @@ from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.decoder_layer import DecoderWeights
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.loader import read_model_spec
+from tgi.worker.models.stacked_experts import open_checkpoint
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 from tgi.worker.models.weight_shapes import matrices, vectors
 from tgi.worker.planning.deployment_plan import (
@@ -75,8 +74,8 @@ def test_shapes_are_those_of_the_checkpoint(kind: str, tie: bool) -> None:
         found[name] = found.get(name, 0) + matrix.outputs * matrix.inputs
     for vector in vectors(config, whole_model(config)):
         found[vector.name] = found.get(vector.name, 0) + vector.numbers
-    with safe_open(directory / SINGLE_FILE, framework="pt") as file:
-        stored = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118  # not a dict
+    with open_checkpoint(directory, config) as checkpoint:
+        stored = {name: checkpoint.raw_tensor(name).numel() for name in checkpoint}
     assert found == stored
 
 
@@ -104,7 +103,7 @@ def load(
     assert spec.decoder is not None
     kernels = our_kernels(spec) if native else None
     shard = shard_decoder(spec.decoder, rank, ranks)
-    with Checkpoint(directory) as checkpoint, torch.inference_mode():
+    with open_checkpoint(directory, spec.decoder) as checkpoint, torch.inference_mode():
         make_weight = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
         source = spec.scheme.source(checkpoint, make_weight, device == META, exact=spec.dtype is torch.float32)
         loader = DecoderWeightLoader(source, spec.decoder, shard, spec.dtype, device, kernels)
@@ -134,6 +133,7 @@ def vector_bytes(weights: DecoderWeights) -> int:
     linears += [router.linear for router in routers]
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]
     held += [linear._bias for linear in linears] + [router.bias for router in routers]
+    held += [layer.sinks for layer in weights.layers]
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 

@@ -7,7 +7,7 @@ import falcon
 import falcon.asgi
 from falcon.asgi import Request, Response
 
-from tgi.api import docs, request_metrics, tracing
+from tgi.api import docs, page, request_metrics, tracing
 from tgi.api.asgi import PROBE_KEY, RECEIVE_KEY, RECORD_KEY, AsgiApp, Receive, Send
 from tgi.api.errors import ApiError, ClientDisconnected, Rejection, no_such_route
 from tgi.api.middleware import ClientMiddleware, CorsMiddleware, RequestIdMiddleware
@@ -86,6 +86,8 @@ def resource_classes(settings: Settings) -> dict[str, type[Resource]]:
     """The resource of each path, in falcon's syntax. Raises UserError if the settings name a path that is in use."""
     operations = OPERATIONS + (KSERVE if settings.kserve else ())
     classes = {operation.route: operation.resource for operation in operations} | docs.ROUTES
+    if settings.ui:
+        classes |= page.ROUTES
     _add_configured_path(classes, "AIP_HEALTH_ROUTE", settings.aip_health_route, HealthResource)
     _add_configured_path(classes, "AIP_PREDICT_ROUTE", settings.aip_predict_route, VertexResource)
     return classes

@@ -71,6 +71,7 @@ async def serve(process: Process) -> None:
         router,
         settings.model_id,
         settings.compute_type or "",
+        process.run_dir,
         tracer=tracer,
         store_dir=None if in_memory else process.run_dir,
     )

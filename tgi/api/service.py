@@ -60,6 +60,7 @@ class Service:
     router: Router
     model_id: str
     compute_type: str
+    run_dir: Path
     tracer: "Tracer | None" = None
     store_dir: Path | None = None  # of stored responses, files and batches; None: they are in memory
     clients: Clients = field(init=False)

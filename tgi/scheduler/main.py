@@ -105,9 +105,7 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
                 continue  # the worker responds, which the link observes
             if spans is not None:
                 spans.message_received(peer, message)
-            if isinstance(message, PredecessorState):
-                log.warning("dropped an unexpected PredecessorState from %s", peer)
-            elif isinstance(message, Add):
+            if isinstance(message, Add):
                 if (refusal := scheduler.refusal(message, now)) is not None:
                     link.send(peer, refusal)
                     continue

@@ -20,6 +20,7 @@ from tgi.microkernel.messages.protocol import (
     limits_out_of_range,
     limits_shortfall,
 )
+from tgi.microkernel.observability.log import ComplaintLimit
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import DrawnToken, DrawnTokens, TopTokens
 from tgi.scheduler.request import Request, TokenizerPeer
@@ -132,6 +133,7 @@ class TokenizerPeers:
         self.reporter = StatusReporter()
         self._outbox = outbox
         self._arrivals = 0
+        self._complaints = ComplaintLimit()
 
     @property
     def requests(self) -> list[Request]:
@@ -142,7 +144,8 @@ class TokenizerPeers:
         """Creates a request. None if its columns are malformed, which is answered with an End, or its rid is in use."""
         if add.rid in tokenizer.requests:
             # A rid has one End, which belongs to the first request.
-            log.error("%s used rid %d twice; the second request is ignored", tokenizer.peer, add.rid)
+            if self._complaints.allows_one():
+                log.error("%s used rid %d twice; the second request is ignored", tokenizer.peer, add.rid)
             return None
         try:
             request = Request(tokenizer, add, _place(now, add.context.waited_ms, self._arrivals), now)
@@ -222,6 +225,7 @@ class WorkerPeer:
         self._reported = WAITING_FOR_WORKER
         self._held_pages: list[HeldPages] = []  # reported, and not yet taken
         self._held_bytes = 0
+        self._complaints = ComplaintLimit()
 
     @property
     def status(self) -> Status:
@@ -236,7 +240,8 @@ class WorkerPeer:
     def connect(self, peer: PeerId) -> bool:
         """Takes a worker that has sent its Hello. Returns False for a second one, which has to wait."""
         if self.peer is not None:
-            log.warning("%s waits: %s is the worker of this scheduler", peer, self.peer)
+            if self._complaints.allows_one():
+                log.warning("%s waits: %s is the worker of this scheduler", peer, self.peer)
             return False
         self.peer = peer
         self.silent = False

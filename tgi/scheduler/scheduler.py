@@ -33,6 +33,7 @@ from tgi.microkernel.messages.protocol import (
     UpdateAdapter,
 )
 from tgi.microkernel.observability.flight_recorder import EVERY_REQUEST, NO_RECORDER, Event, FlightRecorder
+from tgi.microkernel.observability.log import ComplaintLimit
 from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES, CrashIsolation, Suspect
 from tgi.microkernel.recovery.work_register import FINGERPRINT_BYTES, WorkRegister, split_fingerprints
 from tgi.scheduler.columns import token_runs_message, tokens_message
@@ -117,6 +118,7 @@ class Scheduler:
         self._generations: dict[int, Request] = {}  # by generation_id: the latest submission
         self._wait_estimator = WaitEstimator()
         self._progress = ProgressClock()
+        self._complaints = ComplaintLimit()
         self.draining = False  # it is to end when its requests have ended; tokenizers send new ones elsewhere
         self.next_plan_at: float | None = None  # when the next step is due, if `plan` was called too early
 
@@ -159,7 +161,7 @@ class Scheduler:
                 self._isolation.record_other_death()
             self._outbox.discard(source)
         else:
-            log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
+            self._complain_of(message, source)
 
     def _handle_worker_message(self, message: Any, source: PeerId, now: float) -> None:
         if isinstance(message, Hello) and self.worker.connect(source):
@@ -184,6 +186,10 @@ class Scheduler:
         elif isinstance(message, PeerDisconnected):
             self._handle_worker_lost(now)
         elif not isinstance(message, PeerSilent | PeerResponds):
+            self._complain_of(message, source)
+
+    def _complain_of(self, message: Any, source: PeerId) -> None:
+        if self._complaints.allows_one():
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
 
     # --- output -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from tgi.microkernel.messages.protocol import (
 )
 from tgi.microkernel.observability import metrics
 from tgi.microkernel.observability.flight_recorder import NO_RECORDER, Event, FlightRecorder
+from tgi.microkernel.observability.log import ComplaintLimit
 from tgi.microkernel.recovery.work_register import WorkRegister
 from tgi.tokenizer.adapters import AdapterDirectory
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
@@ -118,6 +119,7 @@ class TokenizerPool:
         self._schedulers = Schedulers(work_in_progress, tokenizers)
         self._assignments = self._schedulers.assignments  # of the live requests
         self._progress = ProgressClock()
+        self._complaints = ComplaintLimit()
         self._limits: DeploymentLimits | None = None
         self._adapters = AdapterDirectory()
         self._allow_adapter_updates = allow_adapter_updates
@@ -155,12 +157,12 @@ class TokenizerPool:
         handlers = self._scheduler_handlers if peer.role == "scheduler" else self._api_handlers
         handler = handlers.get(type(message))
         if handler is None:
-            log.warning("ignored a %s from %s", type(message).__name__, peer)
+            self._complain("ignored a %s from %s", type(message).__name__, peer)
             return
         try:
             handler(peer, message)
         except ProtocolError as error:
-            log.error("rejected a malformed %s from %s: %s", type(message).__name__, peer, error)
+            self._complain("rejected a malformed %s from %s: %s", type(message).__name__, peer, error)
             if isinstance(message, Generate):
                 self._send(peer, End(message.rid, FinishReason.INVALID, f"malformed request: {error}"))
 
@@ -228,10 +230,14 @@ class TokenizerPool:
         self._output_processor.remove_api(api)
         self._discard_messages(api)
 
+    def _complain(self, message: str, *arguments: object) -> None:
+        if self._complaints.allows_one():
+            log.error(message, *arguments)
+
     def _on_generate(self, api: PeerId, generate: Generate) -> None:
         check_generate(generate)
         if generate.rid in self._apis[api]:
-            log.error("%s used rid %d twice; the second request is ignored", api, generate.rid)  # a rid has one End
+            self._complain("%s used rid %d twice; the second request is ignored", api, generate.rid)  # one End per rid
             return
         self._last_rid += 1
         request = TokenizerRequestState(self._last_rid, api, generate, self._clock())

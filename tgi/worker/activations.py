@@ -2,12 +2,43 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tgi.worker.decoder_config import ALPHA, LIMIT
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """sigmoid(x), as a softmax over x and 0: torch computes each row of a softmax alike, but the elements at the end of
+    a thread's share of a sigmoid with another exp(), which would not be batch invariant."""
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
+
+
+def _clamped_silu(x: Tensor) -> Tensor:
+    x = x.clamp(max=LIMIT)
+    return (x.float() * sigmoid(ALPHA * x.float())).to(x.dtype)
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "clamped_silu": _clamped_silu,
 }
+
+# What multiplies an activated gate, by the activation: the outputs of the up projection, if it is not here.
+UP_EPILOGUES = {"clamped_silu": "clamped_mul"}
+
+
+def clamped_mul(up: Tensor, gate: Tensor) -> Tensor:
+    """(1 + up) * gate, with up within -LIMIT and LIMIT."""
+    return (up.clamp(-LIMIT, LIMIT) + 1) * gate
+
+
+def gated(then: str, gate: Tensor, up: Tensor) -> Tensor:
+    """The product of an activated gate and an up projection."""
+    left = ACTIVATIONS[then](gate)
+    return clamped_mul(up, left) if then in UP_EPILOGUES else left * up

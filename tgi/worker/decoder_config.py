@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 # Not a rotation but a factor of queries (Llama 4, Ministral 3), 1 + beta ln(1 + floor(position / original)). beta is
 # llama_4_scaling_beta, original is original_max_position_embeddings.
 QUERY_SCALE = "query_scale"
+# Of the activation clamped_silu of gpt-oss: a gate is at most LIMIT, and what it multiplies within -LIMIT and LIMIT.
+ALPHA, LIMIT = 1.702, 7.0
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -66,6 +68,7 @@ class RouterConfig:
     top_groups: int = 1
     scale: float = 1.0
     group_best: int = 2  # 1 or 2
+    logit_bias: bool = False  # the router's linear layer has a bias
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,28 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class StackedExperts:
+    """Names of the tensors, after the prefix `model.layers.N.`, that hold one kind of matrix of all experts:
+    [experts, outputs, inputs]. The names of their biases and of the columns of quantized weights begin alike."""
+
+    gate_up: str  # the gate's outputs and those of the up projection
+    down: str
+    interleaved: bool = False  # the outputs alternate between gate and up; otherwise those of the gate come first
+    inputs_first: bool = False  # plain matrices are [experts, inputs, outputs]
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """How a checkpoint differs from one with TensorNames' names."""
+
+    renames: tuple[tuple[str, str], ...]  # patterns of stored names, and their replacements, applied in this order
+    # Rows of the joint matrix of queries, keys and values. "heads": of each key head its queries, its key and its
+    # value; None: all queries, then all keys, then all values.
+    qkv_rows: str | None = None
+    positions_offset: int = 0  # the learned vector of position p is in row p + positions_offset
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Names of a layer's tensors in the checkpoint, after the prefix `model.layers.N.`.
 
@@ -130,6 +155,7 @@ class TensorNames:
     latent_down: str = "self_attn.kv_a_proj_with_mqa"
     latent_norm: str = "self_attn.kv_a_layernorm"
     latent_up: str = "self_attn.kv_b_proj"
+    sinks: str = "self_attn.sinks"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -142,6 +168,8 @@ class TensorNames:
     expert_gate: str = "mlp.experts.{}.gate_proj"
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
+    stacked: StackedExperts | None = None  # the tensors that these experts are parts of
+    layout: CheckpointLayout | None = None
     # Norms before and after each part; None = absent.
     attention_before: str | None = "input_layernorm"
     attention_after: str | None = None
@@ -187,15 +215,20 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False  # of the output projection
     latent: LatentConfig | None = None  # with qkv_bias, the down projections have biases
+    sinks: bool = False  # each head has a score without a value: see KVCacheSpec.sinks
 
-    # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an epilogue of layers.linear.Linear.
+    # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an activation of activations.ACTIVATIONS, by
+    # which the product may be another: activations.gated.
     activation: str = "silu"
     gated: bool = True
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None  # of the routed layers
 
     # Residual stream and logits.
-    parallel: bool = False  # x + attention(n) + mlp(n) with n = attention_before(x)
+    # x + attention(attention_before(x)) + mlp(mlp_before(x)); without mlp_before, mlp(attention_before(x))
+    parallel: bool = False
+    learned_positions: int = 0  # for this many positions a vector is added to the embedding
+    head_bias: bool = False
     embedding_scale: float = 1.0  # the embedding is multiplied by this
     residual_scale: float = 1.0  # r above
     logit_scale: float = 1.0  # logits = logit_scale * head(norm(x)),

@@ -185,7 +185,7 @@ def test_configured_vertex_paths_may_be_the_existing_ones(serve: Any) -> None:
     "routes", [{"aip_predict_route": "/generate"}, {"aip_health_route": "/info"}, {"aip_health_route": "up"}]
 )
 def test_configured_vertex_paths_that_are_in_use_or_invalid_are_rejected(front: Front, routes: dict[str, str]) -> None:
-    service = Service(Settings(**routes), front.router, "m", "")
+    service = Service(Settings(**routes), front.router, "m", "", front.service.run_dir)
     with pytest.raises(UserError, match="AIP_"):
         app.build(service)
 

@@ -49,7 +49,7 @@ def mixture(
         return Linear(weights[0], added, epilogue, kernels, kernels.dtype, weights[1] if gate else None)
 
     def mlp(seed: int) -> Mlp:
-        up = linear(INNER, HIDDEN, seed, "silu" if gated else "relu2", gated)
+        up = linear(INNER, HIDDEN, seed, ("clamped_silu" if bias else "silu") if gated else "relu2", gated)
         return Mlp(None, up, linear(HIDDEN, INNER, seed + 1))
 
     def small(outputs: int, seed: int) -> Linear:

@@ -12,6 +12,7 @@ from tests.worker.cpu_kernels.test_models import directory
 from tests.worker.cpu_kernels.test_program import run, same, without_program
 from tests.worker.cpu_kernels.test_quantized_linear import quantized
 from tests.worker.loras import make_adapter
+from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels, can_pack_together
 from tgi.worker.distributed.sharding import whole_model
@@ -53,11 +54,13 @@ def test_one_product_has_the_bits_of_two(kernels: CpuKernels, form: str) -> None
     x, bias = numbers(max(ROWS), INPUTS, seed=1, dtype=kernels.dtype), torch.randn(2 * OUTPUTS)
     plus = torch.randn(max(ROWS), 2 * OUTPUTS)
     for rows in ROWS:
-        for then, shift, more in (("silu", None, None), ("gelu_tanh", bias, None), ("silu", bias, plus[:rows])):
+        for then, shift, more in (("silu", None, None), ("gelu_tanh", bias, None), ("clamped_silu", bias, plus[:rows])):
             shifts = (None, None) if shift is None else shift.split(OUTPUTS)
             added = (None, None) if more is None else more.split(OUTPUTS, 1)
             left = kernels.linear(x[:rows], one, shifts[0], EPILOGUES[then], None, added[0])
-            expected = kernels.linear(x[:rows], other, shifts[1], EPILOGUES["mul"], left, added[1])
+            expected = kernels.linear(
+                x[:rows], other, shifts[1], EPILOGUES[UP_EPILOGUES.get(then, "mul")], left, added[1]
+            )
             assert torch.equal(kernels.linear(x[:rows], both, shift, EPILOGUES[then], None, more), expected)
 
 

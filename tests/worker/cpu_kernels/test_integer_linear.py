@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant, numbers
+from tests.worker.cpu_kernels.test_linear import PLAIN
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
 from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight
 
@@ -84,15 +85,7 @@ def test_epilogues_match_those_of_other_products(kernels: CpuKernels, then: str,
             kernels.linear(x[:count], packed, bias, EPILOGUES[then], other[:count], plus[:count]), found[:count]
         )
     sums = expected_product(kernels, x, weight) + bias + plus
-    expected = {
-        "none": lambda: sums,
-        "silu": lambda: torch.nn.functional.silu(sums),
-        "gelu": lambda: torch.nn.functional.gelu(sums),
-        "gelu_tanh": lambda: torch.nn.functional.gelu(sums, approximate="tanh"),
-        "relu2": lambda: torch.nn.functional.relu(sums).square(),
-        "add": lambda: sums + other,
-        "mul": lambda: sums * other,
-    }[then]()
+    expected = PLAIN[then](sums, other)
     torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-5)
 
 

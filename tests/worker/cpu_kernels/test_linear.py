@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.worker.cpu_kernels.available import EMULATED, EPSILON, VARIANTS, load_variant, numbers
+from tgi.worker.activations import ALPHA, LIMIT, clamped_mul
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
 from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.layers.rotary import RotaryEmbedding
@@ -19,9 +20,12 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda y, _: F.silu(y),
     "gelu": lambda y, _: F.gelu(y),
     "gelu_tanh": lambda y, _: F.gelu(y, approximate="tanh"),
+    "relu": lambda y, _: F.relu(y),
     "relu2": lambda y, _: F.relu(y).square(),
+    "clamped_silu": lambda y, _: y.clamp(max=LIMIT) * torch.sigmoid(ALPHA * y.clamp(max=LIMIT)),
     "add": lambda y, other: y + other,
     "mul": lambda y, other: y * other,
+    "clamped_mul": clamped_mul,
 }
 
 
@@ -78,14 +82,14 @@ def test_epilogues_are_computed_on_float32_sums(kernels: CpuKernels, then: str) 
     weight, x = numbers(100, 64, dtype=dtype), 0.3 * numbers(40, 64, seed=1, dtype=dtype)
     other = numbers(40, 100, seed=2, dtype=dtype)
     packed = kernels.pack_weight(weight)
-    plus = torch.randn(40, 100)
+    plus = 4 * torch.randn(40, 100)
     sums = kernels.linear(x, packed, plus=plus, wide=True)
     y = kernels.linear(x, packed, None, EPILOGUES[then], other, plus)
     expected = PLAIN[then](sums.double(), other.double())
     assert ((y.double() - expected).abs() <= epsilon * expected.abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize("then", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("then", ["silu", "gelu", "gelu_tanh", "clamped_silu"])
 def test_activations_are_correct_for_any_magnitude(kernels: CpuKernels, then: str) -> None:
     dtype = kernels.dtype
     smallest, largest = (-7, 4) if dtype is torch.float16 else (-30, 38)  # float16 has subnormal numbers there

@@ -24,6 +24,7 @@ from tgi.worker.models.loader import build_model, read_model_spec
 pytestmark = pytest.mark.slow
 
 LENGTHS = (90, 1, 17, 44)  # the windows of the models have 40 tokens
+COMPARED = 16  # prompts
 
 
 @cache
@@ -31,9 +32,10 @@ def directory(kind: str) -> Path:
     return make(kind, hidden=128, intermediate=192)
 
 
-def prompts() -> list[list[int]]:
+def prompts(count: int = len(LENGTHS)) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 512, (length,), generator=generator).tolist() for length in LENGTHS]
+    lengths = (LENGTHS[number % len(LENGTHS)] for number in range(count))
+    return [torch.randint(3, 512, (length,), generator=generator).tolist() for length in lengths]
 
 
 def load(kind: str, dtype: str = "bfloat16", native: bool = False, path: Path | None = None) -> Model:
@@ -43,9 +45,9 @@ def load(kind: str, dtype: str = "bfloat16", native: bool = False, path: Path | 
 
 
 def logprobs(model: Model) -> torch.Tensor:
-    """Logits after each prompt, [prompts, vocab]."""
-    attention = build_attention(model.kv, 100, model.device)
-    rows = [Row(ids, 0, list(range(20 * row, 20 * row + 20))) for row, ids in enumerate(prompts())]
+    """Logits after each of so many prompts that their mean error varies little, [prompts, vocab]."""
+    attention = build_attention(model.kv, 20 * COMPARED, model.device)
+    rows = [Row(ids, 0, list(range(20 * row, 20 * row + 20))) for row, ids in enumerate(prompts(COMPARED))]
     return model.forward(make_batch(rows, attention.page_size), attention).log_softmax(-1)
 
 
@@ -61,8 +63,9 @@ def test_a_model_is_as_exact_as_with_torch_and_independent_of_the_batch(kind: st
     engine = make_engine(ours, pages=64)
     assert isinstance(engine._attention, CpuKernelAttention)
     exact, torchs = logprobs(load(kind, "float32")), logprobs(load(kind, dtype))
-    off, allowed = (logprobs(ours) - exact).abs(), (torchs - exact).abs()
-    assert off.mean() <= 1.25 * allowed.mean() + 1e-4
+    # Of each prompt. In some, a token's experts are others than in float32.
+    off, allowed = ((found - exact).abs().mean(-1).median() for found in (logprobs(ours), torchs))
+    assert off <= 1.25 * allowed + 1e-4
     # A batch of greedy rows only computes no logits.
     samplings = [SamplingParams(0), SamplingParams(7, temperature=0.8), SamplingParams(3, top_k=5), SamplingParams(0)]
     together = drive(engine, prompts(), 8, samplings, chunk=23, stagger=1)

@@ -7,7 +7,7 @@ from tests.worker.gpu_kernels.launch_products import forms
 from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.gpu_kernels.grouped_matmul import choose_tile, grouped_matmul
 from tgi.worker.gpu_kernels.routing import combine, route
-from tgi.worker.quantization.weight import Weight
+from tgi.worker.quantization.weight import QuantizedWeight, Weight
 
 QUANTIZED = (0, 1, 2, 10)  # of forms: 8-bit integers and the codebook, 8-bit floats, 4-bit integers with shifts
 EXPERTS, HIDDEN, INNER, TOP_K = 128, 2048, 768, 8  # of Qwen3-30B-A3B
@@ -40,6 +40,9 @@ def _products(weight: Weight, dtype: torch.dtype, rows: int) -> None:
     routing = route(torch.empty(6, 2, dtype=dtype), None, RouterConfig(normalized=True), 1, tile.rows)
     x = torch.empty(6, HIDDEN, dtype=dtype)
     grouped_matmul(x, weight, routing, tile, "silu", gated=True, by_token=True)
+    if rows == TOP_K and not isinstance(weight, QuantizedWeight):
+        bias = torch.empty(len(weight), dtype=dtype)
+        grouped_matmul(x, weight, routing, tile, "clamped_silu", gated=True, by_token=True, bias=bias)
     grouped_matmul(x, weight, routing, tile)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.models import model as make
 from tests.worker.gpu_kernels.test_models import GPU
 from tests.worker.quantization.weights import random_floats, random_weight, random_whole
-from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.distributed.sharding import shard_decoder
 from tgi.worker.gpu_kernels.routing import FEW_TOKENS, MANY_TILES, combine, most_blocks, route
@@ -21,6 +20,7 @@ from tgi.worker.gpu_kernels.self_test import random_tensor
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import GroupedExperts, MixtureOfExperts, Mlp, Router
 from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.models.stacked_experts import open_checkpoint
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain, stack_weights
 
@@ -176,7 +176,7 @@ def test_an_expert_with_all_tokens_and_experts_without_any() -> None:
     assert torch.equal(found, found[:1].expand(40, -1))
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("mixtral", 1), ("qwen3_moe", 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [("mixtral", 1), ("qwen3_moe", 2), ("gpt_oss", 2)])
 def test_the_experts_of_a_checkpoint_match_the_loop(kind: str, ranks: int) -> None:
     """Those of all ranks, added up."""
     spec = read_model_spec(make(kind), "float32", None)
@@ -188,7 +188,7 @@ def test_the_experts_of_a_checkpoint_match_the_loop(kind: str, ranks: int) -> No
             assert spec.decoder is not None
             shard = shard_decoder(spec.decoder, rank, ranks)
             for one in ours:
-                with Checkpoint(make(kind)) as checkpoint, torch.inference_mode():
+                with open_checkpoint(make(kind), spec.decoder) as checkpoint, torch.inference_mode():
                     source = spec.scheme.source(checkpoint)
                     gpu = GPU if one else None
                     loader = DecoderWeightLoader(source, spec.decoder, shard, SINGLE, CPU, None, gpu)

@@ -38,6 +38,7 @@ KINDS = (
     "dots1",
     "qwen2_moe",
     "deepseek_v2",
+    "gpt_oss",
 )
 
 

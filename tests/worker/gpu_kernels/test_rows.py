@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.activations import ACTIVATIONS, gated
 from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.gpu_kernels.attention_arguments import Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -95,8 +95,10 @@ def test_gated_activation_matches_torch(then: str, dtype: torch.dtype) -> None:
     """The activation is rounded before the multiplication. Far from 0 it is 0 or the number itself."""
     gate, up = random_tensor(CPU, 3, 1030, dtype=dtype), random_tensor(CPU, 3, 1030, dtype=dtype, seed=1)
     gate[0, :7] = torch.tensor([0, -0.0, 100, -100, 30000, -30000, 1e-6], dtype=dtype)
+    up[0, :3] = torch.tensor([8, -8, 20], dtype=dtype)
+    gate[1, :3] = 9
     found = GPU.gated_activation(torch.cat((gate, up), 1), then)
-    near(found, ACTIVATIONS[then](gate) * up, roundings=2)
+    near(found, gated(then, gate, up), roundings=2)
     assert GPU.gated_activation(found[:0], then).shape == (0, 515)
 
 

@@ -1,11 +1,10 @@
 """TGI's own generation routes: POST /generate, /generate_stream and /."""
 
-from html import escape
 from json.encoder import encode_basestring as quote
 
 from falcon.asgi import Request, Response
 
-from tgi.api import request_metrics
+from tgi.api import page, request_metrics
 from tgi.api.errors import ApiError
 from tgi.api.generation import (
     FinishedGeneration,
@@ -23,18 +22,6 @@ from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters, Gen
 from tgi.api.sse import EventFormatter
 from tgi.api.token_columns import TokenColumns, prefill_json, tokens_json, top_tokens_json
 from tgi.microkernel.messages.protocol import End, FinishReason
-from tgi.microkernel.observability.progress import example_request
-
-# Addresses are relative, so that the page also works behind a proxy that adds a prefix to all paths.
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{model}</title>
-<p>This server answers with <b>{model}</b>. Its routes: <a href="docs">docs</a>. The base URL of OpenAI's clients is
-the address of this page with <code>v1</code>. Try it in a terminal:</p>
-<pre style="white-space: pre-wrap">{ask}</pre>
-</html>
-"""
 
 
 class NativeEvents(EventFormatter):
@@ -207,18 +194,18 @@ class CompatResource(_NativeResource):
 
 
 class RootResource(CompatResource):
-    """POST / as above, and GET /, a health check, with a page for browsers."""
+    """POST / as above, and GET /: a health check, and for browsers the page."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._health = HealthResource(service)
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """As GET /health: an empty 200 or 503. A browser, which names text/html, gets a short page."""
-        await self._health.on_get(req, resp)
-        if "text/html" in (req.get_header("accept") or ""):
-            ask = example_request(self._service.settings, True, req.prefix, self._service.router.source.task)
-            resp.content_type = "text/html; charset=utf-8"
-            resp.text = PAGE.format(model=escape(self._service.model_id), ask=escape(ask))
+        """As GET /health: an empty 200 or 503. A browser, which names text/html, gets the page, which tells whether the
+        server is ready."""
+        if self._service.settings.ui and "text/html" in (req.get_header("accept") or ""):
+            page.send_page(resp, "ui/", "./")
+        else:
+            await self._health.on_get(req, resp)
 
     on_head = on_get  # falcon omits the body

@@ -20,7 +20,7 @@ KNOWN = {
     "attention.layer_norm_rms_epsilon",
     "attention.layer_norm_epsilon",
     *(f"rope.{key}" for key in ("dimension_count", "freq_base", "scaling.type", "scaling.factor")),
-    *(f"rope.scaling.{key}" for key in ("original_context_length", "finetuned")),
+    *(f"rope.scaling.{key}" for key in ("original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")),
 }
 
 # Llama 3.1's rope scaling is stored as one divisor per frequency. All published models of the family have these
@@ -70,8 +70,8 @@ class Metadata:
 
 # Architectures as llama.cpp's convert_hf_to_gguf.py writes them, and as its model code reads what that omits.
 
-# Sizes: Q all query heads, K all key heads, S queries, keys and values, D one head; H hidden state; I MLP, 2I its two
-# joint matrices; E number of experts, M one expert.
+# Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
+# state; I MLP, 2I its two joint matrices; E number of experts, M one expert.
 Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
 
 _ATTENTION: tuple[Block, ...] = (
@@ -124,6 +124,8 @@ class GGUFArchitecture:
 _NO_PADDING: dict[str, object] = {"pad_token_id": None}  # transformers' default lies outside smaller vocabularies
 _GEMMA: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _LAYER_NORM = "attention.layer_norm_epsilon"
+
+_NUMBERS_OF_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 
 FAMILIES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
@@ -225,6 +227,30 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         fixed={"hidden_act": "gelu_pytorch_tanh"},
         epsilon=(_LAYER_NORM, "norm_epsilon"),
     ),
+    "gpt-oss": GGUFArchitecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        (
+            *_ATTENTION,
+            ("attn_sinks", "self_attn.sinks", ("A",)),
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+            ("ffn_gate_inp", "mlp.router", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+        ),
+        always_biased=(
+            *("attn_q", "attn_k", "attn_v", "attn_output"),
+            *("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+        ),
+        numbers={
+            **_NUMBERS_OF_EXPERTS,
+            "attention.sliding_window": "sliding_window",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        fixed=_NO_PADDING,
+    ),
     "qwen3moe": GGUFArchitecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
@@ -259,7 +285,7 @@ MIXTRAL = GGUFArchitecture(
         ("ffn_up_exps", "block_sparse_moe.experts.{}.w3", ("E", "I", "H")),
         ("ffn_down_exps", "block_sparse_moe.experts.{}.w2", ("E", "H", "I")),
     ),
-    numbers={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    numbers=_NUMBERS_OF_EXPERTS,
     permuted=True,
 )
 
@@ -414,7 +440,10 @@ def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, co
         return scaled
     if kind == "yarn":
         original = metadata.positive(f"{architecture}.rope.scaling.original_context_length", context)
-        return scaled | {"original_max_position_embeddings": original}
+        bounds = {"beta_fast": 32.0, "beta_slow": 1.0}
+        for name, default in bounds.items():
+            bounds[name] = metadata.number(f"{architecture}.rope.scaling.yarn_{name}", default)
+        return scaled | {"original_max_position_embeddings": original} | bounds
     raise metadata.wrong(f"{architecture}.rope.scaling.type", kind, "none, linear or yarn")
 
 
@@ -444,7 +473,9 @@ def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
 def _add_unstated_values(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
     """Adds values that llama.cpp's model code hard-codes for some architectures and the file omits."""
     kind, layers = config["model_type"], config["num_hidden_layers"]
-    if kind in ("mixtral", "qwen3_moe"):
+    if kind == "gpt_oss":
+        config["rope_parameters"]["truncate"] = False
+    if kind in ("mixtral", "qwen3_moe", "gpt_oss"):
         count = metadata.positive(f"{architecture}.expert_count")
         used = metadata.positive(f"{architecture}.expert_used_count")
         if count > MAX_EXPERTS or used > count:
@@ -466,7 +497,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
     query, key = heads * head_dim, kv_heads * head_dim
     experts = config.get("num_local_experts") or config.get("num_experts") or 0
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
-    sizes |= {"E": experts, "M": config.get("moe_intermediate_size", 0)}
+    sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
     biased = {name for flag, names in family.biases.items() if config[flag] for name in names}
     biased |= set(family.always_biased)
     blocks = list(family.blocks)
@@ -482,10 +513,13 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
         shift = family.norm_shift if short.endswith("norm") else 0.0
         if "{}" in name:
             for expert in range(experts):
-                full = f"{name.format(expert)}.weight"
-                wanted.append(TargetTensor(f"{source}.weight", full, shape[1:], part=(expert, experts)))
+                for end, one in (("weight", shape[1:]), ("bias", shape[1:2])):
+                    if end == "weight" or short in biased:
+                        full = f"{name.format(expert)}.{end}"
+                        wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, experts)))
             return
-        wanted.append(TargetTensor(f"{source}.weight", f"{name}.weight", shape, permuted, shift))
+        named = name if short == "attn_sinks" else f"{name}.weight"
+        wanted.append(TargetTensor(f"{source}.weight", named, shape, permuted, shift))
         if short in biased:
             wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
 

@@ -6,14 +6,17 @@ connects knows the public key of whom it connects to. So no file lets its holder
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import socket as sockets
 import stat
 import struct
+import sys
+import termios
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -22,6 +25,7 @@ import zmq
 from zmq.utils import z85
 
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.links.liveness import BEAT_SECONDS
 from tgi.microkernel.observability.log import ComplaintLimit
 
 log = logging.getLogger(__name__)
@@ -40,6 +44,12 @@ MAX_ROUND_TRIP_SECONDS = 2.0
 # Connections whose peer has not sent a Hello. Of more the oldest are closed, so that strangers cannot take all file
 # descriptors; a peer of this deployment needs only milliseconds to prove its key.
 MAX_STRANGERS = 64
+# A peer whose host or network is gone closes no connection. So the side that connects sends heartbeats, which libzmq
+# answers, and a connection over which nothing has arrived for the second time is closed, by either side.
+HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS = 1000, 3000
+# Whether the system tells when something has arrived; elsewhere both sides send heartbeats.
+MEASURES_SILENCE = sys.platform == "linux"
+LAST_DATA_RECEIVED = slice(52, 56)  # of Linux's struct tcp_info: tcpi_last_data_recv, in milliseconds
 # First interval between log records that strangers can cause, and between those of failed attempts to connect.
 COMPLAINT_SECONDS, ATTEMPT_COMPLAINT_SECONDS = 10.0, 1.0
 # Before an attempt to connect after one that has failed; doubled with each.
@@ -219,6 +229,7 @@ class ConnectionGuard:
         self._port = urlsplit(address).port
         self._accepted_keys = keys.accepted
         self._complaints = ComplaintLimit(COMPLAINT_SECONDS)
+        self._look_at = 0.0  # when close_silent_if_due is due, by time.monotonic
         socket.curve_server = True
         socket.curve_secretkey = keys.secret
         socket.zap_domain = ZAP_DOMAIN
@@ -258,18 +269,35 @@ class ConnectionGuard:
         for connection in strangers[:-MAX_STRANGERS]:
             self._shut_down(connection)
 
+    def close_silent_if_due(self, peers: Iterable[int]) -> None:
+        """Closes those connections of peers over which nothing has arrived for HEARTBEAT_TIMEOUT_MILLISECONDS."""
+        if MEASURES_SILENCE and (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + BEAT_SECONDS
+            for connection in peers:
+                for one in self._open(connection):
+                    unread = int.from_bytes(fcntl.ioctl(one, termios.FIONREAD, bytes(4)), sys.byteorder)
+                    info = one.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, LAST_DATA_RECEIVED.stop)
+                    silent = int.from_bytes(info[LAST_DATA_RECEIVED], sys.byteorder)
+                    if not unread and silent > HEARTBEAT_TIMEOUT_MILLISECONDS:
+                        one.shutdown(sockets.SHUT_RDWR)
+
     def local_address(self, connection: int) -> str:
         """The address of this host to which a peer has connected; "" if it is closed."""
-        with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(connection)) as duplicate:
-            host, port, *_ = duplicate.getsockname()
-            return str(host).removeprefix("::ffff:") if port == self._port else ""
+        for one in self._open(connection):
+            return str(one.getsockname()[0]).removeprefix("::ffff:")
         return ""
 
     def _shut_down(self, connection: int) -> None:
-        """Makes libzmq close a connection. It may have done so meanwhile, and the descriptor may be another's."""
+        """Makes libzmq close a connection."""
+        for one in self._open(connection):
+            one.shutdown(sockets.SHUT_RDWR)
+
+    def _open(self, connection: int) -> Iterator[sockets.socket]:
+        """Yields the socket of a connection if it is open. libzmq may have closed it meanwhile, and the descriptor may
+        be another's."""
         with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(connection)) as duplicate:
             if duplicate.getsockname()[1] == self._port:
-                duplicate.shutdown(sockets.SHUT_RDWR)
+                yield duplicate
 
     def _complain(self, message: str) -> None:
         if self._complaints.allows_one():

@@ -21,6 +21,9 @@ from tgi.microkernel.errors import ProtocolError, UserError
 from tgi.microkernel.host.rundir import MAX_SOCKET_PATH
 from tgi.microkernel.links.curve import (
     HANDSHAKE_MILLISECONDS,
+    HEARTBEAT_MILLISECONDS,
+    HEARTBEAT_TIMEOUT_MILLISECONDS,
+    MEASURES_SILENCE,
     ConnectingKeys,
     ConnectionGuard,
     Connector,
@@ -54,13 +57,8 @@ _LAST, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(
 # libzmq reports a broken connection shortly before sends to it fail, so the probes are repeated.
 PROBE_ATTEMPTS = 20
 PROBE_SECONDS = 0.001
-# Over TCP a peer whose host or network is gone closes no connection: it is disconnected when it has not answered
-# libzmq's heartbeat for this time.
-HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS = 1000, 3000
 # Multipart messages of one TCP peer that wait to be received; then its connection is not read further.
 MAX_WAITING_MESSAGES = 1000
-# First interval between log records that a peer can cause with every message.
-COMPLAINT_SECONDS = 1.0
 
 _PING, _GOODBYE = encode(Ping()), encode(Goodbye())
 # How long a process that was told to end waits for the answers to its Goodbyes. Over a slow network none may come in
@@ -157,7 +155,7 @@ class Link:
         self._guard = guard  # of a ROUTER that listens on TCP
         self._peer_of_connection: dict[int, PeerId] = {}  # by file descriptor; only with a guard
         self._connector = connector  # of a DEALER that connects over TCP
-        self._malformed, self._rejected = ComplaintLimit(COMPLAINT_SECONDS), ComplaintLimit(COMPLAINT_SECONDS)
+        self._malformed, self._rejected = ComplaintLimit(), ComplaintLimit()
         # Of a connecting side: whether a process is connected over another link, and the process for which that holds.
         self.has_other_link: Callable[[PeerId, Link], bool] = lambda peer, link: False
         self.redundant_peer: PeerId | None = None
@@ -213,9 +211,11 @@ class Link:
 
     def receive(self) -> Iterator[tuple[PeerId, Any]]:
         """Yields (peer, message) without blocking: Hello for a new connection, PeerDisconnected for a lost one. To be
-        called every BEAT_SECONDS, too: it connects again when that is due."""
+        called every BEAT_SECONDS, too: it connects again when that is due, and finds the peers that have vanished."""
         if self._connector is not None:
             self._connector.retry_if_due()
+        if self._guard is not None:
+            self._guard.close_silent_if_due(self._peer_of_connection)
         self._may_have_more = False
         size = 0  # of messages over TCP
         for _ in range(MAX_MESSAGES_PER_RECEIVE):
@@ -352,7 +352,8 @@ class Link:
         if isinstance(message, Hello):
             yield from self._handle_hello(route, message, connection)
         elif isinstance(message, LinkRejected):
-            log.error("%s rejected this process: %s", self.address, message.message)
+            if self._rejected.allows_one():
+                log.error("%s rejected this process: %s", self.address, message.message)
         elif (peer := self._peer_of_route.get(route)) is not None:
             kind = type(message)
             if kind is Goodbye:
@@ -491,17 +492,21 @@ def _socket(kind: int, address: str, keys: ListeningKeys | ConnectingKeys | None
         )
     if url.scheme == "tcp" and keys is None:
         raise UserError(f"{address} cannot be used without keys: links over TCP are encrypted. Give --keys FILE.")
-    context = zmq.Context() if isinstance(keys, ListeningKeys) else zmq.Context.instance()
+    listens = isinstance(keys, ListeningKeys)
+    context = zmq.Context() if listens else zmq.Context.instance()
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.IMMEDIATE, 1)  # queue for live connections only: a dead one must not accept messages
     socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, since a full queue drops silently; the roles bound what is in flight
-    socket.setsockopt(zmq.RCVHWM, 0 if keys is None else MAX_WAITING_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, MAX_WAITING_MESSAGES if listens else 0)
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     if url.scheme == "tcp":
         socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MILLISECONDS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MILLISECONDS)
+        # The side that listens sends none: libzmq aborts the process at the next one after a peer with
+        # MAX_WAITING_MESSAGES has closed its connection (libzmq#4841).
+        if not (listens and MEASURES_SILENCE):
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MILLISECONDS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MILLISECONDS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, HEARTBEAT_TIMEOUT_MILLISECONDS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
     return socket

@@ -48,7 +48,7 @@ class ComplaintLimit:
     """Limits the log records that others can cause at will. The interval between two of them doubles from `seconds` up
     to a minute, and is the first one again when there was no cause for a minute."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float = 1.0) -> None:
         self._first = self._interval = seconds
         self._due = 0.0  # by time.monotonic
 

@@ -38,6 +38,8 @@ ENDED = f"{SUMS}_ended.db"  # sums of all ended processes
 
 # part -> sum over all processes, for one series with one set of label values.
 Parts = dict[Any, float]
+# series -> label values -> parts
+AllSeries = dict[str, dict[tuple[str, ...], Parts]]
 
 
 # Initial size of a file; it doubles when it is full.
@@ -188,13 +190,13 @@ class Distribution:
         number.add(amount)
 
 
-def sum_over_processes(directory: Path) -> dict[str, dict[tuple[str, ...], Parts]]:
-    """series -> label values -> parts, added up over all processes that have written to this directory."""
+def sum_over_processes(directory: Path) -> AllSeries:
+    """All series, added up over all processes that have written to this directory."""
     if not directory.is_dir():
         return {}
     with _locked(directory, fcntl.LOCK_SH):
         found = _collected(directory.glob("*.db"))
-    series: dict[str, dict[tuple[str, ...], Parts]] = {}
+    series: AllSeries = {}
     for key, values in found.items():
         name, labels, part = _parse(key)
         series.setdefault(name, {}).setdefault(labels, {})[part] = fsum(values)

@@ -223,6 +223,33 @@ class Timeline:
             yield f"    and those of {len(by_client) - MAX_CLIENTS} other clients"
 
 
+class InFlight(NamedTuple):
+    """A generation that is not answered yet."""
+
+    id: str  # names its request, as `tgi why` takes it
+    client: str
+    phase: str  # what it waits for
+    seconds: float  # since it was received
+
+
+def in_flight(stamps: Iterable[Stamp], now: float) -> list[InFlight]:
+    """The generations that front ends have received and not answered, the oldest first. `now` is by time.monotonic."""
+    received: dict[GenerationId, Stamp] = {}
+    phases: dict[GenerationId, str] = {}
+    for stamp in stamps:
+        one = stamp.key, stamp.generation
+        if stamp.event is Event.RECEIVED:
+            received[one] = stamp
+        elif stamp.event in (Event.ANSWERED, Event.LEFT):
+            received.pop(one, None)
+        if one in received and (phase := PHASES.get(stamp.event)) is not None:
+            phases[one] = phase.format(a=stamp.a)
+    return [
+        InFlight(f"{one[0]:0{KEY_DIGITS}x}", client_name(stamp.a, stamp.b), phases[one], now - stamp.time)
+        for one, stamp in received.items()
+    ]
+
+
 def explain(stamps: Sequence[Stamp], key: int) -> Iterator[str]:
     """The timelines of all generations of a request, in lines."""
     for index in generations(stamps, key):

@@ -3,17 +3,19 @@
 import time
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from tgi.microkernel.host import rundir
 from tgi.microkernel.observability import metric_store
-from tgi.microkernel.observability.metric_store import Parts
+from tgi.microkernel.observability.metric_store import AllSeries, Parts
 from tgi.microkernel.processes.process import read_progress
 
 # Rates and CPU time are those of the latest seconds.
 WINDOW_SECONDS = 5.0
+# Of these roles the first one that runs here knows which model a deployment serves: a scheduler may not.
+INFORMED_ROLES = ("api", "tokenizer", "worker")
 
 
 class ProcessRow(NamedTuple):
@@ -56,6 +58,69 @@ class _Sample(NamedTuple):
     first_token_seconds: float
 
 
+class Deployment:
+    """The processes of a run directory."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.processes: list[ProcessRow] = []
+        self.served: dict[str, str] = {"model": "", "url": "", "version": ""}
+        self.series: AllSeries = {}  # what all processes have measured
+        self._load = Load()
+        self._sampler = Sampler(run)
+
+    def refresh(self) -> bool:
+        """Looks at the processes again. Returns False if none runs."""
+        self.processes, self._load, self.series = self._sampler.sample()
+        self.served = _served(rundir.read_states(self.run))
+        return bool(self.processes)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per process, as in `tgi ps --json`."""
+        return [
+            {
+                "run": str(self.run), "name": row.name, "pid": row.pid, "state": row.state, "stage": row.stage,
+                "percent": row.percent, "boot": row.boot, "memory_mb": round(row.memory_bytes / 2**20, 1),
+                "cpu": _rounded(row.cpu_percent), "beat_age": _rounded(row.beat_age),
+                "progress_age": _rounded(row.progress_age), "work": row.work, **self.served,
+            }
+            for row in self.processes
+        ]  # fmt: skip
+
+    def load(self) -> dict[str, Any]:
+        """The load of all processes together; None for what cannot be told."""
+        load = self._load
+        pages = load.kv_pages_used + load.kv_pages_free
+        hit_rate = min(1.0, load.cached_tokens / load.prompt_tokens) if load.prompt_tokens else None
+        return {
+            "running": load.running,
+            "queued": load.queued,
+            "tokens_per_second": round(load.tokens_per_second, 1),
+            "first_token_ms": _rounded(load.first_token_ms),
+            "kv_cache_used": _rounded(load.kv_pages_used / pages if pages else None, 3),
+            "prefix_hit_rate": _rounded(hit_rate, 3),
+        }
+
+
+def _rounded(value: float | None, digits: int = 1) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _served(states: list[rundir.ProcessState]) -> dict[str, str]:
+    """Model, addresses and version of a deployment; "" for what is not known. During a reload those of the model that
+    serves still."""
+    for role in INFORMED_ROLES:
+        found = [
+            state for state in states if state.role == role and state.state != "draining" and "model" in state.facts
+        ]
+        found = [state for state in found if state.state == "ready"] or found
+        if found:
+            urls = dict.fromkeys(str(state.facts["url"]) for state in found if "url" in state.facts)
+            facts = found[0].facts
+            return {"model": str(facts["model"]), "url": ", ".join(urls), "version": str(facts.get("version", ""))}
+    return {"model": "", "url": "", "version": ""}
+
+
 class Sampler:
     """Samples one run directory. Rates and CPU time need two samples."""
 
@@ -63,8 +128,8 @@ class Sampler:
         self._run = run
         self._samples: deque[_Sample] = deque()
 
-    def sample(self) -> tuple[list[ProcessRow], Load]:
-        """The processes now, and their load. There are none if no supervisor runs."""
+    def sample(self) -> tuple[list[ProcessRow], Load, AllSeries]:
+        """The processes now, their load, and all that they have measured. There are none if no supervisor runs."""
         cpu_seconds: dict[int, float] = {}
         rows = [row for row in self._rows(cpu_seconds) if row is not None]
         series = metric_store.sum_over_processes(self._run / "metrics")
@@ -101,7 +166,7 @@ class Sampler:
             else row
             for row in rows
         ]
-        return shares, load
+        return shares, load, series
 
     def _rows(self, cpu_seconds: dict[int, float]) -> list[ProcessRow | None]:
         """One row per running process, supervisors first. Adds their CPU seconds."""

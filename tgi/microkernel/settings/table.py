@@ -258,6 +258,7 @@ class Settings:
     cors_allow_origin: tuple[str, ...] = setting(
         SERVING, (), "Origins that browsers may call from. Repeatable.", text, separator=",", unset="all"
     )
+    ui: bool = setting(SERVING, True, "Serve the page for browsers at / and /ui.", boolean, env=("TGI_UI",))
     api_workers: int = setting(SERVING, 1, "Front end processes on the port.", count, env=("TGI_API_WORKERS",))
     validation_workers: int = setting(SERVING, 2, "Tokenizer processes.", integer)
     prometheus_port: int | None = setting(

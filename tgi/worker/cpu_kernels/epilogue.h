@@ -44,10 +44,13 @@ void apply_epilogue(const LinearCall& call, int64_t first, int64_t rows, int64_t
             if (epilogue == Epilogue::silu) y[half] = silu(y[half]);
             if (epilogue == Epilogue::gelu) y[half] = gelu(y[half]);
             if (epilogue == Epilogue::gelu_tanh) y[half] = gelu_tanh(y[half]);
+            if (epilogue == Epilogue::relu) y[half] = at_least(0, y[half]);
             if (epilogue == Epilogue::relu2) y[half] = at_least(0, y[half]) * at_least(0, y[half]);
+            if (epilogue == Epilogue::clamped_silu) y[half] = clamped_silu(y[half]);
             if (epilogue == Epilogue::logit) y[half] = to_logit(y[half], call.logit_scale);
-            if (epilogue == Epilogue::add || epilogue == Epilogue::mul) {
+            if (is_binary(epilogue)) {
                 const Float other = load_first(call.other + to + LANES * half, count[half]);
+                if (epilogue == Epilogue::clamped_mul) y[half] = broadcast(1.f) + at_most(7.f, at_least(-7.f, y[half]));
                 y[half] = epilogue == Epilogue::add ? y[half] + other : y[half] * other;
             }
             if (call.wide) store_first(call.wide + to + LANES * half, y[half], count[half]);
@@ -73,9 +76,12 @@ __attribute__((noinline)) void apply_epilogue(const LinearCall& call, int64_t fi
         case Epilogue::silu: return apply_epilogue<Epilogue::silu>(call, first, rows, at, sums);
         case Epilogue::gelu: return apply_epilogue<Epilogue::gelu>(call, first, rows, at, sums);
         case Epilogue::gelu_tanh: return apply_epilogue<Epilogue::gelu_tanh>(call, first, rows, at, sums);
+        case Epilogue::relu: return apply_epilogue<Epilogue::relu>(call, first, rows, at, sums);
         case Epilogue::relu2: return apply_epilogue<Epilogue::relu2>(call, first, rows, at, sums);
+        case Epilogue::clamped_silu: return apply_epilogue<Epilogue::clamped_silu>(call, first, rows, at, sums);
         case Epilogue::add: return apply_epilogue<Epilogue::add>(call, first, rows, at, sums);
         case Epilogue::mul: return apply_epilogue<Epilogue::mul>(call, first, rows, at, sums);
+        case Epilogue::clamped_mul: return apply_epilogue<Epilogue::clamped_mul>(call, first, rows, at, sums);
         case Epilogue::logit: return apply_epilogue<Epilogue::logit>(call, first, rows, at, sums);
     }
 }
@@ -84,11 +90,11 @@ __attribute__((noinline)) void apply_epilogue(const LinearCall& call, int64_t fi
 template <class SumReader>
 class PendingEpilogue {
   public:
-    // Sets the arguments of `apply_epilogue`; the previous sums must be finished. Prefetches what add and mul read: its
+    // Sets the arguments of `apply_epilogue`; the previous sums must be finished. Prefetches what binary epilogues read: its
     // rows are far apart, and those of a long prompt come from memory.
     void set(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const SumReader& sums) {
         call_ = &call, first_ = first, rows_ = rows, at_ = at, sums_ = sums;
-        if (call.epilogue != Epilogue::add && call.epilogue != Epilogue::mul) return;
+        if (!is_binary(call.epilogue)) return;
         for (int64_t row = first; row < first + rows; row++)
             prefetch_l1((const uint8_t*)(call.other + row * call.weight.outputs + at));
     }

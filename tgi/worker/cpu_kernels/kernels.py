@@ -36,7 +36,8 @@ MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within in
 SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
 
 # By the numbers of `enum class Epilogue` in linear.h.
-EPILOGUES = {name: number for number, name in enumerate(("none", "silu", "gelu", "gelu_tanh", "relu2", "add", "mul"))}
+_NAMES = "none", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu", "add", "mul", "clamped_mul"
+EPILOGUES = {name: number for number, name in enumerate(_NAMES)}
 
 # Argument types of the functions in interface.cpp, without the thread pool, the first argument of all.
 _SIGNATURES = {
@@ -264,7 +265,7 @@ class CpuKernels:
         """epilogue(x @ weight.T + bias + plus), [rows, outputs]; in float32 if `wide`.
 
         `bias` [outputs] is float32. `plus` [rows, outputs], float32, may be some columns of a larger matrix: the sums
-        of LoRA adapters. `then` is one of EPILOGUES, `other` [rows, outputs] the operand of "add" and "mul". With a
+        of LoRA adapters. `then` is one of EPILOGUES, `other` [rows, outputs] the operand of the last three. With a
         gate and an up projection: epilogue(x @ gate.T + bias + plus), rounded, times x @ up.T + bias + plus, where bias
         and plus have the gate's outputs first and then the up projection's; `wide` is not supported.
         """

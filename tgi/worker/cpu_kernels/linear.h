@@ -9,7 +9,14 @@
 
 namespace tgi {
 
-enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, relu2, add, mul, logit };
+// clamped_silu and clamped_mul are the gate and the up projection of gpt-oss: g * sigmoid(1.702 g) with g = min(sum, 7),
+// and other * (1 + the sum clamped to -7 to 7).
+enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, relu, relu2, clamped_silu, add, mul, clamped_mul, logit };
+
+// Whether the epilogue has a second operand.
+constexpr bool is_binary(Epilogue epilogue) {
+    return epilogue == Epilogue::add || epilogue == Epilogue::mul || epilogue == Epilogue::clamped_mul;
+}
 
 // Turns the sums of the output head into logits: cap * tanh(scale * sum / cap), or scale * sum if cap is 0.
 struct LogitScale {
@@ -25,7 +32,7 @@ struct LinearCall {
     PackedWeight weight;
     const float* bias;
     const float* plus;  // LoRA sums, with a stride of `plus_step` elements
-    const Element* other;  // [rows, outputs], the operand of add and mul
+    const Element* other;  // [rows, outputs], the operand of a binary epilogue
     Element* y;
     float* wide;
     int64_t rows, plus_step;

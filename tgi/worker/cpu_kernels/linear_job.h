@@ -41,7 +41,8 @@ inline int64_t chunk_rows(const LinearCall& call, int64_t tile) {
 inline LinearCall up_projection_call(LinearCall call) {
     if (call.bias) call.bias += call.weight.outputs;
     if (call.plus) call.plus += call.weight.outputs;
-    call.other = call.y, call.epilogue = Epilogue::mul;
+    call.other = call.y;
+    call.epilogue = call.epilogue == Epilogue::clamped_silu ? Epilogue::clamped_mul : Epilogue::mul;
     return call;
 }
 

@@ -10,6 +10,9 @@ namespace tgi {
 // The larger of two numbers; NaN where x is NaN.
 TGI_INLINE Float at_least(float least, Float x) { return max(broadcast(least), x); }
 
+// The smaller of two numbers; NaN where x is NaN.
+TGI_INLINE Float at_most(float most, Float x) { return min(broadcast(most), x); }
+
 // 2^x for x < 128, with a relative error below 3e-7: x is split into an integer and a fraction r in [0, 1), and 2^r is
 // a polynomial. Without AVX-512, results below 2^-126 are 0.
 TGI_INLINE Float exp2(Float x) {
@@ -99,6 +102,11 @@ TGI_INLINE Float tanh(Float x) {
 TGI_INLINE Float silu(Float x) {
     x = at_least(-87.3f, x);
     return x * sigmoid(x);
+}
+
+// g sigmoid(1.702 g) with g = min(x, 7).
+TGI_INLINE Float clamped_silu(Float x) {
+    return silu(at_most(7.f, x) * broadcast(1.702f)) * broadcast(1 / 1.702f);
 }
 
 // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), computed with 1 + tanh(u) = 2 sigmoid(2 u). Below -9.99 it is the

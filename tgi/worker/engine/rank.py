@@ -29,7 +29,7 @@ from tgi.worker.lora.registry import FetchedAdapter
 
 log = logging.getLogger(__name__)
 
-# A rank whose host has vanished is noticed within this time, see link.HEARTBEAT_TIMEOUT_MILLISECONDS.
+# A rank whose host has vanished is noticed within this time, see curve.HEARTBEAT_TIMEOUT_MILLISECONDS.
 LOSS_SECONDS = 4.5
 
 # Environment variables that the first rank passes to the others.

@@ -1,5 +1,5 @@
-"""Products of sorted rows with the weights of their experts, in one launch: y = then(x @ w.T), with w that of a row's
-expert, or the gated then(x @ gate.T) * (x @ up.T).
+"""Products of sorted rows with the weights of their experts, in one launch: y = then(x @ w.T + bias), with w and bias
+those of a row's expert, or a gated product of x @ gate.T + bias and x @ up.T + bias (activations.gated).
 
 Each program computes some outputs of a block of rows of one expert (see routing.Routing), over all inputs. Plain
 weights are read as they are, quantized ones are decoded in registers as in quantized_matmul.py, also for many rows.
@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.activations import gated as gated_product
 from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.gpu_kernels.float8 import quantize_rows
-from tgi.worker.gpu_kernels.gated_activation import _activation
+from tgi.worker.gpu_kernels.gated_activation import _activation, _multiply
 from tgi.worker.gpu_kernels.quantized_matmul import codebook_table, decoded_tile, group_of
 from tgi.worker.gpu_kernels.routing import Routing, route
 from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
@@ -75,6 +75,7 @@ def _grouped_matmul(
     row_scales,  # [tokens, 1] or [rows, 1] if x has 8-bit floats; else None
     sorted_tokens, ends, block_experts, block_rows,  # Routing; the first is None if x is in sorted order
     codes, scales, shifts, factors, table,  # of decoded_tile
+    bias,  # of all outputs of all experts, or None
     y,  # [rows, outputs], in sorted order
     outputs,
     inputs,
@@ -122,10 +123,14 @@ def _grouped_matmul(
         sums *= unit
         if GATED:
             factor *= unit
+    if bias is not None:
+        sums += tl.load(bias + first, mask=there, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            factor += tl.load(bias + first + outputs, mask=there, other=0.0).to(tl.float32)[None, :]
     if THEN != "":
         sums = _activation(sums, THEN)
     if GATED:
-        sums *= factor
+        sums = _multiply(sums, factor, THEN)
     where = row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(y + where, sums.to(y.dtype.element_ty), mask=given[:, None] & there[None, :])
 
@@ -138,11 +143,13 @@ def grouped_matmul(
     then: str = "",
     gated: bool = False,
     by_token: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """then(x @ w.T) [rows, outputs] in sorted order, for x [rows, inputs] in sorted order or, `by_token`, [tokens,
-    inputs]. `weight` [experts * outputs, inputs] has the experts one after the other; a plain one has the type of x.
-    With `gated`, each expert has the outputs of the gate, then as many others, and the result is
-    then(x @ gate.T) * (x @ up.T). `then` is an activation, or "" for none. `routing` has blocks of `tile.rows`."""
+    """then(x @ w.T + bias) [rows, outputs] in sorted order, for x [rows, inputs] in sorted order or, `by_token`,
+    [tokens, inputs]. `weight` [experts * outputs, inputs] has the experts one after the other, as `bias`, if given; a
+    plain one has the type of x. With `gated`, each expert has the outputs of the gate, then as many others, and the
+    result is activations.gated of both. `then` is an activation, or "" for none. `routing` has blocks of
+    `tile.rows`."""
     experts, rows = len(routing.ends), len(routing.tokens)
     all_outputs, inputs = weight.shape
     outputs = all_outputs // experts // (2 if gated else 1)
@@ -158,7 +165,7 @@ def grouped_matmul(
     size = tile.outputs if gated else 2 * tile.outputs
     _grouped_matmul[triton.cdiv(outputs, size), len(routing.block_experts)](
         *(left, row_scales, routing.tokens if by_token else None, routing.ends),
-        *(routing.block_experts, routing.block_rows, *columns, y),
+        *(routing.block_experts, routing.block_rows, *columns, bias, y),
         *(outputs, inputs, columns[0].shape[1], groups),
         GROUP=group,
         GATED=gated,
@@ -194,12 +201,15 @@ def self_test(device: torch.device) -> None:
             routing = route(logits, None, RouterConfig(normalized=True), 2, tile.rows)
             ends = [0, *routing.ends.tolist()]
             rows = [x[routing.tokens[a:b].long()].float() for a, b in pairwise(ends)]
-            for weight, then in ((both, "silu"), (single, "")):
+            for weight, then, biased in ((both, "silu", False), (both, "clamped_silu", True), (single, "", True)):
                 dense = weight.float() if isinstance(weight, Tensor) else weight.dequantized(torch.float32)
-                sums = torch.cat([a @ b.t() for a, b in zip(rows, dense.chunk(experts), strict=True)])
+                bias = random_tensor(device, len(dense), dtype=dtype) * biased
+                each = zip(rows, dense.chunk(experts), bias.float().chunk(experts), strict=True)
+                sums = torch.cat([a @ b.t() + c for a, b, c in each])
                 left, *right = sums.chunk(2, 1) if then else (sums,)
-                expected = ACTIVATIONS[then](left) * right[0] if then else left
-                found = grouped_matmul(x, weight, routing, tile, then, bool(then), by_token=True)
+                expected = gated_product(then, left, *right) if then else left
+                gives = bias if biased else None
+                found = grouped_matmul(x, weight, routing, tile, then, bool(then), by_token=True, bias=gives)
                 check_close(
                     f"a product of experts with {kind}", found, expected.to(dtype), 0.1 if tile.floats else 2**-6
                 )

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.activations import ACTIVATIONS, clamped_mul
 from tgi.worker.cpu_kernels.experts import PackedLinear
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
@@ -47,7 +47,7 @@ _run = torch.ops.mkldnn._linear_pointwise.default
 _run_binary = torch.ops.mkldnn._linear_pointwise.binary
 # Epilogues of one operand that oneDNN has: its name and algorithm.
 _UNARY = {"none": ("none", ""), "silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
-_BINARY = {"add", "mul"}
+_BINARY = {"add", "mul", "clamped_mul"}
 
 
 class RowCounts(NamedTuple):
@@ -82,12 +82,11 @@ ONE_TILE = RowCounts((ROW_TILE,))
 class Linear:
     """y = epilogue(x @ weight.T + bias), for x [rows, inputs] and weight [outputs, inputs].
 
-    `epilogue` is "none", "silu", "gelu", "gelu_tanh" (gelu in its tanh approximation), "relu2" (squared ReLU) or, with
-    a second operand
-    [rows, outputs] in the call, "add" or "mul".
+    `epilogue` is "none", an activation of activations.ACTIVATIONS or, with a second operand [rows, outputs] in the
+    call, "add", "mul" or "clamped_mul" (see activations.clamped_mul).
 
-    With `gated`, a second weight (our own kernels only), y = epilogue(x @ weight.T + bias) * (x @ gated.T + bias). The
-    left factor is rounded to `dtype` first; `bias` holds the outputs of both weights, one after the other.
+    With `gated`, a second weight (our own kernels only), y is activations.gated of both products. The activated gate is
+    rounded to `dtype` first; `bias` holds the outputs of both weights, one after the other.
 
     `dtype` is that of x and y and must be given for a quantized weight. The caller may free the weight: on CPU this
     object holds a reordered copy. `partial_sum`: the weight has the inputs of one rank, so y is complete when it is
@@ -137,7 +136,7 @@ class Linear:
                 self._call = self._torch_accumulate
 
     def __call__(self, x: Tensor, other: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
-        """y for x [rows, inputs]. `other` is the second operand of "add" and "mul".
+        """y for x [rows, inputs]. `other` is the second operand of a binary epilogue.
 
         `addend` (our CPU kernels only) is added before the epilogue: float32 [rows, outputs], or, of a gated layer, the
         outputs of both weights.
@@ -239,6 +238,9 @@ class Linear:
         return y if self.epilogue in _UNARY else ACTIVATIONS[self.epilogue](y)
 
     def _onednn_binary(self, x: Tensor, other: Tensor | None) -> Tensor:
+        if self.epilogue == "clamped_mul":
+            assert other is not None
+            return clamped_mul(_run(x, self._weight, self._bias, "none", [], ""), other)
         return _run_binary(x, other, self._weight, self._bias, self.epilogue)
 
     def _torch(self, x: Tensor, other: Tensor | None) -> Tensor:
@@ -247,6 +249,8 @@ class Linear:
             return ACTIVATIONS[self.epilogue](y)
         if other is None or self.epilogue not in _BINARY:
             return y
+        if self.epilogue == "clamped_mul":
+            return clamped_mul(y, other)
         return y.add_(other) if self.epilogue == "add" else y.mul_(other)
 
     def _torch_accumulate(self, x: Tensor, other: Tensor | None) -> Tensor:

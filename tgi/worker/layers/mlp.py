@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.activations import sigmoid
 from tgi.worker.cpu_kernels.experts import PackedExperts, PackedMlp
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.decoder_config import RouterConfig
@@ -20,7 +21,7 @@ LEAST_SUM = 1e-20  # added to the sum of weights, which may be 0
 
 
 class Mlp(NamedTuple):
-    """down(f(gate(x)) * up(x)) or, without a gate, down(f(up(x))).
+    """down(f(gate(x)) * up(x)), or another product of both (activations.gated), or, without a gate, down(f(up(x))).
 
     f and the product are epilogues of the linear layers. Where gate and up are fused, `gate` is None and `up` holds
     both weights.
@@ -47,7 +48,7 @@ class Router(NamedTuple):
         """The weights float32 and the numbers of the experts of each row of x, both [rows, top_k]. The order of a row
         is that of the choice, the first one first."""
         config, logits = self.config, self.linear(x).to(torch.float32)
-        scores = logits.softmax(-1) if config.score == "softmax" else _sigmoid(logits)
+        scores = logits.softmax(-1) if config.score == "softmax" else sigmoid(logits)
         choice = scores if self.bias is None else scores + self.bias
         if config.groups > 1:
             by_group = choice.unflatten(1, (config.groups, -1))
@@ -61,12 +62,6 @@ class Router(NamedTuple):
         return weights * config.scale, chosen
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    """sigmoid(x), as a softmax over x and 0: torch computes each row of a softmax alike, but the elements at the end of
-    a thread's share of a sigmoid with another exp(), which would not be batch invariant."""
-    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
-
-
 class SharedExpert(NamedTuple):
     """The MLP of a mixture that every token uses."""
 
@@ -76,7 +71,7 @@ class SharedExpert(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """The result float32 [rows, hidden] for x [rows, hidden]."""
         y = self.mlp.down(self.mlp.gate_up(x)).to(torch.float32)
-        return y if self.gate is None else y * _sigmoid(self.gate(x).to(torch.float32))
+        return y if self.gate is None else y * sigmoid(self.gate(x).to(torch.float32))
 
 
 class MixtureOfExperts(NamedTuple):
@@ -150,6 +145,8 @@ class GroupedExperts(NamedTuple):
     shared: SharedExpert | None
     partial_sum: bool  # the experts have the inner columns of one rank: see Linear
     kernels: GpuKernels
+    up_bias: Tensor | None = None  # [rows of `up`]
+    down_bias: Tensor | None = None
 
     def __call__(self, x: Tensor, count: int) -> Tensor:
         """The result [rows, hidden] for x [rows, hidden]; all `count` rows are tokens."""
@@ -158,8 +155,9 @@ class GroupedExperts(NamedTuple):
         size = x.dtype, count * router.top_k, router.linear.outputs
         first, last = (kernels.choose_expert_tile(weight, *size) for weight in (self.up, self.down))
         routing = kernels.route(router.linear(x), router.bias, router.config, router.top_k, first.rows)
-        inner = kernels.grouped_matmul(x, self.up, routing, first, self.activation, self.gated, by_token=True)
-        parts = kernels.grouped_matmul(inner, self.down, routing, last._replace(rows=first.rows))
+        how = self.activation, self.gated, True
+        inner = kernels.grouped_matmul(x, self.up, routing, first, *how, bias=self.up_bias)
+        parts = kernels.grouped_matmul(inner, self.down, routing, last._replace(rows=first.rows), bias=self.down_bias)
         mixed = kernels.combine(parts, routing)
         return mixed if self.shared is None else mixed + self.shared(x).to(mixed.dtype)
 

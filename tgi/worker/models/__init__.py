@@ -6,6 +6,7 @@ dtype                the dtype in which a model computes
 families             the supported model families, as data; add a family here
 config_reader        config.json -> DecoderConfig (decoder_config.py of the worker)
 weight_loader        checkpoint -> weights of a decoder
+stacked_experts      a name for each expert's part of a checkpoint's joint tensors
 weight_shapes        DecoderConfig -> shapes of these weights, without torch
 decoder              DecoderModel, which computes all families
 decoder_layer        the operations of a layer, run on tensors or written to a program for the CPU kernels

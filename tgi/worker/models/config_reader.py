@@ -33,15 +33,16 @@ EPILOGUES = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
 }
 IS_PART = "is_text_part"
 SLIDING = "sliding_attention"
-NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")  # its names in the families
 # Names of the same numbers in the families.
+NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
 ATTENTION_BIAS = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
@@ -88,6 +89,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     if kind not in FAMILIES:
         raise UnsupportedConfig(f"model_type {kind!r}")
     family = FAMILIES[kind]
+    config = config | {name: config[own] for name, own in family.key_names.items() if config.get(own) is not None}
     values = {key: config.get(key, missing) for key, missing in (COMMON_KEYS | family.keys).items()}
     if values.get("use_bidirectional_attention"):
         raise UnsupportedConfig("use_bidirectional_attention")
@@ -104,12 +106,14 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     scale = len(ropes) - 1 if scaling.get("llama_4_scaling_beta") else None
     bias = any(values.get(key) for key in ATTENTION_BIAS)
     parallel = bool(values.get("use_parallel_residual"))
+    two_norms = values.get("new_decoder_architecture") and values.get("num_ln_in_parallel_attn") != 1
+    one_norm = parallel and not (values.get("parallel_norms") or two_norms)
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "hidden": config["hidden_size"],
-        "intermediate": config["intermediate_size"],
+        "intermediate": config.get("intermediate_size") or 4 * config["hidden_size"],
         "heads": heads,
-        "kv_heads": 1 if latent else values["num_key_value_heads"] or heads,
+        "kv_heads": 1 if latent else _kv_heads(values, heads),
         "head_dim": head_dim,
         "context_length": context,
         "layers": tuple(
@@ -117,7 +121,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         ),
         "ropes": ropes,
         "tied": bool(values["tie_word_embeddings"]),
-        "names": replace(family.names, mlp_before=None) if parallel else family.names,
+        "names": replace(family.names, mlp_before=None) if one_norm else family.names,
         "norm_epsilon": next(values[key] for key in NORM_EPSILON if key in values),
         "query_key_norm": family.optional_query_key_norm if values.get("use_qk_norm") else None,
         "attention_scale": _attention_scale(values, head_dim) if latent is None else _latent_scale(latent, scaling),
@@ -129,15 +133,27 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "mlp_bias": bool(values.get("mlp_bias") or values.get("use_bias")),
         "experts": _experts(family, config, values),
         "parallel": parallel,
+        "learned_positions": values["max_position_embeddings"] if family.positions == "learned" else 0,
         "embedding_scale": _embedding_scale(family, config, values),
         "residual_scale": float(values.get("residual_multiplier", 1.0)),
         "logit_scale": float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
         "logit_cap": values.get("final_logit_softcapping"),
     }
+    for key, required in family.required.items():
+        if config.get(key, required) != required:
+            raise UnsupportedConfig(f"{key} {config[key]!r}")
+    if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
+        raise UnsupportedConfig("word_embed_proj_dim")
     for key in ("qk_layernorm", "clip_qkv"):
         if config.get(key):
             raise UnsupportedConfig(key)
     return DecoderConfig(**fields | family.fixed)
+
+
+def _kv_heads(values: dict[str, Any], heads: int) -> int:
+    if "multi_query" in values and not values.get("new_decoder_architecture"):
+        return 1 if values["multi_query"] else heads
+    return values["num_key_value_heads"] or heads
 
 
 def _activation(family: ModelFamily, values: dict[str, Any]) -> str:
@@ -192,6 +208,7 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
     shared = values.get("shared_expert_intermediate_size") or width * _first(values, SHARED_EXPERTS, 0)
     router = RouterConfig(
         score=family.router_score,
+        logit_bias=family.router_logit_bias,
         normalized=bool(values["norm_topk_prob"]),
         biased=family.router_biased,
         groups=1 if values.get("topk_method") == "greedy" else values.get("n_group") or 1,
@@ -210,8 +227,13 @@ def _expert_count(values: dict[str, Any]) -> int:
 
 
 def _first(values: dict[str, Any], keys: tuple[str, ...], default: int) -> int:
-    """The first value of these keys that is set."""
-    return next((int(values[key]) for key in keys if values.get(key)), default)
+    """The first value of these keys that is set. One for each layer (hunyuan) must be the same for all."""
+    for key in keys:
+        if found := values.get(key):
+            if len(set(found if isinstance(found, list) else [found])) > 1:
+                raise UnsupportedConfig(f"different {key} of layers")
+            return int(found[0] if isinstance(found, list) else found)
+    return default
 
 
 def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: int, scale: int | None) -> LayerConfig:
@@ -219,7 +241,7 @@ def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: in
     slides = _has_sliding_window(values, number)
     window = values.get("sliding_window") if slides else None
     unwindowed = family.rope_in_windows_only and values["sliding_window"] is not None and not slides
-    unrotated = unwindowed or _has_no_rope(values, number)
+    unrotated = unwindowed or family.positions != "rotary" or _has_no_rope(values, number)
     return LayerConfig(
         window=window if window and window < context else None,
         query_scale=scale if scale is not None and not unrotated else None,

@@ -74,6 +74,7 @@ class DecoderModel:
             gpu_kernels=gpu,
             cache_scales=scales,
             value_dim=None if config.latent is None else config.latent.rank,
+            sinks=tuple(layer.sinks for layer in weights.layers if layer.sinks is not None),
         )
         self.footprint = weights.footprint
         self.device = device
@@ -141,6 +142,8 @@ class DecoderModel:
             calls.append(partial(self._communicator.all_reduce, hidden))
         if self._embedding_scale != 1.0:
             calls.append(partial(hidden.mul_, self._embedding_scale))
+        if self._weights.positions is not None:
+            calls.append(partial(self._add_positions, hidden, batch.positions))
         angles = self._angles(batch.positions, batch.page_table.shape[-1] * attention.page_size)
         rows = attention.plan(batch).rows[0]
         ready = program.prepare(
@@ -186,6 +189,8 @@ class DecoderModel:
         hidden = self._embed(tokens)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
+        if self._weights.positions is not None:
+            self._add_positions(hidden, positions)
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.lora_spans else None
         if self._program is not None and isinstance(attention, CpuKernelAttention):
@@ -222,6 +227,11 @@ class DecoderModel:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
         return hidden, greedy
+
+    def _add_positions(self, hidden: Tensor, positions: Tensor) -> None:
+        """Adds the learned vectors of `positions` [rows] to `hidden`."""
+        assert self._weights.positions is not None
+        hidden += self._weights.positions.index_select(0, positions)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """The embeddings [rows, hidden] of the tokens. Each comes from the rank that has it; the others add zeros."""

@@ -48,6 +48,7 @@ class DecoderLayer(NamedTuple):
     mlp: Mlp | Experts
     mlp_after: Norm | None
     latent: "LatentProjections | None" = None  # of latent attention
+    sinks: Tensor | None = None  # float32 [heads], see KVCacheSpec.sinks
 
 
 class LatentProjections(NamedTuple):
@@ -68,6 +69,7 @@ class DecoderWeights(NamedTuple):
     layers: list[DecoderLayer]
     norm: Norm
     head: Linear  # [vocab, hidden]
+    positions: Tensor | None  # [DecoderConfig.learned_positions, hidden]
     footprint: WeightFootprint
 
 
@@ -109,6 +111,10 @@ class LayerOperations(Protocol[X]):
 
 def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X], hidden: X) -> X:
     """The hidden states after the layer. In a parallel layer, attention and MLP have the same input."""
+    ahead = None
+    if parallel and layer.mlp_before is not None:  # computed first, since attention adds to `hidden`
+        assert isinstance(layer.mlp, Mlp)
+        ahead = operations.gate_up(layer.mlp, operations.norm(layer.mlp_before, hidden))
     normed = _norm(layer.attention_before, operations, hidden)
     if layer.latent is None:
         mixed = operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms)
@@ -118,7 +124,7 @@ def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X
     if not parallel:
         normed = _norm(layer.mlp_before, operations, hidden)
     if isinstance(layer.mlp, Mlp):
-        inner = operations.gate_up(layer.mlp, normed)
+        inner = operations.gate_up(layer.mlp, normed) if ahead is None else ahead
         return _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden)
     mixed = operations.experts(layer.mlp, normed)
     if layer.mlp.partial_sum:

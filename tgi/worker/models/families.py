@@ -7,7 +7,7 @@ To add a family that DecoderConfig can express, add an entry to FAMILIES; models
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tgi.worker.decoder_config import TensorNames
+from tgi.worker.decoder_config import ALPHA, LIMIT, CheckpointLayout, StackedExperts, TensorNames
 
 # Keys that config.json may have in every family, with the defaults of transformers.
 COMMON_KEYS: dict[str, Any] = {
@@ -43,15 +43,22 @@ class ModelFamily:
     # Fields of DecoderConfig that are constant in the family.
     fixed: dict[str, Any] = field(default_factory=dict)
     names: TensorNames = LLAMA
+    # Keys of config.json, by the names that other families have for them.
+    key_names: dict[str, str] = field(default_factory=dict)
     # Values of config.json that early releases of the family have -> their current names.
     aliases: dict[str, str] = field(default_factory=dict)
     scale_embedding_by_width: bool = False  # the embedding is multiplied by sqrt(hidden)
     interleaved_rope: bool = False  # see RopeConfig.interleaved
     router_score: str = "softmax"  # see RouterConfig
     router_biased: bool = False
+    router_logit_bias: bool = False
     optional_query_key_norm: str = "each"  # the kind of norm that `use_qk_norm` asks for
     router_group_best: int = 2
     latent: bool = False  # latent attention, see LatentConfig
+    # Keys that must have this value, if config.json has them.
+    required: dict[str, Any] = field(default_factory=dict)
+    # "learned": a vector for each position is added to the embedding, and nothing is rotated; see DecoderConfig.
+    positions: str = "rotary"
     rope_in_windows_only: bool = False  # where some layers have a sliding window, the others have no rotary embedding
 
 
@@ -134,6 +141,33 @@ _MIXTRAL_NAMES = TensorNames(
     expert_up="block_sparse_moe.experts.{}.w3",
     expert_down="block_sparse_moe.experts.{}.w2",
 )
+_GRANITE = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_HUNYUAN_NAMES = TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
+_LAYER_NORMS = {"norm_centred": True, "norm_bias": True, "gated": False}
+_ALL_BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
+_JOINT_QKV = TensorNames(query="self_attn.qkv_proj", key="self_attn.qkv_proj", value="self_attn.qkv_proj")
+# GPT-2 and its kin.
+_GPT_KEYS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+_GPT_RENAMES = (
+    (r"^(transformer\.)?h\.", "model.layers."),
+    (r"^(transformer\.)?wte\.", "model.embed_tokens."),
+    (r"^(transformer\.)?wpe\.", "model.embed_positions."),
+    (r"^(transformer\.)?ln_f\.", "model.norm."),
+    (r"\.ln_1\.", ".input_layernorm."),
+    (r"\.ln_2\.", ".post_attention_layernorm."),
+)
 _FUSED_GATE = TensorNames(gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
 _NORMS_AFTER = TensorNames(
     attention_before=None,
@@ -171,15 +205,20 @@ FAMILIES: dict[str, ModelFamily] = {
         ),
         aliases={"su": "longrope", "yarn": "longrope"},
     ),
-    "granite": ModelFamily(
+    "granite": ModelFamily(_RMS | _BIASES | _GRANITE),
+    "granitemoe": ModelFamily(
         {
             **_RMS,
-            **_BIASES,
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        }
+            **_GRANITE,
+            "attention_bias": False,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        names=TensorNames(
+            router="block_sparse_moe.router.layer",
+            stacked=StackedExperts("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+        ),
     ),
     "gemma": ModelFamily(
         _GEMMA, {"norm_offset": 1.0}, aliases={"gelu": "gelu_pytorch_tanh"}, scale_embedding_by_width=True
@@ -230,7 +269,19 @@ FAMILIES: dict[str, ModelFamily] = {
     "hunyuan_v1_dense": ModelFamily(
         {**_RMS5, "attention_bias": False},
         {"query_key_norm": "head", "query_key_norm_last": True},
-        TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm"),
+        _HUNYUAN_NAMES,
+    ),
+    "hunyuan_v1_moe": ModelFamily(
+        {
+            **_RMS5,
+            "attention_bias": False,
+            "num_experts": 1,
+            "moe_topk": 1,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+        },
+        {"query_key_norm": "head", "query_key_norm_last": True},
+        replace(_HUNYUAN_NAMES, router="mlp.gate.wg", shared_expert="mlp.shared_mlp"),
     ),
     "glm": ModelFamily(_GLM, {"output_bias": False}, _FUSED_GATE, interleaved_rope=True),
     "glm4": ModelFamily(
@@ -300,6 +351,169 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         {"norm_centred": True, "norm_bias": True, "gated": False},
         TensorNames(up="mlp.c_fc", down="mlp.c_proj"),
+    ),
+    "phi": ModelFamily(
+        {"layer_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+        {**_LAYER_NORMS, **_ALL_BIASES, "parallel": True, "head_bias": True},
+        TensorNames(
+            output="self_attn.dense",
+            up="mlp.fc1",
+            down="mlp.fc2",
+            mlp_before=None,
+            layout=CheckpointLayout(((r"^model\.final_layernorm\.", "model.norm."),)),
+        ),
+    ),
+    "gpt_neox": ModelFamily(
+        {
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "attention_bias": True,
+            "partial_rotary_factor": 0.25,
+            "use_parallel_residual": True,
+            "parallel_norms": True,
+        },
+        {**_LAYER_NORMS, "mlp_bias": True},
+        replace(
+            _JOINT_QKV,
+            layout=CheckpointLayout(
+                (
+                    (r"^gpt_neox\.", "model."),
+                    (r"^model\.embed_in\.", "model.embed_tokens."),
+                    (r"^model\.final_layer_norm\.", "model.norm."),
+                    (r"^embed_out\.", "lm_head."),
+                    (r"\.attention\.query_key_value\.", ".self_attn.qkv_proj."),
+                    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+                    (r"\.dense_h_to_4h\.", ".up_proj."),
+                    (r"\.dense_4h_to_h\.", ".down_proj."),
+                ),
+                "heads",
+            ),
+        ),
+        key_names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+    ),
+    "gptj": ModelFamily(
+        {
+            "layer_norm_epsilon": 1e-5,
+            "hidden_act": "gelu_new",
+            "partial_rotary_factor": None,
+            "rotary_dim": 64,
+        },
+        {**_LAYER_NORMS, "parallel": True, "mlp_bias": True, "head_bias": True},
+        TensorNames(
+            mlp_before=None,
+            layout=CheckpointLayout(
+                (
+                    *_GPT_RENAMES,
+                    (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+                    (r"\.attn\.", ".self_attn."),
+                    (r"\.mlp\.fc_in\.", ".mlp.up_proj."),
+                    (r"\.mlp\.fc_out\.", ".mlp.down_proj."),
+                )
+            ),
+        ),
+        key_names=_GPT_KEYS,
+        interleaved_rope=True,
+    ),
+    "falcon": ModelFamily(
+        {
+            "layer_norm_epsilon": 1e-5,
+            "hidden_act": "gelu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+            "use_parallel_residual": True,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+            "num_ln_in_parallel_attn": None,
+        },
+        {**_LAYER_NORMS},
+        replace(
+            _JOINT_QKV,
+            layout=CheckpointLayout(
+                (
+                    (r"^transformer\.h\.", "model.layers."),
+                    (r"^transformer\.word_embeddings\.", "model.embed_tokens."),
+                    (r"^transformer\.ln_f\.", "model.norm."),
+                    (r"\.self_attention\.query_key_value\.", ".self_attn.qkv_proj."),
+                    (r"\.self_attention\.dense\.", ".self_attn.o_proj."),
+                    (r"\.ln_attn\.", ".input_layernorm."),
+                    (r"\.ln_mlp\.", ".post_attention_layernorm."),
+                    (r"\.dense_h_to_4h\.", ".up_proj."),
+                    (r"\.dense_4h_to_h\.", ".down_proj."),
+                ),
+                "heads",
+            ),
+        ),
+        key_names={
+            "num_key_value_heads": "num_kv_heads",
+            "hidden_act": "activation",
+            "intermediate_size": "ffn_hidden_size",
+            "use_parallel_residual": "parallel_attn",
+            "attention_bias": "bias",
+            "mlp_bias": "bias",
+        },
+        required={"alibi": False},
+    ),
+    "gpt_bigcode": ModelFamily(
+        {
+            "layer_norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "multi_query": True,
+            "tie_word_embeddings": True,
+        },
+        {**_LAYER_NORMS, **_ALL_BIASES},
+        replace(
+            _JOINT_QKV,
+            layout=CheckpointLayout(
+                (
+                    *_GPT_RENAMES,
+                    (r"\.attn\.c_attn\.", ".self_attn.qkv_proj."),
+                    (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
+                    (r"\.mlp\.c_fc\.", ".mlp.up_proj."),
+                    (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+                ),
+                "heads",
+            ),
+        ),
+        key_names=_GPT_KEYS,
+        required={"scale_attn_weights": True},
+        positions="learned",
+    ),
+    "opt": ModelFamily(
+        {
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "relu",
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        {**_LAYER_NORMS},
+        TensorNames(
+            output="self_attn.out_proj",
+            up="fc1",
+            down="fc2",
+            layout=CheckpointLayout(
+                (
+                    (r"^(model\.)?decoder\.", "model."),
+                    (r"^model\.final_layer_norm\.", "model.norm."),
+                    (r"\.self_attn_layer_norm\.", ".input_layernorm."),
+                    (r"\.final_layer_norm\.", ".post_attention_layernorm."),
+                ),
+                positions_offset=2,
+            ),
+        ),
+        key_names={
+            "intermediate_size": "ffn_dim",
+            "hidden_act": "activation_function",
+            "attention_bias": "enable_bias",
+            "mlp_bias": "enable_bias",
+        },
+        required={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "layer_norm_elementwise_affine": True,
+        },
+        positions="learned",
     ),
     "mixtral": ModelFamily(
         {
@@ -462,6 +676,61 @@ FAMILIES: dict[str, ModelFamily] = {
         latent=True,
         router_score="sigmoid",
         router_biased=True,
+    ),
+    "mistral4": ModelFamily(
+        {
+            **_DEEPSEEK_V3,
+            "max_position_embeddings": 1048576,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        names=TensorNames(stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
+        latent=True,
+    ),
+    "gpt_oss": ModelFamily(
+        {
+            **_RMS5,
+            "attention_bias": True,
+            "head_dim": 64,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "layer_types": None,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
+        fixed={"sinks": True, "mlp_bias": True, "activation": "clamped_silu"},
+        required={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
+        names=TensorNames(
+            router="mlp.router",
+            stacked=StackedExperts(
+                "mlp.experts.gate_up_proj", "mlp.experts.down_proj", interleaved=True, inputs_first=True
+            ),
+        ),
+        router_logit_bias=True,
     ),
     "qwen3_moe": ModelFamily(
         {

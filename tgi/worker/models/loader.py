@@ -20,6 +20,7 @@ from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.dtype import resolve_dtype, warn_of_emulation
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.interface import Model
+from tgi.worker.models.stacked_experts import open_checkpoint
 from tgi.worker.models.weight_loader import DecoderWeightLoader, read_kv_scales, stored_embedding
 from tgi.worker.quantization import float8
 from tgi.worker.quantization.quantize import quantize_weight
@@ -144,7 +145,7 @@ def _build_decoder(
         raise UserError("--load-format dummy makes plain weights. Choose a model that is not quantized, or --quantize.")
 
     def stored() -> Checkpoint:
-        return RandomCheckpoint(device, directory) if dummy else Checkpoint(directory)
+        return RandomCheckpoint(device, directory) if dummy else open_checkpoint(directory, config)
 
     with stored() as checkpoint, torch.inference_mode():
         quantize = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight

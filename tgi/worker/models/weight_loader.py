@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tgi.microkernel.errors import UserError
+from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
 from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig
@@ -25,7 +26,7 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights, LatentProjections
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
-from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
+from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 from tgi.worker.quantization.weight_sources import WeightSource
 
 
@@ -94,15 +95,30 @@ class DecoderWeightLoader:
         embedding_weight = self._upload(_embedding_weight(self._source, config, self._shard, self._dtype))
         tied = config.tied or f"{HEAD}.weight" not in self._source
         if tied:
-            head = self._build(self._to_device(embedding_weight), None, "none")
+            head = self._build(self._to_device(embedding_weight), self._head_bias(), "none")
         else:
-            head = self._linear(False, config.hidden, StoredMatrix(HEAD, config.vocab_size, self._shard.vocabulary))
+            stored = StoredMatrix(HEAD, config.vocab_size, self._shard.vocabulary)
+            head = self._linear(config.head_bias, config.hidden, stored)
         rows = head if tied and self._kernels is not None else embedding_weight
         embedding = Embedding(rows, self._dtype, _local_tokens(self._shard))
         norm = self._norm("model.norm", config.hidden)
         if not tied and self._device.type != "cpu":  # on CPU the embedding stays in the mapped file
             self._count(embedding_weight)
-        return DecoderWeights(embedding, layers, norm, head, WeightFootprint(self._bytes, self._parameters))
+        positions = self._positions() if config.learned_positions else None
+        return DecoderWeights(embedding, layers, norm, head, positions, WeightFootprint(self._bytes, self._parameters))
+
+    def _head_bias(self) -> Tensor | None:
+        if not self._config.head_bias:
+            return None
+        local = self._shard.vocabulary
+        stored = self._source.tensor(f"{HEAD}.bias", self._config.vocab_size)
+        return stored[local.start : local.stop].to(self._device, self._dtype, copy=True)
+
+    def _positions(self) -> Tensor:
+        stored = self._source.tensor(f"{POSITIONS}.weight", self._config.learned_positions, self._config.hidden)
+        weight = stored.to(self._device, self._dtype, copy=True)
+        self._count(weight)
+        return weight
 
     def _layer(self, number: int) -> DecoderLayer:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
@@ -119,6 +135,7 @@ class DecoderWeightLoader:
             attention_before=norm(names.attention_before),
             qkv=self._linear(config.qkv_bias, config.hidden, *self._stored_qkv(prefix)),
             query_key_norms=self._query_key_norms(prefix + names.query_norm, prefix + names.key_norm),
+            sinks=self._sinks(prefix + names.sinks) if config.sinks else None,
             output=self._last_linear(
                 config.output_bias, config.heads * dim, values, output, attention_after is not None
             ),
@@ -169,6 +186,12 @@ class DecoderWeightLoader:
     def _latent_norm(self, name: str, size: int, latent: LatentConfig) -> Norm:
         return self._norm(name, size)._replace(epsilon=latent.norm_epsilon)
 
+    def _sinks(self, name: str) -> Tensor:
+        """The sinks of this rank's heads."""
+        heads = self._shard.heads
+        stored = self._source.tensor(name, self._config.heads)[heads.start : heads.stop]
+        return stored.to(self._device, torch.float32, copy=True)
+
     def _last_linear(self, bias: bool, inputs: int, local: range, matrix: StoredMatrix, more_follows: bool) -> Linear:
         """The last layer of a part, with the inputs `local`. It adds the residual unless something comes between: a
         norm, or the sum over all ranks. One rank adds the bias."""
@@ -208,7 +231,9 @@ class DecoderWeightLoader:
             return None, self._linear(config.mlp_bias, config.hidden, up, epilogue=config.activation)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
         if self._own_kernels is None or not can_pack_together(first[0], second[0]):
-            return self._build(*first, config.activation), self._build(*second, "mul")
+            return self._build(*first, config.activation), self._build(
+                *second, UP_EPILOGUES.get(config.activation, "mul")
+            )
         biases = [bias for _, bias in (first, second) if bias is not None]
         return None, self._build(first[0], torch.cat(biases) if biases else None, config.activation, second[0])
 
@@ -238,28 +263,38 @@ class DecoderWeightLoader:
         gpu: GpuKernels,
     ) -> GroupedExperts:
         config, inner, local = self._config, experts.intermediate, self._shard.expert_inner
-        assert not config.mlp_bias
 
-        def stacked(inputs: int, columns: range, outputs: int, rows: range, names: tuple[str, ...]) -> Weight:
-            """One weight of these matrices of all experts. They are not needed any more when it returns, so that memory
-            holds no more than one layer twice."""
+        def stacked(
+            inputs: int, columns: range, outputs: int, rows: range, names: tuple[str, ...], bias: bool
+        ) -> tuple[Weight, Tensor | None]:
+            """One weight, and one bias, of these matrices of all experts. They are not needed any more when it returns,
+            so that memory holds no more than one layer twice."""
             parts: list[Weight] = []
+            biases: list[Tensor] = []
             for number in range(experts.count):
                 matrices = (StoredMatrix(prefix + name.format(number), outputs, rows) for name in names)
-                parts += [weight for weight, _ in self._matrices(False, inputs, *matrices, columns=columns)]
+                for weight, found in self._matrices(bias, inputs, *matrices, columns=columns):
+                    parts.append(weight)
+                    biases += [] if found is None else [found]
             weight = stack_weights(parts, self._dtype)
             self._count(weight)
-            return weight
+            return weight, torch.cat(biases) if biases else None
 
-        hidden = range(config.hidden)
+        hidden, partial_sum = range(config.hidden), len(local) < inner
+        first = names[:2] if config.gated else names[1:2]
+        up, up_bias = stacked(config.hidden, hidden, inner, local, first, config.mlp_bias)
+        last_bias = config.mlp_bias and (self._shard.rank == 0 or not partial_sum)  # as in _last_linear
+        down, down_bias = stacked(inner, local, config.hidden, hidden, names[2:], last_bias)
         return GroupedExperts(
             router=router,
-            up=stacked(config.hidden, hidden, inner, local, names[:2] if config.gated else names[1:2]),
-            down=stacked(inner, local, config.hidden, hidden, names[2:]),
+            up=up,
+            down=down,
+            up_bias=up_bias,
+            down_bias=down_bias,
             activation=config.activation,
             gated=config.gated,
             shared=shared,
-            partial_sum=len(local) < inner,
+            partial_sum=partial_sum,
             kernels=gpu,
         )
 
@@ -269,7 +304,8 @@ class DecoderWeightLoader:
             shape = (1, experts.count) if names.router_bias_is_row else (experts.count,)
             stored = self._source.tensor(prefix + names.router_bias, *shape)
             bias = stored.flatten().to(self._device, torch.float32, copy=True)
-        return Router(self._unquantized(prefix + names.router, experts.count), bias, experts.router, experts.top_k)
+        linear = self._unquantized(prefix + names.router, experts.count, experts.router.logit_bias)
+        return Router(linear, bias, experts.router, experts.top_k)
 
     def _shared_expert(self, prefix: str, experts: ExpertsConfig) -> SharedExpert | None:
         names, width = self._config.names, experts.shared_intermediate
@@ -278,10 +314,11 @@ class DecoderWeightLoader:
         mlp = self._mlp(prefix, names.shared_parts, width, self._shard.shared_inner, True)
         return SharedExpert(mlp, self._unquantized(prefix + names.shared_gate, 1) if experts.shared_gated else None)
 
-    def _unquantized(self, name: str, outputs: int) -> Linear:
+    def _unquantized(self, name: str, outputs: int, bias: bool = False) -> Linear:
         """A router or a gate is never quantized: it is small, and small errors would change the choice of experts."""
         weight = self._source.tensor(f"{name}.weight", outputs, self._config.hidden)
-        return self._build(self._to_device(weight), None, "none")
+        offset = self._source.tensor(f"{name}.bias", outputs).to(self._device, self._dtype) if bias else None
+        return self._build(self._to_device(weight), offset, "none")
 
     def _norm_weight(self, name: str, *shape: int) -> Tensor:
         weight = self._source.tensor(f"{name}.weight", *shape).to(self._device, torch.float32, copy=True)

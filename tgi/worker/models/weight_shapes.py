@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tgi.worker.decoder_config import DecoderConfig, LatentConfig, TensorNames
 from tgi.worker.distributed.sharding import Shard
-from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
+from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 
 
 class MatrixShape(NamedTuple):
@@ -31,7 +31,7 @@ class VectorShape(NamedTuple):
     name: str  # of the tensor
     numbers: int  # as stored
     local_numbers: int  # as the shard holds it
-    norm: bool  # held in float32; a bias has the model's dtype
+    norm: bool  # or sinks: held in float32; a bias has the model's dtype
 
 
 def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
@@ -40,6 +40,8 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
         yield from _layer_matrices(config, shard, number)
     vocabulary, hidden = len(shard.vocabulary), range(config.hidden)
     yield MatrixShape(EMBEDDING, config.vocab_size, config.hidden, vocabulary, hidden)
+    if rows := config.learned_positions:
+        yield MatrixShape(POSITIONS, rows, config.hidden, rows, hidden, quantizable=False)
     if not config.tied:
         yield MatrixShape(HEAD, config.vocab_size, config.hidden, vocabulary, hidden)
 
@@ -55,12 +57,16 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
         yield from _query_key_norms(config, shard, prefix)
         if config.latent is not None:
             yield from _latent_norms(config.latent, config.names, prefix)
+        if config.sinks:
+            yield VectorShape(prefix + names.sinks, config.heads, len(shard.heads), True)
         for matrix in _layer_matrices(config, shard, number):
             yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
         experts = config.experts
         if experts is not None and experts.router.biased and config.layers[number].routed:
             yield VectorShape(prefix + names.router_bias, experts.count, experts.count, True)
     yield from _norm(config, "model.norm")
+    if config.head_bias:
+        yield VectorShape(f"{HEAD}.bias", config.vocab_size, len(shard.vocabulary), False)
 
 
 def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:
@@ -152,6 +158,8 @@ def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -
         present = False
     elif name in (names.query, names.key, names.value, names.query_down, names.latent_down):
         present = config.qkv_bias
+    elif name == names.router:
+        present = config.experts is not None and config.experts.router.logit_bias
     else:
         present = config.output_bias if name == names.output else config.mlp_bias and matrix.quantizable
     if present:

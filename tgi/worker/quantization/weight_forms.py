@@ -15,6 +15,7 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.quantization.config import QuantizationConfig
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the names of the first and the last layer in checkpoints
+POSITIONS = "model.embed_positions"  # learned vectors of positions
 GROUPS = (16, 32, 64, 128)  # supported group sizes: inputs that share a scale
 FACTOR_GROUP = 32  # inputs that share a factor of the codebook
 FLOAT8_MULTIPLE = 16  # of outputs and inputs, for torch's products of 8-bit floats
@@ -138,7 +139,7 @@ class CheckpointForms:
             for name in groups.values:
                 scheme = groups.within(name)
                 self._schemes.append((_names(scheme, "targets"), scheme.within("weights")))
-        elif method not in ("gptq", "awq", "fp8", "fbgemm-fp8"):
+        elif method not in ("gptq", "awq", "fp8", "fbgemm-fp8", "mxfp4"):
             raise config.unfit(
                 f"the size of weights with quant_method {config.values.get('quant_method')!r} does not follow from the "
                 "config. Plan with the original model and --quantize"
@@ -147,6 +148,8 @@ class CheckpointForms:
     def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
         """See StoredForms."""
         config, method = self._config, self._config.method
+        if method == "mxfp4":  # of experts alone
+            return WeightForm(8, group=32) if ".experts." in name else None
         head = method == "compressed-tensors" or config.values.get("lm_head")
         if name == EMBEDDING or (name == HEAD and not head):
             return None

@@ -1,0 +1,75 @@
+"""Checkpoints whose tensors hold the matrices of all experts of a layer: each expert's part gets a name of its own."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.decoder_config import DecoderConfig, StackedExperts, TensorNames
+from tgi.worker.models.checkpoint_layout import RenamedCheckpoint
+
+
+class _Part(NamedTuple):
+    """A part of a stored tensor."""
+
+    tensor: str
+    expert: int
+    half: int | None  # of the outputs: 0 the gate, 1 the up projection; None: all
+
+
+class StackedExpertsCheckpoint(Checkpoint):
+    """Has, in place of the stacked tensors, their parts by the names that they would have as tensors of their own: of
+    "mlp.experts.gate_up_proj" these are "mlp.experts.0.gate_proj.weight", "mlp.experts.0.up_proj.weight" and so on, of
+    "mlp.experts.gate_up_proj_bias", "mlp.experts.0.gate_proj.bias" and so on."""
+
+    def __init__(self, directory: Path, names: TensorNames, stacked: StackedExperts, experts: int) -> None:
+        super().__init__(directory)
+        self._stacked, self._experts = stacked, experts
+        self._parts: dict[str, _Part] = {}
+        parts: dict[str, dict[int | None, str]] = {
+            stacked.gate_up: {0: names.expert_gate, 1: names.expert_up},
+            stacked.down: {None: names.expert_down},
+        }
+        pattern = re.compile(rf"(model\.layers\.\d+\.)({'|'.join(map(re.escape, parts))})[._]?(\w*)")
+        for stored, path in list(self._file_by_name.items()):
+            if (found := pattern.fullmatch(stored)) is None:
+                continue
+            prefix, tensor, column = found.groups()
+            for expert in range(experts):
+                for half, name in parts[tensor].items():
+                    one = f"{prefix}{name.format(expert)}.{column or 'weight'}"
+                    self._parts[one], self._file_by_name[one] = _Part(stored, expert, half), path
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of all tensors."""
+        stacks = {part.tensor for part in self._parts.values()}
+        return (name for name in super().__iter__() if name not in stacks)
+
+    def raw_tensor(self, name: str) -> Tensor:
+        """See Checkpoint. A part of a stacked tensor is a copy."""
+        part = self._parts.get(name)
+        if part is None:
+            return super().raw_tensor(name)
+        stored = super().raw_tensor(part.tensor)
+        if len(stored) != self._experts:
+            raise self.shape_error(part.tensor, stored.shape, (self._experts, *stored.shape[1:]))
+        one = stored[part.expert]
+        if self._stacked.inputs_first and name.endswith(".weight"):
+            one = one.t()
+        if part.half is not None:
+            one = one[part.half :: 2] if self._stacked.interleaved else one.tensor_split(2)[part.half]
+        return one.contiguous()
+
+
+def open_checkpoint(directory: Path, config: DecoderConfig) -> Checkpoint:
+    """The checkpoint of a decoder, by a llama's names, with one for each matrix of an expert. Raises UserError as
+    Checkpoint does."""
+    names, experts = config.names, config.experts
+    if names.layout is not None:
+        return RenamedCheckpoint(directory, names.layout, config)
+    if names.stacked is None or experts is None:
+        return Checkpoint(directory)
+    return StackedExpertsCheckpoint(directory, names, names.stacked, experts.count)
