@@ -87,6 +87,9 @@ def case(request: pytest.FixtureRequest) -> Case:
     sizes = heads, kv_heads, head_dim
     kv = KVCacheSpec(2, *sizes, torch.bfloat16, (None, window), cap, sinks=sinks, value_dim=value_dim)
     sequences = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
+    if head_dim > 256:  # scores of the size that those of the other cases have, whose rounding the results show
+        for one in sequences:
+            one.query = one.query / 4
     layers = [(0.3, sees, cap, kv.layer_sinks(layer)) for layer, sees in enumerate(kv.sliding_windows)]
     right = [[expected(one, *options) for one in sequences] for options in layers]
     return Case(*sizes, window, cap, sinks, value_dim, sequences, right)
