@@ -59,6 +59,8 @@ FURTHER: dict[str, dict[str, Any]] = {  # entries of single types
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    "lfm2": {"full_attn_idxs": [1, 3]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "phimoe": {"sliding_window": 24},
@@ -123,7 +125,7 @@ def check(kind: str, directory: Path) -> str:
         model = build_model(directory, "float32", "cpu", lambda stage, percent: None)
     except UserError as error:
         return f"refused: {' '.join(str(error).split())}"
-    attention = build_attention(model.kv, 30, torch.device("cpu"))
+    attention = build_attention(model.kv, 30, torch.device("cpu"), state_slots=31)
     steps = [(ids, 0)] + [(ids[start:end], start) for start, end in ((0, 40), (40, 41), (41, 69), (69, PROMPT))]
     worst = 0.0
     for number, (tokens, start) in enumerate(steps):

@@ -35,6 +35,19 @@ LATENT_YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
+QWEN_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 20,
+}
+QWEN_DELTA_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 
 # The transformers configuration of each kind, and settings of its tiny model besides the shape.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,6 +104,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2Config", {"sliding_window": 40, "sliding_window_pattern": 2, "logit_scale": 0.4}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "cohere": ("CohereConfig", {"use_qk_norm": True, "logit_scale": 0.4}),
+    "apertus": (
+        "ApertusConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            }
+        },
+    ),
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
     "nemotron": ("NemotronConfig", {"attention_bias": True}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 40}),
@@ -196,6 +222,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"num_experts": 6, "moe_topk": [3, 3, 3]}),
+    "lfm2": ("Lfm2Config", {"full_attn_idxs": [1], "block_multiple_of": 20}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.4,
+        },
+    ),
+    "qwen3_next": ("Qwen3NextConfig", {**QWEN_DELTA, **QWEN_DELTA_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", QWEN_DELTA),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**QWEN_DELTA, **QWEN_DELTA_EXPERTS}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -212,6 +253,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 HEAD_DIM = (
     *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe"),
     *("gpt_oss", "seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 KINDS = (*CONFIGS, "gpt2")
 # Names that configurations have for those of others.
@@ -228,6 +270,9 @@ OTHER_NAMES = {
     "gpt_bigcode": GPT_NAMES,
     "opt": {"intermediate_size": "ffn_dim"},
 }
+
+# Norms that scale by 1 + weight. Twice as large activations would leave float32 too few digits for 1e-4 of a logprob.
+CENTRED_NORMS = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
 
 # Common to the shapes of known models.
 KNOWN: dict[str, Any] = {"vocab": 32000, "tie": True, "dtype": "bfloat16"}
@@ -354,11 +399,16 @@ def fill(model: Any, seed: int) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
+    centred = model.config.get_text_config().model_type.startswith(("qwen3_next", "qwen3_5"))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-            if weight.ndim == 1:
-                value = 0.1 * noise if name.endswith("bias") else 1 + 0.1 * noise
+            if name.endswith(("alpha_p", "alpha_n")):  # of xielu
+                value = 0.5 * noise
+            elif weight.ndim == 1:
+                around = 0 if name.endswith("bias") or (name.endswith(CENTRED_NORMS) and centred) else 1
+                around = -2 if name.endswith("A_log") else around  # a state remembers ten tokens
+                value = around + 0.1 * noise
             elif "embed" in name or "wte" in name or "wpe" in name:
                 value = 0.4 * noise
             elif "lm_head" in name:
@@ -372,7 +422,7 @@ def fill(model: Any, seed: int) -> None:
                     value *= 2  # layers outweigh the embedding, or a tied head would repeat its input forever
             weight.copy_(value)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ SECTIONS = {
     "Server": ("up", "ps", "top", "restart", "scale", "reload", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("plan", "download-weights", "import"),
-    "Tools": ("batch", "replay", "print-schema", "watermark"),
+    "Tools": ("doctor", "batch", "replay", "print-schema", "watermark", "completion"),
 }
 
 # Names from other servers (vLLM, SGLang, llama.cpp, Ollama, systemd) -> what to use here.
@@ -509,6 +510,40 @@ def why(request_id: str, port: int | None) -> None:
             click.echo(f"{'' if number == 1 else chr(10)}Request {number} of {len(found)} with this id")
         for line in request_timeline.explain(stamps, key):
             click.echo(line)
+
+
+@main.command()
+@click.option("--hostname", default="0.0.0.0", show_default=True, help="Address that the server would listen on.")
+@click.option("--port", "-p", type=int, default=3000, show_default=True, help="Port that the server would listen on.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def doctor(hostname: str, port: int, as_json: bool) -> None:
+    """Tell what this machine can do, and what to change.
+
+    Looks at packages, processor, kernels, memory, GPUs, disk, limits and the port. Exits with 1 if a server cannot
+    start.
+    """
+    from tgi import doctor
+
+    findings = list(doctor.examine(hostname, port))
+    if as_json:
+        click.echo(json.dumps([finding._asdict() for finding in findings]))
+    else:
+        click.echo("\n".join(doctor.lines(findings)))
+    sys.exit(any(finding.prevents for finding in findings))
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what makes a shell complete commands and options.
+
+    For example in ~/.bashrc: eval "$(tgi completion bash)"
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(main, {}, "tgi", "_TGI_COMPLETE").source())
 
 
 @main.group()

@@ -1,12 +1,12 @@
-"""Agent programs from npm, unmodified, against a real server: a prompt in, a call of a tool out, a file written.
+"""Agent programs, unmodified, against a real server: a prompt in, a call of a tool out, a file written.
 
     scripts/check-agents [NAME...] [--log DIRECTORY]
 
-Each program is installed at a pinned version and runs in a home and a folder of its own. Behind the server is the fake
-worker with scripted answers: reasoning, a call of the program's own tool that writes a file, then a sentence. A proxy
-records what the program sends. The result is a table, that of docs/agents.md.
+Each program is installed from npm or PyPI at a pinned version and runs in a home and a folder of its own. Behind the
+server is the fake worker with scripted answers: reasoning, a call of the program's own tool that writes a file, then a
+sentence. A proxy records what the program sends. The result is a table, that of docs/agents.md.
 
-Not a test: the programs take minutes to install and 1.5 GB.
+Not a test: the programs take minutes to install and 2.6 GB.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import psutil
 from tokenizers import AddedToken, Tokenizer
 
-from tests.clients.environments import agent_program
+from tests.clients.environments import ROOT, agent_program, pinned, python_program
 from tests.live.server import Server
 from tests.models import demo_model
 
@@ -75,8 +76,10 @@ class Program(NamedTuple):
     protocol: str
     command: Sequence[str]  # behind the prompt's place, "@PROMPT@"
     calls: Sequence[tuple[str, Mapping[str, Any]]]  # tools and arguments, one after the other; the last writes the file
+    text: str = FINAL  # the answer to prompts without tools
     files: Mapping[str, str] = {}  # in its home
     environment: Mapping[str, str] = {}
+    python: str = ""  # its environment, if it is from PyPI
 
 
 PROGRAMS = (
@@ -165,6 +168,33 @@ models:
             }},
         })},
     ),
+    Program(
+        "aider", *pinned("aider"), "Chat Completions",
+        ("sh", "-ec", """\
+git init -q && echo Goodbye > hello.txt && git add . && git -c user.name=a -c user.email=a commit -qm First
+aider --model openai/local --edit-format diff --no-show-model-warnings --no-check-update --analytics-disable \\
+    --yes-always --message "$1" hello.txt
+git show --stat --format= | grep -q hello.txt  # it commits what it has changed
+""", "sh", "@PROMPT@"),
+        (),
+        text=f"{FINAL}\n\nhello.txt\n```\n<<<<<<< SEARCH\nGoodbye\n=======\n{CONTENT}>>>>>>> REPLACE\n```\n",
+        environment={
+            "OPENAI_API_BASE": "@URL@/v1", "OPENAI_API_KEY": "@KEY@", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+        python="aider",
+    ),
+    Program(
+        "LiteLLM's proxy", *pinned("litellm-proxy"), "all three, whole and streamed",
+        ("python", "-P", str(ROOT / "tests/clients/through_litellm.py"), "@HOME@/config.yaml", "@PROMPT@", "@FILE@"),
+        [("write", {"content": "@CONTENT@"})],
+        files={"config.yaml": """\
+model_list:
+  - model_name: local
+    litellm_params: {model: openai/local, api_base: "@URL@/v1", api_key: "@KEY@"}
+"""},
+        environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": f"sk-{secrets.token_hex(32)}"},
+        python="litellm-proxy",
+    ),
 )  # fmt: skip
 
 
@@ -188,9 +218,10 @@ def make_model(directory: Path) -> Tokenizer:
 
 
 def scripted_answers(
-    tokenizer: Tokenizer, calls: Sequence[tuple[str, Mapping[str, Any]]]
+    tokenizer: Tokenizer, calls: Sequence[tuple[str, Mapping[str, Any]]], text: str
 ) -> list[tuple[list[int], list[int]]]:
-    """The calls one after the other where a prompt has tools, then a sentence; reasoning before both where it is on."""
+    """The calls one after the other where a prompt has tools, then a sentence, or the text where it has none; reasoning
+    before all where it is on."""
 
     def ids(*texts: str) -> list[int]:
         return tokenizer.encode("".join(texts), add_special_tokens=False).ids  # type: ignore[no-any-return]
@@ -203,7 +234,7 @@ def scripted_answers(
             name, arguments = calls[done]
             answer = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
         rules += [((*after, THINKING), (thoughts, answer)), (after, (answer,))]
-    rules += [((THINKING,), (thoughts, FINAL)), ((), (FINAL,))]
+    rules += [((THINKING,), (thoughts, text)), ((), (text,))]
     return [(ids(*after), ids(*answer, "<|im_end|>")) for after, answer in rules]
 
 
@@ -295,7 +326,10 @@ class Outcome(NamedTuple):
 
 def check(program: Program, log: Path | None) -> Outcome:
     """Runs a program once against a server of its own."""
-    node, programs = agent_program(program.package, program.version)
+    if program.python:
+        directories: tuple[Path, ...] = (python_program(program.python),)
+    else:
+        directories = agent_program(program.package, program.version)[::-1]
     with tempfile.TemporaryDirectory(prefix="tgi-agents-") as scratch:
         model, home, folder = (Path(scratch) / name for name in ("model", "home", "folder"))
         for each in (model, home, folder):
@@ -312,7 +346,7 @@ def check(program: Program, log: Path | None) -> Outcome:
         given = json.dumps(program.calls)
         calls = json.loads(filled(given, **{"@CONTENT@": json.dumps(CONTENT)[1:-1]}))
         answers = Path(scratch) / "answers.json"
-        answers.write_text(json.dumps(scripted_answers(tokenizer, calls)))
+        answers.write_text(json.dumps(scripted_answers(tokenizer, calls, program.text)))
         flags = ("--model-id", str(model), "--load-format", "dummy", "--worker", "scripted",
                  "--scripted-answers", str(answers),
                  "--max-total-tokens", str(CONTEXT // 2), "--api-key", KEY, "--tool-call-parser", "hermes",
@@ -324,7 +358,7 @@ def check(program: Program, log: Path | None) -> Outcome:
                 (home / name).parent.mkdir(parents=True, exist_ok=True)
                 (home / name).write_text(filled(text))
             environment = {name: filled(value) for name, value in program.environment.items()}
-            binaries = [str(programs), str(node), os.environ["PATH"]]
+            binaries = [*map(str, directories), os.environ["PATH"]]
             environment |= {"PATH": os.pathsep.join(binaries), "HOME": str(home), "TERM": "dumb", "NO_COLOR": "1"}
             fault = ""
             try:
@@ -346,7 +380,7 @@ def check(program: Program, log: Path | None) -> Outcome:
                 fault = fault or "the final sentence is missing"
             exchanges = recorder.exchanges
         if log is not None:
-            write_log(log / program.package.rsplit("/")[-1], exchanges, output)
+            write_log(log / (program.python or program.package.rsplit("/")[-1]), exchanges, output)
     return Outcome(program, fault, exchanges, output)
 
 

@@ -1,5 +1,5 @@
 """The environments of the clients: one for each group of Python libraries, whose pinned dependencies conflict, one for
-those of Node.js, and one for each agent program from npm. Node.js itself comes from PyPI.
+those of Node.js, and one for each agent program from npm or PyPI. Node.js itself comes from PyPI.
 
     python = environment("openai")
     node, modules = node_environment()
@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
+PROGRAMS = REQUIREMENTS / "programs"  # of agents.py, which run alone
 NODE = Path(__file__).parent / "node"  # checks in JavaScript, and what they need
 BROWSER = Path(__file__).parent / "browser"  # the check of the page, and the browser
 ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tgi-tests" / "clients"
@@ -56,6 +57,18 @@ def agent_program(package: str, version: str) -> tuple[Path, Path]:
 
     name = package.replace("/", "-").replace("@", "")
     return node.parent, _made(name, version, "node_modules/.bin", install)
+
+
+def python_program(name: str) -> Path:
+    """The directory of the programs of an environment in requirements/programs, which is created if missing."""
+    return _python_environment(name, PROGRAMS / f"{name}.txt").parent
+
+
+def pinned(name: str) -> tuple[str, str]:
+    """The package that an environment in requirements/programs is for, and its version."""
+    first = next(line for line in (PROGRAMS / f"{name}.txt").read_text().splitlines() if "==" in line)
+    package, _, version = first.partition("==")
+    return package, version
 
 
 def _python_environment(name: str, requirements: Path) -> Path:

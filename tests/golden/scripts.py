@@ -20,6 +20,7 @@ from tgi.microkernel.messages.protocol import (
     Tokenize,
     Tokenized,
 )
+from tgi.tokenizer.encoder import TEXT_COMES_LATER
 
 Answer = Callable[[Any], list[Any] | None]
 
@@ -54,7 +55,9 @@ def texts(message: Generate, *tokens: Token) -> Texts:
 def step(rows: list[tuple[Generate, Token]]) -> Texts:
     """One token per row."""
     tokens = [token for _, token in rows]
-    tops = [top_tokens(token, message.sampling.top_n) for message, token in rows]
+    tops = [
+        [*token.top] if message.listed_texts else top_tokens(token, message.sampling.top_n) for message, token in rows
+    ]
     top = [other for others in tops for other in others]
     asked = any(message.sampling.top_n for message, _ in rows)
     held = any(token.held for token in tokens)
@@ -220,13 +223,10 @@ def no_pieces() -> Answer:
 
 
 def label(message: Generate) -> list[Any]:
-    """A question with labels: " a" and then A are likeliest; among the labels A is likelier than B, and 0 than 1."""
-    among = ("A", -0.25), ("B", -1.5), ("0", -0.5), ("1", -1.0)
-    listed = among[2:] if b"0|1" in message.grammar else among[:2]
-    top = tuple(Token(10 + at, text, logprob) for at, (text, logprob) in enumerate(listed))
-    if not message.grammar:
-        top = (A, Token(10, "A", -2.0), Token(12, "0", -2.5))
-    first = top[0]._replace(top=top)
+    """A question with labels, for each of which one token stands, and for B two."""
+    among = ("A", -2.0), ("B", -3.5), ("B", -4.5), ("0", -2.5), ("1", -3.0)
+    top = tuple(Token(at, text, logprob) for at, (text, logprob) in enumerate(among) if text in message.listed_texts)
+    first = A._replace(top=top)
     return [*admitted(message), texts(message, first), end(message, FinishReason.LENGTH, first.text, 1)]
 
 
@@ -293,6 +293,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     '" a", then overloaded': tokens(FinishReason.OVERLOADED, "", A),
     '" a", then cancelled': tokens(FinishReason.CANCELLED, "", A),
     "too long": refused(FinishReason.INVALID, TOO_LONG),
+    "text that comes later": refused(FinishReason.INVALID, TEXT_COMES_LATER),
     "tokenizer error": refused(FinishReason.INVALID, "tokenizer error unknown token"),
     "no schema": refused(FinishReason.INVALID, "grammar is not valid: a schema is an object"),
     "not enforced": refused(

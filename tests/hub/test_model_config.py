@@ -216,11 +216,12 @@ def test_state_space_models_are_rejected_by_name(copy: Path, values: dict[str, A
 
 
 def test_models_with_other_layers_than_attention_are_rejected(copy: Path) -> None:
-    change(copy / "config.json", model_type="qwen3_next", layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(UserError, match="qwen3_next has layers of kind linear_attention"):
+    change(copy / "config.json", model_type="olmo_hybrid", layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UserError, match="olmo_hybrid has layers of kind linear_attention"):
         read_model_config(copy)
-    change(copy / "config.json", model_type="qwen2", layer_types=["sliding_attention", "full_attention"])
-    assert read_model_config(copy).model_type == "qwen2"
+    for kind, layer in (("qwen2", "sliding_attention"), ("lfm2", "conv"), ("qwen3_next", "linear_attention")):
+        change(copy / "config.json", model_type=kind, layer_types=[layer, "full_attention"])
+        assert read_model_config(copy).model_type == kind
 
 
 @pytest.mark.parametrize(

@@ -249,3 +249,38 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def test_decisions_have_the_probabilities_of_the_labels(server: Server, reference: Reference) -> None:
+    """Each question is one request, so the usage is that of its prompts."""
+    lines = {"predicate": "A: false\nB: true", "choice": 'A: "x" - first\nB: "y"\nC: true', "score": "0: low\n1: high"}
+    questions = [
+        {"type": "predicate", "instructions": "Is it?"},
+        {"type": "choice", "instructions": "Is it?", "choices": [
+            {"value": "x", "description": "first"}, {"value": "y"}, {"value": True},
+        ]},
+        {"type": "score", "instructions": "Is it?", "levels": [{"label": "low"}, {"label": "high"}]},
+    ]  # fmt: skip
+    with httpx.Client(base_url=server.url, **CLIENT_OPTIONS) as client:
+        whole = client.post("/v1/decisions", json={"input": TEXT, "questions": questions}).raise_for_status().json()
+        tokenizer, prompt_tokens = Tokenizer.from_file(str(model("llama") / "tokenizer.json")), 0
+        for answer in whole["answers"]:
+            kind = "number of one level" if answer["type"] == "score" else "letter of one option"
+            content = f"{TEXT}\n\nQuestion: Is it?\n{lines[answer['type']]}\nAnswer with the {kind} only."
+            chat = {"messages": [{"role": "user", "content": content}]}
+            ids = [
+                one["id"]
+                for one in client.post("/chat_tokenize", json=chat).raise_for_status().json()["tokenize_response"]
+            ]
+            prompt_tokens += len(ids)
+            labels = [tokenizer.token_to_id(line[0]) for line in lines[answer["type"]].splitlines()]
+            among_all = reference.rows([*ids, 0])[-1][labels].exp()
+            wanted = (among_all / among_all.sum()).tolist()
+            if answer["type"] == "predicate":
+                assert answer["probability"] == pytest.approx(wanted[1], abs=1e-5)
+                continue
+            assert [one["probability"] for one in answer["probabilities"]] == pytest.approx(wanted, abs=1e-5)
+            assert answer["confidence"] == pytest.approx(float(among_all.max()), rel=1e-3)
+            if answer["type"] == "score":
+                assert answer["score"] == pytest.approx(wanted[1], abs=1e-5)
+        assert whole["usage"]["input_tokens"] == prompt_tokens

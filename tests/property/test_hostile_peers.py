@@ -212,6 +212,7 @@ hostile_generate_fields: dict[str, st.SearchStrategy[Any]] = {
     "grammar": st.binary(max_size=9) | st.sampled_from([b"{}", b"[]", b'{"type": "json"}', b'{"type": "regex"}']),
     "stop_token_ids": columns,
     "bad_words": st.lists(st.text(max_size=3), max_size=3),
+    "listed_texts": st.lists(st.text(max_size=3), max_size=3),
     "input_ids": columns,
 }
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.scheduler.simulation import Simulation
 from tgi.microkernel.messages.kv_groups import KVGroup
-from tgi.microkernel.messages.protocol import EQUAL_LIMITS, limits_shortfall
+from tgi.microkernel.messages.protocol import EQUAL_LIMITS, limits_out_of_range, limits_shortfall
 from tgi.scheduler.peers import MINIMUM_LIMITS, SAME_LIMITS
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
@@ -33,12 +33,33 @@ def test_some_limits_must_be_equal(name: str, other: Any) -> None:
 
 def test_groups_are_the_same_for_a_scheduler_but_for_the_bytes_of_a_page() -> None:
     """Those change with --kv-cache-dtype and with a draft model. Replicas have nothing of each other's groups."""
-    groups = [KVGroup(page_bytes=64), KVGroup("sliding", 8, [1], 64)]
+    states = KVGroup("recurrent", snapshots=5, interval=64)
+    groups = [KVGroup(page_bytes=64), KVGroup("sliding", 8, [1], 64), states]
     held = LIMITS._replace(groups=groups)
     wider = held._replace(groups=[group._replace(page_bytes=128) for group in groups])
     assert limits_shortfall(held, wider, MINIMUM_LIMITS, SAME_LIMITS) == ""
     assert limits_shortfall(held, LIMITS, MINIMUM_LIMITS, SAME_LIMITS).startswith("groups is [KVGroup(kind=")
     assert limits_shortfall(held, LIMITS, MINIMUM_LIMITS) == ""
+    more, fewer = (held._replace(groups=[*groups[:2], states._replace(snapshots=count)]) for count in (6, 4))
+    assert limits_shortfall(held, more, MINIMUM_LIMITS, SAME_LIMITS) == ""
+    found = limits_shortfall(held, fewer, MINIMUM_LIMITS, SAME_LIMITS)
+    assert found == "a KV group has 4 snapshots, at least 5 are needed"
+
+
+@pytest.mark.parametrize(
+    ("groups", "fault"),
+    [
+        ([], "0 KV groups"),
+        ([KVGroup("latent")], "a KV group of kind 'latent'"),
+        ([KVGroup("sliding")], "a KV group with a window of 0"),
+        ([KVGroup(), KVGroup("recurrent", snapshots=-1, interval=8)], "a KV group with -1 snapshots"),
+        ([KVGroup(), KVGroup("recurrent", snapshots=3)], "a KV group with 3 snapshots, one every 0 positions"),
+        ([KVGroup("recurrent", interval=8)], "a recurrent KV group that is not the last one"),
+        ([KVGroup(), *[KVGroup("recurrent", interval=8)] * 2], "a recurrent KV group that is not the last one"),
+    ],
+)
+def test_groups_that_no_worker_has_are_named(groups: list[KVGroup], fault: str) -> None:
+    assert limits_out_of_range(LIMITS._replace(groups=groups)).startswith(fault)
 
 
 def test_a_worker_with_another_page_size_is_rejected(caplog: pytest.LogCaptureFixture) -> None:

@@ -211,7 +211,7 @@ PLANTED_BUGS = {
         Generation, "to_message", resubmitted_without(grammar=b""), seed=9
     ),
     "front end ignores the limit of a key": PlantedBug(Admission, "_acquire", key_limits_are_ignored, seed=4),
-    "tokenizer forgets what it has sent of a stream": PlantedBug(ResumableStream, "record", does_nothing, seed=8),
+    "tokenizer forgets what it has sent of a stream": PlantedBug(ResumableStream, "record", does_nothing, seed=9),
     "scheduler serves clients in the order of arrival": PlantedBug(
         WaitingQueue, "_key", in_order_of_arrival, seed=5, clients=160, faults=NO_FAULTS
     ),
@@ -286,7 +286,7 @@ PLANTED_BUGS = {
         TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1
     ),
     "tokenizer sends no texts for a lost front end's successor": PlantedBug(
-        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=6
+        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=12
     ),
     "tokenizer does not report its status again": PlantedBug(TokenizerPool, "_publish_status", does_nothing, seed=9),
     "scheduler sends ends twice": PlantedBug(Outbox, "extend", ends_are_sent_twice, seed=0),

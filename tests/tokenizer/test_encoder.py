@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from scripts.make_model import TEXT
-from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
+from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece, wordpiece
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import special_tokens
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.codec import unpack_int32
 from tgi.tokenizer import encoder
+from tgi.tokenizer.answers.formats import AnswerFormat
+from tgi.tokenizer.encoder import EncodedPrompt, EncodeError
 from tgi.tokenizer.vocabulary import Vocabulary
 
 
@@ -170,6 +172,20 @@ def test_bad_words_match_vllm(kind: str) -> None:
     assert found == vllms_bad_words(encoded, words)
     if vocabulary is byte_level():  # other vocabularies have one form for both, or a token before the space
         assert len(words) < len(found) < 2 * len(words)
+
+
+def test_listed_texts_are_all_tokens_that_begin_an_answer_with_them() -> None:
+    pieces = sentencepiece()
+    for vocabulary, text in ((byte_level(), "a"), (pieces, "a"), (pieces, "A")):
+        found = encoder.listed_ids(vocabulary, [text], EncodedPrompt(b"", 0, 0))
+        reading = range(vocabulary.tokenizer.get_vocab_size())
+        assert sorted(found) == [one for one in reading if vocabulary.tokenizer.decode([one]) == text]
+    assert len(encoder.listed_ids(pieces, ["a"], EncodedPrompt(b"", 0, 0))) == 3  # "a", "\u2581a" and the byte
+    with pytest.raises(EncodeError, match="no token of its own for: zq"):
+        encoder.listed_ids(wordpiece(), ["a", "zq"], EncodedPrompt(b"", 0, 0))
+    for later in (AnswerFormat(channels=True), AnswerFormat(starts_in_reasoning=True)):
+        with pytest.raises(EncodeError, match="begin with something else"):
+            encoder.listed_ids(pieces, ["a"], EncodedPrompt(b"", 0, 0, answer_format=later))
 
 
 def test_bad_word_without_tokens_or_with_surrogates() -> None:

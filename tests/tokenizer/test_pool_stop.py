@@ -257,15 +257,18 @@ def test_special_tokens_are_shown_on_request(hide_stop: bool, text: str) -> None
     assert [end.text for end in end_messages(received)] == [text]
 
 
-def test_bad_words_are_sent_as_ids_within_the_model_vocabulary() -> None:
+def test_bad_words_and_listed_texts_are_sent_as_ids_within_the_model_vocabulary() -> None:
     harness = PoolHarness()
     sampling = decode(harness.submit(1, bad_words=["river", "a"]).sampling)
     sequences = encode_bad_words(byte_level(), ["river", "a"])
     assert unpack_int32(sampling.bad_word_lengths) == [len(word) for word in sequences]
     assert unpack_int32(sampling.bad_word_ids) == [number for word in sequences for number in word]
     assert decode(harness.submit(2).sampling).bad_word_ids == b""
+    assert unpack_int32(decode(harness.submit(3, listed_texts=["a", "b"]).sampling).listed_ids) == [A, A + 1]
     harness.pool.handle(harness.scheduler, READY._replace(limits=LIMITS._replace(vocab_size=A)))
-    assert decode(harness.submit(3, bad_words=["a"]).sampling).bad_word_ids == b""
+    sampling = decode(harness.submit(4, bad_words=["a"], listed_texts=["a", "!"]).sampling)
+    assert sampling.bad_word_ids == b""
+    assert [byte_level().token_text(token) for token in unpack_int32(sampling.listed_ids)] == ["!"]
 
 
 def test_many_bad_words_are_encoded_in_a_thread() -> None:

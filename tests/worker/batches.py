@@ -13,7 +13,10 @@ PAGE = 16
 
 
 class Row(NamedTuple):
-    """`tokens` at positions start, start + 1, …, of a sequence whose keys and values are in `pages`."""
+    """`tokens` at positions start, start + 1, …, of a sequence whose keys and values are in `pages`.
+
+    The sequence has the state slot of the number after that of its first page.
+    """
 
     tokens: Sequence[int]
     start: int
@@ -42,6 +45,7 @@ def make_batch(rows: Sequence[Row], page_size: int = PAGE) -> ForwardBatch:
         logits_indices=torch.tensor(logits_indices),
         query_lens_host=[len(row.tokens) for row in rows],
         context_lens_host=context_lens,
+        state_slots=torch.tensor([row.pages[0] + 1 for row in rows], dtype=torch.int32),
     )
 
 
@@ -57,12 +61,17 @@ def prefill(model: Model, attention: AttentionBackend, ids: Sequence[int], pages
 
 
 def in_chunks(
-    model: Model, attention: AttentionBackend, ids: Sequence[int], pages: Sequence[int], sizes: Sequence[int]
+    model: Model,
+    attention: AttentionBackend,
+    ids: Sequence[int],
+    pages: Sequence[int],
+    sizes: Sequence[int],
+    page_size: int = PAGE,
 ) -> torch.Tensor:
     """Logits [chunks, vocab] after each chunk; `sizes` add up to the number of ids."""
     assert sum(sizes) == len(ids)
     done, found = 0, []
     for size in sizes:
-        found.append(model.forward(make_batch([Row(ids[done : done + size], done, pages)]), attention)[0])
+        found.append(model.forward(make_batch([Row(ids[done : done + size], done, pages)], page_size), attention)[0])
         done += size
     return torch.stack(found)

@@ -39,7 +39,7 @@ def make_engine(
     attention: AttentionBackend | None = None,
     recording: GraphCaptureConfig | None = None,
 ) -> TorchEngine:
-    attention = attention or build_attention(model.kv, pages, model.device)
+    attention = attention or build_attention(model.kv, pages, model.device, slots + 1)
     size, dtype = attention.page_size, str(model.kv.dtype).removeprefix("torch.")
     total = min(model.context_length, pages * size)
     limits = DeploymentLimits(total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu")

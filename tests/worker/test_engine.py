@@ -9,7 +9,7 @@ import torch
 from tests.tops import split_tops
 from tests.worker.test_fake_worker import slot, step
 from tests.worker.test_sampling import bias, draws
-from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_float32, unpack_int32
 from tgi.microkernel.messages.protocol import DeploymentLimits, StepResult, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
@@ -30,6 +30,7 @@ class ToyAttention:
     """KV memory in which a token's key and value are its id."""
 
     page_size = SIZE
+    state = None
 
     def __init__(self) -> None:
         self.memory = torch.full((PAGES * SIZE,), -1, dtype=torch.int64)
@@ -273,6 +274,8 @@ FIRST = step(1, [(0, 0, 9, 1)], [slot(0, PROMPT)], [(0, 0), (0, 1), (0, 2)])
         (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 3])], [(1, 9)] * 14), "more pages"),
         (step(2, [(4, 0, 3, 1)], [slot(4, [1, 2, 3])], [(4, 9)]), "slot 4"),
         (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 3], b"\x91\x07")], [(1, 9)]), "Tokenize"),
+        (step(2, [(0, 9, 1, 1)])._replace(state_copies=pack_column(INT32, [0, -1])), "4 slots and 0 snapshots"),
+        (step(2, [(0, 9, 1, 1)])._replace(state_copies=pack_column(INT32, [0, 1])), "no recurrent layers"),
     ],
 )  # fmt: skip
 def test_a_bad_step_is_rejected_and_other_steps_continue(bad: Any, fault: str) -> None:

@@ -1,6 +1,7 @@
 """Every family of DecoderModel against transformers in float32, and its batch invariance."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from scripts.make_model import fill
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tests.worker.cpu_kernels.available import our_kernels
+from tgi.hub import model_config
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.checkpoint import SINGLE_FILE
@@ -28,6 +30,8 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)
+# Their results do not depend on the batch on our kernels either.
+RECURRENT = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LENGTHS = (90, 1, 17, 44)  # the sliding windows have 40 tokens
 DRAWN = 6
 
@@ -40,7 +44,7 @@ def load(directory: Path, dtype: str = "float32", native: bool = False) -> Model
 
 
 def memory(model: Model) -> AttentionBackend:
-    return build_attention(model.kv, 100, CPU)
+    return build_attention(model.kv, 100, CPU, state_slots=101)
 
 
 def pages(row: int) -> list[int]:
@@ -78,7 +82,7 @@ def check_against_transformers(directory: Path, native: bool = False) -> None:
     ids, logprobs = known[0]
     sizes = [50, 1, 20, *[1] * (len(ids) - 71)]
     ends = torch.tensor(sizes).cumsum(0) - 1
-    found = in_chunks(loaded, memory(loaded), ids, pages(0), sizes).log_softmax(-1)
+    found = in_chunks(loaded, memory(loaded), ids, pages(0), sizes, memory(loaded).page_size).log_softmax(-1)
     torch.testing.assert_close(found, logprobs[ends], rtol=0, atol=1e-4)
     attention = memory(loaded)
     prompt_batch = make_batch(
@@ -102,7 +106,7 @@ def test_against_transformers(kind: str) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_our_kernels_against_transformers(kind: str) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
-    hidden = 96 if kind in ("phi", "phi3", "nemotron", "glm4_moe") else 72
+    hidden = 96 if kind in ("phi", "phi3", "nemotron", "glm4_moe") or kind.startswith(("qwen3_next", "qwen3_5")) else 72
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native=True)
 
 
@@ -178,20 +182,25 @@ def test_against_transformers_in_other_shapes(kind: str, more: tuple[tuple[str, 
     check_against_transformers(make(kind, more=more), native=True)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    ("kind", "native"), [*((kind, False) for kind in OTHERS), *((kind, True) for kind in RECURRENT)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batch_invariance(kind: str, dtype: str) -> None:
-    model = load(make(kind), dtype)
-    chosen = prompts()
-    alone = [prefill(model, memory(model), ids, pages(3)) for ids in chosen]
+def test_batch_invariance(kind: str, native: bool, dtype: str) -> None:
+    model = load(make(kind), dtype, native)
+    size, chosen = memory(model).page_size, prompts()
+    alone = [in_chunks(model, memory(model), ids, pages(3), [len(ids)], size)[0] for ids in chosen]
     attention = memory(model)
-    together = model.forward(make_batch([Row(ids, 0, pages(row)) for row, ids in enumerate(chosen)]), attention)
+    together = model.forward(make_batch([Row(ids, 0, pages(row)) for row, ids in enumerate(chosen)], size), attention)
     assert torch.equal(together, torch.stack(alone))
     for sizes in ([70, *[1] * 20], [33, 1, 5, 50, 1]):
-        assert torch.equal(in_chunks(model, memory(model), chosen[0], pages(1), sizes)[-1], alone[0]), sizes
+        assert torch.equal(in_chunks(model, memory(model), chosen[0], pages(1), sizes, size)[-1], alone[0]), sizes
     # The last token of each prompt as a decode row, next to the whole longest prompt.
+    attention = memory(model)
+    before = [Row(ids[:-1], 0, pages(row)) for row, ids in enumerate(chosen) if len(ids) > 1]
+    model.forward(make_batch(before, size), attention)
     last = [Row(ids[-1:], len(ids) - 1, pages(row)) for row, ids in enumerate(chosen)]
-    mixed = model.forward(make_batch([*last, Row(chosen[0], 0, pages(4))]), attention)
+    mixed = model.forward(make_batch([*last, Row(chosen[0], 0, pages(4))], size), attention)
     assert torch.equal(mixed, torch.stack([*alone, alone[0]]))
 
 
@@ -213,9 +222,12 @@ TEXT_PARTS = {
     "llava_next": "mistral",
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "smolvlm": "llama",
 }
 assert tuple(TEXT_PARTS) == WITH_TEXT_PART
+assert set(RECURRENT) == set(model_config.RECURRENT_LAYERS)
 
 
 @pytest.mark.parametrize(("kind", "text"), [*TEXT_PARTS.items(), ("mistral3", "mistral4")])
@@ -234,3 +246,17 @@ def test_text_part_of_a_multimodal_model(kind: str, text: str, tmp_path: Path) -
     with safe_open(tmp_path / SINGLE_FILE, framework="pt") as file:
         assert not any(name.startswith("model.layers") for name in file.keys())  # noqa: SIM118  # not a dict
     check_against_transformers(tmp_path)
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As Qwen3.5's checkpoints on the Hub have them, with tensors of drafting layers, which are not read."""
+    directory = Path(shutil.copytree(make("qwen3_5_moe_text"), tmp_path / "model"))
+    weights = load_file(directory / SINGLE_FILE)
+    for prefix in sorted({name.split("experts.")[0] for name in weights if ".experts." in name}):
+        gate, up, down = (
+            torch.stack([weights.pop(f"{prefix}experts.{expert}.{part}_proj.weight") for expert in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        weights |= {f"{prefix}experts.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}experts.down_proj": down}
+    save_file(weights | {"mtp.fc.weight": torch.ones(2, 2)}, directory / SINGLE_FILE, {"format": "pt"})
+    check_against_transformers(directory)

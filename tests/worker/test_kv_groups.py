@@ -1,5 +1,6 @@
-"""Models whose layers alternate between full attention and a sliding window: the real scheduler gives their engine the
-pages of each KV group, and every answer has the bits of one group that keeps all positions."""
+"""Models whose layers alternate between full attention and a sliding window, or a recurrent state: the real scheduler
+gives their engine the pages of each KV group, and snapshots of the state. Every answer has the bits of one group that
+keeps all positions, and of a state that was never copied."""
 
 from pathlib import Path
 
@@ -11,7 +12,16 @@ from tests.scheduler import simulation
 from tests.scheduler.simulation import Simulation
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.driving import drive, make_engine
-from tgi.microkernel.messages.kv_groups import KVGroup, cache_tokens, group_layers, make_groups, pages_needed
+from tgi.microkernel.messages.kv_groups import (
+    GroupKind,
+    KVGroup,
+    cache_tokens,
+    group_layers,
+    make_groups,
+    paged_groups,
+    pages_needed,
+    recurrent_group,
+)
 from tgi.microkernel.messages.protocol import HeldPages, Step, StepResult
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.attention import build_attention, page_size
@@ -24,8 +34,9 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 LONGEST, CHUNK, NEW = 320, 48, 30
-# The sliding windows have 40 tokens.
-MODELS = [("gemma2", False), ("gemma2", True), ("gemma3_text", True), ("starcoder2", True)]  # with our kernels or not
+# The sliding windows have 40 tokens. With our kernels or not.
+MODELS = [("gemma2", False), ("gemma2", True), ("gemma3_text", True), ("starcoder2", True)]
+MODELS += [("lfm2", True), ("qwen3_next", True)]
 
 
 class RealWorker:
@@ -33,7 +44,8 @@ class RealWorker:
 
     def __init__(self, model: DecoderModel, config: FakeWorkerConfig) -> None:
         self.limits = config.limits()._replace(dtype="float32")
-        attention = build_attention(model.kv._replace(groups=self.limits.groups), config.pages, CPU)
+        groups = paged_groups(self.limits.groups)
+        attention = build_attention(model.kv._replace(groups=groups), config.pages, CPU, self.limits.state_slots)
         self._engine = TorchEngine(model, attention, self.limits)
         self.adapters = self._engine.adapters
         self._epoch = 0
@@ -62,6 +74,8 @@ def worker_config(model: DecoderModel, rows: float) -> FakeWorkerConfig:
     """A worker with pages for this many requests of LONGEST tokens."""
     groups, size = make_groups(model.kv.sliding_windows, LONGEST), page_size(model.kv, CPU)
     pages = int(rows * pages_needed(groups, LONGEST, CHUNK, size))
+    if model.kv.state is not None:
+        groups = [*groups, KVGroup(GroupKind.RECURRENT, snapshots=5, interval=2 * size)]
     return FakeWorkerConfig(pages, size, 4, model.vocab_size, LONGEST, CHUNK, groups=tuple(groups))
 
 
@@ -80,11 +94,12 @@ def test_answers_have_the_bits_of_one_group(kind: str, native: bool, monkeypatch
     """In chunks and batches, from the prefix cache, preempted, with drafts, after restarts of scheduler and worker."""
     model = load(make(kind), native)
     config = worker_config(model, 2.2)
-    assert any(group.slides for group in config.groups)
+    recurrent = recurrent_group(config.groups) is not None
+    assert recurrent or any(group.slides for group in config.groups)
     prompts = requests()
     expected = drive(make_engine(model), prompts, NEW)
     monkeypatch.setattr(simulation, "FakeWorker", lambda config: RealWorker(model, config))
-    for changes in ({}, {"max_drafts": 4}):
+    for changes in ({}, {"prefix_caching": False} if recurrent else {"max_drafts": 4}):
         sim = Simulation(config, SchedulerConfig(**changes))
         sim.worker_up()
         for prompt in prompts:
@@ -104,7 +119,24 @@ def test_answers_have_the_bits_of_one_group(kind: str, native: bool, monkeypatch
         assert len(sim.requests) == 2 * len(prompts) - 1
         for request in sim.requests:
             assert request.ids == expected[prompts.index(request.prompt)].ids
-        assert sim.scheduler.counters.cache_hit_tokens > 0
+        assert (sim.scheduler.counters.cache_hit_tokens > 0) is sim.scheduler.config.prefix_caching
+
+
+def test_preempted_states_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the last snapshot, on our kernels."""
+    model = load(make("lfm2"), native=True)
+    config = worker_config(model, 1.5)
+    prompts = [prompt[:40] for prompt in requests()]
+    expected = drive(make_engine(model), prompts, 200)
+    monkeypatch.setattr(simulation, "FakeWorker", lambda config: RealWorker(model, config))
+    sim = Simulation(config)
+    sim.worker_up()
+    added = [sim.add(prompt, 200) for prompt in prompts]
+    sim.run()
+    assert [request.ids for request in added] == [one.ids for one in expected]
+    counters = sim.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.cache_hit_tokens > 0
 
 
 def test_memory_of_alternating_layers() -> None:

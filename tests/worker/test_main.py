@@ -123,6 +123,12 @@ def test_an_8_bit_kv_cache_is_rejected_on_cpu(tmp_path: Path) -> None:
         start_engine(settings, lambda stage, percent: None)
 
 
+def test_drafts_are_rejected_with_recurrent_layers(tmp_path: Path) -> None:
+    settings = Settings(model_dir=model("lfm2"), run_dir=tmp_path, device="cpu", speculate=2)
+    with pytest.raises(UserError, match="Start without --speculate"):
+        start_engine(settings, lambda stage, percent: None)
+
+
 def test_a_draft_model_computes_in_the_type_of_the_served_model(tmp_path: Path) -> None:
     draft = model("llama", dtype="float16")
     settings = Settings(

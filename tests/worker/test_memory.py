@@ -66,6 +66,19 @@ def test_settings_take_precedence() -> None:
     assert (limits.max_batch_prefill_tokens, limits.max_batch_size) == (64, 7)
 
 
+@pytest.mark.parametrize("state", [1 << 10, 1 << 20, 20 << 20])
+def test_pages_and_recurrent_states_share_the_memory(state: int) -> None:
+    settings, required = Settings(max_batch_size=9), CPU._replace(state_bytes=state)
+    limits = choose_limits(settings, required, room(GB))
+    *_, group = limits.groups
+    assert (group.kind, group.page_bytes, limits.state_slots) == ("recurrent", state, 10 + group.snapshots)
+    assert GB - required.page_bytes - state < limits.cache_bytes <= GB
+    assert group.snapshots == 1 + min(limits.pages // 16, limits.pages * required.page_bytes // (3 * state))
+    assert choose_limits(settings, required, CacheMemory(GB // 2, GB), limits.pages) == limits
+    with pytest.raises(UserError, match="recurrent states of 128 requests"):
+        choose_limits(Settings(), required, room(129 * state))
+
+
 @pytest.mark.parametrize(
     ("settings", "available", "words"),
     [

@@ -23,6 +23,7 @@ from tgi.worker.attention import page_size
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE
+from tgi.worker.layers.gated_delta import GatedDelta
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
 from tgi.worker.lora.packed_deltas import PackedWeights
 from tgi.worker.lora.weights import LoraWeights
@@ -134,6 +135,9 @@ def vector_bytes(weights: DecoderWeights) -> int:
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]
     held += [linear._bias for linear in linears] + [router.bias for router in routers]
     held += [layer.sinks for layer in weights.layers]
+    mixers = [layer.mixer for layer in weights.layers if layer.mixer is not None]
+    rules = [mixer.rule for mixer in mixers if isinstance(mixer, GatedDelta)]
+    held += [column for one in (*mixers, *rules) for column in one if isinstance(column, torch.Tensor)]
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
@@ -160,6 +164,7 @@ def check(
         found = rank_memory(PlannedDeployment(planned), shard, device, settings)
         assert found.weights == weights.footprint.bytes + vector_bytes(weights)
         assert found.kv_token == model.kv.token_bytes
+        assert found.state == (0 if model.kv.state is None else model.kv.state.bytes)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -106,6 +106,12 @@ def test_extreme_values_that_the_api_accepts_fit(extreme: dict[str, Any]) -> Non
         (SamplingParams(0, **bias({-1: 1.0})), "biased token id -1 is not within 0 to 63"),
         (SamplingParams(0, min_new_tokens=1, end_ids=pack_column(INT32, [64])), "end id 64 is not within 0 to 63"),
         (SamplingParams(0, min_new_tokens=2**63), "slot 1: "),
+        (SamplingParams(0, top_n=1, listed_ids=pack_column(INT32, [1, 64])), "listed id 64 is not within 0 to 63"),
+        (SamplingParams(0, listed_ids=pack_column(INT32, [1])), "slot 1: 1 listed_ids with top_n 0"),
+        (
+            SamplingParams(0, top_n=1, listed_ids=bytes(4 * MAX_TOP_TOKENS + 4)),
+            f"at most {MAX_TOP_TOKENS} are possible",
+        ),
         (SamplingParams(0, **bad_words([1], [64, 2])), "bad word id 64 is not within 0 to 63"),
         (SamplingParams(0, bad_word_ids=pack_column(INT32, [1])), r"slot 1: 1 bad_word_ids and bad_word_lengths \[\]"),
         (

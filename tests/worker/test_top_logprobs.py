@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tests.parameters import sampling_params
 from tests.worker.test_sampling import draws, processed
-from tgi.microkernel.messages.codec import unpack_float32, unpack_int32, unpack_uint32
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_float32, unpack_int32, unpack_uint32
 from tgi.microkernel.messages.protocol import MAX_TOP_TOKENS
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.sampling.noise import Noise
@@ -33,7 +33,8 @@ def lists(tops: TopLogprobs | None, drawn: int) -> list[Listed]:
 
 
 def find(logprobs: torch.Tensor, top_n: Sequence[int]) -> list[Listed]:
-    return lists(find_top_logprobs(logprobs, np.arange(len(top_n)), np.array(top_n)), len(top_n))
+    named = np.full(len(top_n), None)
+    return lists(find_top_logprobs(logprobs, np.arange(len(top_n)), np.array(top_n), named), len(top_n))
 
 
 def reference(logprobs: NDArray[np.floating], n: int) -> list[int]:
@@ -120,6 +121,20 @@ def test_tokens_removed_by_top_p_are_not_listed() -> None:
     (got,) = lists(drawn.top_logprobs, 1)
     assert [token for token, _ in got] == [1, 3]
     assert np.exp([logprob for _, logprob in got]) == pytest.approx([5 / 8, 3 / 8])
+
+
+def test_rows_that_name_their_tokens_list_these_alone() -> None:
+    logits = torch.randn(4, 97, generator=torch.Generator().manual_seed(1)) * 30
+    logits[2, 3] = -torch.inf
+    named = {1: [90, 5, 44], 2: [3, 96]}
+    samplings = [SamplingParams(row, top_n=row) for row in range(4)]
+    for row, ids in named.items():
+        samplings[row] = samplings[row]._replace(listed_ids=pack_column(INT32, ids))
+    want = torch.log_softmax(logits, -1).tolist()
+    got = lists(run(logits, samplings, [[0]] * 4).top_logprobs, 4)
+    assert [len(one) for one in got] == [0, 3, 2, 3]
+    for row, ids in enumerate([[], *named.values(), reference(np.array(want[3]), 3)]):
+        assert got[row] == [(token, pytest.approx(want[row][token], abs=1e-5)) for token in ids]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tgi.api.errors import ApiError, Rejection
+from tgi.api.errors import ApiError, Rejection, unknown_after
 from tgi.api.shapes.batches import (
     BatchInputDetails,
     BatchObject,
@@ -32,6 +32,10 @@ OUTPUT, ERROR = 0, 1  # the kind of a result; the lines of an uploaded file are 
 # What rows count besides their content.
 FILE_BYTES, LINE_BYTES, BATCH_BYTES = 1 << 10, 64, 16 << 10
 BEAT_SECONDS, LOST_SECONDS = 1.0, 10.0
+# Front ends that a batch has lost in a row, all before its first unanswered request had a result: from the first number
+# on its requests are sent one at a time by a front end without other batches; the second one blames that request, since
+# two front ends have ended with it alone.
+TRIAL_LOSSES, BLAMING_LOSSES = 2, 4
 # An upload that has made no progress for so long has ended with its front end.
 LOST_UPLOAD_SECONDS = 300.0
 
@@ -48,6 +52,7 @@ CREATE TABLE IF NOT EXISTS batches(
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, input TEXT NOT NULL, status TEXT NOT NULL, body TEXT NOT NULL,
     expires INTEGER NOT NULL, output_ttl REAL NOT NULL, total INTEGER NOT NULL, completed INTEGER NOT NULL,
     failed INTEGER NOT NULL, size INTEGER NOT NULL, runner TEXT NOT NULL, beat REAL NOT NULL, kept_until REAL NOT NULL,
+    losses INTEGER NOT NULL, unanswered INTEGER NOT NULL,
     model TEXT, input_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     output_tokens INTEGER NOT NULL, reasoning_tokens INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS live_batches ON batches(owner) WHERE {_IS_LIVE};
@@ -96,6 +101,14 @@ class Lease(NamedTuple):
     status: BatchStatus
     overdue: bool  # its completion window has passed
     full: bool  # its results take too much
+
+
+class Claim(NamedTuple):
+    """A batch for the front end that has taken its lease."""
+
+    owner: str
+    batch: BatchObject
+    losses: int  # see TRIAL_LOSSES
 
 
 class StoreFull(Rejection):
@@ -179,7 +192,7 @@ class BatchStore(SqliteStore):
     async def files(
         self, owner: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> list[StoredFile]:
-        """At most `limit` files behind the one named `after`."""
+        """At most `limit` files behind the one named `after`. Raises ApiError, a 422, if there is no such file."""
         order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
         where = "owner=:owner AND complete AND (:purpose IS NULL OR purpose=:purpose)"
         query = (
@@ -187,7 +200,12 @@ class BatchStore(SqliteStore):
             f"(SELECT rowid FROM files WHERE id=:after AND owner=:owner)) ORDER BY rowid {order} LIMIT :limit"
         )
         values = {"owner": owner, "purpose": purpose, "after": after, "limit": limit}
-        return await self._run(lambda db: [StoredFile._make(row) for row in db.execute(query, values)])
+
+        def read(db: sqlite3.Connection) -> list[StoredFile]:
+            _require_known(db, "files", owner, after)
+            return [StoredFile._make(row) for row in db.execute(query, values)]
+
+        return await self._run(read)
 
     async def delete_file(self, owner: str, file_id: str) -> bool:
         """Forgets a file. Returns whether there was one. Raises ApiError, a 409, for the input of a batch that runs."""
@@ -217,7 +235,7 @@ class BatchStore(SqliteStore):
             self._require_room(db, owner, BATCH_BYTES)
             body = msgspec.json.encode(batch).decode()
             found = db.execute(
-                "INSERT INTO batches SELECT ?,?,id,?,?,?,?,0,0,0,0,'',0,0,NULL,0,0,0,0 FROM files WHERE id=? AND "
+                "INSERT INTO batches SELECT ?,?,id,?,?,?,?,0,0,0,0,'',0,0,0,-1,NULL,0,0,0,0 FROM files WHERE id=? AND "
                 "owner=? AND complete AND purpose='batch'",
                 (batch.id, owner, batch.status, body, batch.expires_at, output_ttl, batch.input_file_id, owner),
             )
@@ -232,13 +250,19 @@ class BatchStore(SqliteStore):
         return None if found is None else _shown(*found)
 
     async def batches(self, owner: str, after: str | None, limit: int) -> list[BatchObject]:
-        """At most `limit` batches, the last one first, behind the one named `after`."""
+        """At most `limit` batches, the last one first, behind the one named `after`. Raises ApiError, a 422, if there
+        is no such batch."""
         query = (
             f"SELECT {_BATCH} FROM batches WHERE owner=:owner AND (:after IS NULL OR rowid < (SELECT rowid FROM "
             "batches WHERE id=:after AND owner=:owner)) ORDER BY rowid DESC LIMIT :limit"
         )
         values = {"owner": owner, "after": after, "limit": limit}
-        return await self._run(lambda db: [_shown(*row) for row in db.execute(query, values)])
+
+        def read(db: sqlite3.Connection) -> list[BatchObject]:
+            _require_known(db, "batches", owner, after)
+            return [_shown(*row) for row in db.execute(query, values)]
+
+        return await self._run(read)
 
     async def move(self, batch_id: str, before: Sequence[BatchStatus], status: BatchStatus, **members: Any) -> bool:
         """Changes the status of a batch that has one of those `before`, with the time of it and other members. Returns
@@ -247,25 +271,35 @@ class BatchStore(SqliteStore):
 
     # --- for the front end that answers a batch ---
 
-    async def claim(self, runner: str) -> tuple[str, BatchObject] | None:
+    async def claim(self, runner: str, alone: bool) -> Claim | None:
         """Takes the lease of the oldest batch that has none, or whose front end has ended; of a client that has one
-        running only if there is nothing to answer. Returns its owner and the batch."""
+        running only if there is nothing to answer. `alone`: the front end has no other batch; a batch on trial waits
+        for that."""
 
-        def write(db: sqlite3.Connection) -> tuple[str, BatchObject] | None:
+        def write(db: sqlite3.Connection) -> Claim | None:
             now = time.time()
             found = db.execute(
-                f"SELECT id, owner, beat FROM batches WHERE {_IS_LIVE} AND beat < :lost AND (status='cancelling' OR "
+                "SELECT id, owner, beat, input, status, runner, losses, unanswered FROM batches "
+                f"WHERE {_IS_LIVE} AND beat < :lost AND (status='cancelling' OR "
                 f"expires < :now OR owner NOT IN (SELECT owner FROM batches WHERE {_IS_LIVE} AND beat >= :lost)) "
                 "ORDER BY rowid LIMIT 1",
                 {"now": now, "lost": now - LOST_SECONDS},
             ).fetchone()
             if found is None:
                 return None
-            batch_id, owner, beat = found
-            values = (runner, now, batch_id, beat)
-            if not db.execute("UPDATE batches SET runner=?, beat=? WHERE id=? AND beat=?", values).rowcount:
+            batch_id, owner, beat, source, status, lost, losses, before = found
+            unanswered = before
+            if lost and status == "in_progress":
+                lines = db.execute(_UNANSWERED, (source, -1, batch_id))
+                unanswered = next((number for number, line in lines if line.strip()), -1)
+                losses = losses + 1 if unanswered == before else 1
+            if losses >= TRIAL_LOSSES and not alone:
+                return None
+            query = "UPDATE batches SET runner=?, beat=?, losses=?, unanswered=? WHERE id=? AND beat=?"
+            if not db.execute(query, (runner, now, losses, unanswered, batch_id, beat)).rowcount:
                 return None  # another front end has it
-            return owner, _shown(*db.execute(f"SELECT {_BATCH} FROM batches WHERE id=?", (batch_id,)).fetchone())
+            row = db.execute(f"SELECT {_BATCH} FROM batches WHERE id=?", (batch_id,)).fetchone()
+            return Claim(owner, _shown(*row), losses)
 
         return await self._run(write)
 
@@ -289,12 +323,8 @@ class BatchStore(SqliteStore):
 
     async def requests(self, batch: BatchObject, after: int, max_bytes: int) -> list[tuple[int, bytes]]:
         """The next lines of the input behind the number `after` that have no result."""
-        query = (
-            "SELECT number, data FROM lines AS given WHERE source=? AND number>? AND NOT EXISTS "
-            "(SELECT 1 FROM lines WHERE source=? AND number=given.number) ORDER BY number"
-        )
         values = (batch.input_file_id, after, batch.id)
-        return await self._run(lambda db: _page(db.execute(query, values), max_bytes))
+        return await self._run(lambda db: _page(db.execute(_UNANSWERED, values), max_bytes))
 
     async def record(self, batch_id: str, results: Sequence[Result]) -> None:
         """Keeps results. The first one of a request counts."""
@@ -400,6 +430,11 @@ class BatchStore(SqliteStore):
 
 _TOKENS = ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")  # columns, and as of Result
 _ADDED = ", ".join(f"{name}={name}+?" for name in _TOKENS)
+# The lines of an input behind a number that have no result.
+_UNANSWERED = (
+    "SELECT number, data FROM lines AS given WHERE source=? AND number>? AND NOT EXISTS "
+    "(SELECT 1 FROM lines WHERE source=? AND number=given.number) ORDER BY number"
+)
 _BATCH = ", ".join(("body", "model", *_TOKENS, "total", "completed", "failed"))
 
 
@@ -413,6 +448,12 @@ def _shown(
         prompts, BatchInputDetails(cached), answers, BatchOutputDetails(reasoning), prompts + answers
     )
     return batch
+
+
+def _require_known(db: sqlite3.Connection, table: str, owner: str, after: str | None) -> None:
+    query = f"SELECT 1 FROM {table} WHERE id=? AND owner=?"
+    if after is not None and db.execute(query, (after, owner)).fetchone() is None:
+        raise unknown_after(after)
 
 
 def _file(db: sqlite3.Connection, owner: str, file_id: str) -> StoredFile | None:

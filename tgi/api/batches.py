@@ -3,7 +3,8 @@ and keeps the results.
 
 A batch is answered by the front end that holds its lease (batch_store.py). Its requests are those of its client with a
 priority below all others, hold no permits and have no timeout, so they take what the others leave. A request whose
-result is not kept when the front end ends is answered again by the next one.
+result is not kept when the front end ends is answered again by the next one; one with which front ends end again and
+again gets an error (TRIAL_LOSSES in batch_store.py).
 """
 
 import asyncio
@@ -16,7 +17,18 @@ import msgspec
 from msgspec import Raw, Struct, field
 
 from tgi.api.asgi import CLIENT_KEY, AsgiApp, InnerResponse, send_request
-from tgi.api.batch_store import BEAT_SECONDS, ERROR, LIVE, OUTPUT, BatchStore, Lease, Result
+from tgi.api.batch_store import (
+    BEAT_SECONDS,
+    BLAMING_LOSSES,
+    ERROR,
+    LIVE,
+    OUTPUT,
+    TRIAL_LOSSES,
+    BatchStore,
+    Claim,
+    Lease,
+    Result,
+)
 from tgi.api.clients import Client
 from tgi.api.service import Service
 from tgi.api.shapes.batches import (
@@ -25,7 +37,6 @@ from tgi.api.shapes.batches import (
     BatchLine,
     BatchLineError,
     BatchLineResponse,
-    BatchObject,
     BatchResult,
     BatchStatus,
 )
@@ -105,7 +116,7 @@ class BatchRunner:
         self._application = application
         self._service = service
         self._name = name
-        self._running = 0
+        self._runs: set[_BatchRun] = set()
         self._stopped = asyncio.Event()
 
     def stop(self) -> None:
@@ -119,9 +130,10 @@ class BatchRunner:
         while not self._stopped.is_set():
             store.changed.clear()
             try:
-                while self._is_free and (claimed := await store.claim(self._name)) is not None:
-                    self._running += 1
-                    self._service.run_in_background(self._answer(*claimed))
+                while self._is_free and (claimed := await store.claim(self._name, not self._runs)) is not None:
+                    run = _BatchRun(self._application, self._service, self._name, claimed, self._stopped)
+                    self._runs.add(run)
+                    self._service.run_in_background(self._answer(run))
             except StoreUnavailable as error:
                 log.error("No batch can be begun: %s", error)
             await _wait(store.changed, LOOK_SECONDS)
@@ -129,29 +141,27 @@ class BatchRunner:
     @property
     def _is_free(self) -> bool:
         computes = self._service.router.health.probe_passed and not self._stopped.is_set()
-        return computes and self._running < MAX_RUNNING and self._service.batches.exists
+        free = len(self._runs) < MAX_RUNNING and not any(run.on_trial for run in self._runs)
+        return computes and free and self._service.batches.exists
 
-    async def _answer(self, owner: str, batch: BatchObject) -> None:
-        store = self._service.batches
+    async def _answer(self, run: "_BatchRun") -> None:
         try:
-            await _BatchRun(self._application, self._service, self._name, owner, batch, self._stopped).run()
+            await run.run()
         finally:
-            self._running -= 1
-            store.changed.set()
+            self._runs.remove(run)
+            self._service.batches.changed.set()
 
 
 class _BatchRun:
     """One batch, as long as this front end has its lease."""
 
-    def __init__(
-        self, app: AsgiApp, service: Service, runner: str, owner: str, batch: BatchObject, stopped: asyncio.Event
-    ) -> None:
+    def __init__(self, app: AsgiApp, service: Service, runner: str, claim: Claim, stopped: asyncio.Event) -> None:
         self._app = app
         self._service = service
         self._store: BatchStore = service.batches
         self._runner = runner
-        self._owner = owner
-        self._batch = batch
+        self._owner, self._batch, self._losses = claim
+        self._tried = MAX_IN_FLIGHT if self._losses >= TRIAL_LOSSES else 0  # requests that are yet to be sent alone
         self._stopped = stopped  # the front end ends: no more requests, those in flight go on
         self._given_up = asyncio.Event()  # no more requests, and those in flight end
         self._ending: BatchStatus = "completed"
@@ -159,6 +169,11 @@ class _BatchRun:
         self._in_flight = self._bytes_in_flight = 0  # requests, and the bytes of their lines
         self._next_log = 0.0  # that the store is not available
         self._room = asyncio.Event()  # something in flight has ended
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether the front end may have no other batch."""
+        return self._tried > 0
 
     async def run(self) -> None:
         """Answers what is not answered, then ends the batch."""
@@ -168,6 +183,8 @@ class _BatchRun:
             if batch.status == "validating":
                 await self._validate()
             if batch.status == "in_progress":
+                if self._losses >= BLAMING_LOSSES:
+                    await self._blame()
                 await self._send_all()
             if self._stopped.is_set() and not self._given_up.is_set():
                 await self._kept(self._store.release, batch.id, self._runner)
@@ -254,6 +271,16 @@ class _BatchRun:
 
     # --- in progress ---
 
+    async def _blame(self) -> None:
+        """The first request without a result gets an error: front ends have ended with it alone."""
+        async for number, line in self._lines():
+            name, given = self._request_id(number), _decode_line(line).custom_id
+            log.error("The request %s is not sent again: %d front ends have ended with it", name, self._losses)
+            text = f"{self._losses} processes of the server have ended while they worked on this request"
+            await self._record(number, ERROR, BatchResult(name, given, None, BatchLineError("server_error", text)))
+            self._tried = 0
+            return
+
     async def _send_all(self) -> None:
         """Sends the lines as requests, in order, and waits for all that were sent."""
         async with asyncio.TaskGroup() as group:
@@ -271,6 +298,8 @@ class _BatchRun:
 
     @property
     def _window(self) -> int:
+        if self.on_trial:
+            return 1
         limits, client = self._service.router.limits, self._client
         rows = MAX_IN_FLIGHT if limits is None else min(limits.max_batch_size, MAX_IN_FLIGHT)
         return rows if client is None or client.requests is None else min(rows, client.requests)
@@ -304,6 +333,7 @@ class _BatchRun:
         finally:
             self._in_flight -= 1
             self._bytes_in_flight -= len(line)
+            self._tried = max(0, self._tried - 1)
             self._room.set()
 
     async def _record(self, number: int, kind: int, result: BatchResult, *counted: Any) -> None:

@@ -111,7 +111,10 @@ class ApiError(Exception):
         """The body in Anthropic's format, which is the data of an event, too."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         details = ANTHROPIC_DETAILS.get(self.param or "", msgspec.UNSET)
-        return msgspec.json.encode(MessageError(MessageFailure(kind, self.message, details), request_id))
+        text = self.message
+        if self.param is not None and self.param not in text:  # a rule calls the parameter by TGI's name
+            text = f"{self.param}: {text}"
+        return msgspec.json.encode(MessageError(MessageFailure(kind, text, details), request_id))
 
     def openai_event_data(self) -> bytes:
         """The data of an event in OpenAI's format."""
@@ -195,6 +198,11 @@ def validation_error(detail: str, *, param: str | None = None, counted: bool = T
     """422: a parameter or the prompt breaks a rule."""
     text, label = f"Input validation error: {detail}", "validation" if counted else ""
     return ApiError(422, "validation", text, param=param, counted=label)
+
+
+def unknown_after(given: str) -> ApiError:
+    """422: a list is to go on behind what it does not have."""
+    return validation_error(f"`after` is the id of something in the list. Given: {given[:64]}", param="after")
 
 
 def no_such_route(method: str, path: str) -> Rejection:

@@ -73,11 +73,11 @@ from tgi.api.shapes.openai_responses import (
 from tgi.api.shapes.responses import (
     ConversationObject,
     InputItem,
-    ItemList,
     ResponseDeleted,
     ResponseEvent,
     ResponseObject,
 )
+from tgi.api.shapes.types import Page
 
 JSON = "application/json"
 EVENTS = "text/event-stream"  # its schema is that of the data of one event
@@ -316,7 +316,7 @@ OPERATIONS = (
     ),
     Operation(
         "get", "/v1/responses/{response_id}/input_items", "list_input_items", "The items of the request of a response",
-        InputItemsResource, (ok("Some of the items", json(ItemList)), *STORED, VALIDATION),
+        InputItemsResource, (ok("Some of the items", json(Page[InputItem])), *STORED, VALIDATION),
     ),
     Operation(
         "post", "/v1/conversations", "create_conversation", "Begin a conversation that responses go on with",
@@ -336,11 +336,11 @@ OPERATIONS = (
     ),
     Operation(
         "get", "/v1/conversations/{conversation_id}/items", "list_conversation_items", "The items of a conversation",
-        ConversationItemsResource, (ok("Some of the items", json(ItemList)), *STORED, VALIDATION),
+        ConversationItemsResource, (ok("Some of the items", json(Page[InputItem])), *STORED, VALIDATION),
     ),
     Operation(
         "post", "/v1/conversations/{conversation_id}/items", "create_conversation_items", "Append items",
-        ConversationItemsResource, (ok("The new items", json(ItemList)), *UNREADABLE, *STORED),
+        ConversationItemsResource, (ok("The new items", json(Page[InputItem])), *UNREADABLE, *STORED),
     ),
     Operation(
         "get", "/v1/conversations/{conversation_id}/items/{item_id}", "get_conversation_item", "An item",
@@ -361,7 +361,7 @@ OPERATIONS = (
     ),
     Operation(
         "get", "/v1/files", "list_files", "The files that are kept",
-        FilesResource, (ok("Some of the files", json(batches.FileList)), *KEPT, VALIDATION),
+        FilesResource, (ok("Some of the files", json(Page[batches.FileObject])), *KEPT, VALIDATION),
     ),
     Operation(
         "get", "/v1/files/{file_id}", "get_file", "A file's description",
@@ -381,7 +381,7 @@ OPERATIONS = (
     ),
     Operation(
         "get", "/v1/batches", "list_batches", "The batches that are kept",
-        BatchesResource, (ok("Some of the batches", json(batches.BatchList)), *KEPT, VALIDATION),
+        BatchesResource, (ok("Some of the batches", json(Page[batches.BatchObject])), *KEPT, VALIDATION),
     ),
     Operation(
         "get", "/v1/batches/{batch_id}", "get_batch", "A batch",

@@ -70,7 +70,7 @@ class Service:
         kept = self.store_dir
         self.responses = ResponseStore(kept and kept / "responses-1.sqlite", self.settings.response_ttl)
         self.batches = BatchStore(
-            kept and kept / "batches-2.sqlite", self.settings.batch_ttl, self.settings.batch_store_bytes
+            kept and kept / "batches-3.sqlite", self.settings.batch_ttl, self.settings.batch_store_bytes
         )
         self.uploads: Counter[str] = Counter()  # of each client
         self._background: set[asyncio.Task[None]] = set()

@@ -22,12 +22,21 @@ ENCODER_DECODERS = {
     "t5", "t5gemma", "udop", "umt5", "whisper",
 }
 STATE_SPACE = {
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "minimax",
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "minimax",
     "nemotron_h", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba", "zamba2",
 }
 # fmt: on
 DISTANCE_BIAS = {"bloom", "mpt"}
 ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
+# Kinds of layers without attention that the built-in decoder computes, by model_type.
+RECURRENT_LAYERS = {
+    "lfm2": {"conv"},
+    "lfm2_moe": {"conv"},
+    "qwen3_next": {"linear_attention"},
+    "qwen3_5_text": {"linear_attention"},
+    "qwen3_5_moe_text": {"linear_attention"},
+}
+
 
 FINGERPRINTED = (
     "config.json",
@@ -191,10 +200,9 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         )
     layers = text.get("layer_types")
     others = {str(layer) for layer in layers} - ATTENTION if isinstance(layers, list) else set()
+    others -= RECURRENT_LAYERS.get(str(text.get("model_type", kind)), set())
     if others:
-        raise UserError(
-            f"{kind} has layers of kind {min(others)}. Only models with attention in every layer are served."
-        )
+        raise UserError(f"{kind} has layers of kind {min(others)}, which are not served.")
     if kind in STATE_SPACE or "ssm_cfg" in config:
         raise UserError(f"{kind} is a state-space or recurrent model. Only models with attention are served.")
 

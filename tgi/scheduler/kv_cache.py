@@ -11,7 +11,7 @@ the name of the page before it, what its content depends on besides ids (`extra`
 token ids. So a key stands for all ids up to the end of its page, compared exactly and not by hash, and a prefix is
 found page by page. In the other groups the key of a page is the number of its group and the name of the first group's
 page of the same positions. A prefix is found if all groups hold what they need after it: a group with a sliding window
-needs the last pages only.
+needs the last pages only. Recurrent layers need a snapshot of their state at its end (state_snapshots.py).
 """
 
 from array import array
@@ -22,9 +22,10 @@ from operator import eq
 from struct import Struct
 
 from tgi.microkernel.messages.codec import INT32, unpack_int32
-from tgi.microkernel.messages.kv_groups import MAX_GROUPS
+from tgi.microkernel.messages.kv_groups import MAX_GROUPS, paged_groups, recurrent_group
 from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, PageExtra
-from tgi.scheduler.request import Request, extras_out_of_range
+from tgi.scheduler.request import NO_SNAPSHOTS, Request, extras_out_of_range
+from tgi.scheduler.state_snapshots import StateSnapshots
 
 # Share of the pages that is evicted ahead of time, so that planning a step does not wait for eviction.
 FREE_PAGES_SHARE = 0.02
@@ -42,9 +43,11 @@ class KVCacheManager:
     def __init__(self, limits: DeploymentLimits) -> None:
         self._limits = limits
         self._page_size = limits.page_size
-        self._groups = limits.groups
-        self._tables = len(limits.groups)  # page tables of a request
-        self.slides = any(group.slides for group in limits.groups)
+        self._groups = paged_groups(limits.groups)
+        self._tables = len(self._groups)  # page tables of a request
+        self.slides = any(group.slides for group in self._groups)
+        recurrent = recurrent_group(limits.groups)
+        self.snapshots = None if recurrent is None else StateSnapshots(recurrent, limits.page_size)
         self._free_target = int(limits.pages * FREE_PAGES_SHARE)
         self._filled: list[Request] = []  # may have full pages that are not published yet
         self._ended: list[Request] = []  # have left their slots; their pages are released by `commit`
@@ -70,7 +73,7 @@ class KVCacheManager:
         the others in exchange for these. False if then fewer than `spare` pages would be available."""
         pool = self.pool
         size = self._page_size
-        tables, prefix = self._find_prefix(request, column, max_cached)
+        tables, prefix, found = self._find_prefix(request, column, max_cached)
         cached = len(tables[0])
         request.planned = cached * size
         wanted = self._wanted_pages(request, request.planned)
@@ -87,7 +90,39 @@ class KVCacheManager:
         request.capacity = min(wanted) * size
         request.published_pages = cached
         request.prefix = prefix
+        if self.snapshots is not None:
+            positions = self.snapshots.positions(request.planned, found * size, len(request.token_ids))
+            request.snapshot_at = positions if request.shares_pages else NO_SNAPSHOTS
         return True
+
+    def restore_state(self, snapshots: StateSnapshots, request: Request) -> None:
+        """A request with recurrent state has got its slot: the state goes on from the end of its cached prefix."""
+        if request.planned:
+            snapshots.restore(request.prefix, request.slot)
+
+    def snapshot_prompt(self, request: Request, budget: int) -> int:
+        """Takes the snapshot that is due where the next chunk of a prompt begins. Returns how many tokens the chunk may
+        have, at most `budget`: it ends at the next snapshot."""
+        due = request.snapshot_at
+        if due[0] == request.planned:
+            del due[0]
+            self._snapshot(request)
+        return min(budget, due[0] - request.planned) if due else budget
+
+    def _snapshot_decoding(self, snapshots: StateSnapshots, grown: list[Request]) -> None:
+        """Takes the snapshots that are due of requests that have got pages. The row of a decoding request that has got
+        a page begins at the border before it, unless that row was planned one by one."""
+        for request in grown:
+            start = request.capacity - self._page_size
+            if request.partition is not None and request.planned == start and snapshots.due(start):
+                self._snapshot(request)
+
+    def _snapshot(self, request: Request) -> None:
+        """Takes a snapshot of a request whose steps so far end at a page border, if all ids of that page are known."""
+        if request.shares_pages:
+            self._publish(request)
+            if self.snapshots is not None and request.published_pages * self._page_size == request.planned:
+                self.snapshots.take(request.prefix, request.slot)
 
     def _wanted_pages(self, request: Request, start: int) -> list[int]:
         """The length of each page table of a request whose positions from `start` on are to be computed."""
@@ -175,6 +210,8 @@ class KVCacheManager:
                 [*compress(pages, valid)],
             )
         self._clear_appended()
+        if self.snapshots is not None:
+            self._snapshot_decoding(self.snapshots, requests)
         tables = self._tables
         return [request.slot * tables + group for request, group in zip(requests, groups, strict=True)], pages
 
@@ -226,9 +263,9 @@ class KVCacheManager:
                         self.pool.publish_followers(number, table[begin:end], names)
             request.published_pages = last
 
-    def _find_prefix(self, request: Request, column: bytes, max_cached: int) -> tuple[list[list[int]], bytes]:
+    def _find_prefix(self, request: Request, column: bytes, max_cached: int) -> tuple[list[list[int]], bytes, int]:
         """The pages of the longest cached prefix that all groups hold, at most `max_cached` in each table, each with
-        one more reference, and the name of the prefix."""
+        one more reference; the name of the prefix; and how many pages the first group holds."""
         pool, size = self.pool, self._page_size
         lead: list[int] = []
         prefix = ROOT_PREFIX
@@ -238,9 +275,9 @@ class KVCacheManager:
                 lead, prefix = lead + found, name
             if len(lead) < end:
                 break
-        if not lead or (self._tables == 1 and not self.slides):
-            return [lead, *([] for _ in self._groups[1:])], prefix
-        return self._common_prefix(lead)
+        if not lead or (self._tables == 1 and not self.slides and self.snapshots is None):
+            return [lead, *([] for _ in self._groups[1:])], prefix, len(lead)
+        return *self._common_prefix(lead), len(lead)
 
     def _common_prefix(self, lead: list[int]) -> tuple[list[list[int]], bytes]:
         """As `_find_prefix`, for the pages of the first group: the part of them after which every group has what it
@@ -252,7 +289,7 @@ class KVCacheManager:
         while page > min(needed, default=page):
             page -= 1
             for number, first in enumerate(needed, 1):
-                if page >= first and not pool.has_follower(number, names[page]):
+                if page >= first and not self._has_follower(number, names[page]):
                     pages, needed = page, self._followers_need(page)
                     break
         tables = []
@@ -265,14 +302,22 @@ class KVCacheManager:
         return tables, names[pages - 1] if pages else ROOT_PREFIX
 
     def _followers_need(self, pages: int) -> list[int]:
-        """For each group but the first one, the first page that it needs after a prefix of this many pages."""
-        return [group.first_kept(pages * self._page_size, self._page_size) for group in self._groups[1:]]
+        """For each group but the first one, the first page that it needs after a prefix of this many pages. Recurrent
+        layers, which are the last group, need a snapshot at the end of the last one."""
+        needed = [group.first_kept(pages * self._page_size, self._page_size) for group in self._groups[1:]]
+        return needed if self.snapshots is None else [*needed, max(0, pages - 1)]
+
+    def _has_follower(self, group: int, name: bytes) -> bool:
+        if group == self._tables:
+            return self.snapshots is not None and name in self.snapshots
+        return self.pool.has_follower(group, name)
 
     def worker_state_lost(self) -> None:
         """The worker's tensors are gone: all pages are empty, and no prefix is cached."""
         self.commit()
         self._clear_appended()
         self.pool = PagePool(self._limits.pages, self._page_size)
+        self._drop_snapshots()
 
     def forget(self, pages: Iterable[int]) -> None:
         """The steps that were to fill these pages have failed: no prefix is found there. To be called when no request
@@ -280,11 +325,16 @@ class KVCacheManager:
         self.commit()
         self._clear_appended()
         self.pool.forget(pages)
+        self._drop_snapshots()  # the steps may have copied a state that another one has spoilt
+
+    def _drop_snapshots(self) -> None:
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def adopt(self, held: Iterable[HeldPages]) -> int:
         """Publishes pages that the worker has computed for an earlier scheduler. To be called before any page is
         allocated. Returns the number of pages that can be found now."""
-        size, tables = self._page_size, self._tables
+        size, tables = self._page_size, len(self._limits.groups)
         adopted = 0
         free = set(self.pool.free)
         for one in held:
@@ -302,8 +352,10 @@ class KVCacheManager:
                 column = one.token_ids[begin * size * ID_BYTES : end * size * ID_BYTES]
                 taken, names = self.pool.adopt(prefix + extra, columns[0][begin:end], column, free)
                 own += taken
-                for number in range(1, tables):
+                for number in range(1, self._tables):
                     own += self.pool.adopt_followers(number, columns[number][begin : begin + len(names)], names, free)
+                if self.snapshots is not None:
+                    self.snapshots.adopt(names, columns[-1][begin : begin + len(names)])
                 if len(names) < end - begin:
                     break
                 prefix = names[-1]
@@ -318,6 +370,8 @@ class KVCacheManager:
         for request in held:
             assert request.capacity == min(map(len, request.tables)) * self._page_size, "capacity and tables disagree"
         self.pool.check([page for page in table if page != NO_PAGE] for request in held for table in request.tables)
+        if self.snapshots is not None:
+            self.snapshots.check()
 
 
 def _runs(extras: list[PageExtra], first: int, last: int, page_size: int) -> Iterator[tuple[int, int, bytes]]:

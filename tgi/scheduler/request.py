@@ -23,6 +23,7 @@ from tgi.microkernel.recovery.work_register import fingerprint_number
 from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
+NO_SNAPSHOTS: list[int] = []
 MAX_EXTRA_BYTES = 256
 MAX_RID = 2**32 - 1  # the columns of rids are uint32
 # A step number that is never reached: results do not concern a request without a slot.
@@ -92,6 +93,7 @@ class Request:
         "share",
         "shares_pages",
         "slot",
+        "snapshot_at",
         "state",
         "stop_ids",
         "tables",
@@ -111,6 +113,7 @@ class Request:
     shares_pages: bool  # whether it uses the prefix cache: finds pages of other requests, and they find its pages
     published_pages: int  # of each table: its first pages, which are in the prefix cache
     prefix: bytes  # the name of the prefix in these pages
+    snapshot_at: list[int]  # positions of its prompt at which a snapshot of its recurrent state is to be taken
     partition_index: int  # its index in the columns of its partition
     decodes_since: int  # the step after which it entered the partition
     due_step: int  # the step count of its partition at which it needs a page or samples its last token
@@ -156,6 +159,7 @@ class Request:
         self.missing_pages = 0  # pages that were needed when its admission last failed; 0: not tried
         self.partition: Partition | None = None  # while it decodes
         self.slot = NO_SLOT
+        self.snapshot_at = NO_SNAPSHOTS
         self.vector = b""  # what it ends in, with `pooling`
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
 

@@ -3,6 +3,7 @@
 from array import array
 
 from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
+from tgi.microkernel.messages.kv_groups import paged_groups
 from tgi.microkernel.messages.protocol import (
     CHUNK,
     LAST_CHUNK,
@@ -78,7 +79,7 @@ class StepPlanner:
         self._speculation = speculation
         self._spare_pages = int(limits.pages * SPARE_PAGES_SHARE)
         self._max_share_preemptions = max(1, int(limits.max_batch_size * PREEMPTED_SLOTS_SHARE))
-        self._tables = len(limits.groups)  # page tables of a slot
+        self._tables = len(paged_groups(limits.groups))  # page tables of a slot
         # The number of each page table as a packed column of one item.
         self._table_columns = [pack_column(INT32, [at]) for at in range(limits.max_batch_size * self._tables)]
 
@@ -109,6 +110,8 @@ class StepPlanner:
             tables, pages = kv_cache.take_appended()
             builder.page_tables.insert(0, pack_column(INT32, tables))  # before any other page of the same request
             builder.page_ids[:0] = pages
+        if kv_cache.snapshots is not None:
+            builder.state_copies = kv_cache.snapshots.take_copies()
         return builder.build(
             number,
             epoch,
@@ -284,6 +287,8 @@ class StepPlanner:
             budget = request.capacity - start
             if not budget:
                 return 0
+        if request.snapshot_at:
+            budget = self.kv_cache.snapshot_prompt(request, budget)
         tokens = known - start
         samples = tokens <= budget
         if not samples:
@@ -342,6 +347,8 @@ class StepPlanner:
             return False
         slot = self.batch.assign_slot(request)
         request.valid_from_step = number
+        if kv_cache.snapshots is not None:
+            kv_cache.restore_state(kv_cache.snapshots, request)
         if found := request.planned:
             self._counters.cache_hit_tokens += found
             if request.first_planned_at is None:
@@ -481,6 +488,7 @@ class StepBuilder:
         self.rows = array(INT32)  # the slots of the decode rows
         self.starts = array(INT32)  # their positions
         self.starts_sum = 0
+        self.state_copies = b""  # as in Step
         self.chunks: list[tuple[int, int, int, bool]] = []  # slot, start, tokens, whether the row samples
         self.draft_ids: list[bytes] = []  # of each row in `drafts`: int32
         # As in InFlightStep:
@@ -556,6 +564,7 @@ class StepBuilder:
             counts=counts,
             samples=samples,
             limit_ms=0 if late_after is None else int(1000 * (late_after + HANG_SECONDS)),
+            state_copies=self.state_copies,
         )
         if self.drafts:
             drafts = pack_column(INT32, self.drafts) + bytes(ITEM_BYTES * len(self.chunks))

@@ -166,7 +166,13 @@ class ChatRenderer:
         return RenderedChat(
             text=text,
             answer_format=_answer_format(
-                call_formats, tags, text, continue_final, offered, self.formats.channels(template)
+                call_formats,
+                tags,
+                text,
+                continue_final,
+                offered,
+                self.formats.channels(template),
+                self.formats.text_tags(template),
             ),
             tools=offered,
             call_required=chat.get("tool_choice") == "required",
@@ -215,6 +221,7 @@ def _answer_format(
     continue_final: bool,
     tools: list[OfferedTool],
     channels: bool,
+    text_tags: tuple[str, str] | None,
 ) -> AnswerFormat | None:
     """What the answer to a prompt may contain. With `continue_final` the prompt ends within the answer."""
     in_reasoning = False
@@ -226,10 +233,11 @@ def _answer_format(
         if not in_reasoning and (continue_final or end.endswith(tags.close)):
             tags = None  # the reasoning is complete
     channels = channels and not continue_final  # a message that is continued has its header
-    if not call_formats and tags is None and not channels:
+    text_tags = None if continue_final else text_tags
+    if not call_formats and tags is None and not channels and text_tags is None:
         return None
     types = {tool.name: argument_types(tool.schema) for tool in tools} if call_formats else None
-    return AnswerFormat(call_formats, tags, in_reasoning, channels=channels, tools=types)
+    return AnswerFormat(call_formats, tags, in_reasoning, channels=channels, tools=types, text_tags=text_tags)
 
 
 def _options(chat: JsonObject, features: TemplateFeatures) -> JsonObject:

@@ -40,6 +40,9 @@ MAX_LOGGED_SCHEMAS = 256
 
 NO_VECTORS = "this model generates text: it makes no embeddings, scores or classes of its inputs"
 NO_TEXT = "this model generates no text: it makes a vector of its input (see /v1/embeddings, /rerank and /classify)"
+TEXT_COMES_LATER = (
+    "the answers of this model begin with something else than their text, so they have no probabilities here"
+)
 
 # The grammar of an answer for the worker, from the client's as JSON and the chat. Raises GrammarError.
 BuildGrammar = Callable[[bytes, RenderedChat | None], CheckedGrammar]
@@ -61,6 +64,7 @@ class EncodedPrompt(NamedTuple):
     not_enforced: list[str] = []  # keywords of schemas, see CheckedGrammar
     answer_format: AnswerFormat | None = None  # None: the answer is plain text
     bad_words: list[list[int]] = []  # token sequences of Generate.bad_words
+    listed_ids: list[int] = []  # of Generate.listed_texts
     text: str = ""  # the decoded text, if the prompt came as ids
     reasoning_limit: ReasoningLimit | None = None  # of an answer that may have reasoning
 
@@ -122,6 +126,8 @@ class PromptEncoder:
                 prompt = prompt._replace(answer_format=chat.answer_format, reasoning_limit=chat.reasoning_limit)
             if generate.bad_words:
                 prompt = prompt._replace(bad_words=encode_bad_words(self._vocabulary, generate.bad_words))
+            if generate.listed_texts:
+                prompt = prompt._replace(listed_ids=listed_ids(self._vocabulary, generate.listed_texts, prompt))
             if generate.grammar or (chat is not None and chat.tools):
                 return UnconstrainedPrompt(prompt, chat)
             return prompt
@@ -356,6 +362,18 @@ def encode_bad_words(vocabulary: Vocabulary, words: Sequence[str]) -> list[list[
             if len(after_space) == len(bare) and after_space[0] != bare[0]:
                 sequences.append(after_space)
     return sequences
+
+
+def listed_ids(vocabulary: Vocabulary, texts: Sequence[str], prompt: EncodedPrompt) -> list[int]:
+    """The tokens that read like these texts at the beginning of the answer to a prompt. Raises EncodeError."""
+    answer = prompt.answer_format
+    if answer is not None and (answer.channels or answer.starts_in_reasoning):
+        raise EncodeError(TEXT_COMES_LATER)
+    found = [vocabulary.ids_of(text) for text in texts]
+    if not all(found):
+        missing = ", ".join(text for text, ids in zip(texts, found, strict=True) if not ids)
+        raise EncodeError(f"this model has no token of its own for: {missing}")
+    return [token_id for ids in found for token_id in ids]
 
 
 def _token_starts(offsets: list[tuple[int, int]]) -> list[int]:

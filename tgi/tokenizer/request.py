@@ -100,7 +100,7 @@ class TokenizerRequestState:
         self.prompt = prompt
         sampling = self.generate.sampling._replace(grammar=prompt.grammar)
         self.generate = self.generate._replace(
-            inputs="", chat=b"", grammar=b"", input_ids=b"", bad_words=[], sampling=sampling
+            inputs="", chat=b"", grammar=b"", input_ids=b"", bad_words=[], listed_texts=[], sampling=sampling
         )
         if self.generate.pooling is not None:
             self.generate = self.generate._replace(pooling=PoolingInput())
@@ -123,6 +123,8 @@ class TokenizerRequestState:
         if words := [word for word in self.prompt.bad_words if max(word) < model_vocab_size]:
             ids = pack_column(INT32, [token_id for word in words for token_id in word])
             sampling = sampling._replace(bad_word_ids=ids, bad_word_lengths=pack_column(INT32, map(len, words)))
+        if listed := [token_id for token_id in self.prompt.listed_ids if token_id < model_vocab_size]:
+            sampling = sampling._replace(listed_ids=pack_column(INT32, listed))
         limit, answer_format = self.prompt.reasoning_limit, self.prompt.answer_format
         if limit is not None and answer_format is not None:
             budget = limit.budget(max_new_tokens)

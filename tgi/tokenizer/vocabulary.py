@@ -81,6 +81,13 @@ class Vocabulary:
             return text
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
+    def ids_of(self, text: str) -> list[int]:
+        """The tokens whose text at the beginning of an answer is this word or character."""
+        # Those of SentencePiece models: after a space, and as a byte.
+        forms = (text, f"\u2581{text}", f"<0x{text.encode().hex().upper()}>")
+        found = (self.tokenizer.token_to_id(form) for form in forms)
+        return [token_id for token_id in found if token_id is not None and self.token_text(token_id) == text]
+
     def token_bytes(self, ids: Iterable[int]) -> list[TokenBytes]:
         """The bytes of these ids, of `partial`."""
         return [TokenBytes(token_id, self.partial[token_id]) for token_id in sorted(ids)]

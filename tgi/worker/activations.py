@@ -20,6 +20,16 @@ def _clamped_silu(x: Tensor) -> Tensor:
     return (x.float() * sigmoid(ALPHA * x.float())).to(x.dtype)
 
 
+def xielu(x: Tensor, positive: float, negative: float) -> Tensor:
+    """x / 2, plus positive * x^2 above 0 and else negative * (exp(x) - 1 - x), where x counts as at most -1e-6 in the
+    exponent: the activation of Apertus, whose factors are learned. As batch invariant as `sigmoid`."""
+    wide = x.float()
+    low = wide.clamp(max=-1e-6)
+    shares = torch.stack((low, torch.zeros_like(low)), -1).softmax(-1)
+    power = shares[..., 0] / shares[..., 1] - 1
+    return (torch.where(wide > 0, wide * wide * positive, (power - wide) * negative) + 0.5 * wide).to(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

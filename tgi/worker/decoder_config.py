@@ -5,10 +5,11 @@ With x the hidden state of a token and r the residual scale, a layer computes
     x = x + r * attention_after(attention(attention_before(x)))
     x = x + r * mlp_after(mlp(mlp_before(x)))
 
-Each of the four norms may be absent.
+Each of the four norms may be absent. In a recurrent layer another mixer stands in the place of attention.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 # Not a rotation but a factor of queries (Llama 4, Ministral 3), 1 + beta ln(1 + floor(position / original)). beta is
@@ -42,9 +43,18 @@ def rope_type(parameters: dict[str, Any]) -> str:
     return parameters.get("rope_type", parameters.get("type")) or "default"
 
 
+class Mixer(StrEnum):
+    """What mixes the tokens of a sequence in a layer."""
+
+    ATTENTION = "attention"
+    SHORT_CONV = "short_conv"
+    GATED_DELTA = "gated_delta"
+
+
 class LayerConfig(NamedTuple):
     """What may differ between layers."""
 
+    mixer: str = Mixer.ATTENTION  # a Mixer
     window: int | None = None  # sliding window in tokens, including the query's own; None = full attention
     rope: int | None = 0  # index into DecoderConfig.ropes; None = no rotary embedding
     query_scale: int | None = None  # index of a rope of QUERY_SCALE, which applies to the queries alone, at last
@@ -82,6 +92,71 @@ class ExpertsConfig:
     router: RouterConfig
     shared_intermediate: int = 0  # width of the shared expert; 0: there is none
     shared_gated: bool = False
+
+
+class StateShape(NamedTuple):
+    """A tensor that a recurrent layer keeps of a request."""
+
+    shape: tuple[int, ...]
+    wide: bool = False  # in float32, else in the model's dtype
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A gated convolution over the last `kernel` tokens (LFM2): with b, c and u the three parts of a projection of the
+    input, y = out(c * conv(b * u)), where conv weighs each of its channels by itself."""
+
+    channels: int
+    kernel: int
+    bias: bool = False  # of the convolution and of both projections
+
+    @property
+    def state(self) -> dict[str, StateShape]:
+        """What a layer keeps of a request: the last inputs, the oldest first."""
+        return {"window": StateShape((self.kernel - 1, self.channels))}
+
+    def part(self, channels: range) -> "ShortConvConfig":
+        """That of a rank with these channels."""
+        return replace(self, channels=len(channels))
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """The gated delta rule of cpu_kernels/delta_rule.h (Qwen3-Next), of a convolution of q, k and v over the last
+    `kernel` tokens. Each key head belongs to as many neighbouring value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # elements of a head
+    value_dim: int
+    kernel: int
+    # One tensor of the checkpoint holds q, k, v and z of each key head, another one b and a; otherwise one holds q, k
+    # and v, one after the other, and three hold z, b and a.
+    by_key_head: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Elements of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> dict[str, StateShape]:
+        """What a layer keeps of a request: the last inputs of the convolution, the oldest first, and a matrix of each
+        value head."""
+        return {
+            "window": StateShape((self.kernel - 1, 2 * self.keys + self.values)),
+            "matrix": StateShape((self.value_heads, self.key_dim, self.value_dim), wide=True),
+        }
+
+    def part(self, key_heads: range) -> "GatedDeltaConfig":
+        """That of a rank with these key heads."""
+        values = len(key_heads) * self.value_heads // self.key_heads
+        return replace(self, key_heads=len(key_heads), value_heads=values)
 
 
 @dataclass(frozen=True)
@@ -159,11 +234,13 @@ class TensorNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    activation: str = "mlp.act_fn"  # of the factors of xielu
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     router_bias_is_row: bool = False  # it is stored as a matrix of one row
     shared_expert: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
+    mixer: str = "conv"  # prefix of the tensors of a recurrent layer
     # "{}" stands for the number of the expert.
     expert_gate: str = "mlp.experts.{}.gate_proj"
     expert_up: str = "mlp.experts.{}.up_proj"
@@ -175,6 +252,7 @@ class TensorNames:
     attention_after: str | None = None
     mlp_before: str | None = "post_attention_layernorm"
     mlp_after: str | None = None
+    last_norm: str = "model.norm"  # the whole name
 
     @property
     def shared_parts(self) -> tuple[str, str, str]:
@@ -216,13 +294,17 @@ class DecoderConfig:
     output_bias: bool = False  # of the output projection
     latent: LatentConfig | None = None  # with qkv_bias, the down projections have biases
     sinks: bool = False  # each head has a score without a value: see KVCacheSpec.sinks
+    # The result is multiplied by sigmoid(g): of each head, the query projection has the query, then g.
+    output_gate: bool = False
 
     # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an activation of activations.ACTIVATIONS, by
-    # which the product may be another: activations.gated.
+    # which the product may be another: activations.gated. Without a gate it may be xielu.
     activation: str = "silu"
     gated: bool = True
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None  # of the routed layers
+
+    recurrent: ShortConvConfig | GatedDeltaConfig | None = None  # the mixer of the layers that have no attention
 
     # Residual stream and logits.
     # x + attention(attention_before(x)) + mlp(mlp_before(x)); without mlp_before, mlp(attention_before(x))
@@ -233,3 +315,17 @@ class DecoderConfig:
     residual_scale: float = 1.0  # r above
     logit_scale: float = 1.0  # logits = logit_scale * head(norm(x)),
     logit_cap: float | None = None  # then c * tanh(logits / c), if set
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The numbers of the layers that have attention. The KV cache counts these alone."""
+        return [number for number, layer in enumerate(self.layers) if layer.mixer == Mixer.ATTENTION]
+
+    @property
+    def attention_windows(self) -> list[int | None]:
+        """The sliding windows of these layers."""
+        return [self.layers[number].window for number in self.attention_layers]
+
+    def cache_number(self, layer: int) -> int:
+        """The number of a layer among those that have attention or, of a recurrent layer, among the recurrent ones."""
+        return sum(one.mixer == self.layers[layer].mixer for one in self.layers[:layer])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import queue
 import time
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, Reply, request, silent, standard, texts
-from tgi.api import batch_store, sqlite_store
+from tgi.api import batch_store, batches, sqlite_store
 from tgi.api.batch_store import ERROR, OUTPUT, BatchStore, Result, StoredFile, StoreFull
 from tgi.api.routes import batches as routes
 from tgi.api.shapes.batches import BatchObject
@@ -122,6 +123,9 @@ def test_a_file_is_kept_as_it_is(front: Front, monkeypatch: pytest.MonkeyPatch) 
     listed = json.loads(get(front, f"/v1/files?limit=1&purpose=batch&after={later['id']}").body)
     assert listed["data"] == [file]
     assert json.loads(get(front, "/v1/files?order=asc").body)["data"][0] == file
+    for unknown in (f"/v1/files?after={file['id']}x", "/v1/batches?after=batch_x"):
+        refused = get(front, unknown)
+        assert (refused.status, json.loads(refused.body)["error"]["param"]) == (422, "after")
     for one in (path, f"{path}/content"):
         assert get(front, one, key="other").status == 404
     assert get(front, path, "DELETE", key="other").status == 404
@@ -394,6 +398,42 @@ def answer_wide(message: Generate, text: str) -> list[Any]:
     return [texts(message.rid, (5, text, -0.3, False)), End(message.rid, FinishReason.LENGTH, "", text, 3, 1)]
 
 
+def lose(front: Front, number: int, unanswered: int) -> None:
+    """As if this many front ends had ended with the only batch that has not ended."""
+    query = "UPDATE batches SET status='in_progress', body=json_set(body, '$.status', 'in_progress'), runner='lost', "
+    query += "losses=?, unanswered=? WHERE status='validating'"
+    work = front.service.batches._run(lambda db: db.execute(query, (number, unanswered)).rowcount)
+    assert asyncio.run_coroutine_threadsafe(work, front._loop).result(10) == 1
+
+
+@pytest.mark.parametrize("losses", [1, 3])
+def test_a_request_that_ends_front_ends_is_found_and_blamed(
+    front: Front, losses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counting this one, two losses: requests are sent one at a time. Four: the first one is blamed."""
+    tokenizer = front.tokenizers[0]
+    monkeypatch.setattr(batches, "MAX_RUNNING", 0)
+    made = create(front, lines(*map(line, range(4))))
+    lose(front, losses, 0)
+    tokenizer.answer = silent
+    monkeypatch.undo()
+    sent = [tokenizer.next(Generate) for _ in range(2 if losses == 3 else 1)]
+    with pytest.raises(queue.Empty):
+        tokenizer.next(Generate, 0.3)
+    tokenizer.answer = standard
+    for message in sent:
+        for answer in standard(message) or ():
+            tokenizer.send(answer)
+    done = ended(front, made)
+    assert (done["status"], done["request_counts"]) == (
+        "completed", {"total": 0, "completed": 4 - (losses == 3), "failed": losses == 3},
+    )  # fmt: skip
+    if losses == 3:
+        (blamed,) = content(front, done["error_file_id"])
+        assert (blamed["custom_id"], blamed["error"]["code"]) == ("r0", "server_error")
+        assert blamed["error"]["message"].startswith("4 processes of the server have ended")
+
+
 # --- the store ---
 
 NOW = int(time.time())
@@ -427,17 +467,17 @@ def test_a_request_counts_once_and_one_front_end_has_the_lease(tmp_path: Path, m
         for name in ("batch_1", "batch_2"):
             assert await one.create_batch("me", batch(name), 1000)
         assert not await one.create_batch("you", batch("batch_3"), 1000)
-        claimed = await one.claim("one")
+        claimed = await one.claim("one", True)
         assert claimed is not None
         assert (claimed[0], claimed[1].id) == ("me", "batch_1")
-        assert await other.claim("other") is None  # a client has one at a time
+        assert await other.claim("other", True) is None  # a client has one at a time
         await one.move("batch_2", ("validating",), "cancelling")
-        cancelled = await other.claim("other")  # which needs no turn
+        cancelled = await other.claim("other", True)  # which needs no turn
         assert cancelled is not None
         assert cancelled[1].id == "batch_2"
         assert await one.move("batch_1", ("validating",), "in_progress")
         monkeypatch.setattr(batch_store, "LOST_SECONDS", -1)
-        taken = await other.claim("other")
+        taken = await other.claim("other", True)
         assert taken is not None
         assert await one.beat("batch_1", "one") is None
         assert await other.beat("batch_1", "other") is not None
@@ -457,6 +497,31 @@ def test_a_request_counts_once_and_one_front_end_has_the_lease(tmp_path: Path, m
             file = await one.file("me", str(file_id))
             assert file is not None
             assert b"".join(line for _, line in await one.content(file, -1, 100)) == expected
+
+    run(work, tmp_path / "s")
+
+
+def test_front_ends_lost_before_one_result_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_store, "LOST_SECONDS", -1)
+
+    async def work(one: BatchStore, other: BatchStore) -> None:
+        await one.begin_upload(FILE_1)
+        await one.append_lines(FILE_1, 0, [b"\n", b"a\n", b"b\n", b"c\n"])
+        await one.finish_upload(FILE_1)
+        assert await one.create_batch("me", batch("batch_1"), 1000)
+        losses = []
+        for name, answered in zip("abcdefg", (None, None, 2, None, 1, None, None), strict=True):
+            claimed = await one.claim(name, losses[-1:] != [1])  # a batch on trial is for a front end without others
+            if claimed is None:
+                claimed = await one.claim(name, True)
+            assert claimed is not None
+            losses.append(claimed.losses)
+            await one.move("batch_1", ("validating",), "in_progress")
+            if answered is not None:
+                await one.record("batch_1", [Result(answered, OUTPUT, b"x\n")])
+        assert losses == [0, 1, 2, 3, 4, 1, 2]
+        await one.release("batch_1", "g")
+        assert (await other.claim("h", False), (await other.claim("h", True)).losses) == (None, 2)  # type: ignore[union-attr]
 
     run(work, tmp_path / "s")
 
@@ -488,7 +553,7 @@ def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert await store.move("batch_1", ("validating",), "in_progress")
         with pytest.raises(StoreFull):
             await asyncio.gather(*(store.create_batch("me", batch(f"batch_{number}"), 1000) for number in range(2, 9)))
-        claimed = await store.claim("one")
+        claimed = await store.claim("one", True)
         assert claimed is not None
         assert (lease := await store.beat("batch_1", "one")) is not None
         assert not lease.full

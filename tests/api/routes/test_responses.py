@@ -299,6 +299,7 @@ def test_the_items_of_a_conversation(front: Front) -> None:
     response = post(front, input="three", conversation=path.rpartition("/")[2])
     assert listed() == ["one", "two", "three", " a"]
     assert listed(f"&limit=1&after={first['id']}") == ["two"]
+    assert get(front, f"{path}/items?after=msg_x").status == 422
     item = f"{path}/items/{second['id']}"
     assert json.loads(get(front, item).body) == second
     for method in ("GET", "DELETE"):

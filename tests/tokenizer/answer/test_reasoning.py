@@ -22,6 +22,8 @@ from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.tokenizer.vocabulary import Vocabulary
 
 OPEN = PLAIN + "<think>\n"  # the prompt ends within reasoning, as for DeepSeek R1
+ERNIE = THINKING + "{# <tool_call> <response> </response> #}"
+HUNYUAN = THINKING + "{# <tool_calls> <answer> </answer> #}"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SCHEMAS = [{"schema": SCHEMA}, {"schema_text": json.dumps(SCHEMA)}, {"regex": r'\{"a": \d+/?\}'}]
 CALL = FAMILIES["hermes"].write(SUN)
@@ -47,6 +49,16 @@ def hi(**fields: Any) -> bytes:
         (OPEN, "\nHm\n</think>\n\nYes", [("reasoning", "Hm"), ("text", "Yes")]),
         (OPEN, "Hm", [("reasoning", "Hm")]),
         (OPEN, "</think>Yes", [("text", "Yes")]),
+        (ERNIE, "<think>\nHm\n</think>\n\n<response>\nYes\n</response>\n", [("reasoning", "Hm"), ("text", "Yes")]),
+        (ERNIE, "<response>\nYes </resp\n", [("text", "Yes </resp\n")]),
+        (
+            ERNIE,
+            "<think>Hm</think>A <response> b</response>",
+            [("reasoning", "Hm"), ("text", "A <response> b</response>")],
+        ),
+        (ERNIE, "\n<resp", [("text", "\n<resp")]),
+        (HUNYUAN, "<think>\nHm\n</think>\n<answer>\nYes\n</answer>", [("reasoning", "Hm"), ("text", "Yes")]),
+        (THINKING + "{# <answer> </answer> #}", "<answer>Yes</answer>", [("text", "<answer>Yes</answer>")]),
     ],
 )
 def test_parts(template: str, answer: str, parts: list[tuple[str, str]], vocabulary: Vocabulary) -> None:

@@ -73,7 +73,9 @@ def test_weights_of_different_formats_cannot_be_packed_together() -> None:
 class Apart(DecoderWeightLoader):
     """Makes two layers where one would do."""
 
-    def _gate_and_up(self, gate: StoredMatrix, up: StoredMatrix) -> tuple[Linear | None, Linear]:
+    def _gate_and_up(
+        self, gate: StoredMatrix, up: StoredMatrix, factors: object = None
+    ) -> tuple[Linear | None, Linear]:
         first, second = self._matrices(self._config.mlp_bias, self._config.hidden, gate, up)
         return self._build(*first, self._config.activation), self._build(*second, "mul")
 

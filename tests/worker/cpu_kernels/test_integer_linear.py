@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant, numbers
-from tests.worker.cpu_kernels.test_linear import PLAIN
+from tests.worker.cpu_kernels.test_linear import FACTORS, PLAIN
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
 from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight
 
@@ -79,10 +79,11 @@ def test_epilogues_match_those_of_other_products(kernels: CpuKernels, then: str,
     packed = kernels.pack_weight(weight)
     x, other = (numbers(40, size, dtype=kernels.dtype) for size in (160, 100))
     bias, plus = torch.randn(100), torch.randn(40, 200)[:, 50:150]
-    found = kernels.linear(x, packed, bias, EPILOGUES[then], other, plus)
+    found = kernels.linear(x, packed, bias, EPILOGUES[then], other, plus, factors=FACTORS)
     for count in (1, 17):
         assert torch.equal(
-            kernels.linear(x[:count], packed, bias, EPILOGUES[then], other[:count], plus[:count]), found[:count]
+            kernels.linear(x[:count], packed, bias, EPILOGUES[then], other[:count], plus[:count], factors=FACTORS),
+            found[:count],
         )
     sums = expected_product(kernels, x, weight) + bias + plus
     expected = PLAIN[then](sums, other)

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.worker.cpu_kernels.available import EMULATED, EPSILON, VARIANTS, load_variant, numbers
-from tgi.worker.activations import ALPHA, LIMIT, clamped_mul
+from tgi.worker.activations import ALPHA, LIMIT, clamped_mul, xielu
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
 from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.layers.rotary import RotaryEmbedding
 
 CPU = torch.device("cpu")
+FACTORS = (1.3, 0.7)  # of xielu
 PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "none": lambda y, _: y,
     "silu": lambda y, _: F.silu(y),
@@ -23,6 +24,7 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda y, _: F.relu(y),
     "relu2": lambda y, _: F.relu(y).square(),
     "clamped_silu": lambda y, _: y.clamp(max=LIMIT) * torch.sigmoid(ALPHA * y.clamp(max=LIMIT)),
+    "xielu": lambda y, _: xielu(y, *FACTORS),
     "add": lambda y, other: y + other,
     "mul": lambda y, other: y * other,
     "clamped_mul": clamped_mul,
@@ -84,7 +86,7 @@ def test_epilogues_are_computed_on_float32_sums(kernels: CpuKernels, then: str) 
     packed = kernels.pack_weight(weight)
     plus = 4 * torch.randn(40, 100)
     sums = kernels.linear(x, packed, plus=plus, wide=True)
-    y = kernels.linear(x, packed, None, EPILOGUES[then], other, plus)
+    y = kernels.linear(x, packed, None, EPILOGUES[then], other, plus, factors=FACTORS)
     expected = PLAIN[then](sums.double(), other.double())
     assert ((y.double() - expected).abs() <= epsilon * expected.abs() + 1e-6).all()
 

@@ -64,12 +64,13 @@ def logits(call: RankCall | None, *options: Any) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in LENGTHS]
     pages = [list(range(4 * row, 4 * row + 4)) for row in range(len(prompts))]
-    attention = build_attention(model.kv, 20, CPU)
+    attention = build_attention(model.kv, 20, CPU, state_slots=21)
     first = [Row(ids, 0, own) for ids, own in zip(prompts, pages, strict=True)]
     second = [Row([7], len(ids), own) for ids, own in zip(prompts, pages, strict=True)]
     with torch.inference_mode():
         together = model.forward(make_batch(first, attention.page_size), attention)
         decoded = model.forward(make_batch(second, attention.page_size), attention)
+        model.forward(make_batch(first, attention.page_size), attention)  # for the state of recurrent layers
         greedy = model.forward_greedy(make_batch(second, attention.page_size), attention)
         assert greedy.ids.tolist() == decoded.argmax(-1).tolist()
         if native:  # the ranks exchange block maxima, which are those of the joined logits

@@ -39,6 +39,7 @@ KINDS = (
     "qwen2_moe",
     "deepseek_v2",
     "gpt_oss",
+    "apertus",
 )
 
 

@@ -143,7 +143,7 @@ function show(message, later = false) {
   }
   const content = make("div", { className: "body" });
   if (message.role === "user" || message.failed) content.textContent = message.content;
-  else if (message.tokens?.length) content.append(coloured(message.tokens));
+  else if (message.tokens?.length) content.append(coloured(shown(message)));
   else content.append(markdown(message.content));
   parts.push(content);
   for (const call of message.calls ?? [])
@@ -174,7 +174,13 @@ function actions(message) {
   return made;
 }
 
-// The tokens of an answer, coloured by their probability, with the alternatives of each.
+// The tokens of an answer without the one that has ended it, which is not part of its text.
+function shown({ tokens, content }) {
+  const before = tokens.slice(0, -1);
+  return before.map(({ token }) => token).join("") === content ? before : tokens;
+}
+
+// Tokens, coloured by their probability, with the alternatives of each.
 function coloured(tokens) {
   const made = make("div", { className: "tokens" });
   for (const { token, logprob, top_logprobs: top } of tokens) {

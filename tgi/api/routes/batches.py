@@ -3,7 +3,7 @@
 import contextlib
 import re
 import time
-from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -18,9 +18,10 @@ from tgi.api.batches import ENDPOINTS
 from tgi.api.clients import Client
 from tgi.api.errors import ApiError, Rejection
 from tgi.api.json_body import JsonBody
-from tgi.api.routes.stored_responses import query_number
+from tgi.api.routes.stored_responses import newest_first, query_number
 from tgi.api.service import Resource, Service
 from tgi.api.shapes import batches as shapes
+from tgi.api.shapes.types import Page
 from tgi.api.sqlite_store import StoreUnavailable
 
 # Of one file: OpenAI's limits.
@@ -90,12 +91,9 @@ class FilesResource(BatchResource):
     async def on_get(self, req: Request, resp: Response) -> None:
         """Lists the files, the last one first unless `order=asc`."""
         limit = query_number(req, "limit", MAX_FILES, MAX_FILES, least=1)
-        order = req.get_param("order") or "desc"
-        if order not in ("asc", "desc"):
-            raise errors.validation_error("`order` is `asc` or `desc`", param="order")
         client, purpose, after = req.context.client.name, req.get_param("purpose"), req.get_param("after")
-        found = await self._store.files(client, purpose, after, limit + 1, order == "desc")
-        _answer(resp, shapes.FileList(*_part([file.shown for file in found], limit)))
+        found = await self._store.files(client, purpose, after, limit + 1, newest_first(req))
+        _answer(resp, Page.first([file.shown for file in found], limit, attrgetter("id")))
 
     on_head = on_get  # falcon omits the body
 
@@ -193,7 +191,7 @@ class BatchesResource(BatchResource):
         """Lists the batches, the last one first."""
         limit = query_number(req, "limit", DEFAULT_BATCHES, MAX_BATCHES, least=1)
         found = await self._store.batches(req.context.client.name, req.get_param("after"), limit + 1)
-        _answer(resp, shapes.BatchList(*_part(found, limit)))
+        _answer(resp, Page.first(found, limit, attrgetter("id")))
 
     on_head = on_get  # falcon omits the body
 
@@ -313,13 +311,6 @@ def not_kept(kind: str, name: str, param: str | None = None) -> ApiError:
     """404: this client has no such file or batch, or not any more."""
     text = f"The {kind} {name[:128]} is not kept by this server, or not any more (--batch-ttl)"
     return ApiError(404, "not_found", text, param=param)
-
-
-def _part(found: Sequence[Any], limit: int) -> tuple[list[Any], str | None, str | None, bool]:
-    """The first members of a list, for an answer with `limit` of them."""
-    shown = list(found[:limit])
-    ids = [one.id for one in shown] or [None]
-    return shown, ids[0], ids[-1], len(found) > limit
 
 
 def _answer(resp: Response, body: msgspec.Struct) -> None:

@@ -1,6 +1,8 @@
 """Conversations, which POST /v1/responses goes on with, and their items. All is the client's own."""
 
 import json
+from operator import itemgetter
+from typing import Any
 
 import msgspec
 from falcon.asgi import Request, Response
@@ -12,6 +14,7 @@ from tgi.api.resumption import ResponseKey
 from tgi.api.routes.stored_responses import PrivateResource, item_list, stored_items
 from tgi.api.service import Service
 from tgi.api.shapes import responses as shapes
+from tgi.api.shapes.types import Page
 
 
 class ConversationsResource(PrivateResource):
@@ -81,9 +84,8 @@ class ConversationItemsResource(PrivateResource):
         items = stored_items(request.items, ResponseKey.new())
         if not await self._service.responses.append_items(req.context.client.name, conversation_id, items):
             raise errors.not_kept("conversation", conversation_id)
-        ids = [item["id"] for item in items] or [None]
         resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(shapes.ItemList(list(items), ids[0], ids[-1], False))
+        resp.data = msgspec.json.encode(Page[Any].first(items, len(items), itemgetter("id")))
 
 
 class ConversationItemResource(PrivateResource):

@@ -1,8 +1,8 @@
 """POST /v1/decisions and /v1/systemone: typed answers with probabilities, from the scores of one token.
 
-Each question is a chat that lists its options with a label each, a letter or a digit. The probabilities are those of
-the labels as the next token. All questions of a request begin with the same text, which the prefix cache finds. No text
-is generated.
+Each question is a chat that lists its options with a label each, a letter or a digit, and one request for the logprobs
+of these labels as the next token. All questions of an HTTP request begin with the same text, which the prefix cache
+finds. No text is generated.
 """
 
 import json
@@ -25,19 +25,16 @@ from tgi.api.generation import (
 )
 from tgi.api.json_body import JsonBody
 from tgi.api.rejected_fields import DECISIONS_FIELDS, SYSTEMONE_FIELDS, FieldChecker
-from tgi.api.request_parameters import RequestedSampling, encode_grammar
+from tgi.api.request_parameters import RequestedSampling
 from tgi.api.requests import Generation
 from tgi.api.service import Resource
 from tgi.api.shapes import decisions as shapes
 from tgi.api.shapes.chat import ChatRequest, Message
-from tgi.api.shapes.native import GenerateParameters, GrammarType
-from tgi.microkernel.messages.protocol import Generate
+from tgi.api.shapes.native import GenerateParameters
 
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 # Questions that are asked at once: each is a text of its own in a message.
 MAX_AT_ONCE = 8
-# Alternatives among which a label is looked for.
-TOP_TOKENS = 100
 
 
 class LabelledQuestion(NamedTuple):
@@ -63,7 +60,7 @@ class LabelProbabilities(NamedTuple):
     """What the model would answer."""
 
     values: list[float]  # of each option among the options
-    mass: float  # of all labels among all tokens; 0 if none of them is among the likeliest
+    mass: float  # of all labels among all tokens
     prompt_tokens: int
     cached_tokens: int
 
@@ -94,13 +91,13 @@ class LabelResource(Resource):
         model: str | None,
         kwargs: dict[str, Any] | None = None,
     ) -> list[LabelProbabilities]:
-        """Asks the model each question twice: among all tokens, and among the labels alone. Raises ApiError as
-        create_generations and run_generations, and 422 where no answer can begin with a label."""
+        """Asks the model. Raises ApiError as create_generations and complete_generations, and 422 where no answer can
+        begin with a label."""
         request_metrics.count_request(req)
         service, generations = self._service, list[Generation]()
         adapter = model if model in service.router.adapters else None
         parameters = GenerateParameters(max_new_tokens=1, adapter_id=adapter)
-        sampling = RequestedSampling({"do_sample": False, "top_n": TOP_TOKENS}, least_top_n_limit=TOP_TOKENS)
+        sampling = RequestedSampling({"do_sample": False, "top_n": 1}, least_top_n_limit=1)
         for begin in range(0, len(questions), MAX_AT_ONCE):
             asked = questions[begin : begin + MAX_AT_ONCE]
             prompts = []
@@ -109,54 +106,32 @@ class LabelResource(Resource):
                     messages=[Message("user", f"{subject}\n\n{question.text}")], reasoning_effort="none",
                     add_generation_prompt=True, chat_template_kwargs=kwargs,
                 )  # fmt: skip
-                prompts += [PromptInput("", chat_prompt_json(chat, ToolSelection()))] * 2
+                prompts.append(PromptInput("", chat_prompt_json(chat, ToolSelection())))
             made = create_generations(
                 service, req, prompts, parameters, stream=False, sampling=sampling, hide_stop=True
             )
-            for question, generation in zip(asked, made[1::2], strict=True):
-                generation.message = _among_labels(generation.message, question.labels)
+            for question, generation in zip(asked, made, strict=True):
+                generation.message = generation.message._replace(listed_texts=[*question.labels])
             await complete_generations(service, req, made)
             generations += made
-        finished = record_finished(generations)
-        return [_probabilities(*one) for one in zip(questions, finished[::2], finished[1::2], strict=True)]
+        return [_probabilities(*one) for one in zip(questions, record_finished(generations), strict=True)]
 
     def _model(self, model: str | None) -> str:
         service = self._service
         return model if model is not None and model in service.router.adapters else service.model_id
 
 
-def _among_labels(message: Generate, labels: str) -> Generate:
-    """The same with no other tokens than the labels, all of which are listed."""
-    grammar = encode_grammar(GrammarType("choice", [*labels]))
-    return message._replace(grammar=grammar, sampling=message.sampling._replace(top_n=2 * len(labels)))
-
-
-def _probabilities(
-    question: LabelledQuestion, free: FinishedGeneration, labelled: FinishedGeneration
-) -> LabelProbabilities:
-    """From the alternatives among all tokens, and among the labels alone. Raises ApiError: 422 without a label."""
-    labels = question.labels
-    relative = _by_label(labels, labelled)
-    total = sum(relative.values())
-    if not total:
-        text = "the answers of this model begin with something else than their text, so they have no probabilities here"
-        raise errors.validation_error(text)
-    values = [relative.get(label, 0.0) / total for label in labels]
-    # The scores of the labels have the same ratio in both lists.
-    whole = _by_label(labels, free)
-    likeliest = max(whole, key=whole.__getitem__, default="")
-    share = relative.get(likeliest, 0.0) / total
-    mass = min(1.0, whole[likeliest] / share) if share else 0.0
-    return LabelProbabilities(values, mass, free.end.prompt_tokens, free.end.cached_tokens)
-
-
-def _by_label(labels: str, finished: FinishedGeneration) -> dict[str, float]:
-    """The probabilities of labels among the first token's alternatives."""
-    found: dict[str, float] = {}
-    for top in next(iter(finished.generation.take_tokens().tops), []):
-        if len(top.text) == 1 and top.text in labels:
-            found[top.text] = found.get(top.text, 0.0) + exp(top.logprob)
-    return found
+def _probabilities(question: LabelledQuestion, finished: FinishedGeneration) -> LabelProbabilities:
+    """From the logprobs of the labels, of each of which several tokens may have the text."""
+    (listed,) = finished.generation.take_tokens().tops
+    highest = max(token.logprob for token in listed)
+    weights = dict.fromkeys(question.labels, 0.0)
+    for token in listed:
+        weights[token.text] += exp(token.logprob - highest)
+    total = sum(weights.values())
+    values = [weight / total for weight in weights.values()]
+    mass = min(1.0, total * exp(highest))
+    return LabelProbabilities(values, mass, finished.end.prompt_tokens, finished.end.cached_tokens)
 
 
 def _labels(count: int, field: str) -> str:

@@ -4,6 +4,7 @@ stream, cancel). All is the client's own."""
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from tgi.api.response_store import BEAT_SECONDS, RUNNING, Items, ResponseStore, 
 from tgi.api.resumption import ResponseKey
 from tgi.api.service import Resource, Service
 from tgi.api.shapes import responses as shapes
+from tgi.api.shapes.types import Page
 from tgi.api.sse import KEEP_ALIVE_EVENT, KEEP_ALIVE_SECONDS, EventStream
 
 # Between two looks for new events of a background response, which any front end may compute.
@@ -273,18 +275,25 @@ def current_body(stored: StoredResponse) -> str:
     return json.dumps(json.loads(stored.body) | {"status": stored.status}, ensure_ascii=False)
 
 
-def item_list(req: Request, items: Items) -> shapes.ItemList:
+def item_list(req: Request, items: Items) -> Page[Any]:
     """Some of the items, as `limit`, `order` and `after` say. Raises ApiError: 422 for another value of these."""
     limit = query_number(req, "limit", DEFAULT_ITEMS, MAX_ITEMS, least=1)
-    order, after = req.get_param("order") or "desc", req.get_param("after")
+    if newest_first(req):
+        items = items[::-1]
+    begin, after = 0, req.get_param("after")
+    if after is not None:
+        begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), 0)
+        if not begin:
+            raise errors.unknown_after(after)
+    return Page[Any].first(items[begin:], limit, itemgetter("id"))
+
+
+def newest_first(req: Request) -> bool:
+    """Whether `order` of the query asks for the last one first, as it does by default. Raises ApiError: 422."""
+    order = req.get_param("order") or "desc"
     if order not in ("asc", "desc"):
         raise errors.validation_error("`order` is `asc` or `desc`", param="order")
-    if order == "desc":
-        items = items[::-1]
-    begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), 0)
-    shown = items[begin : begin + limit]
-    ids = [item["id"] for item in shown] or [None]
-    return shapes.ItemList([*shown], ids[0], ids[-1], begin + limit < len(items))
+    return order == "desc"
 
 
 def query_number(req: Request, name: str, default: int, most: int, least: int = 0) -> int:

@@ -66,16 +66,6 @@ class FileObject(ResponseBody, tag_field="object", tag="file"):
     status_details: None = None
 
 
-class FileList(ResponseBody):
-    """Some of a client's files."""
-
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
-
-
 class FileDeleted(ResponseBody, tag_field="object", tag="file"):
     """A file that is not kept any more."""
 
@@ -158,16 +148,6 @@ class BatchObject(ResponseBody, tag_field="object", tag="batch", kw_only=True):
     model: Annotated[str | None, doc("That of the first answer")] = None
     usage: BatchUsage = field(default_factory=BatchUsage)
     metadata: Metadata | None = None
-
-
-class BatchList(ResponseBody):
-    """Some of a client's batches, the last one first."""
-
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
 
 
 class BatchLineResponse(ResponseBody):

@@ -367,16 +367,6 @@ class ResponseDeleted(ResponseBody):
     deleted: bool
 
 
-class ItemList(ResponseBody):
-    """Some items of a request or of a conversation."""
-
-    data: list[Any]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
-
-
 class ConversationObject(ResponseBody, tag_field="object", tag="conversation"):
     """A conversation."""
 

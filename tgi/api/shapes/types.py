@@ -10,9 +10,12 @@ Keys of a type's metadata (`Meta.extra`), which json_body.py reads for error mes
 `Meta.title` is the name in the OpenAPI document of a type that is not a Struct.
 """
 
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from msgspec import Meta, Struct
+
+T = TypeVar("T")
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -40,6 +43,23 @@ UInt64OrAbsent = Annotated[
 
 class ResponseBody(Struct, forbid_unknown_fields=True):
     """The base of response types. A response has no other fields than those of its type."""
+
+
+class Page(ResponseBody, Generic[T]):
+    """Some members of a list."""
+
+    data: list[T]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+    @classmethod
+    def first(cls, members: Sequence[T], limit: int, id_of: Callable[[T], str]) -> "Page[T]":
+        """The first `limit` members."""
+        shown = [*members[:limit]]
+        ids: list[str | None] = [id_of(member) for member in shown] or [None]
+        return cls(shown, ids[0], ids[-1], len(members) > limit)
 
 
 def doc(description: str | None = None, *, example: Any = None, **schema: Any) -> Meta:

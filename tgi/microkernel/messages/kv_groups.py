@@ -4,6 +4,10 @@ The layers of a group keep the same positions, so they share a page table. All g
 the same bytes in each of them, because each has the same number of layers (KVGroup.layers, padded to the largest
 group). Groups of one kind may be several, where one kind has more layers than another.
 
+Recurrent layers keep no positions but a state, a fixed block per request. Their group, which is the last one, has no
+page table: the state of a request has the number of its slot. What the group has are snapshots, copies of a state at
+the end of a page, so that a prefix can be found there.
+
 A new kind is a value of GroupKind, and what `first_kept` and `most_pages` say of it.
 """
 
@@ -17,23 +21,31 @@ class GroupKind(StrEnum):
 
     FULL = "full"  # all
     SLIDING = "sliding"  # those within the window of a later position
+    RECURRENT = "recurrent"  # none, but a state of fixed size
 
 
 class KVGroup(NamedTuple):
-    """Layers with one page table per request."""
+    """Layers with one page table per request, or with one state."""
 
     kind: str = GroupKind.FULL  # a GroupKind
     window: int = 0  # SLIDING: positions that a query sees, its own included
     layers: list[int] = []  # numbers of the layers; empty: all
-    page_bytes: int = 0  # bytes of a page in this group, padding included; 0: not told
+    page_bytes: int = 0  # bytes of a page in this group, padding included; RECURRENT: of a state; 0: not told
+    snapshots: int = 0  # RECURRENT: snapshots that the worker has memory for
+    interval: int = 0  # RECURRENT: positions from one snapshot of a long prompt to the next
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.window, self.page_bytes))  # a list has no hash
+        return hash((self.kind, self.window, self.page_bytes, self.snapshots, self.interval))  # a list has no hash
 
     @property
     def slides(self) -> bool:
         """Whether pages are given back while a request runs."""
         return self.kind == GroupKind.SLIDING
+
+    @property
+    def paged(self) -> bool:
+        """Whether it has page tables."""
+        return self.kind != GroupKind.RECURRENT
 
     def first_kept(self, position: int, page_size: int) -> int:
         """The first page that is needed when the positions from `position` on are computed, and when a request goes on
@@ -44,7 +56,7 @@ class KVGroup(NamedTuple):
 
     def most_pages(self, tokens: int, step_tokens: int, page_size: int) -> int:
         """The pages that a request of this many tokens holds at most, in steps of up to `step_tokens`."""
-        pages = -(-tokens // page_size)
+        pages = -(-tokens // page_size) * self.paged
         if not self.slides:
             return pages
         return min(pages, -(-(self.window - 1) // page_size) + -(-(step_tokens - 1) // page_size) + 1)
@@ -52,6 +64,7 @@ class KVGroup(NamedTuple):
 
 ONE_FULL_GROUP = [KVGroup()]
 MAX_GROUPS = 254  # the prefix cache keeps a group's number in a byte
+MAX_SNAPSHOTS = 1 << 24
 
 
 def groups_out_of_range(groups: Sequence[KVGroup]) -> str:
@@ -63,7 +76,21 @@ def groups_out_of_range(groups: Sequence[KVGroup]) -> str:
             return f"a KV group of kind {group.kind!r}"
         if group.slides and not 1 <= group.window < 1 << 31:
             return f"a KV group with a window of {group.window}"
+        if not group.paged and not (0 <= group.snapshots <= MAX_SNAPSHOTS and 1 <= group.interval < 1 << 31):
+            return f"a KV group with {group.snapshots} snapshots, one every {group.interval} positions"
+    if not groups[0].paged or not all(group.paged for group in groups[:-1]):
+        return "a recurrent KV group that is not the last one, after one with pages"
     return ""
+
+
+def paged_groups(groups: Sequence[KVGroup]) -> list[KVGroup]:
+    """Those with page tables."""
+    return [group for group in groups if group.paged]
+
+
+def recurrent_group(groups: Sequence[KVGroup]) -> KVGroup | None:
+    """The one whose layers are recurrent; None: all layers have pages."""
+    return None if groups[-1].paged else groups[-1]
 
 
 def make_groups(windows: Sequence[int | None], longest: int) -> list[KVGroup]:

@@ -32,6 +32,7 @@ from tgi.microkernel.messages.kv_groups import (
     groups_out_of_range,
     longest_request,
     pages_needed,
+    recurrent_group,
 )
 from tgi.microkernel.messages.sampling_params import SamplingDefaults, SamplingParams
 
@@ -187,11 +188,23 @@ class DeploymentLimits(NamedTuple):
     vocab_size: int
     dtype: str  # "float32", "bfloat16", "float16"
     device: str  # "cpu", "cuda"
-    groups: list[KVGroup] = ONE_FULL_GROUP  # what the model's layers keep; each has a page table of its own
+    groups: list[KVGroup] = ONE_FULL_GROUP  # what the model's layers keep; each but a recurrent one has a page table
 
     def pages_needed(self, tokens: int) -> int:
         """The pages that a request of this many tokens holds at most."""
         return pages_needed(self.groups, tokens, self.max_batch_prefill_tokens, self.page_size)
+
+    @property
+    def state_slots(self) -> int:
+        """Recurrent states that the worker keeps: of the slots, of rows that pad a batch, and snapshots; 0: its model
+        has no recurrent layers."""
+        recurrent = recurrent_group(self.groups)
+        return 0 if recurrent is None else self.max_batch_size + 1 + recurrent.snapshots
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache, recurrent states included."""
+        return self.pages * self.groups[0].page_bytes + self.state_slots * self.groups[-1].page_bytes
 
     def longest_request(self) -> int:
         """The tokens of the longest request, within `max_total_tokens`, for which there are pages."""
@@ -227,9 +240,16 @@ def limits_shortfall(
     equal: Sequence[str] = EQUAL_LIMITS,
 ) -> str:
     """Why a worker does not meet the limits that hold, in words; "" if it does. `minimum`: the limits of which it may
-    offer more. `equal`: those of which it may not; of groups, what a scheduler plans with, not the bytes of a page."""
+    offer more. `equal`: those of which it may not; of groups, what a scheduler plans with, not the bytes of a page, and
+    more snapshots are as good."""
+    lacking = [
+        f"a KV group has {mine.snapshots} snapshots, at least {least.snapshots} are needed"
+        for least, mine in zip(held.groups, offered.groups, strict=False)
+        if "groups" in equal and mine.snapshots < least.snapshots
+    ]
     held, offered = (
-        limits._replace(groups=[group._replace(page_bytes=0) for group in limits.groups]) for limits in (held, offered)
+        limits._replace(groups=[group._replace(page_bytes=0, snapshots=0) for group in limits.groups])
+        for limits in (held, offered)
     )
     faults = [
         f"{name} is {getattr(offered, name)}, at least {getattr(held, name)} is needed"
@@ -241,7 +261,7 @@ def limits_shortfall(
         for name in equal
         if getattr(offered, name) != getattr(held, name)
     ]
-    return "; ".join(faults)
+    return "; ".join([*faults, *lacking])
 
 
 class LoadedAdapter(NamedTuple):
@@ -441,7 +461,8 @@ class Generate(NamedTuple):
     With `prompt_logprobs_from` the prompt's tokens are returned (PromptTokens) from this position on; a resumed request
     leaves out those that the client has. `grammar` is a grammar as JSON (keys:
     `tokenizer/structured_output/grammar.py`): the tokenizer validates it and puts the worker's form into `sampling`. It
-    also puts the ids of `bad_words`, which are never generated, there. If the answer to a chat may hold reasoning or
+    also puts the ids of `bad_words`, which are never generated, and of all tokens that read like one of `listed_texts`,
+    whose logprobs are listed in place of the likeliest tokens', there. If the answer to a chat may hold reasoning or
     tool calls, it comes divided into parts.
 
     `stop_token_ids` end the text like the model's EOS, even with `ignore_eos`. With `hide_stop` the text excludes the
@@ -479,6 +500,7 @@ class Generate(NamedTuple):
     tells_prompt: bool = False  # Prompted is sent for a text, too: the client is told the prompt's length in a stream
     context: RequestContext = RequestContext()
     pooling: PoolingInput | None = None  # with max_new_tokens 0: the request ends in a vector
+    listed_texts: list[str] = []  # with `top_n` > 0
 
 
 class Tokenize(NamedTuple):
@@ -607,11 +629,14 @@ class Step(NamedTuple):
 
     The worker keeps token ids, page tables and sampling parameters of each slot. It applies `slots` (new requests with
     empty page tables), appends the pages `page_ids` to the tables `page_tables` in order, and computes the rows. Slot
-    s has a table for each of the G KV groups (DeploymentLimits.groups): table s * G + g belongs to group g. Row
-    k computes the tokens at positions starts[k] .. starts[k] + counts[k] - 1 of slot rows[k] and writes their keys and
-    values to the pages of those positions. If samples[k] is 1, it then samples the token at position starts[k] +
-    counts[k]. The worker appends it to the slot's ids, so the next step can read it on the device before the scheduler
-    has received it.
+    s has a table for each of the G KV groups that have pages (DeploymentLimits.groups): table s * G + g belongs to
+    group g. Row k computes the tokens at positions starts[k] .. starts[k] + counts[k] - 1 of slot rows[k] and writes
+    their keys and values to the pages of those positions. If samples[k] is 1, it then samples the token at position
+    starts[k] + counts[k]. The worker appends it to the slot's ids, so the next step can read it on the device before
+    the scheduler has received it.
+
+    Recurrent layers have a state per slot, which a row overwrites; one that begins at position 0 begins with zeros. The
+    worker copies the states in `state_copies` before it computes the rows, and before it applies `slots`.
 
     Speculation: row k also computes drafts[k] draft tokens after the known ones. It samples after each draft token as
     long as the draft matches the sampled token, so it yields 1 to drafts[k] + 1 tokens (StepResult.counts). The length
@@ -630,6 +655,7 @@ class Step(NamedTuple):
     drafts: bytes = b""  # int32, one per row; empty: none has any. A row with drafts has samples = 1
     draft_ids: bytes = b""  # int32, sum(drafts); empty: the worker's draft model proposes them
     limit_ms: int = 0  # the worker hangs if it computes this step for longer; 0: nothing is known of such steps
+    state_copies: bytes = b""  # int32: pairs of source and target, in order: slot s, or snapshot n as -1 - n
 
 
 class StepResult(NamedTuple):
@@ -661,8 +687,9 @@ class StepResult(NamedTuple):
 
 class HeldPages(NamedTuple):
     """KV pages that the worker has computed for the scheduler before this one: `page_ids` hold the keys and values of
-    `token_ids`, from the first token on, of each KV group one after the other; -1: the page is not held. A worker that
-    is ready sends one for each slot to a scheduler that connects, before its Status."""
+    `token_ids`, from the first token on, of each KV group one after the other; -1: the page is not held. A recurrent
+    group has instead the numbers of the snapshots taken at the ends of these pages. A worker that is ready sends one
+    for each slot to a scheduler that connects, before its Status."""
 
     token_ids: bytes  # int32, as many as the pages hold
     page_ids: bytes  # int32

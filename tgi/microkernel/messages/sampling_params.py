@@ -341,6 +341,9 @@ class SamplingParams(NamedTuple):
     reasoning_close_ids: Annotated[bytes, 'int32: what is forced after the budget; b"": there is no budget'] = b""
     reasoning_special_ids: Annotated[bytes, "int32: those of both that are special tokens, which no text equals"] = b""
     reasoning_repeats: Annotated[bool, "whether reasoning may begin later than at the beginning, and again"] = False
+    listed_ids: Annotated[
+        bytes, "int32: the tokens that are listed, in place of the top_n likeliest; from the tokenizer"
+    ] = b""
 
     @property
     def samples(self) -> bool:

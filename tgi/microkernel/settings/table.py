@@ -55,7 +55,7 @@ LOAD_FORMATS = ("auto", "dummy")
 # Names of the forms of tool calls and of reasoning: those of vLLM and SGLang, where the form is known here. A test
 # compares them with the tables in tgi/tokenizer/answers/formats.py.
 TOOL_CALL_PARSERS = (
-    "auto", "hf", "apertus", "apertus2509", "cohere_command3", "cohere_command4", "deepseek_v3", "deepseek_v31",
+    "auto", "hf", "apertus", "apertus2509", "beam", "cohere_command3", "cohere_command4", "deepseek_v3", "deepseek_v31",
     "deepseek_v32", "deepseek_v4", "deepseek_v41", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4",
     "deepseekv41", "dots", "ernie45", "functiongemma", "gemma4", "gigachat3", "gigachat35", "glm", "glm45", "glm47",
     "gpt-oss", "granite", "granite-20b-fc", "granite4", "harmony", "hermes", "hunyuan", "hunyuan_a13b", "hy_v3",
@@ -66,11 +66,11 @@ TOOL_CALL_PARSERS = (
     "response_template", "seed_oss", "spark25", "step3", "step3p5", "step5", "trinity", "xlam",
 )  # fmt: skip
 REASONING_PARSERS = (
-    "auto", "hf", "apertus", "cohere_command3", "cohere_command4", "deepseek-r1", "deepseek-v3", "deepseek-v4",
+    "auto", "hf", "apertus", "beam", "cohere_command3", "cohere_command4", "deepseek-r1", "deepseek-v3", "deepseek-v4",
     "deepseek-v41", "deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "dots", "ernie45", "gemma4",
     "gigachat35", "glm45", "glm47", "gpt-oss", "granite", "granite_thinking_parser", "holo2", "hunyuan",
-    "hy_v3", "hy_v4", "interns1", "iquest_q1", "k2_horizon", "kimi_k2", "ling3", "mimo", "minimax", "minimax-m3",
-    "minimax_m2", "minimax_m3", "mistral", "nanbeige",
+    "hunyuan_a13b", "hy_v3", "hy_v4", "interns1", "iquest_q1", "k2_horizon", "kimi_k2", "ling3", "mimo",
+    "minimax", "minimax-m3", "minimax_m2", "minimax_m3", "mistral", "nanbeige",
     "nemotron_3", "nemotron_v3", "none", "olmo3", "openai_gptoss", "plamo3", "poolside_v1", "qwen3", "qwen3-thinking",
     "response_template", "seed_oss", "step3", "step3p5", "step5", "think",
 )  # fmt: skip

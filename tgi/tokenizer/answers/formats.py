@@ -542,14 +542,16 @@ REASONING_TAGS = (
     ReasoningTags("<ifm|think>", "</ifm|think>"),
     ReasoningTags("Here is my thought process:", "Here is my response:"),
 )
+# Around the text of an answer behind its reasoning; neither is shown. By names of parsers.
+TEXT_TAGS = {"ernie45": ("<response>", "</response>"), "hunyuan_a13b": ("<answer>", "</answer>")}
 # Names of reasoning parsers in vLLM and SGLang. harmony (openai_gptoss) has channels in place of tags.
 REASONING_PARSERS: dict[str, ReasoningTags | None] = {
     **dict.fromkeys(
         (
             "deepseek-r1", "deepseek-v3", "deepseek-v4", "deepseek-v41", "deepseek_r1", "deepseek_v3", "deepseek_v4",
             "deepseek_v41", "dots", "ernie45", "gigachat35", "glm45", "glm47", "granite_thinking_parser", "holo2",
-            "hunyuan", "hy_v3", "hy_v4", "interns1", "iquest_q1", "kimi_k2", "ling3", "mimo", "minimax", "minimax_m2",
-            "nanbeige",
+            "hunyuan", "hunyuan_a13b", "hy_v3", "hy_v4", "interns1", "iquest_q1", "kimi_k2", "ling3", "mimo",
+            "minimax", "minimax_m2", "nanbeige",
             "nemotron_3", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "qwen3-thinking", "step3", "step3p5",
             "step5", "think",
         ),
@@ -582,6 +584,7 @@ class AnswerFormat(NamedTuple):
     channels: bool = False  # the answer consists of messages with headers, see Channels
     # The types of the arguments of each tool that may be called (see arguments.argument_types); None: any tool.
     tools: Mapping[str, Mapping[str, list[str]]] | None = None
+    text_tags: tuple[str, str] | None = None  # the text may stand between these, of TEXT_TAGS
 
 
 def reasoning_sampling(
@@ -695,15 +698,26 @@ class FormatDetector:
             return described
         return None if self.channels(template) else detect_reasoning_tags(template) or described
 
+    def text_tags(self, template: str) -> tuple[str, str] | None:
+        """The tags around the text of answers: of a named parser, or those of the form of calls that the template
+        shows, too."""
+        known = self.call_format(template)
+        shown = () if known is None else (known.name, *known.also)
+        for name, tags in TEXT_TAGS.items():
+            named = name in (self._tool_call_parser, self._reasoning_parser)
+            if named or (name in shown and all(tag in template for tag in tags)):
+                return tags
+        return None
+
     def channels(self, template: str) -> bool:
         """Whether answers consist of messages with headers."""
         known = self.call_format(template)
         return known is not None and known.channels
 
 
-# The name of the format that tokenizer_config.json describes, as vLLM calls it, and as SGLang does.
+# The name of the format that tokenizer_config.json describes, as vLLM calls it, and as SGLang does; Beam's has it.
 RESPONSE_TEMPLATE = "hf"
-RESPONSE_TEMPLATE_NAMES = (RESPONSE_TEMPLATE, "response_template")
+RESPONSE_TEMPLATE_NAMES = (RESPONSE_TEMPLATE, "response_template", "beam")
 
 
 def _own_name(name: str) -> str:
@@ -735,7 +749,8 @@ class FormatTokens:
     """
 
     def __init__(self, vocabulary: Vocabulary, described: AnswerFormat | None = None) -> None:
-        pieces = {piece for tags in REASONING_TAGS for piece in tags} | set(Channels.PIECES)
+        pieces = {piece for tags in REASONING_TAGS for piece in tags} | {*Channels.PIECES}
+        pieces.update(tag for tags in TEXT_TAGS.values() for tag in tags)
         for known in (*TOOL_CALL_FORMATS, *(() if described is None else described.call_formats)):
             pieces.update(known.pieces)
         if described is not None and described.reasoning_tags is not None:

@@ -93,7 +93,7 @@ class AnswerParser:
 
     __slots__ = (
         "_answer_format", "_complete", "_finished", "_generator", "_held_space", "_parts", "_piece_text", "_rest",
-        "_taken", "_tool",
+        "_taken", "_text_end", "_tool",
     )  # fmt: skip
 
     def __init__(self, answer_format: AnswerFormat, format_tokens: FormatTokens) -> None:
@@ -103,6 +103,7 @@ class AnswerParser:
         self._held_space: list[str] = []  # white space that is a part of the text only if more text follows
         self._taken: list[str] | None = None  # what was consumed of a call whose name is not complete: it may be text
         self._tool = ""  # the name of the call that is parsed
+        self._text_end = ""  # the tag that ends the text, if another one has begun it
         self._finished = False
         self._complete = False  # the model has ended the answer by itself
         self._parts: list[ParsedPart] = []
@@ -155,6 +156,7 @@ class AnswerParser:
         if self._answer_format.channels:
             yield from self._parse_channels()
         yield from self._parse_reasoning()
+        yield from self._parse_text_tag()
         yield from self._parse_bare_calls()
         if self._answer_format.text_has_grammar:
             yield from self._parse_marked_calls()
@@ -188,6 +190,17 @@ class AnswerParser:
             self._consume(len(close))
             yield from self._skip("\n")
 
+    def _parse_text_tag(self) -> Generator[None]:
+        """Drops the tag that begins the text, and the newlines behind it."""
+        if self._answer_format.text_tags is None:
+            return
+        opening, closing = map(self._piece_text, self._answer_format.text_tags)
+        if (yield from self._begins_with((opening,))):
+            self._strip_left(WHITESPACE)
+            self._consume(len(opening))
+            yield from self._skip("\n")
+            self._text_end = closing
+
     # Where calls may begin
 
     def _parse_bare_calls(self) -> Generator[None]:
@@ -207,20 +220,28 @@ class AnswerParser:
                 return
 
     def _parse_text(self) -> Generator[None, None, tuple[ToolCallFormat, str] | None]:
-        """Parses text up to and with a marker. Returns the marker and its format; None at the end of the answer."""
+        """Parses text up to and with a marker. Returns the marker and its format; None at the end of the answer. Drops
+        the tag that ends the text, and the white space around it."""
         call_formats = self._answer_format.call_formats
         markers = {self._piece_text(known.marker): known for known in call_formats if known.marker}
         while True:
-            positions = [(at, marker) for marker in markers if (at := self._rest.find(marker)) >= 0]
+            signs = [*markers, *filter(None, [self._text_end])]
+            positions = [(at, sign) for sign in signs if (at := self._rest.find(sign)) >= 0]
             if positions:
-                at, marker = min(positions)
+                at, sign = min(positions)
                 self._emit_text(PartKind.TEXT, self._consume(at), WHITESPACE)
-                return markers[marker], self._consume(len(marker))
+                self._consume(len(sign))
+                if sign in markers:
+                    return markers[sign], sign
+                self._text_end = ""
+                self._held_space.clear()
+                yield from self._skip(WHITESPACE)
+                continue
             if self._finished:
                 self._emit(PartKind.TEXT, "".join(self._held_space) + self._consume(len(self._rest)))
                 return None
-            if markers:
-                held = max(_partial_marker_length(self._rest, marker) for marker in markers)
+            if signs:
+                held = max(_partial_marker_length(self._rest, sign) for sign in signs)
                 self._emit_text(PartKind.TEXT, self._consume(len(self._rest) - held), WHITESPACE)
             else:
                 self._emit(PartKind.TEXT, self._consume(len(self._rest)))

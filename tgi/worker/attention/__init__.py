@@ -15,15 +15,22 @@ from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
 from tgi.worker.attention.torch_cpu import TorchCpuAttention
+from tgi.worker.state_cache import StateCache
 
 
-def build_attention(kv: KVCacheSpec, pages: int, device: torch.device) -> AttentionBackend:
-    """The backend for a model on a device, with memory for `pages` pages, numbered from 0."""
+def build_attention(kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0) -> AttentionBackend:
+    """The backend for a model on a device, with memory for `pages` pages, numbered from 0, and, if the model has
+    recurrent layers, for `state_slots` slots of their state."""
+    backend: AttentionBackend
     if device.type == "cuda":
-        return CudaAttention(kv, pages, device)
-    if kv.cpu_kernels is not None:
-        return CpuKernelAttention(kv, pages, kv.cpu_kernels)
-    return TorchCpuAttention(kv, pages, device)
+        backend = CudaAttention(kv, pages, device)
+    elif kv.cpu_kernels is not None:
+        backend = CpuKernelAttention(kv, pages, kv.cpu_kernels)
+    else:
+        backend = TorchCpuAttention(kv, pages, device)
+    if kv.state is not None:
+        backend.state = StateCache(kv.state, state_slots, device)
+    return backend
 
 
 def page_size(kv: KVCacheSpec, device: torch.device) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
 from tgi.worker.cpu_kernels.arena import LARGE_PAGE, SMALL_PAGE, map_region
 from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, AttentionRows, CpuKernels, KVCache
+from tgi.worker.state_cache import StateCache
 
 
 class CpuKernelPlan(NamedTuple):
@@ -26,6 +27,7 @@ class CpuKernelAttention:
     """
 
     page_size = PAGE_SIZE
+    state: StateCache | None = None  # set by build_attention
 
     def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels) -> None:
         self._kv = kv

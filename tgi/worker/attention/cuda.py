@@ -20,6 +20,7 @@ from tgi.worker.attention.explicit import explicit_attention
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rows
 from tgi.worker.kv_cache_sizes import GPU_PAGE_SIZE
+from tgi.worker.state_cache import StateCache
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class CudaAttention:
     """Implements AttentionBackend, CapturableBackend and TransformingBackend."""
 
     page_size = GPU_PAGE_SIZE
+    state: StateCache | None = None  # set by build_attention
 
     def __init__(self, kv: KVCacheSpec, pages: int, device: torch.device) -> None:
         self._kv = kv

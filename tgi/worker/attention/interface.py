@@ -16,6 +16,7 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.kv_cache_sizes import cpu_head_dim, token_bytes
+from tgi.worker.state_cache import StateCache, StateRows, StateSpec
 
 if TYPE_CHECKING:
     from tgi.worker.lora.deltas import AdapterSpan
@@ -41,10 +42,16 @@ class ForwardBatch(NamedTuple):
     query_lens_host: list[int]  # tokens per row, on the host
     context_lens_host: list[int]  # context_lens on the host; in a captured step the longest that a request can have
     lora_spans: "Sequence[AdapterSpan]" = ()  # runs of tokens that use a LoRA adapter
+    # int32 [R]: the slot of the StateCache that each row reads and overwrites; no two rows of one. A row without tokens
+    # before this step starts from zeros, whatever its slot holds. None: the model has no recurrent layers.
+    state_slots: Tensor | None = None
 
 
 class KVCacheSpec(NamedTuple):
-    """What a model stores per token and layer (a key and a value per KV head), and how its queries read it."""
+    """What a model stores per token and layer (one key and one value per KV head), and how its queries read it.
+
+    Layers are counted without those that have no attention; what these keep of a request is `state`.
+    """
 
     layers: int
     heads: int  # query heads; a multiple of kv_heads
@@ -65,6 +72,7 @@ class KVCacheSpec(NamedTuple):
     # Per-layer attention sinks, float32 [heads]: a score without a value, which only adds to the sum that the weights
     # are divided by. Empty = no layer has any.
     sinks: tuple[Tensor, ...] = ()
+    state: StateSpec | None = None  # of recurrent layers; None: the model has none
     # None: values have head_dim elements. Otherwise a value is the first value_dim elements of the key, and not stored.
     value_dim: int | None = None
 
@@ -134,6 +142,7 @@ class AttentionBackend(Protocol):
     """
 
     page_size: int  # tokens per page
+    state: StateCache | None  # of the recurrent layers; None: the model has none
 
     def plan(self, batch: ForwardBatch) -> Any:
         """Everything that all layers of a step share: kernel arguments, tiles, gather indices, masks."""
@@ -172,3 +181,12 @@ class PrefaultingBackend(AttentionBackend, Protocol):
 
         No request has written to pages from `used` on. Returns False once all of that memory is mapped.
         """
+
+
+def state_rows(batch: ForwardBatch, attention: AttentionBackend) -> StateRows | None:
+    """The state of a step's rows. None: the model has no recurrent layers."""
+    if attention.state is None:
+        return None
+    assert batch.state_slots is not None
+    columns = batch.state_slots, batch.cu_query_lens, batch.context_lens, batch.query_lens_host
+    return StateRows(attention.state, *columns)

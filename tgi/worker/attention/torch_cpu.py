@@ -34,6 +34,7 @@ from torch import Tensor
 
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
 from tgi.worker.attention.tile_planner import KEY_BLOCK, KeyGather, TileGroup, TilePlan, TilePlanner, TileShapes
+from tgi.worker.state_cache import StateCache
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class TorchCpuAttention:
     """
 
     page_size = 16
+    state: StateCache | None = None  # set by build_attention
 
     def __init__(self, kv: KVCacheSpec, pages: int, device: torch.device) -> None:
         self._kv = kv

@@ -7,6 +7,8 @@
 
 #include "attention.h"
 #include "argmax.h"
+#include "causal_conv.h"
+#include "delta_rule.h"
 #include "experts.h"
 #include "fma_peak.h"
 #include "head.h"
@@ -72,9 +74,9 @@ void tgi_linear(ThreadPool* pool, const Element* x, const uint8_t* weight, int64
     const float* plus,
                 const Element* other, Element* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs,
                     int64_t plus_step,
-                int64_t epilogue) {
+                int64_t epilogue, float first_factor, float second_factor) {
     linear(*pool, {x, {weight, outputs, inputs, WeightFormat(form)}, bias, plus, other, y, wide, rows, plus_step,
-        Epilogue(epilogue)});
+        Epilogue(epilogue), {first_factor, second_factor}});
 }
 
 void tgi_gather_rows(ThreadPool* pool, const uint8_t* weight, int64_t form, const int64_t* ids, Element* y,
@@ -144,8 +146,26 @@ void tgi_norm(ThreadPool* pool, const Element* x, const float* weight, const flo
     norm(*pool, {x, weight, bias, y, rows, parts * size, parts, size, centred != 0, epsilon});
 }
 
+void tgi_causal_conv(ThreadPool* pool, const Element* x, Element* y, Element* window, const float* weight,
+    const float* bias, int64_t channels, int64_t kernel, int64_t x_step, int64_t y_step, int64_t form,
+    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes) {
+    causal_conv(*pool, {slots, bounds, contexts, rows, slot_bytes},
+        {x, y, window, weight, bias, channels, kernel, x_step, y_step, ConvForm(form)});
+}
+
+void tgi_sigmoid_gate(ThreadPool* pool, const Element* x, Element* y, int64_t size) { sigmoid_gate(*pool, x, y, size); }
+
+// `sizes`: key_heads, value_heads, key_dim, value_dim, x_step, z_step.
+void tgi_delta_rule(ThreadPool* pool, const Element* x, const Element* z, const Element* ba, Element* y, float* state,
+    const float* decay, const float* offset, const float* norm, const int64_t* sizes, float epsilon,
+    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes) {
+    delta_rule(*pool, {slots, bounds, contexts, rows, slot_bytes},
+        {x, z, ba, y, state, decay, offset, norm, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], epsilon});
+}
+
 // `rule`: experts, top_k, groups, top_groups, sigmoid, normalized, group_best. `shape`, of an expert and of the shared
-// one: inner width, formats of the first and of the last weight, epilogue. The addresses of weights and biases are, for each expert,
+// one: inner width, formats of the first and of the last weight, epilogue. The addresses of weights and biases are, for each
+// expert,
 // up, up's bias, down and down's bias; the same four of the shared expert; of the router and its bias; of the shared
 // expert's gate. Missing ones are null.
 Experts* tgi_experts(int64_t hidden, const int64_t* rule, float scale, const float* choice_bias, int64_t router_form,
@@ -201,10 +221,10 @@ void tgi_program_norm(Program* program, int64_t x, int64_t y, int64_t from, cons
 
 void tgi_program_linear(Program* program, int64_t x, int64_t other, int64_t y, int64_t place, int64_t column,
                         const uint8_t* weight, int64_t form, const float* bias, int64_t inputs, int64_t outputs,
-                        int64_t epilogue) {
+                        int64_t epilogue, float first_factor, float second_factor) {
     const PackedWeight packed{weight, outputs, inputs, WeightFormat(form)};
     program->linear(x, other, y, place, column, {nullptr, packed, bias, nullptr, nullptr, nullptr, nullptr, 0, 0,
-        Epilogue(epilogue)});
+        Epilogue(epilogue), {first_factor, second_factor}});
 }
 
 void tgi_program_lora(Program* program, int64_t x, int64_t place, int64_t layer) { program->lora(x, place, layer); }
@@ -227,6 +247,20 @@ void tgi_program_attention(Program* program, int64_t qkv, int64_t y, int64_t lay
         {nullptr, nullptr, window, scale, softcap, 0, sinks});
 }
 
+void tgi_program_conv(Program* program, int64_t x, int64_t y, int64_t window, const float* weight, const float* bias,
+                      int64_t channels, int64_t kernel, int64_t form) {
+    program->conv(x, y, window, {nullptr, nullptr, nullptr, weight, bias, channels, kernel, 0, 0, ConvForm(form)});
+}
+
+void tgi_program_delta_rule(Program* program, int64_t x, int64_t ba, int64_t y, int64_t z, int64_t state,
+                            const float* decay, const float* offset, const float* norm, int64_t key_heads,
+                                int64_t value_heads, int64_t key_dim, int64_t value_dim, float epsilon) {
+    program->delta_rule(x, ba, y, z, state, {nullptr, nullptr, nullptr, nullptr, nullptr, decay, offset, norm,
+        key_heads, value_heads, key_dim, value_dim, 0, 0, epsilon});
+}
+
+void tgi_program_sigmoid_gate(Program* program, int64_t x, int64_t y) { program->sigmoid_gate(x, y); }
+
 void tgi_program_experts(Program* program, int64_t x, int64_t y, const Experts* experts) {
     program->experts(x, y, *experts);
 }
@@ -248,10 +282,10 @@ void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const in
     const float* const* angles,
                      const LayerCache* caches, int64_t kv_form, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
                      const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width,
-                         const GreedyRows* greedy_rows,
+                         const GreedyRows* greedy_rows, const StateStep* state,
                      double* clock) {
     const AttentionBatch step{slots, bounds, contexts, pages, count, width};
-    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step}, clock);
+    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step, state}, clock);
 }
 }
 #pragma GCC visibility pop

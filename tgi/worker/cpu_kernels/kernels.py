@@ -36,15 +36,17 @@ MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within in
 SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
 
 # By the numbers of `enum class Epilogue` in linear.h.
-_NAMES = "none", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu", "add", "mul", "clamped_mul"
+_NAMES = "none", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu", "xielu", "add", "mul", "clamped_mul"
 EPILOGUES = {name: number for number, name in enumerate(_NAMES)}
+
+NO_FACTORS = (0.0, 0.0)  # of an epilogue that has none
 
 # Argument types of the functions in interface.cpp, without the thread pool, the first argument of all.
 _SIGNATURES = {
     "tgi_pack": (c_void_p, *[c_int64] * 3, c_void_p, c_int64),
     "tgi_pack_grouped": (*[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int64),
     "tgi_pack_integer": (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64),
-    "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5),
+    "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5, c_float, c_float),
     "tgi_gather_rows": (c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4),
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_rope": (*[c_void_p] * 3, *[c_int64] * 6),
@@ -261,13 +263,15 @@ class CpuKernels:
         other: Tensor | None = None,
         plus: Tensor | None = None,
         wide: bool = False,
+        factors: tuple[float, float] = NO_FACTORS,
     ) -> Tensor:
         """epilogue(x @ weight.T + bias + plus), [rows, outputs]; in float32 if `wide`.
 
         `bias` [outputs] is float32. `plus` [rows, outputs], float32, may be some columns of a larger matrix: the sums
-        of LoRA adapters. `then` is one of EPILOGUES, `other` [rows, outputs] the operand of the last three. With a
-        gate and an up projection: epilogue(x @ gate.T + bias + plus), rounded, times x @ up.T + bias + plus, where bias
-        and plus have the gate's outputs first and then the up projection's; `wide` is not supported.
+        of LoRA adapters. `then` is one of EPILOGUES, `other` [rows, outputs] the operand of the last three, `factors`
+        those of xielu. With a gate and an up projection: epilogue(x @ gate.T + bias + plus), rounded, times x @ up.T +
+        bias + plus, where bias and plus have the gate's outputs first and then the up projection's; `wide` is not
+        supported.
         """
         x = x.contiguous()
         assert x.dtype is self.dtype
@@ -277,7 +281,7 @@ class CpuKernels:
         self._linear(
             x.data_ptr(), memory.data_ptr(), form, _address(bias), _address(plus), _address(other),
             None if wide else y.data_ptr(), y.data_ptr() if wide else None,
-            rows, inputs, outputs, 0 if plus is None else plus.stride(0), then,
+            rows, inputs, outputs, 0 if plus is None else plus.stride(0), then, *factors,
         )  # fmt: skip
         return y
 

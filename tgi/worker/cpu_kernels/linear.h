@@ -10,8 +10,9 @@
 namespace tgi {
 
 // clamped_silu and clamped_mul are the gate and the up projection of gpt-oss: g * sigmoid(1.702 g) with g = min(sum, 7),
-// and other * (1 + the sum clamped to -7 to 7).
-enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, relu, relu2, clamped_silu, add, mul, clamped_mul, logit };
+// and other * (1 + the sum clamped to -7 to 7). xielu: see activations.py.
+enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, relu, relu2, clamped_silu, xielu, add, mul, clamped_mul,
+    logit };
 
 // Whether the epilogue has a second operand.
 constexpr bool is_binary(Epilogue epilogue) {
@@ -37,7 +38,7 @@ struct LinearCall {
     float* wide;
     int64_t rows, plus_step;
     Epilogue epilogue;
-    LogitScale logit_scale;  // of Epilogue::logit
+    LogitScale logit_scale;  // of Epilogue::logit; of xielu the factors of its two sides
     const BlockMaxima* block_maxima;
     const PackedWeight* next = nullptr;  // the weight of the next product, if that is known
 };

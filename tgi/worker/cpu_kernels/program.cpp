@@ -102,6 +102,30 @@ void Program::attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, Atte
     });
 }
 
+void Program::conv(Buffer x, Buffer y, int64_t window, ConvCall call) {
+    call.x_step = widths_[x], call.y_step = widths_[y];
+    operations_.push_back([=](const Run& run) mutable {
+        call.x = run.buffers[x], call.y = run.buffers[y];
+        call.window = (Element*)run.inputs.state->tensors[window];
+        causal_conv(run.pool, run.state_rows(), call);
+    });
+}
+
+void Program::delta_rule(Buffer x, Buffer ba, Buffer y, int64_t z, int64_t state, DeltaCall call) {
+    call.x_step = call.z_step = widths_[x];
+    operations_.push_back([=](const Run& run) mutable {
+        call.x = run.buffers[x], call.z = call.x + z, call.ba = run.buffers[ba], call.y = run.buffers[y];
+        call.state = (float*)run.inputs.state->tensors[state];
+        tgi::delta_rule(run.pool, run.state_rows(), call);
+    });
+}
+
+void Program::sigmoid_gate(Buffer x, Buffer y) {
+    operations_.push_back([=, width = widths_[x]](const Run& run) {
+        tgi::sigmoid_gate(run.pool, run.buffers[x], run.buffers[y], run.tokens * width);
+    });
+}
+
 void Program::experts(Buffer x, Buffer y, const Experts& experts) {
     operations_.push_back([=, &experts](const Run& run) {
         run_experts(run.pool, experts, run.buffers[x], run.buffers[y], run.tokens);

@@ -6,7 +6,10 @@
 #include <vector>
 
 #include "attention.h"
+#include "causal_conv.h"
+#include "delta_rule.h"
 #include "experts.h"
+#include "gate.h"
 #include "head.h"
 #include "head_products.h"
 #include "linear.h"
@@ -50,6 +53,13 @@ struct LayerCache {
     int64_t group;
 };
 
+// The slots of the step's rows in the state of recurrent layers.
+struct StateStep {
+    const int32_t* slots;  // [rows]
+    int64_t slot_bytes;
+    void* const* tensors;  // the address in slot 0 of each tensor of each recurrent layer
+};
+
 struct StepInputs {
     Element* rows;  // buffer 0: input of the first layer, output of the last one
     const int64_t* positions;  // [tokens]
@@ -59,6 +69,7 @@ struct StepInputs {
     const LoraStep* lora_step;  // may be null
     const GreedyRows* greedy_rows;  // may be null
     AttentionBatch step;  // of the first KV group
+    const StateStep* state;  // null if no layer is recurrent
 };
 
 // Operations read and write buffers, which have a row of fixed width for each token. The calls that are recorded have
@@ -77,6 +88,10 @@ class Program {
     void rope(Buffer x, int64_t rope, int64_t from, RopeCall call);  // from element `from` of each head on
     void head_products(Buffer x, Buffer last, Buffer y, HeadProductsCall call);  // last -1: none
     void attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, AttentionCall call);
+    void conv(Buffer x, Buffer y, int64_t window, ConvCall call);  // `window`: number of the state tensor
+    // x has the columns of DeltaCall.x and, from `z` on, those of DeltaCall.z; `state`: number of the state tensor.
+    void delta_rule(Buffer x, Buffer ba, Buffer y, int64_t z, int64_t state, DeltaCall call);
+    void sigmoid_gate(Buffer x, Buffer y);  // y *= sigmoid(x)
     void experts(Buffer x, Buffer y, const Experts& experts);
     void add(Buffer x, Buffer y, float scale);  // y += scale * x
     void all_reduce(Buffer x, RankGroup& group);  // x = the sum of x over all ranks
@@ -94,6 +109,11 @@ class Program {
         const std::vector<Element*>& buffers;
         const std::vector<PackedWeight>& weights;
         int64_t tokens;
+
+        StateRows state_rows() const {
+            const AttentionBatch& step = inputs.step;
+            return {inputs.state->slots, step.bounds, step.context_lengths, step.rows, inputs.state->slot_bytes};
+        }
 
         // The weight of the product after this one; the last product is followed by the next step.
         const PackedWeight* next_weight(size_t product) const { return &weights[(product + 1) % weights.size()]; }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tgi.worker.cpu_kernels.experts import PackedExperts
 from tgi.worker.cpu_kernels.kernels import (
+    NO_FACTORS,
     AttentionRows,
     CpuKernels,
     LoraTiles,
@@ -21,16 +22,20 @@ from tgi.worker.cpu_kernels.kernels import (
     PackedWeight,
     VocabularyShards,
 )
+from tgi.worker.cpu_kernels.recurrent import ConvForm, DeltaRule
 from tgi.worker.greedy import GreedyTokens
 
 # Argument types of the functions in interface.cpp, without the program, the first argument of all.
 _SIGNATURES = {
     "tgi_program_norm": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3, c_float),
-    "tgi_program_linear": (*[c_int64] * 5, c_void_p, c_int64, c_void_p, *[c_int64] * 3),
+    "tgi_program_linear": (*[c_int64] * 5, c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_float, c_float),
     "tgi_program_lora": (c_int64, c_int64, c_int64),
     "tgi_program_rope": (*[c_int64] * 7,),
     "tgi_program_head_products": (*[c_int64] * 3, c_void_p, *[c_int64] * 5),
     "tgi_program_attention": (*[c_int64] * 8, c_float, c_float, c_void_p),
+    "tgi_program_conv": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3),
+    "tgi_program_delta_rule": (*[c_int64] * 5, *[c_void_p] * 3, *[c_int64] * 4, c_float),
+    "tgi_program_sigmoid_gate": (c_int64, c_int64),
     "tgi_program_experts": (c_int64, c_int64, c_void_p),
     "tgi_program_add": (c_int64, c_int64, c_float),
     "tgi_program_all_reduce": (c_int64, c_void_p),
@@ -38,7 +43,7 @@ _SIGNATURES = {
         *(c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
         *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p, c_int64),
     ),
-    "tgi_program_run": (*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, c_void_p, c_void_p),
+    "tgi_program_run": (*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, *[c_void_p] * 3),
 }
 NO_TARGET = NO_BUFFER = -1
 
@@ -69,6 +74,21 @@ def lora_step(tiles: LoraTiles, adapters: int, slots: Sequence["tuple[Tensor, Te
         pairs, bounds, plus = slot
         fields += [plus.data_ptr(), pairs.data_ptr(), bounds.data_ptr(), plus.shape[1], len(bounds) - 1]
     return LoraStep(torch.tensor(fields), (tiles, slots))
+
+
+class StateStep(NamedTuple):
+    """The state of the rows of a step: struct StateStep of program.h."""
+
+    fields: Tensor  # the struct, as int64 numbers
+    referenced: object  # keeps the memory alive whose addresses are in the struct
+
+
+def state_step(tensors: Sequence[Tensor], slot_bytes: int, slots: Tensor) -> StateStep:
+    """The struct of a step whose rows have these slots, int32 [rows]. `tensors` [slots, ...] are those of all recurrent
+    layers, `slot_bytes` from one slot to the next."""
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    fields = torch.tensor([slots.data_ptr(), slot_bytes, addresses.data_ptr()])
+    return StateStep(fields, (tensors, slots, addresses))
 
 
 _GreedyRows = c_int64 * 6  # struct GreedyRows of program.h
@@ -121,13 +141,14 @@ class Program:
         then: int = 0,
         other: int = 0,
         delta: LoraTarget | None = None,
+        factors: tuple[float, float] = NO_FACTORS,
     ) -> None:
-        """CpuKernels.linear; `other`, which may be y, is read only for the epilogues "add" and "mul"."""
+        """CpuKernels.linear; `other`, which may be y, is read only for binary epilogues."""
         memory, outputs, inputs, form = weight
         assert (self._widths[x], self._widths[y]) == (inputs, outputs)
         place, column = delta or (NO_TARGET, 0)
         at = None if bias is None else bias.data_ptr()
-        self._record("linear", x, other, y, place, column, memory.data_ptr(), form, at, inputs, outputs, then)
+        self._record("linear", x, other, y, place, column, memory.data_ptr(), form, at, inputs, outputs, then, *factors)
 
     def lora(self, x: int, place: int, layer: int) -> None:
         """CpuKernels.lora for one slot of the step's LoraStep. Recorded before the linear operations that add its
@@ -168,6 +189,26 @@ class Program:
         assert self._widths[y] == heads[0] * (value_dim or head_dim)
         at_sinks, sizes = None if sinks is None else sinks.data_ptr(), (head_dim, value_dim or 0)
         self._record("attention", qkv, y, layer, *heads, *sizes, window or 0, scale, softcap or 0.0, at_sinks)
+
+    def conv(self, x: int, y: int, window: int, weight: Tensor, bias: Tensor | None, form: ConvForm) -> None:
+        """`recurrent.causal_conv` with the state tensor of number `window`, counted over all recurrent layers."""
+        at = None if bias is None else bias.data_ptr()
+        self._record("conv", x, y, window, weight.data_ptr(), at, weight.shape[1], weight.shape[0], form)
+
+    def delta_rule(self, x: int, ba: int, y: int, state: int, rule: DeltaRule) -> None:
+        """`recurrent.delta_rule` of the first columns of buffer x, whose last columns are z, with the state tensor of
+        number `state`, counted over all recurrent layers. The caller keeps the tensors of the rule alive."""
+        key_heads, value_heads, key_dim, value_dim = rule.sizes
+        values = value_heads * value_dim
+        z = 2 * key_heads * key_dim + values
+        assert (self._widths[x], self._widths[ba], self._widths[y]) == (z + values, 2 * value_heads, values)
+        addresses = (tensor.data_ptr() for tensor in (rule.decay, rule.offset, rule.norm))
+        self._record("delta_rule", x, ba, y, z, state, *addresses, *rule.sizes, rule.epsilon)
+
+    def sigmoid_gate(self, x: int, y: int) -> None:
+        """y *= sigmoid(x)."""
+        assert self._widths[x] == self._widths[y]
+        self._record("sigmoid_gate", x, y)
 
     def experts(self, x: int, y: int, experts: PackedExperts) -> None:
         """The mixture of experts of x. The caller keeps it alive."""
@@ -216,11 +257,13 @@ class Program:
         step: AttentionRows,
         lora: LoraStep | None = None,
         draw_at: Tensor | None = None,
+        state: StateStep | None = None,
     ) -> PreparedStep:
         """The arguments of `run` for the rows of buffer 0, which are computed in place. `angles` are those of each rope
         (Rotary.angles), `caches` (int64 [layers, 2]) the addresses of the layers' KV caches with the KV group of
         each, their form is `kv_form` (CpuKernels.kv_form), and `step` has the rows of the first group. If draw_at
-        (int64 [D], token numbers) is given, `run` returns the greedy tokens of those tokens."""
+        (int64 [D], token numbers) is given, `run` returns the greedy tokens of those tokens. `state` is that of
+        recurrent layers."""
         assert rows.is_contiguous()
         assert rows.dtype is self._kernels.dtype
         best = peaks = drawing = None
@@ -235,8 +278,9 @@ class Program:
         arguments = (
             rows.data_ptr(), positions.data_ptr(), tables, caches.data_ptr(), kv_form,
             None if lora is None else lora.fields.data_ptr(), *step, drawing,
+            None if state is None else state.fields.data_ptr(),
         )  # fmt: skip
-        return PreparedStep(best, arguments, (rows, positions, angles, caches, lora, draw_at, peaks))
+        return PreparedStep(best, arguments, (rows, positions, angles, caches, lora, draw_at, peaks, state))
 
     def run(self, ready: PreparedStep) -> GreedyTokens | None:
         """Runs the operations on the current contents of the prepared tensors. Each run of the same arguments writes

@@ -104,6 +104,12 @@ TGI_INLINE Float silu(Float x) {
     return x * sigmoid(x);
 }
 
+// x / 2, plus a x^2 above 0 and else b (exp(x) - 1 - x), where x counts as at most -1e-6 in the exponent.
+TGI_INLINE Float xielu(Float x, float a, float b) {
+    const Float power = exp2(at_most(-1e-6f, x) * broadcast(1.44269504f)) - broadcast(1.f);
+    return fma(select(x > zeros(), x * x * broadcast(a), (power - x) * broadcast(b)), broadcast(1.f), x * broadcast(0.5f));
+}
+
 // g sigmoid(1.702 g) with g = min(x, 7).
 TGI_INLINE Float clamped_silu(Float x) {
     return silu(at_most(7.f, x) * broadcast(1.702f)) * broadcast(1 / 1.702f);

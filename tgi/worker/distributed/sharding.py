@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tgi.microkernel.errors import UserError
-from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.decoder_config import DecoderConfig, ShortConvConfig
 
 # Inner columns are divided in blocks of the largest of these sizes that leaves each rank one: quantized weights have
 # scales for groups of inputs, and kernels compute tiles.
@@ -32,6 +32,7 @@ class Shard(NamedTuple):
     vocabulary: range  # tokens whose embedding and logits are computed
     # Attention is computed on every rank where a norm needs all heads at once. Its results are then complete.
     divides_attention: bool
+    recurrent: range = range(0)  # channels of the short convolutions, or key heads of the delta rule
 
 
 def whole_model(config: DecoderConfig) -> Shard:
@@ -55,6 +56,7 @@ def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
         shared_inner=_shard_columns(shared, rank, ranks) if shared else range(0),
         vocabulary=_shard_vocabulary(config.vocab_size, rank, ranks),
         divides_attention=divided,
+        recurrent=_shard_recurrent(config, rank, ranks),
     )
 
 
@@ -69,6 +71,7 @@ def local_config(config: DecoderConfig, shard: Shard) -> DecoderConfig:
         experts=None
         if experts is None
         else replace(experts, intermediate=len(shard.expert_inner), shared_intermediate=len(shard.shared_inner)),
+        recurrent=None if config.recurrent is None else config.recurrent.part(shard.recurrent),
     )
 
 
@@ -88,6 +91,21 @@ def _shard_heads(config: DecoderConfig, rank: int, ranks: int) -> tuple[range, r
     each = queries // sharing
     kv_head = rank // sharing
     return range(rank * each, (rank + 1) * each), range(kv_head, kv_head + 1)
+
+
+def _shard_recurrent(config: DecoderConfig, rank: int, ranks: int) -> range:
+    """Shard.recurrent of a rank."""
+    recurrent = config.recurrent
+    if recurrent is None:
+        return range(0)
+    if isinstance(recurrent, ShortConvConfig):
+        return _shard_columns(recurrent.channels, rank, ranks)
+    if recurrent.key_heads < ranks:
+        raise UserError(
+            f"The model has {recurrent.key_heads} key heads in its recurrent layers, which cannot be divided among "
+            f"{ranks} ranks. Choose a --num-shard of at most {recurrent.key_heads}."
+        )
+    return _share(recurrent.key_heads, rank, ranks)
 
 
 def _shard_columns(columns: int, rank: int, ranks: int) -> range:

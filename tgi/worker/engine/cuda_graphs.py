@@ -210,4 +210,5 @@ class DecodeGraphs:
             logits_indices=torch.arange(rows, device=device),
             query_lens_host=[1] * rows,
             context_lens_host=[self._max_total_tokens] * rows,
+            state_slots=None if self._attention.state is None else self._slots.state_slots(slots).int(),
         )

@@ -111,7 +111,8 @@ class TorchEngine:
             self.adapters,
             limits.groups,
         )
-        self._batch_builder = BatchBuilder(self._slots, watermark or Watermark(model.vocab_size, model.device))
+        watermark = watermark or Watermark(model.vocab_size, model.device)
+        self._batch_builder = BatchBuilder(self._slots, watermark, attention.state is not None)
         self._decode_fast_path = DecodeFastPath(model, attention, self._slots)
         self._draft_runner = draft_model and DraftRunner(draft_model, self._slots, self._batch_builder, self._noise)
         self._decode_graphs = graph_capture and DecodeGraphs(
@@ -160,6 +161,8 @@ class TorchEngine:
 
         After any other error the rows of this step count as not computed, and other slots are not affected.
         """
+        if step.state_copies:
+            self._copy_states(step)
         if (result := self._decode_fast_path.try_step(step)) is not None:
             return result
         began = time.monotonic()
@@ -174,6 +177,15 @@ class TorchEngine:
         except RuntimeError as error:
             self._raise_if_device_lost(error)
             raise
+
+    def _copy_states(self, step: Step) -> None:
+        self._decode_fast_path.commit()
+        copies = self._slots.state_copies(step)
+        if self._attention.state is None:
+            raise BadStep("state_copies, but the model has no recurrent layers")
+        with torch.inference_mode():
+            for source, target in copies:
+                self._attention.state.copy(source, target)
 
     def is_done(self, pending: PendingStep | StepResult) -> bool:
         """Whether the step's result is on the host."""

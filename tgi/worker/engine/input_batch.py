@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups, recurrent_group
 from tgi.microkernel.messages.protocol import (
     MAX_DRAFT_TOKENS,
     MAX_PROMPT_TOP_TOKENS,
@@ -94,8 +94,13 @@ class Slots:
         groups: Sequence[KVGroup] = ONE_FULL_GROUP,
     ) -> None:
         self.width = tokens + 1
-        self._groups = groups
-        self._sliding = np.array([group.slides for group in groups])
+        self._groups = paged_groups(groups)
+        self._sliding = np.array([group.slides for group in self._groups])
+        self._recurrent = recurrent_group(groups)
+        snapshots = 0 if self._recurrent is None else self._recurrent.snapshots
+        self._snapshots = np.full(
+            (snapshots, 2), NO_PAGE
+        )  # of each: its slot while it holds that request, and its page
         self.page_size = page_size
         self._pages = pages
         self.vocab_size = vocab_size
@@ -103,10 +108,10 @@ class Slots:
         self.ids = torch.empty(count + 1, self.width, dtype=torch.int32, device=device)
         self.ids[self.padding_slot].zero_()
         # Table s * G + g belongs to slot s and group g. Pages before a sliding window are not read.
-        self.page_table = np.zeros((count * len(groups), -(-self.width // page_size)), np.int32)
+        self.page_table = np.zeros((count * len(self._groups), -(-self.width // page_size)), np.int32)
         self.num_known = np.zeros(count, np.int64)  # ids, sampled ones included
         self.num_computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache; or EMPTY, or NEW
-        self.num_pages = np.zeros(count * len(groups), np.int64)  # of each page table
+        self.num_pages = np.zeros(count * len(self._groups), np.int64)  # of each page table
         # A request keeps its pages at least until its latest row is computed, but for those that no later row needs. So
         # a page of an ended request still holds what it held then unless another request got it, to write it, in a
         # later step.
@@ -138,6 +143,23 @@ class Slots:
         self.adapters.clear()
         self.faults.clear()
         self._grammars.reset()
+
+    def state_copies(self, step: Step) -> list[tuple[int, int]]:
+        """The source and target of each of the step's copies of states, as slots of the StateCache. Raises BadStep. To
+        be called before `apply_step`."""
+        slots, snapshots = _int64_column(step.state_copies), len(self._snapshots)
+        if len(slots) % 2 or slots.min(initial=0) < -snapshots or slots.max(initial=0) >= self.padding_slot:
+            raise BadStep(f"state_copies {slots} with {self.padding_slot} slots and {snapshots} snapshots")
+        for source, target in slots.reshape(-1, 2):
+            if source >= 0 > target:
+                self._snapshots[-1 - target] = source, self.num_computed[source] // self.page_size - 1
+        copied = np.where(slots < 0, slots + 1 + self.padding_slot + snapshots, self.state_slots(slots))
+        return [(source, target) for source, target in copied.reshape(-1, 2).tolist()]
+
+    def state_slots(self, slots: IntsOrTensor) -> IntsOrTensor:
+        """The slots of the StateCache where these slots have their states. That of the padding slot is 0; after the
+        last slot come the snapshots."""
+        return (slots + 1) % (self.padding_slot + 1)
 
     def apply_step(self, step: Step) -> None:
         """Assigns the step's new requests to their slots and appends its pages. Raises BadStep."""
@@ -263,7 +285,17 @@ class Slots:
             if len(found) and slot not in self.faults:
                 pages = np.ascontiguousarray(pages[:, : found[-1] + 1])
                 ids = self.ids[slot, : (found[-1] + 1) * self.page_size].cpu().numpy()
-                held.append(HeldPages(ids.tobytes(), pages.tobytes(), self._extras[slot]))
+                columns = pages.tobytes()
+                if self._recurrent is not None:
+                    columns += self._held_snapshots(int(slot), pages.shape[1]).tobytes()
+                held.append(HeldPages(ids.tobytes(), columns, self._extras[slot]))
+        return held
+
+    def _held_snapshots(self, slot: int, pages: int) -> NDArray[np.int32]:
+        """For each of the request's first pages the snapshot taken at its end, or NO_PAGE."""
+        held = np.full(pages, NO_PAGE, np.int32)
+        (numbers,) = ((self._snapshots[:, 0] == slot) & (self._snapshots[:, 1] < pages)).nonzero()
+        held[self._snapshots[numbers, 1]] = numbers
         return held
 
     def _assign(self, new: SlotAssignment) -> None:
@@ -293,6 +325,7 @@ class Slots:
         if (ends := self.params.end_ids[slot]) is not None:
             _require_within(ends, self.vocab_size, "end id")
         _require_within(_int64_column(params.bad_word_ids), self.vocab_size, "bad word id")
+        _require_within(_int64_column(params.listed_ids), self.vocab_size, "listed id")
         _require_within(_int64_column(params.reasoning_close_ids), self.vocab_size, "closing id")
         self.ids[slot, : len(ids)] = copy_to_device(ids.astype(np.int32), self.ids.device)
         self.prompt_logprobs_from[slot] = new.prompt_logprobs_from
@@ -300,6 +333,7 @@ class Slots:
         self.num_known[slot] = len(ids)
         self.num_computed[slot] = NEW
         self._tables(self.num_pages)[slot] = 0
+        self._snapshots[self._snapshots[:, 0] == slot] = NO_PAGE
         self._extras[slot] = new.extras
         self._grammars.assign_slot(slot, params, ids[new.prompt_tokens :].tolist())
         self._assign_adapter(slot, params)
@@ -324,11 +358,13 @@ class Slots:
 
 
 class BatchBuilder:
-    """Builds the inputs of model and sampler from rows of these slots; `watermark` serves the rows that ask for it."""
+    """Builds the inputs of model and sampler from rows of these slots; `watermark` serves the rows that ask for it.
+    `recurrent`: the model has recurrent layers."""
 
-    def __init__(self, slots: Slots, watermark: Watermark) -> None:
+    def __init__(self, slots: Slots, watermark: Watermark, recurrent: bool = False) -> None:
         self._slots = slots
         self._watermark = watermark
+        self._recurrent = recurrent
         self._ids = slots.ids.view(-1)
         # The same memory where the device is the host: numpy moves a few numbers in a fraction of torch's time.
         self._host_ids = self._ids.numpy() if self._ids.device.type == "cpu" else None
@@ -366,6 +402,7 @@ class BatchBuilder:
             query_lens_host=counts.tolist(),
             context_lens_host=rows.ends.tolist(),
             lora_spans=self._lora_spans(rows.slots, bounds) if state.adapters else (),
+            state_slots=self.to_device(state.state_slots(rows.slots))[0].int() if self._recurrent else None,
         )
 
     def build_sampling_batch(self, slots: Ints, positions: Ints, bitmask: GrammarBitmask | None) -> SamplingBatch:

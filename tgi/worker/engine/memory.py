@@ -7,6 +7,7 @@ from typing import NamedTuple
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.messages.kv_groups import (
+    GroupKind,
     KVGroup,
     cache_tokens,
     group_layers,
@@ -24,6 +25,12 @@ GRAPH_BYTES = 8 << 20
 # On CPU the default cache takes this share of the available memory, because other processes need memory too.
 CPU_SHARE = 0.25
 MAX_CPU_CACHE_BYTES = 4 << 30
+# Of recurrent layers: positions of a long prompt from one snapshot of the state to the next.
+SNAPSHOT_INTERVAL = 1024
+# There is a snapshot for this number of positions that the pages hold, since most prompts are shorter than an interval.
+# But the pages take at least this multiple of the memory of the snapshots.
+POSITIONS_PER_SNAPSHOT = 256
+PAGES_TO_SNAPSHOTS = 3
 
 
 class CacheRequirements(NamedTuple):
@@ -36,6 +43,26 @@ class CacheRequirements(NamedTuple):
     dtype: str
     device: str
     windows: Sequence[int | None] = ()  # of the layers, as in KVCacheSpec; empty: all layers keep all positions
+    state_bytes: int = 0  # of a request's recurrent state; 0: the model has no recurrent layers
+
+    @property
+    def _pages_per_snapshot(self) -> int:
+        of_memory = -(-PAGES_TO_SNAPSHOTS * self.state_bytes // self.page_bytes)
+        return max(of_memory, -(-POSITIONS_PER_SNAPSHOT // self.page_size))
+
+    def snapshots(self, pages: int) -> int:
+        """The snapshots of recurrent states for this number of pages."""
+        return 1 + pages // self._pages_per_snapshot
+
+    def state_bytes_in_all(self, rows: int, pages: int) -> int:
+        """Bytes of the recurrent states of this many requests, of rows that pad a batch, and of snapshots."""
+        return (rows + 1 + self.snapshots(pages)) * self.state_bytes
+
+    def pages_within(self, memory: int, rows: int) -> int:
+        """The pages that fit into this number of bytes next to the recurrent states; negative if those do not fit."""
+        each = self._pages_per_snapshot
+        left = memory - self.state_bytes_in_all(rows, 0)
+        return left * each // (self.page_bytes * each + self.state_bytes)
 
 
 class CacheMemory(NamedTuple):
@@ -123,6 +150,14 @@ def choose_limits(
             f"`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {settings.max_batch_prefill_tokens} and {capacity}"
         )
+    states = [
+        KVGroup(
+            GroupKind.RECURRENT,
+            page_bytes=required.state_bytes,
+            snapshots=required.snapshots(pages),
+            interval=SNAPSHOT_INTERVAL,
+        )
+    ] * (required.state_bytes > 0)
     log.debug(
         "KV cache of %d tokens, %.2f GB at most, in %d groups; requests of up to %d tokens, %d at once",
         *(capacity, pages * required.page_bytes / 1e9, len(groups), longest, rows),
@@ -138,7 +173,7 @@ def choose_limits(
         vocab_size=required.vocab_size,
         dtype=required.dtype,
         device=required.device,
-        groups=[group._replace(page_bytes=required.page_bytes) for group in groups],
+        groups=[group._replace(page_bytes=required.page_bytes) for group in groups] + states,
     )
 
 
@@ -157,13 +192,19 @@ def _pages(
         longest = min(longest, settings.max_batch_total_tokens)
         tokens = -(-settings.max_batch_total_tokens // size)
         pages = -(-tokens * pages_needed(groups, longest, step_tokens, size) // -(-longest // size))
-        if pages * required.page_bytes > memory.available:
+        if (taken := pages * required.page_bytes + required.state_bytes_in_all(rows, pages)) > memory.available:
             raise UserError(
                 f"Not enough memory to handle `max_batch_total_tokens={settings.max_batch_total_tokens}`: that "
-                f"takes {pages * required.page_bytes / 1e9:.2f} GB and {memory.available / 1e9:.2f} GB are free. "
+                f"takes {taken / 1e9:.2f} GB and {memory.available / 1e9:.2f} GB are free. "
                 "Lower --max-batch-total-tokens."
             )
         return pages
-    if previous_pages is not None and previous_pages * required.page_bytes <= memory.available:
+    if previous_pages is not None and previous_pages <= required.pages_within(memory.available, rows):
         return previous_pages
-    return min(memory.default // required.page_bytes, rows * pages_needed(groups, longest, step_tokens, size))
+    if (fitting := required.pages_within(memory.default, rows)) < 1 and required.state_bytes:
+        raise UserError(
+            f"Not enough memory for the recurrent states of {rows} requests: they take "
+            f"{required.state_bytes_in_all(rows, 0) / 1e9:.2f} GB of the {memory.default / 1e9:.2f} GB for the KV "
+            "cache. Lower --max-batch-size."
+        )
+    return min(fitting, rows * pages_needed(groups, longest, step_tokens, size))

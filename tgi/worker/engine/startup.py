@@ -19,7 +19,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
-from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups
 from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
@@ -92,6 +92,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
                 *(nodes, nodes),
             )
     models = _load_models(settings, device, progress, place)
+    _require_no_drafts(settings, models)
     progress("sizing the KV cache", 96)
     graph_sizes = _graph_batch_sizes(settings, models.served)
     required = _cache_requirements(models)
@@ -127,6 +128,15 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     return engine
 
 
+def _require_no_drafts(settings: Settings, models: LoadedModels) -> None:
+    """Raises UserError if drafts are wanted of a model with recurrent layers, or from one."""
+    if (settings.speculate or models.draft is not None) and any(model.kv.state is not None for model in models.all()):
+        raise UserError(
+            "Speculation needs to take back rejected drafts, which models with recurrent layers cannot yet. Start "
+            "without --speculate and --draft-model-id."
+        )
+
+
 def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLimits) -> WorkerFacts:
     """The facts that the start summary shows."""
     footprints = [model.footprint for model in models.all()]
@@ -138,7 +148,7 @@ def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLi
         kernels=models.kernels,
         weight_bytes=sum(footprint.bytes for footprint in footprints),
         weight_bits=round(8 * served.footprint.bytes / max(1, served.footprint.numbers), 1),
-        kv_cache_bytes=limits.pages * limits.groups[0].page_bytes,
+        kv_cache_bytes=limits.cache_bytes,
     )
 
 
@@ -276,7 +286,10 @@ def _build_engine(
 ) -> TorchEngine:
     """The engine with KV caches of `limits.pages` pages, which can capture decode graphs of these batch sizes."""
     served, draft = models.served, models.draft
-    attention = build_attention(models.cache_spec(served, limits.groups), limits.pages, served.device)
+    groups = paged_groups(limits.groups)
+    # To measure a step, before it is known how much memory there is for snapshots, none are needed.
+    states = limits.state_slots or limits.max_batch_size + 1
+    attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, states)
     draft_model = (
         None
         if draft is None
@@ -350,6 +363,7 @@ def _cache_requirements(models: LoadedModels) -> memory.CacheRequirements:
         device=served.device.type,
         # The layers of a draft model have pages in each page of the served model, so those must hold all positions.
         windows=served.kv.sliding_windows if models.draft is None else (),
+        state_bytes=0 if served.kv.state is None else served.kv.state.bytes,
     )
 
 
@@ -477,7 +491,7 @@ def warm_up(
         SlotAssignment(slot, ids, tokens, encode(WARMUP_SAMPLING_PARAMS if slot % 2 else SamplingParams(0, top_p=0.9)))
         for slot in range(rows)
     ]
-    tables = rows * len(limits.groups)
+    tables = rows * len(paged_groups(limits.groups))
     pages = [
         (table, (table * pages_each + page) % limits.pages) for table in range(tables) for page in range(pages_each)
     ]

@@ -18,7 +18,13 @@ from typing import NamedTuple
 
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
-from tgi.microkernel.messages.kv_groups import KVGroup, cache_tokens, longest_request
+from tgi.microkernel.messages.kv_groups import (
+    KVGroup,
+    cache_tokens,
+    longest_request,
+    paged_groups,
+    recurrent_group,
+)
 from tgi.microkernel.messages.protocol import (
     MAX_DRAFT_TOKENS,
     MAX_PROMPT_TOP_TOKENS,
@@ -153,6 +159,7 @@ class FakeRequest:
     adapter: FakeAdapter | None = None
     fault: str = ""  # why it cannot sample
     answer: Sequence[int] = ()  # of `--scripted-answers`
+    listed: Sequence[int] = ()  # the tokens to list in place of the likeliest
 
 
 class FakeWorker:
@@ -165,6 +172,10 @@ class FakeWorker:
         self._ids = fake_vocabulary(config.vocab_size)
         # Of each page: the group that has written it, then the chain after each of its tokens.
         self._pages: list[list[int]] = [[0] for _ in range(self.config.pages)]
+        self._groups = paged_groups(config.groups)
+        self._recurrent = recurrent_group(config.groups)
+        # The recurrent states: the chain after all tokens computed in a slot; snapshot n is at -1 - n.
+        self._states: dict[int, int] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -185,13 +196,16 @@ class FakeWorker:
             full = request.computed // size
             ids, columns = request.ids[: full * size], []
             chains = list(accumulate(ids, lambda chain, token: hash((chain, token)), initial=chain))[1:]
-            for number, (group, table) in enumerate(zip(self.config.groups, request.page_tables, strict=True)):
+            for number, (group, table) in enumerate(zip(self._groups, request.page_tables, strict=True)):
                 first = group.first_kept(request.computed, size)
                 content = [[number, *chains[index * size : (index + 1) * size]] for index in range(full)]
                 columns += [
                     page if index >= first and page != NO_PAGE and self._pages[page] == content[index] else NO_PAGE
                     for index, page in enumerate(table[:full])
                 ]
+            if self._recurrent is not None:
+                snapshots = {chain: -1 - slot for slot, chain in self._states.items() if slot < 0}
+                columns += [snapshots.get(chain, NO_PAGE) for chain in chains[size - 1 :: size]]
             if full and not request.fault:
                 pages = pack_column(INT32, columns)
                 held.append(HeldPages(pack_column(INT32, ids), pages, request.slot.extras))
@@ -210,9 +224,12 @@ class FakeWorker:
             self.reset()
             self.epoch = step.epoch
         self.number = step.number
+        self._copy_states(step)
         self._assign_slots(step)
         self._append_pages(step)
         size = self.config.page_size
+        for slot in (*unpack_int32(step.rows), *unpack_int32(step.state_copies)[1::2]):
+            self._states[slot] = -1  # no chain
         for slot, start in zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=True):
             for table in self._slots[slot].page_tables:
                 for number, page in enumerate(table[start // size :], start // size):
@@ -225,6 +242,7 @@ class FakeWorker:
         require(step.epoch == self.epoch, f"epoch {step.epoch} is over, {self.epoch} is in force")
         require(step.number == self.number + 1, f"number {step.number} follows {self.number}")
         self.number = step.number
+        self._copy_states(step)
         self._assign_slots(step)
         self._append_pages(step)
         rows, starts, counts = unpack_int32(step.rows), unpack_int32(step.starts), unpack_int32(step.counts)
@@ -290,7 +308,7 @@ class FakeWorker:
     def _append_pages(self, step: Step) -> None:
         tables, pages = unpack_int32(step.page_tables), unpack_int32(step.page_ids)
         require(len(tables) == len(pages), "page_tables and page_ids differ in length")
-        groups = self.config.groups
+        groups = self._groups
         starts = dict(zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=False))
         for table, page in zip(tables, pages, strict=True):
             slot, group = divmod(table, len(groups))
@@ -305,10 +323,19 @@ class FakeWorker:
                 self._holders[page].add(slot)
             request.page_tables[group].append(page)
 
+    def _copy_states(self, step: Step) -> None:
+        slots = unpack_int32(step.state_copies)
+        snapshots = 0 if self._recurrent is None else self._recurrent.snapshots
+        fits = all(-snapshots <= slot < self.config.slots for slot in slots)
+        require(fits, f"state_copies {slots} with {self.config.slots} slots and {snapshots} snapshots")
+        for source, target in zip(slots[::2], slots[1::2], strict=True):
+            require(source in self._states, f"state_copies {slots} of a state that is not there")
+            self._states[target] = self._states[source]
+
     def _needed_pages(self, request: FakeRequest, position: int) -> set[int]:
         """The pages that the request needs from this position on."""
         needed: set[int] = set()
-        for group, table in zip(self.config.groups, request.page_tables, strict=True):
+        for group, table in zip(self._groups, request.page_tables, strict=True):
             needed.update(table[group.first_kept(position, self.config.page_size) :])
         return needed
 
@@ -345,7 +372,7 @@ class FakeWorker:
         for index, at in enumerate(range(0, start, size)):
             chains = list(accumulate(request.ids[at : min(at + size, start)], lambda a, b: hash((a, b)), initial=chain))
             chain = chains[-1]
-            for number, (group, table) in enumerate(zip(self.config.groups, request.page_tables, strict=True)):
+            for number, (group, table) in enumerate(zip(self._groups, request.page_tables, strict=True)):
                 page = table[index]
                 if index < group.first_kept(start, size):
                     continue
@@ -356,6 +383,8 @@ class FakeWorker:
                     raise Violation(f"slot {slot}: page {page} is shared with {len(held) - 1} of {size} tokens in it")
                 if held[: len(chains)] != [number, *chains[1:]]:
                     raise Violation(f"slot {slot}: page {page} holds other tokens than its prefix")
+        if self._recurrent is not None and self._states.get(slot) != chain:
+            raise Violation(f"slot {slot}: starts at {start} without the state of the tokens before")
         request.checked_pages = [-(-start // size)] * len(request.page_tables)
         request.chain = chain
         request.computed = start
@@ -377,8 +406,10 @@ class FakeWorker:
         request = self._slots[slot]
         size = self.config.page_size
         for (group, index), why in request.lost.items():
-            if index >= self.config.groups[group].first_kept(start, size):
+            if index >= self._groups[group].first_kept(start, size):
                 raise Violation(f"slot {slot} computes, but its {why}")
+        if self._recurrent is not None and start and self._states[slot] != request.chain:
+            raise Violation(f"slot {slot} computes from {start} on, but its state is another one")
         asked = request.slot
         prompt_logprobs = []
         chain = request.chain
@@ -396,7 +427,7 @@ class FakeWorker:
                     held.append(chain)
                 elif held[1 + position % size] != chain:  # only the last token of a cached prompt is computed again
                     raise Violation(f"slot {slot} writes other tokens into the shared page {page}")
-        request.chain = chain
+        request.chain = self._states[slot] = chain
         request.computed = start + count
         return prompt_logprobs
 
@@ -424,6 +455,8 @@ class FakeWorker:
         if request.answer:
             position = min(known - request.slot.prompt_tokens, len(request.answer) - 1)
             sampled = (request.answer[position], *sampled[1:])
+        if request.listed:
+            sampled = (*sampled[:2], [(token, sampled[1] - rank) for rank, token in enumerate(request.listed)])
         request.ids.append(sampled[0])
         return sampled, fake_draft(number, self._ids)
 
@@ -472,8 +505,14 @@ def fake_request(new: SlotAssignment, limits: DeploymentLimits, adapters: Adapte
         all(0 <= token < limits.vocab_size for token in words),
         f"slot {new.slot}: a token of a bad word is not in the vocabulary",
     )
-    groups = len(limits.groups)
+    listed = unpack_int32(sampling.listed_ids)
+    require(
+        all(0 <= token < limits.vocab_size for token in listed) and (sampling.top_n > 0 or not listed),
+        f"slot {new.slot}: a listed id is not in the vocabulary, or none is to be listed",
+    )
+    groups = len(paged_groups(limits.groups))
     found = FakeRequest(ids, noise_key(sampling), sampling.top_n, new, [[] for _ in range(groups)], [0] * groups)
+    found.listed = listed
     if sampling.adapter:
         found.adapter = adapters.find_content(sampling.adapter_digest)
         if found.adapter is None:

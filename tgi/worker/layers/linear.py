@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.activations import ACTIVATIONS, clamped_mul
+from tgi.worker.activations import ACTIVATIONS, clamped_mul, xielu
 from tgi.worker.cpu_kernels.experts import PackedLinear
-from tgi.worker.cpu_kernels.kernels import EPILOGUES, WHOLE_VOCABULARY, CpuKernels, VocabularyShards
+from tgi.worker.cpu_kernels.kernels import EPILOGUES, NO_FACTORS, WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
@@ -82,8 +82,8 @@ ONE_TILE = RowCounts((ROW_TILE,))
 class Linear:
     """y = epilogue(x @ weight.T + bias), for x [rows, inputs] and weight [outputs, inputs].
 
-    `epilogue` is "none", an activation of activations.ACTIVATIONS or, with a second operand [rows, outputs] in the
-    call, "add", "mul" or "clamped_mul" (see activations.clamped_mul).
+    `epilogue` is "none", an activation of activations.ACTIVATIONS, "xielu" with `factors` or, with a second operand
+    [rows, outputs] in the call, "add", "mul" or "clamped_mul" (see activations.clamped_mul).
 
     With `gated`, a second weight (our own kernels only), y is activations.gated of both products. The activated gate is
     rounded to `dtype` first; `bias` holds the outputs of both weights, one after the other.
@@ -104,11 +104,13 @@ class Linear:
         gated: Weight | None = None,
         gpu: GpuKernels | None = None,
         partial_sum: bool = False,
+        factors: tuple[float, float] = NO_FACTORS,
     ) -> None:
         outputs, inputs = weight.shape
         self.outputs, self.inputs = int(outputs), int(inputs)
         self.epilogue = epilogue
         self.partial_sum = partial_sum
+        self.factors = factors
         if dtype is None:
             assert isinstance(weight, Tensor)
             dtype = weight.dtype
@@ -142,7 +144,9 @@ class Linear:
         outputs of both weights.
         """
         if self._kernels is not None:
-            return self._kernels.linear(x, self._weight, self._bias, EPILOGUES[self.epilogue], other, addend)
+            return self._kernels.linear(
+                x, self._weight, self._bias, EPILOGUES[self.epilogue], other, addend, False, self.factors
+            )
         assert addend is None
         rows = x.shape[0]
         padded = self.row_counts.padded(rows)
@@ -178,6 +182,10 @@ class Linear:
             return self._kernels.greedy_head(x, self._weight, self._bias, scale, cap, shards)
         assert shards is WHOLE_VOCABULARY
         return find_greedy_tokens(self.logits(x, scale, cap))
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The activation, by torch."""
+        return xielu(x, *self.factors) if self.epilogue == "xielu" else ACTIVATIONS[self.epilogue](x)
 
     @property
     def packed(self) -> PackedLinear:
@@ -216,7 +224,7 @@ class Linear:
 
         `delta` is the LoRA delta added before the epilogue.
         """
-        program.linear(x, y, self._weight, self._bias, EPILOGUES[self.epilogue], other, delta)
+        program.linear(x, y, self._weight, self._bias, EPILOGUES[self.epilogue], other, delta, self.factors)
 
     def append_greedy_to(
         self,
@@ -235,7 +243,7 @@ class Linear:
     def _onednn(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, algorithm = _UNARY.get(self.epilogue, _UNARY["none"])
         y = _run(x, self._weight, self._bias, name, [], algorithm)
-        return y if self.epilogue in _UNARY else ACTIVATIONS[self.epilogue](y)
+        return y if self.epilogue in _UNARY else self.activate(y)
 
     def _onednn_binary(self, x: Tensor, other: Tensor | None) -> Tensor:
         if self.epilogue == "clamped_mul":
@@ -245,8 +253,8 @@ class Linear:
 
     def _torch(self, x: Tensor, other: Tensor | None) -> Tensor:
         y = self._product(x)
-        if self.epilogue in ACTIVATIONS:
-            return ACTIVATIONS[self.epilogue](y)
+        if self.epilogue == "xielu" or self.epilogue in ACTIVATIONS:
+            return self.activate(y)
         if other is None or self.epilogue not in _BINARY:
             return y
         if self.epilogue == "clamped_mul":

@@ -9,7 +9,7 @@ A linear layer that ends in an activation would apply it before the delta is add
 the inner projections of MLPs, the first of these is computed without its activation, which is applied after the delta.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.device_copies import copy_to_device
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Mlp
@@ -129,7 +128,7 @@ class LayerLoraDeltas(NamedTuple):
             sums = self.bare(x)
             return mlp.up.apply_gate(sums.add_(torch.cat(group_deltas.deltas, 1).index_select(0, group_deltas.back)))
         first = mlp.gate or mlp.up
-        active = _activated(self.bare(mine) + group_deltas.deltas[0][:-1], first.epilogue)
+        active = _activated(self.bare(mine) + group_deltas.deltas[0][:-1], first.activate)
         found = active.to(x.dtype)
         if not group_deltas.all_adapted:
             found = torch.cat([found, first(x)])
@@ -187,12 +186,12 @@ def _build_group(
     return GroupDeltas(sorted_tokens, there, own_rows, all_adapted, x, deltas, tiles)
 
 
-def _activated(x: Tensor, name: str) -> Tensor:
+def _activated(x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
     """The activation of x, with bits that do not depend on an element's position. torch computes the elements after the
     last full vector of each thread's share by another exp(), so x is padded and split into parts of one thread each."""
     flat, odd = x.flatten(), x.numel() % LANES
     if odd:
         flat = F.pad(flat, (0, LANES - odd))
-    parts = [ACTIVATIONS[name](part) for part in flat.split(ELEMENTS)]
+    parts = [activate(part) for part in flat.split(ELEMENTS)]
     found = parts[0] if len(parts) == 1 else torch.cat(parts)
     return found[: x.numel()].view(x.shape)

@@ -69,7 +69,13 @@ def projection_parts(config: DecoderConfig, shard: Shard) -> ProjectionParts:
 
 
 def adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
-    """The modules that adapters may change, by their names in checkpoints."""
+    """The modules that adapters may change, by their names in checkpoints. Raises UserError if the model has recurrent
+    layers."""
+    if config.recurrent is not None:
+        raise UserError(
+            "The model has recurrent layers, for which adapters are not served. Merge the adapter into the weights, or "
+            "start without it."
+        )
     found: dict[str, Module] = {}
     for number, layer in enumerate(config.layers):
         for projection in PROJECTIONS:

@@ -15,10 +15,13 @@ from tgi.worker.decoder_config import (
     ROPE_TYPES,
     DecoderConfig,
     ExpertsConfig,
+    GatedDeltaConfig,
     LatentConfig,
     LayerConfig,
+    Mixer,
     RopeConfig,
     RouterConfig,
+    ShortConvConfig,
     UnsupportedConfig,
     rope_type,
 )
@@ -43,6 +46,7 @@ NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "l
 ATTENTION_BIAS = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")  # before those with experts
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
@@ -111,7 +115,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "hidden": config["hidden_size"],
-        "intermediate": config.get("intermediate_size") or 4 * config["hidden_size"],
+        "intermediate": _intermediate(config, values),
         "heads": heads,
         "kv_heads": 1 if latent else _kv_heads(values, heads),
         "head_dim": head_dim,
@@ -120,7 +124,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
             _layer(family, values, number, context, scale) for number in range(config["num_hidden_layers"])
         ),
         "ropes": ropes,
-        "tied": bool(values["tie_word_embeddings"]),
+        "tied": bool(config.get("tie_embedding", values["tie_word_embeddings"])),
         "names": replace(family.names, mlp_before=None) if one_norm else family.names,
         "norm_epsilon": next(values[key] for key in NORM_EPSILON if key in values),
         "query_key_norm": family.optional_query_key_norm if values.get("use_qk_norm") else None,
@@ -132,6 +136,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "activation": _activation(family, values),
         "mlp_bias": bool(values.get("mlp_bias") or values.get("use_bias")),
         "experts": _experts(family, config, values),
+        "recurrent": _recurrent(config, values),
         "parallel": parallel,
         "learned_positions": values["max_position_embeddings"] if family.positions == "learned" else 0,
         "embedding_scale": _embedding_scale(family, config, values),
@@ -157,6 +162,8 @@ def _kv_heads(values: dict[str, Any], heads: int) -> int:
 
 
 def _activation(family: ModelFamily, values: dict[str, Any]) -> str:
+    if "activation" in family.fixed:
+        return str(family.fixed["activation"])
     name = values.get("hidden_activation") or values["hidden_act"]
     name = family.aliases.get(name, name)
     if name not in EPILOGUES:
@@ -210,7 +217,7 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
         score=family.router_score,
         logit_bias=family.router_logit_bias,
         normalized=bool(values["norm_topk_prob"]),
-        biased=family.router_biased,
+        biased=family.router_biased and bool(values.get("use_expert_bias", True)),
         groups=1 if values.get("topk_method") == "greedy" else values.get("n_group") or 1,
         top_groups=values.get("topk_group") or 1,
         scale=float(values.get("routed_scaling_factor", 1.0)),
@@ -219,6 +226,52 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
     return ExpertsConfig(
         count, _first(values, EXPERTS_PER_TOKEN, 0), width, router, shared, "shared_expert_intermediate_size" in values
     )
+
+
+def _intermediate(config: dict[str, Any], values: dict[str, Any]) -> int:
+    """The width of a dense MLP. LFM2 states a width of which it takes two thirds, in whole blocks."""
+    if "intermediate_size" in values:  # not required
+        return int(values["intermediate_size"] or 4 * config["hidden_size"])
+    if "intermediate_size" not in config and "moe_intermediate_size" in values:
+        return int(values["moe_intermediate_size"])  # no layer is dense
+    width = int(values.get("block_ff_dim") or config["intermediate_size"])
+    if not values.get("block_auto_adjust_ff_dim"):
+        return width
+    width, multiple = int(2 * width / 3), values["block_multiple_of"]
+    if values["block_ffn_dim_multiplier"] is None:
+        return width
+    return -(-int(values["block_ffn_dim_multiplier"] * width) // multiple) * multiple
+
+
+def _recurrent(config: dict[str, Any], values: dict[str, Any]) -> ShortConvConfig | GatedDeltaConfig | None:
+    """The mixer of the layers without attention; None: all have it."""
+    if "conv_L_cache" in values:
+        return ShortConvConfig(config["hidden_size"], values["conv_L_cache"], bool(values["conv_bias"]))
+    if "linear_num_key_heads" not in values:
+        return None
+    if values["attention_bias"]:
+        raise UnsupportedConfig("attention_bias")
+    return GatedDeltaConfig(
+        key_heads=values["linear_num_key_heads"],
+        value_heads=values["linear_num_value_heads"],
+        key_dim=values["linear_key_head_dim"],
+        value_dim=values["linear_value_head_dim"],
+        kernel=values["linear_conv_kernel_dim"],
+        by_key_head=values["linear_by_key_head"],
+    )
+
+
+def _mixer(values: dict[str, Any], number: int) -> Mixer:
+    """What mixes the tokens in the layer."""
+    kinds = values.get("layer_types")
+    if "conv_L_cache" in values:
+        attending = values.get("full_attn_idxs")
+        attends = kinds[number] == "full_attention" if kinds else attending is None or number in attending
+        return Mixer.ATTENTION if attends else Mixer.SHORT_CONV
+    if "linear_num_key_heads" in values:
+        attends = kinds[number] == "full_attention" if kinds else (number + 1) % values["full_attention_interval"] == 0
+        return Mixer.ATTENTION if attends else Mixer.GATED_DELTA
+    return Mixer.ATTENTION
 
 
 def _expert_count(values: dict[str, Any]) -> int:
@@ -243,6 +296,7 @@ def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: in
     unwindowed = family.rope_in_windows_only and values["sliding_window"] is not None and not slides
     unrotated = unwindowed or family.positions != "rotary" or _has_no_rope(values, number)
     return LayerConfig(
+        mixer=_mixer(values, number),
         window=window if window and window < context else None,
         query_scale=scale if scale is not None and not unrotated else None,
         rope=None if unrotated else int(slides and "rope_local_base_freq" in values),
@@ -256,7 +310,7 @@ def _is_routed(values: dict[str, Any], number: int) -> bool:
         return False
     if values.get("mlp_layer_types"):
         return bool(values["mlp_layer_types"][number] == "sparse")
-    first, last = values.get("first_k_dense_replace") or values.get("moe_layer_start_index") or 0, number
+    first, last = _first(values, DENSE_LAYERS, 0), number
     if values.get("moe_layer_end_index", -1) != -1:
         last = values["moe_layer_end_index"]
     step = values.get("decoder_sparse_step") or values.get("moe_layer_interval") or 1

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
-from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec, TransformingBackend
+from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec, TransformingBackend, state_rows
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, CpuKernels, VocabularyShards
+from tgi.worker.cpu_kernels.program import StateStep, state_step
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
@@ -31,6 +32,7 @@ from tgi.worker.lora.projections import projection_parts, projection_shapes
 from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderStep, DecoderWeights, run_layer, write_program
 from tgi.worker.models.interface import LogitsReader, PreparedDecode
+from tgi.worker.state_cache import StateSpec, StateTensor
 
 log = logging.getLogger(__name__)
 
@@ -63,22 +65,25 @@ class DecoderModel:
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.kv = KVCacheSpec(
-            layers=len(config.layers),
+            layers=len(config.attention_layers),
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             dtype=dtype,
-            sliding_windows=tuple(layer.window for layer in config.layers),
+            sliding_windows=tuple(config.attention_windows),
             softcap=config.attention_cap,
             cpu_kernels=kernels,
             gpu_kernels=gpu,
             cache_scales=scales,
             value_dim=None if config.latent is None else config.latent.rank,
             sinks=tuple(layer.sinks for layer in weights.layers if layer.sinks is not None),
+            state=_state_spec(config, dtype),
         )
         self.footprint = weights.footprint
         self.device = device
         self.cuda_graph_obstacle = None if gpu is not None else "torch's kernels need the contexts on the host"
+        if self.kv.state is not None:
+            self.cuda_graph_obstacle = "the state of recurrent layers is not part of captured steps"
         self._config = config
         self._gpu = gpu
         self._logits_options = config.logit_scale, config.logit_cap
@@ -147,7 +152,8 @@ class DecoderModel:
         angles = self._angles(batch.positions, batch.page_table.shape[-1] * attention.page_size)
         rows = attention.plan(batch).rows[0]
         ready = program.prepare(
-            hidden, batch.positions, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices
+            *(hidden, batch.positions, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
+            _program_state(batch, attention),
         )
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
@@ -205,6 +211,7 @@ class DecoderModel:
                     plan.rows[0],
                     adapted,
                     logits_indices,
+                    _program_state(batch, attention),
                 )
             )
         else:
@@ -220,6 +227,7 @@ class DecoderModel:
                 plan=plan,
                 deltas=deltas,
                 communicator=self._communicator,
+                state=state_rows(batch, attention),
             )
             for number, layer in enumerate(self._weights.layers):
                 hidden = run_layer(layer, self._config.parallel, step.layer(number), hidden)
@@ -262,6 +270,20 @@ class DecoderModel:
         return self._weights.norm(hidden.index_select(0, indices))
 
 
+def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
+    if config.recurrent is None:
+        return None
+    kept = config.recurrent.state
+    tensors = {name: StateTensor(one.shape, torch.float32 if one.wide else dtype) for name, one in kept.items()}
+    return StateSpec((tensors,) * (len(config.layers) - len(config.attention_layers)))
+
+
+def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateStep | None:
+    """The state of a step's rows for a program."""
+    rows = state_rows(batch, attention)
+    return None if rows is None else state_step(rows.cache.tensors, rows.cache.slot_bytes, rows.slots)
+
+
 def _activated_linear(mlp: Mlp | Experts) -> Linear | None:
     """The layer of an MLP whose epilogue is the activation. None for experts, for which LoRA is not supported."""
     return mlp.gate or mlp.up if isinstance(mlp, Mlp) else None
@@ -278,5 +300,8 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
             mlps.append(shared.mlp)
             router += [] if shared.gate is None else [shared.gate]
     inside = [linear for mlp in mlps for linear in mlp if linear is not None]
-    queries = [] if layer.latent is None else [layer.latent.query_down, layer.latent.query]
-    return [layer.qkv, *(one for one in queries if one is not None), layer.output, *router, *inside]
+    mixing = [layer.qkv, layer.output, *([] if layer.output_gate is None else [layer.output_gate])]
+    mixing += [] if layer.mixer is None else layer.mixer.linears
+    queries = () if layer.latent is None else (layer.latent.query_down, layer.latent.query)
+    mixing += [one for one in queries if one is not None]
+    return [*mixing, *router, *inside]

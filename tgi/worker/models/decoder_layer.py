@@ -7,8 +7,9 @@ which the CPU kernels run later without returning to Python in between.
 
 from collections.abc import Sequence
 from enum import IntEnum, auto
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,20 +17,26 @@ from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec, Transf
 from tgi.worker.cpu_kernels.experts import PackedExperts
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
-from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.cpu_kernels.recurrent import sigmoid_gate
+from tgi.worker.decoder_config import DecoderConfig, LayerConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.layers.embedding import Embedding
+from tgi.worker.layers.gated_delta import GatedDelta, exactly
 from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
+from tgi.worker.layers.short_conv import ShortConv
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
 from tgi.worker.lora.projections import PROJECTION_GROUPS
 from tgi.worker.models.interface import WeightFootprint
+from tgi.worker.state_cache import StateRows
+
+RecurrentMixer: TypeAlias = ShortConv | GatedDelta
 
 
 class DecoderLayer(NamedTuple):
@@ -49,6 +56,9 @@ class DecoderLayer(NamedTuple):
     mlp_after: Norm | None
     latent: "LatentProjections | None" = None  # of latent attention
     sinks: Tensor | None = None  # float32 [heads], see KVCacheSpec.sinks
+    # Of a recurrent layer, what `qkv` and `output` are the projections of; None: attention.
+    mixer: RecurrentMixer | None = None
+    output_gate: Linear | None = None  # of attention: its result is multiplied by sigmoid(output_gate(input))
 
 
 class LatentProjections(NamedTuple):
@@ -73,12 +83,14 @@ class DecoderWeights(NamedTuple):
     footprint: WeightFootprint
 
 
+MIXER_INPUT, MIXER_OUTPUT = "mixer input", "mixer output"
+
 X = TypeVar("X")  # the rows of a step: a tensor [rows, width], or the program buffer that will hold it
 
 
 class LayerOperations(Protocol[X]):
     """The operations of a layer. `group` is a key of lora.projections.PROJECTION_GROUPS, for the deltas of adapters, or
-    of LATENT_GROUPS."""
+    of LATENT_GROUPS, or, in a recurrent layer, which has none, MIXER_INPUT or MIXER_OUTPUT."""
 
     def norm(self, norm: Norm, x: X) -> X:
         """norm(x)."""
@@ -95,6 +107,12 @@ class LayerOperations(Protocol[X]):
     def attend(self, qkv: X, norms: tuple[Norm, ...]) -> X:
         """Applies the norms (DecoderLayer.query_key_norms) and the rotary embedding to queries and keys, in the order
         of DecoderConfig.query_key_norm_last, then attention."""
+
+    def mix(self, mixer: RecurrentMixer, normed: X, projected: X) -> X:
+        """The result of a recurrent layer's mixer, whose output projection follows. `normed` is the layer's input."""
+
+    def gate(self, gate: Linear, normed: X, mixed: X) -> X:
+        """mixed * sigmoid(gate(normed)). May overwrite mixed."""
 
     def gate_up(self, mlp: Mlp, x: X) -> X:
         """The input of mlp.down."""
@@ -116,11 +134,19 @@ def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X
         assert isinstance(layer.mlp, Mlp)
         ahead = operations.gate_up(layer.mlp, operations.norm(layer.mlp_before, hidden))
     normed = _norm(layer.attention_before, operations, hidden)
-    if layer.latent is None:
-        mixed = operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms)
+    if layer.latent is not None:
+        mixed, last = _attend_latent(layer.latent, layer.qkv, operations, normed), "output"
+    elif layer.mixer is None:
+        mixed, last = (
+            operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms),
+            "output",
+        )
+        if layer.output_gate is not None:
+            mixed = operations.gate(layer.output_gate, normed, mixed)
     else:
-        mixed = _attend_latent(layer.latent, layer.qkv, operations, normed)
-    hidden = _project_and_add("output", layer.output, layer.attention_after, operations, mixed, hidden)
+        projected = operations.linear(MIXER_INPUT, layer.qkv, normed)
+        mixed, last = operations.mix(layer.mixer, normed, projected), MIXER_OUTPUT
+    hidden = _project_and_add(last, layer.output, layer.attention_after, operations, mixed, hidden)
     if not parallel:
         normed = _norm(layer.mlp_before, operations, hidden)
     if isinstance(layer.mlp, Mlp):
@@ -170,17 +196,20 @@ class DecoderStep(NamedTuple):
     plan: Any  # of `attention`
     deltas: LoraDeltas | PackedDeltas | None
     communicator: Communicator | None  # None: the only rank
+    state: StateRows | None = None  # of the recurrent layers
 
     def layer(self, number: int) -> "TensorOperations":
         """The operations of a layer."""
-        return TensorOperations(self, number, None if self.deltas is None else self.deltas.layer_deltas(number))
+        lora = None if self.deltas is None else self.deltas.layer_deltas(number)
+        return TensorOperations(self, self.config.layers[number], self.config.cache_number(number), lora)
 
 
 class TensorOperations(NamedTuple):
     """LayerOperations that compute on tensors at once."""
 
     step: DecoderStep
-    number: int  # of the layer
+    layer: LayerConfig
+    cache: int  # DecoderConfig.cache_number of the layer
     lora: LayerLoraDeltas | PackedLayerDeltas | None
 
     def norm(self, norm: Norm, x: Tensor) -> Tensor:
@@ -207,11 +236,25 @@ class TensorOperations(NamedTuple):
             mixed = self._transform_then_attend(qkv, norms, step.attention)
         else:
             mixed = self._transform_and_attend(qkv, norms, step.gpu_attention)
-        mixed = mixed.reshape(tokens, step.kv.heads * step.kv.result_dim)
-        return mixed if tokens == rows else F.pad(mixed, (0, 0, 0, rows - tokens))
+        return self._padded(mixed.reshape(tokens, step.kv.heads * step.kv.result_dim), rows)
+
+    def mix(self, mixer: RecurrentMixer, normed: Tensor, projected: Tensor) -> Tensor:
+        """The result of the mixer."""
+        assert self.step.state is not None
+        return self._padded(mixer(normed, projected[: self.step.tokens], self.step.state), len(projected))
+
+    def gate(self, gate: Linear, normed: Tensor, mixed: Tensor) -> Tensor:
+        """The gated result of attention."""
+        factors, kernels = gate(normed), self.step.kv.cpu_kernels
+        if kernels is not None:
+            return sigmoid_gate(kernels, factors, mixed)
+        return (mixed * exactly(torch.sigmoid, factors.to(torch.float32))).to(mixed.dtype)
+
+    def _padded(self, mixed: Tensor, rows: int) -> Tensor:
+        return mixed if len(mixed) == rows else F.pad(mixed, (0, 0, 0, rows - len(mixed)))
 
     def _transform_then_attend(self, qkv: Tensor, norms: tuple[Norm, ...], attention: AttentionBackend) -> Tensor:
-        step, layer = self.step, self.step.config.layers[self.number]
+        step, layer = self.step, self.layer
         rope, scale = layer.rope, layer.query_scale
         heads, last = self._by_head(qkv), step.config.query_key_norm_last
         if not last:
@@ -222,10 +265,10 @@ class TensorOperations(NamedTuple):
             _norm_heads(norms, qkv)
         if scale is not None:
             step.rotaries[scale].rotate(heads, step.kv.heads, step.angles[scale])
-        return attention.write_and_attend(step.plan, self.number, heads[: step.tokens], step.config.attention_scale)
+        return attention.write_and_attend(step.plan, self.cache, heads[: step.tokens], step.config.attention_scale)
 
     def _transform_and_attend(self, qkv: Tensor, norms: tuple[Norm, ...], attention: TransformingBackend) -> Tensor:
-        step, layer = self.step, self.step.config.layers[self.number]
+        step, layer = self.step, self.layer
         rope, scale = layer.rope, layer.query_scale
         last = step.config.query_key_norm_last
         head_norm = norms[0].of_heads(last) if len(norms) == 1 else None
@@ -239,7 +282,7 @@ class TensorOperations(NamedTuple):
             assert head_norm is None
             step.rotaries[scale].scale(heads[:, : step.kv.heads], step.angles[scale])
         factor = step.config.attention_scale
-        return attention.transform_and_attend(step.plan, self.number, heads, factor, transform)
+        return attention.transform_and_attend(step.plan, self.cache, heads, factor, transform)
 
     def _by_head(self, qkv: Tensor) -> Tensor:
         kv = self.step.kv
@@ -282,6 +325,10 @@ class ProgramBuffer(IntEnum):
     MIXED = auto()  # the result of attention
     INNER = auto()  # the input of mlp.down
     PROJECTED = auto()  # the result of a part, before it is added to HIDDEN
+    MIXER_INPUT = auto()  # of a recurrent layer
+    MIXER_OUTPUT = auto()
+    MIXER_GATES = auto()
+    OUTPUT_GATE = auto()  # of attention
     # Of latent attention alone.
     QUERY_DOWN = auto()
     QUERY = auto()  # of the heads, before K is absorbed
@@ -291,7 +338,7 @@ class ProgramBuffer(IntEnum):
 
 # Where the linear layers of an input write, in a program.
 LATENT_GROUPS = {"query_down": ProgramBuffer.QUERY_DOWN, "query": ProgramBuffer.QUERY, "key": ProgramBuffer.KEY}
-_PROJECTED = {"attention": ProgramBuffer.QKV, **LATENT_GROUPS}
+_PROJECTED = {"attention": ProgramBuffer.QKV, MIXER_INPUT: ProgramBuffer.MIXER_INPUT, **LATENT_GROUPS}
 
 
 def write_program(
@@ -313,6 +360,7 @@ def write_program(
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
     if kv.cpu_kernels is None or not recordable or not normed:
         return None
+    mixer_widths = next((layer.mixer.widths for layer in layers if layer.mixer is not None), (0, 0, 0))
     widths = {
         ProgramBuffer.HIDDEN: config.hidden,
         ProgramBuffer.NORMED: config.hidden,
@@ -320,6 +368,10 @@ def write_program(
         ProgramBuffer.MIXED: kv.heads * kv.result_dim,
         ProgramBuffer.INNER: config.intermediate,
         ProgramBuffer.PROJECTED: config.hidden,
+        ProgramBuffer.MIXER_INPUT: mixer_widths[0],
+        ProgramBuffer.MIXER_OUTPUT: mixer_widths[1],
+        ProgramBuffer.MIXER_GATES: mixer_widths[2],
+        ProgramBuffer.OUTPUT_GATE: kv.heads * kv.result_dim if config.output_gate else 0,
     }
     if config.latent is not None:
         widths[ProgramBuffer.QUERY_DOWN] = config.latent.query_rank or 0
@@ -390,10 +442,22 @@ class ProgramOperations(NamedTuple):
             self._norm_heads(norms, qkv)
         if query_scale is not None:
             self.rotaries[query_scale].append_to(self.program, qkv, query_scale, kv.heads, kv.head_dim)
-        scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(self.number)
-        options = window, kv.softcap, kv.layer_sinks(self.number), kv.value_dim
-        self.program.attention(qkv, ProgramBuffer.MIXED, self.number, heads, kv.head_dim, scale, *options)
+        cache = self.config.cache_number(self.number)
+        scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(cache)
+        options = window, kv.softcap, kv.layer_sinks(cache), kv.value_dim
+        self.program.attention(qkv, ProgramBuffer.MIXED, cache, heads, kv.head_dim, scale, *options)
         return ProgramBuffer.MIXED
+
+    def mix(self, mixer: RecurrentMixer, normed: ProgramBuffer, projected: ProgramBuffer) -> ProgramBuffer:
+        """The result of the mixer."""
+        mixer.append_to(self.program, normed, projected, ProgramBuffer.MIXER_GATES, ProgramBuffer.MIXER_OUTPUT)
+        return ProgramBuffer.MIXER_OUTPUT
+
+    def gate(self, gate: Linear, normed: ProgramBuffer, mixed: ProgramBuffer) -> ProgramBuffer:
+        """The gated result of attention."""
+        gate.append_to(self.program, normed, ProgramBuffer.OUTPUT_GATE)
+        self.program.sigmoid_gate(ProgramBuffer.OUTPUT_GATE, mixed)
+        return mixed
 
     def _norm_heads(self, norms: tuple[Norm, ...], qkv: ProgramBuffer) -> None:
         start = 0
@@ -408,7 +472,7 @@ class ProgramOperations(NamedTuple):
             mlp.up.append_to(self.program, x, y, delta=delta)
         else:
             mlp.gate.append_to(self.program, x, y, delta=delta)
-            mlp.up.append_to(self.program, x, y, y, delta._replace(column=mlp.gate.outputs))
+            mlp.up.append_to(self.program, x, y, y, delta and delta._replace(column=mlp.gate.outputs))
         return y
 
     def experts(self, experts: Experts, x: ProgramBuffer) -> ProgramBuffer:
@@ -429,8 +493,11 @@ class ProgramOperations(NamedTuple):
         self.program.add(x, hidden, self.config.residual_scale)
         return hidden
 
-    def _delta(self, group: str, x: ProgramBuffer) -> LoraTarget:
-        """Appends the LoRA product of buffer x, and returns the reference to its result for Linear.append_to."""
+    def _delta(self, group: str, x: ProgramBuffer) -> LoraTarget | None:
+        """Appends the LoRA product of buffer x, and returns the reference to its result for Linear.append_to. None: no
+        adapter changes these layers."""
+        if group not in PROJECTION_GROUPS:
+            return None
         delta = LoraTarget(list(PROJECTION_GROUPS).index(group))
         self.program.lora(x, delta.place, self.number)
         return delta

@@ -25,7 +25,8 @@ COMMON_KEYS: dict[str, Any] = {
 
 # Multimodal models whose text part computes what a model of text alone does; their requests have no images.
 WITH_TEXT_PART = (
-    "gemma3", "idefics3", "internvl", "kimi_k25", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm",
+    "gemma3", "idefics3", "internvl", "kimi_k25", "llava", "llava_next", "llava_onevision", "mistral3", "qwen3_5",
+    "qwen3_5_moe", "smolvlm",
 )  # fmt: skip
 
 # Names under which models of a family are published, too.
@@ -100,6 +101,32 @@ _QWEN_EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
+_LFM2 = {
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128000,
+    "layer_types": None,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+}
+_QWEN_DELTA = {
+    **_RMS,
+    "attention_bias": False,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "linear_by_key_head": False,
+}
+_QWEN_DELTA_FIXED = {"norm_offset": 1.0, "query_key_norm": "head", "output_gate": True}
+_QWEN_DELTA_NAMES = TensorNames(shared_expert="mlp.shared_expert", mixer="linear_attn")
 _DEEPSEEK_EXPERTS = {
     "n_routed_experts": None,
     "n_shared_experts": None,
@@ -167,6 +194,22 @@ _GPT_RENAMES = (
     (r"^(transformer\.)?ln_f\.", "model.norm."),
     (r"\.ln_1\.", ".input_layernorm."),
     (r"\.ln_2\.", ".post_attention_layernorm."),
+)
+_LFM2_NAMES = TensorNames(
+    output="self_attn.out_proj",
+    query_norm="self_attn.q_layernorm",
+    key_norm="self_attn.k_layernorm",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+    router="feed_forward.gate",
+    router_bias="feed_forward.expert_bias",
+    expert_gate="feed_forward.experts.{}.w1",
+    expert_up="feed_forward.experts.{}.w3",
+    expert_down="feed_forward.experts.{}.w2",
+    attention_before="operator_norm",
+    mlp_before="ffn_norm",
+    last_norm="model.embedding_norm",
 )
 _FUSED_GATE = TensorNames(gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
 _NORMS_AFTER = TensorNames(
@@ -336,6 +379,25 @@ FAMILIES: dict[str, ModelFamily] = {
         interleaved_rope=True,
         rope_in_windows_only=True,
     ),
+    "apertus": ModelFamily(
+        {
+            **_RMS5,
+            "attention_bias": False,
+            "max_position_embeddings": 65536,
+            "hidden_act": "xielu",
+            "rope_theta": 12000000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+        {"query_key_norm": "head", "gated": False, "activation": "xielu"},
+        TensorNames(attention_before="attention_layernorm", mlp_before="feedforward_layernorm"),
+        required={"hidden_act": "xielu"},
+    ),
     "arcee": ModelFamily({**_RMS5, **_BIASES, "hidden_act": "relu2"}, {"gated": False}),
     "nemotron": ModelFamily(
         {"norm_eps": 1e-5, **_BIASES, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
@@ -393,6 +455,7 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "gptj": ModelFamily(
         {
+            "intermediate_size": None,
             "layer_norm_epsilon": 1e-5,
             "hidden_act": "gelu_new",
             "partial_rotary_factor": None,
@@ -416,6 +479,7 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "falcon": ModelFamily(
         {
+            "intermediate_size": None,
             "layer_norm_epsilon": 1e-5,
             "hidden_act": "gelu",
             "attention_bias": False,
@@ -456,6 +520,7 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "gpt_bigcode": ModelFamily(
         {
+            "intermediate_size": None,
             "layer_norm_epsilon": 1e-5,
             "hidden_act": "gelu_pytorch_tanh",
             "multi_query": True,
@@ -731,6 +796,63 @@ FAMILIES: dict[str, ModelFamily] = {
             ),
         ),
         router_logit_bias=True,
+    ),
+    "lfm2": ModelFamily(
+        {
+            **_LFM2,
+            "full_attn_idxs": None,
+            "block_ff_dim": None,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        {"query_key_norm": "head"},
+        _LFM2_NAMES,
+    ),
+    "lfm2_moe": ModelFamily(
+        {
+            **_LFM2,
+            "num_local_experts": None,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
+        },
+        {"query_key_norm": "head"},
+        _LFM2_NAMES,
+        router_score="sigmoid",
+        router_biased=True,
+    ),
+    "qwen3_next": ModelFamily(
+        {
+            **_QWEN_DELTA,
+            **_QWEN_EXPERTS,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "linear_by_key_head": True,
+        },
+        _QWEN_DELTA_FIXED,
+        _QWEN_DELTA_NAMES,
+    ),
+    "qwen3_5_text": ModelFamily(_QWEN_DELTA, _QWEN_DELTA_FIXED, _QWEN_DELTA_NAMES),
+    "qwen3_5_moe_text": ModelFamily(
+        {
+            **_QWEN_DELTA,
+            "norm_topk_prob": True,
+            "num_local_experts": None,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        _QWEN_DELTA_FIXED,
+        replace(_QWEN_DELTA_NAMES, stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
     ),
     "qwen3_moe": ModelFamily(
         {

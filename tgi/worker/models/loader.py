@@ -152,7 +152,7 @@ def _build_decoder(
         source = scheme.source(checkpoint, quantize, float8.stays_float8_on(device), exact=exact)
         reader = DecoderWeightLoader(source, config, shard, dtype, device, kernels, gpu)
         weights = reader.load(lambda percent: progress("loading weights", percent * 9 // 10))
-        scales = read_kv_scales(checkpoint, len(config.layers)) if quantized_cache else ()
+        scales = read_kv_scales(checkpoint, config.attention_layers) if quantized_cache else ()
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Maps the file again for the embedding, which releases the pages read so far; lookups read only their rows.
         with stored() as checkpoint:

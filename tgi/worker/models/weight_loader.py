@@ -4,26 +4,37 @@ Also reads the scales of an 8-bit KV cache.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.microkernel.errors import UserError
 from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
-from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig
+from tgi.worker.cpu_kernels.kernels import NO_FACTORS, CpuKernels, can_pack_together
+from tgi.worker.cpu_kernels.recurrent import DeltaRule
+from tgi.worker.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    GatedDeltaConfig,
+    LatentConfig,
+    Mixer,
+    ShortConvConfig,
+)
 from tgi.worker.device_copies import StagedCopies
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.embedding import Embedding
+from tgi.worker.layers.gated_delta import GatedDelta
 from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp, Router, SharedExpert, pack_experts
 from tgi.worker.layers.norm import Norm
-from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights, LatentProjections
+from tgi.worker.layers.short_conv import ShortConv
+from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights, LatentProjections, RecurrentMixer
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
@@ -36,6 +47,18 @@ class StoredMatrix(NamedTuple):
     name: str  # of its layer in the checkpoint; matrices of the same name are fused in one tensor
     outputs: int
     local: range  # the outputs that this rank computes
+
+
+class MixerParts(NamedTuple):
+    """The fields of a DecoderLayer that its mixer decides on."""
+
+    qkv: Linear
+    output: Linear
+    query_key_norms: tuple[Norm, ...] = ()
+    mixer: RecurrentMixer | None = None
+    output_gate: Linear | None = None
+    sinks: Tensor | None = None
+    latent: LatentProjections | None = None
 
 
 def stored_embedding(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Embedding:
@@ -101,7 +124,7 @@ class DecoderWeightLoader:
             head = self._linear(config.head_bias, config.hidden, stored)
         rows = head if tied and self._kernels is not None else embedding_weight
         embedding = Embedding(rows, self._dtype, _local_tokens(self._shard))
-        norm = self._norm("model.norm", config.hidden)
+        norm = self._norm(config.names.last_norm, config.hidden)
         if not tied and self._device.type != "cpu":  # on CPU the embedding stays in the mapped file
             self._count(embedding_weight)
         positions = self._positions() if config.learned_positions else None
@@ -122,39 +145,73 @@ class DecoderWeightLoader:
 
     def _layer(self, number: int) -> DecoderLayer:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
-        latent = None if config.latent is None else self._latent(config.latent, prefix)
-        dim = config.head_dim if config.latent is None else config.latent.value_dim  # of a head's result
-        values = _head_columns(self._shard.heads, dim)
-        output = StoredMatrix(prefix + names.output, config.hidden, range(config.hidden))
+        layer = config.layers[number]
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self._norm(prefix + name, config.hidden)
 
         attention_after = norm(names.attention_after)
+        more_follows = attention_after is not None
+        if config.latent is not None:
+            parts = self._latent_attention(config.latent, prefix, more_follows)
+        elif layer.mixer == Mixer.ATTENTION:
+            parts = self._attention(prefix, more_follows)
+        else:
+            load = self._short_conv if layer.mixer == Mixer.SHORT_CONV else self._gated_delta
+            parts = load(prefix + names.mixer, config.cache_number(number), more_follows)
         return DecoderLayer(
             attention_before=norm(names.attention_before),
-            qkv=self._linear(config.qkv_bias, config.hidden, *self._stored_qkv(prefix)),
-            query_key_norms=self._query_key_norms(prefix + names.query_norm, prefix + names.key_norm),
-            sinks=self._sinks(prefix + names.sinks) if config.sinks else None,
-            output=self._last_linear(
-                config.output_bias, config.heads * dim, values, output, attention_after is not None
-            ),
+            qkv=parts.qkv,
+            query_key_norms=parts.query_key_norms,
+            output=parts.output,
             attention_after=attention_after,
             mlp_before=norm(names.mlp_before),
-            mlp=self._experts(prefix) if config.layers[number].routed else self._dense(prefix),
+            mlp=self._experts(prefix) if layer.routed else self._dense(prefix),
             mlp_after=norm(names.mlp_after),
-            latent=latent,
+            mixer=parts.mixer,
+            output_gate=parts.output_gate,
+            sinks=parts.sinks,
+            latent=parts.latent,
         )
 
-    def _stored_qkv(self, prefix: str) -> tuple[StoredMatrix, ...]:
-        """The matrices of DecoderLayer.qkv."""
-        config, names, shard, dim = self._config, self._config.names, self._shard, self._config.head_dim
-        if config.latent is not None:
-            return (StoredMatrix(prefix + names.latent_down, dim, range(dim)),)
-        return (
-            StoredMatrix(prefix + names.query, config.heads * dim, _head_columns(shard.heads, dim)),
-            StoredMatrix(prefix + names.key, config.kv_heads * dim, _head_columns(shard.kv_heads, dim)),
-            StoredMatrix(prefix + names.value, config.kv_heads * dim, _head_columns(shard.kv_heads, dim)),
+    def _attention(self, prefix: str, more_follows: bool) -> MixerParts:
+        config, names = self._config, self._config.names
+        heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        queries, keys = self._head_columns(self._shard.heads), self._head_columns(self._shard.kv_heads)
+        qkv = (
+            StoredMatrix(prefix + names.query, heads, queries),
+            StoredMatrix(prefix + names.key, kv_heads, keys),
+            StoredMatrix(prefix + names.value, kv_heads, keys),
+        )
+        output = StoredMatrix(prefix + names.output, config.hidden, range(config.hidden))
+        gate = None
+        if config.output_gate:
+            assert not config.qkv_bias
+            both = torch.arange(2 * heads).view(config.heads, 2, config.head_dim)  # each head's query, and its gate
+            local = both[self._shard.heads.start : self._shard.heads.stop]
+            query, gates = (self._rows(prefix + names.query, 2 * heads, local[:, n].flatten()) for n in range(2))
+            pairs = [weight for weight, _ in self._matrices(False, config.hidden, *qkv[1:])]
+            first, gate = (
+                self._build(one, None, "none") for one in (stack_weights((query, *pairs), self._dtype), gates)
+            )
+        else:
+            first = self._linear(config.qkv_bias, config.hidden, *qkv)
+        return MixerParts(
+            qkv=first,
+            query_key_norms=self._query_key_norms(prefix + names.query_norm, prefix + names.key_norm),
+            output=self._last_linear(config.output_bias, heads, queries, output, more_follows),
+            output_gate=gate,
+            sinks=self._sinks(prefix + names.sinks) if config.sinks else None,
+        )
+
+    def _latent_attention(self, latent: LatentConfig, prefix: str, more_follows: bool) -> MixerParts:
+        config, names, dim = self._config, self._config.names, self._config.head_dim
+        values = _head_columns(self._shard.heads, latent.value_dim)
+        output = StoredMatrix(prefix + names.output, config.hidden, range(config.hidden))
+        return MixerParts(
+            qkv=self._linear(config.qkv_bias, config.hidden, StoredMatrix(prefix + names.latent_down, dim, range(dim))),
+            output=self._last_linear(config.output_bias, config.heads * latent.value_dim, values, output, more_follows),
+            latent=self._latent(latent, prefix),
         )
 
     def _latent(self, latent: LatentConfig, prefix: str) -> LatentProjections:
@@ -192,6 +249,89 @@ class DecoderWeightLoader:
         stored = self._source.tensor(name, self._config.heads)[heads.start : heads.stop]
         return stored.to(self._device, torch.float32, copy=True)
 
+    def _rows(self, name: str, outputs: int, chosen: Tensor) -> Weight:
+        """The outputs `chosen` (int64 [n]) of a matrix of that many, which reads the hidden states."""
+        weight = self._source.weight(name, outputs, self._config.hidden)
+        return self._to_device(weight[chosen] if isinstance(weight, Tensor) else weight.rows(chosen))
+
+    def _short_conv(self, name: str, number: int, more_follows: bool) -> MixerParts:
+        """The parts of recurrent layer `number` whose tensors are below `name`."""
+        config, local = self._config, self._shard.recurrent
+        assert isinstance(config.recurrent, ShortConvConfig)
+        channels, bias = config.recurrent.channels, config.recurrent.bias
+        chosen = torch.arange(local.start, local.stop)
+        weight = self._vector(f"{name}.conv.weight", chosen, channels, 1, config.recurrent.kernel)
+        thirds = (StoredMatrix(f"{name}.in_proj", channels, local) for _ in range(3))
+        output = StoredMatrix(f"{name}.out_proj", config.hidden, range(config.hidden))
+        return MixerParts(
+            qkv=self._linear(bias, config.hidden, *thirds),
+            output=self._last_linear(bias, channels, local, output, more_follows),
+            mixer=ShortConv(
+                number,
+                weight[:, 0].t().contiguous(),
+                self._vector(f"{name}.conv.bias", chosen, channels) if bias else None,
+                self._kernels,
+            ),
+        )
+
+    def _gated_delta(self, name: str, number: int, more_follows: bool) -> MixerParts:
+        """The parts of recurrent layer `number` whose tensors are below `name`."""
+        config, local = self._config, self._shard.recurrent
+        delta = config.recurrent
+        assert isinstance(delta, GatedDeltaConfig)
+        heads, each = delta.key_heads, delta.value_heads // delta.key_heads
+        key, value = delta.key_dim, each * delta.value_dim  # columns of a key head, and of its value heads
+
+        def of_heads(columns: Tensor) -> Tensor:
+            """The columns of the local heads, of `columns` in the order of key heads."""
+            return columns.view(heads, -1)[local.start : local.stop].flatten()
+
+        own = delta.part(local)
+        channels = torch.arange(2 * delta.keys + delta.values)
+        qkv = torch.cat([of_heads(part) for part in channels.split((delta.keys, delta.keys, delta.values))])
+        values = of_heads(torch.arange(delta.values))
+        value_heads = of_heads(torch.arange(delta.value_heads))
+        if delta.by_key_head:
+            columns = torch.arange(2 * (delta.keys + delta.values)).view(heads, -1)
+            chosen = torch.cat([of_heads(part) for part in columns.split((key, key, value, value), 1)])
+            weight = self._rows(f"{name}.in_proj_qkvz", columns.numel(), chosen)
+            ba = torch.arange(2 * delta.value_heads).view(heads, 2, each)
+            gates = [(f"{name}.in_proj_ba", ba.numel(), of_heads(ba[:, n].contiguous())) for n in range(2)]
+        else:
+            parts = (f"{name}.in_proj_qkv", len(channels), qkv), (f"{name}.in_proj_z", delta.values, values)
+            weight = stack_weights([self._rows(*part) for part in parts], self._dtype)
+            gates = [(f"{name}.in_proj_{n}", delta.value_heads, value_heads) for n in "ba"]
+        plain = [self._source.tensor(f"{of}.weight", outputs, config.hidden)[rows] for of, outputs, rows in gates]
+        rule = DeltaRule(
+            (own.key_heads, own.value_heads, own.key_dim, own.value_dim),
+            self._vector(f"{name}.A_log", value_heads, delta.value_heads).exp(),
+            self._vector(f"{name}.dt_bias", value_heads, delta.value_heads),
+            self._vector(f"{name}.norm.weight", torch.arange(delta.value_dim), delta.value_dim),
+            config.norm_epsilon,
+        )
+        conv = self._vector(f"{name}.conv1d.weight", qkv, len(channels), 1, delta.kernel)
+        columns = range(local.start * value, local.stop * value)
+        output = StoredMatrix(f"{name}.out_proj", config.hidden, range(config.hidden))
+        return MixerParts(
+            qkv=self._build(weight, None, "none"),
+            output=self._last_linear(False, delta.values, columns, output, more_follows),
+            mixer=GatedDelta(
+                number,
+                conv[:, 0].t().contiguous(),
+                self._build(self._to_device(torch.cat(plain)), None, "none"),
+                rule,
+                self._kernels,
+            ),
+        )
+
+    def _vector(self, name: str, chosen: Tensor, *shape: int) -> Tensor:
+        """The rows `chosen` (int64 [n]) of a tensor of this shape, in float32 on the model's device."""
+        return self._source.tensor(name, *shape)[chosen].to(self._device, torch.float32)
+
+    def _head_columns(self, heads: range) -> range:
+        """The columns of these heads."""
+        return range(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
+
     def _last_linear(self, bias: bool, inputs: int, local: range, matrix: StoredMatrix, more_follows: bool) -> Linear:
         """The last layer of a part, with the inputs `local`. It adds the residual unless something comes between: a
         norm, or the sum over all ranks. One rank adds the bias."""
@@ -220,15 +360,25 @@ class DecoderWeightLoader:
         sizes = (inner, local), (inner, local), (config.hidden, range(config.hidden))
         gate, up, down = (StoredMatrix(prefix + name, *size) for name, size in zip(names, sizes, strict=True))
         return Mlp(
-            *self._gate_and_up(gate, up),
+            *self._gate_and_up(gate, up, self._factors(prefix)),
             down=self._last_linear(config.mlp_bias, inner, local, down, more_follows),
         )
 
-    def _gate_and_up(self, gate: StoredMatrix, up: StoredMatrix) -> tuple[Linear | None, Linear]:
+    def _factors(self, prefix: str) -> tuple[float, float]:
+        """The factors of a layer's activation: of xielu, softplus of one number and 0.5 + softplus of another."""
+        if self._config.activation != "xielu":
+            return NO_FACTORS
+        name = prefix + self._config.names.activation
+        first, second = (float(F.softplus(self._source.tensor(f"{name}.alpha_{end}", 1).float())) for end in "pn")
+        return first, second + 0.5
+
+    def _gate_and_up(
+        self, gate: StoredMatrix, up: StoredMatrix, factors: tuple[float, float] = NO_FACTORS
+    ) -> tuple[Linear | None, Linear]:
         """The first layers of an Mlp: on our own kernels one gated layer, if both weights have the same format."""
         config = self._config
         if not config.gated:
-            return None, self._linear(config.mlp_bias, config.hidden, up, epilogue=config.activation)
+            return None, self._linear(config.mlp_bias, config.hidden, up, epilogue=config.activation, factors=factors)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
         if self._own_kernels is None or not can_pack_together(first[0], second[0]):
             return self._build(*first, config.activation), self._build(
@@ -349,11 +499,18 @@ class DecoderWeightLoader:
             weights.append(self._norm_weight(name, *stored).expand(heads, -1)[local.start : local.stop])
         return (Norm(torch.cat(weights), None, config.norm_epsilon, config.norm_centred, self._own_kernels),)
 
-    def _linear(self, bias: bool, inputs: int, *parts: StoredMatrix, epilogue: str = "none") -> Linear:
+    def _linear(
+        self,
+        bias: bool,
+        inputs: int,
+        *parts: StoredMatrix,
+        epilogue: str = "none",
+        factors: tuple[float, float] = NO_FACTORS,
+    ) -> Linear:
         """One linear layer whose outputs are those of `parts`, one after the other."""
         weights, biases = zip(*self._matrices(bias, inputs, *parts), strict=True)
         joined = torch.cat(biases) if bias else None
-        return self._build(stack_weights(weights, self._dtype), joined, epilogue)
+        return self._build(stack_weights(weights, self._dtype), joined, epilogue, factors=factors)
 
     def _build(
         self,
@@ -362,11 +519,12 @@ class DecoderWeightLoader:
         epilogue: str,
         gated: Weight | None = None,
         partial_sum: bool = False,
+        factors: tuple[float, float] = NO_FACTORS,
     ) -> Linear:
         for one in (weight, gated):
             if one is not None:
                 self._count(one)
-        return Linear(weight, bias, epilogue, self._kernels, self._dtype, gated, self._gpu, partial_sum)
+        return Linear(weight, bias, epilogue, self._kernels, self._dtype, gated, self._gpu, partial_sum, factors)
 
     def _count(self, weight: Weight) -> None:
         """Adds a matrix to the footprint. torch's CPU kernels take no quantized weights: these are dequantized."""
@@ -414,8 +572,9 @@ class DecoderWeightLoader:
         return self._staged.copy(weight)
 
 
-def read_kv_scales(checkpoint: Checkpoint, layers: int) -> tuple[tuple[float, float], ...]:
-    """KVCacheSpec.cache_scales of a checkpoint: k_scale and v_scale of each layer's attention, or kv_scale for both.
+def read_kv_scales(checkpoint: Checkpoint, layers: Sequence[int]) -> tuple[tuple[float, float], ...]:
+    """KVCacheSpec.cache_scales of a checkpoint: k_scale and v_scale of the attention of these layers, or kv_scale for
+    both.
 
     1 where a layer has none; empty if no layer has any. Raises UserError if a scale is not a number above 0.
     """
@@ -433,7 +592,7 @@ def read_kv_scales(checkpoint: Checkpoint, layers: int) -> tuple[tuple[float, fl
             )
         return scale
 
-    scales = [(read(layer, "k_scale", "kv_scale"), read(layer, "v_scale", "kv_scale")) for layer in range(layers)]
+    scales = [(read(layer, "k_scale", "kv_scale"), read(layer, "v_scale", "kv_scale")) for layer in layers]
     if all(pair == (None, None) for pair in scales):
         return ()
     return tuple((key or 1.0, value or 1.0) for key, value in scales)

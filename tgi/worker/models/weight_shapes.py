@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tgi.worker.decoder_config import DecoderConfig, LatentConfig, TensorNames
+from tgi.worker.decoder_config import (
+    DecoderConfig,
+    GatedDeltaConfig,
+    LatentConfig,
+    Mixer,
+    ShortConvConfig,
+    TensorNames,
+)
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 
@@ -54,27 +61,99 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
         for name in (names.attention_before, names.attention_after, names.mlp_before, names.mlp_after):
             if name is not None:
                 yield from _norm(config, prefix + name)
-        yield from _query_key_norms(config, shard, prefix)
         if config.latent is not None:
             yield from _latent_norms(config.latent, config.names, prefix)
-        if config.sinks:
-            yield VectorShape(prefix + names.sinks, config.heads, len(shard.heads), True)
+        if config.layers[number].mixer == Mixer.ATTENTION:
+            yield from _query_key_norms(config, shard, prefix)
+            if config.sinks:
+                yield VectorShape(prefix + names.sinks, config.heads, len(shard.heads), True)
+        else:
+            yield from _mixer_vectors(config, shard, prefix + names.mixer)
         for matrix in _layer_matrices(config, shard, number):
             yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
+        if config.activation == "xielu":
+            for end in ("alpha_p", "alpha_n", "beta", "eps"):  # kept on the host
+                yield VectorShape(f"{prefix}{names.activation}.{end}", 1, 0, True)
         experts = config.experts
         if experts is not None and experts.router.biased and config.layers[number].routed:
             yield VectorShape(prefix + names.router_bias, experts.count, experts.count, True)
-    yield from _norm(config, "model.norm")
+    yield from _norm(config, names.last_norm)
     if config.head_bias:
         yield VectorShape(f"{HEAD}.bias", config.vocab_size, len(shard.vocabulary), False)
 
 
 def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:
-    names, prefix, hidden = config.names, f"model.layers.{number}.", config.hidden
-    if config.latent is None:
-        yield from _attention(config, shard, prefix)
-    else:
+    names, prefix = config.names, f"model.layers.{number}."
+    if config.latent is not None:
         yield from _latent_attention(config, config.latent, shard, prefix)
+    elif config.layers[number].mixer == Mixer.ATTENTION:
+        yield from _attention_matrices(config, shard, prefix)
+    else:
+        yield from _mixer_matrices(config, shard, prefix + names.mixer)
+    yield from _mlp_matrices(config, shard, number, prefix)
+
+
+def _attention_matrices(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
+    names, hidden, dim = config.names, config.hidden, config.head_dim
+    if config.output_gate:
+        yield MatrixShape(prefix + names.query, config.heads * dim, hidden, len(shard.heads) * dim, range(hidden))
+    for name, heads, local in (
+        (names.query, config.heads, shard.heads),
+        (names.key, config.kv_heads, shard.kv_heads),
+        (names.value, config.kv_heads, shard.kv_heads),
+    ):
+        yield MatrixShape(prefix + name, heads * dim, hidden, len(local) * dim, range(hidden), stack=prefix + "qkv")
+    queries = range(shard.heads.start * dim, shard.heads.stop * dim)
+    yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
+
+
+def _mixer_matrices(config: DecoderConfig, shard: Shard, name: str) -> Iterator[MatrixShape]:
+    """The projections of a recurrent layer whose tensors are below `name`."""
+    recurrent, hidden = config.recurrent, config.hidden
+    assert recurrent is not None
+    own = recurrent.part(shard.recurrent)
+    if isinstance(recurrent, ShortConvConfig):
+        assert isinstance(own, ShortConvConfig)
+        parts, into = [(f"{name}.in_proj", recurrent.channels, own.channels)] * 3, recurrent.channels
+        columns = shard.recurrent
+    else:
+        assert isinstance(own, GatedDeltaConfig)
+        into, value = recurrent.values, recurrent.values // recurrent.key_heads
+        columns = range(shard.recurrent.start * value, shard.recurrent.stop * value)
+        qkv, z, *gates = ("qkvz", "qkvz", "ba", "ba") if recurrent.by_key_head else ("qkv", "z", "b", "a")
+        parts = [
+            *[(f"{name}.in_proj_{qkv}", recurrent.keys, own.keys)] * 2,
+            (f"{name}.in_proj_{qkv}", recurrent.values, own.values),
+            (f"{name}.in_proj_{z}", recurrent.values, own.values),
+        ]
+        for gate in gates:
+            heads = recurrent.value_heads, hidden, own.value_heads
+            yield MatrixShape(f"{name}.in_proj_{gate}", *heads, range(hidden), quantizable=False)
+    for part, outputs, local in parts:
+        yield MatrixShape(part, outputs, hidden, local, range(hidden), stack=f"{name}.in_proj")
+    yield MatrixShape(f"{name}.out_proj", hidden, into, hidden, columns)
+
+
+def _mixer_vectors(config: DecoderConfig, shard: Shard, name: str) -> Iterator[VectorShape]:
+    recurrent = config.recurrent
+    assert recurrent is not None
+    own = recurrent.part(shard.recurrent)
+    if isinstance(recurrent, ShortConvConfig):
+        assert isinstance(own, ShortConvConfig)
+        conv, channels, local = "conv", recurrent.channels, own.channels
+        if recurrent.bias:
+            yield VectorShape(f"{name}.conv.bias", channels, local, True)
+    else:
+        assert isinstance(own, GatedDeltaConfig)
+        conv, channels, local = "conv1d", 2 * recurrent.keys + recurrent.values, 2 * own.keys + own.values
+        for vector in ("A_log", "dt_bias"):
+            yield VectorShape(f"{name}.{vector}", recurrent.value_heads, own.value_heads, True)
+        yield VectorShape(f"{name}.norm.weight", recurrent.value_dim, recurrent.value_dim, True)
+    yield VectorShape(f"{name}.{conv}.weight", channels * recurrent.kernel, local * recurrent.kernel, True)
+
+
+def _mlp_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:
+    names, hidden = config.names, config.hidden
     if not config.layers[number].routed:
         parts = (names.gate, names.up, names.down)
         yield from _mlp(config, prefix, parts, config.intermediate, shard.inner)
@@ -90,18 +169,6 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
         each = (names.expert_gate, names.expert_up, names.expert_down)
         gate, up, down = (name.format(expert) for name in each)
         yield from _mlp(config, prefix, (gate, up, down), experts.intermediate, shard.expert_inner)
-
-
-def _attention(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
-    names, hidden, dim = config.names, config.hidden, config.head_dim
-    for name, heads, local in (
-        (names.query, config.heads, shard.heads),
-        (names.key, config.kv_heads, shard.kv_heads),
-        (names.value, config.kv_heads, shard.kv_heads),
-    ):
-        yield MatrixShape(prefix + name, heads * dim, hidden, len(local) * dim, range(hidden), stack=prefix + "qkv")
-    queries = range(shard.heads.start * dim, shard.heads.stop * dim)
-    yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
 
 
 def _latent_attention(config: DecoderConfig, latent: LatentConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
@@ -154,7 +221,9 @@ def _query_key_norms(config: DecoderConfig, shard: Shard, prefix: str) -> Iterat
 
 def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -> Iterator[VectorShape]:
     names = config.names
-    if name in (names.latent_up, names.query_up) or (config.latent is not None and name == names.query):
+    if name.startswith(f"{names.mixer}.") and config.recurrent is not None:
+        present = isinstance(config.recurrent, ShortConvConfig) and config.recurrent.bias
+    elif name in (names.latent_up, names.query_up) or (config.latent is not None and name == names.query):
         present = False
     elif name in (names.query, names.key, names.value, names.query_down, names.latent_down):
         present = config.qkv_bias

@@ -17,9 +17,9 @@ from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.host.interpreter import require_packages
 from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD, Settings
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
-from tgi.worker.distributed.sharding import Shard, shard_decoder, whole_model
+from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.engine import memory
-from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim, token_bytes
+from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim, state_tensor_bytes, token_bytes
 from tgi.worker.lora.config import LoraConfig
 from tgi.worker.lora.projections import adapter_bytes
 from tgi.worker.models.config_reader import read_config, read_decoder_config, stored_dtype
@@ -91,6 +91,7 @@ class RankMemory(NamedTuple):
     adapters: int
     reserve: int
     kv_token: int  # of each token of KV cache
+    state: int = 0  # of each slot of recurrent state
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,16 @@ def rank_memory(deployment: PlannedDeployment, shard: Shard, device: Devices, se
         adapter_bytes(adapter, served.config, shard, ITEM_SIZES[served.dtype], packed=device.is_cpu)
         for adapter in deployment.adapters
     )
-    return RankMemory(weights, adapters, _reserve(deployment, shard, device, settings), kv_token)
+    state = _state_bytes(local_config(served.config, shard), ITEM_SIZES[served.dtype])
+    return RankMemory(weights, adapters, _reserve(deployment, shard, device, settings), kv_token, state)
+
+
+def _state_bytes(config: DecoderConfig, itemsize: int) -> int:
+    """Bytes of the recurrent state of a request."""
+    if config.recurrent is None:
+        return 0
+    layer = sum(state_tensor_bytes(one.shape, 4 if one.wide else itemsize) for one in config.recurrent.state.values())
+    return layer * (len(config.layers) - len(config.attention_layers))
 
 
 def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: Settings) -> tuple[int, int]:
@@ -269,7 +279,7 @@ def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: 
     )
     kv_dtype = settings.kv_cache_dtype or model.dtype
     kv_token = token_bytes(
-        layers=len(config.layers),
+        layers=len(config.attention_layers),
         kv_heads=len(shard.kv_heads),
         stored_dim=cpu_head_dim(config.head_dim) if device.is_cpu else config.head_dim,
         itemsize=ITEM_SIZES.get(kv_dtype, 1),
@@ -436,14 +446,15 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         vocab_size=deployment.served.config.vocab_size,
         dtype=deployment.served.dtype,
         device=devices.type,
-        windows=() if deployment.draft else [layer.window for layer in deployment.served.config.layers],
+        windows=() if deployment.draft else deployment.served.config.attention_windows,
+        state_bytes=most.state,
     )
     try:
         limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * page_bytes for n in pages)))
     except UserError as error:
         return replace(none, problem=str(error))
     # The worker loads adapters last, into the memory that the KV cache leaves.
-    spare = usable - most.weights - most.reserve - limits.pages * limits.groups[0].page_bytes
+    spare = usable - most.weights - most.reserve - limits.cache_bytes
     if most.adapters > spare:
         lower = "--max-batch-total-tokens" if devices.is_cpu else "--memory-fraction"
         taken = f"adapters take {most.adapters / 1e9:.1f} GB of each device, of which"

@@ -86,7 +86,9 @@ def sample(logits: Tensor, batch: SamplingBatch, noise: Noise, kernels: CpuKerne
             - select_rows(greedy.highest[:, None], asking)
             + select_rows(greedy.logprobs[:, None], asking)
         )
-        top_logprobs = find_top_logprobs(all_logprobs, asking, batch.params.top_n[asking])
+        top_logprobs = find_top_logprobs(
+            all_logprobs, asking, batch.params.top_n[asking], batch.params.listed_ids[asking]
+        )
     return SampledTokens(ids, logprobs, top_logprobs)
 
 

@@ -23,6 +23,7 @@ FIELDS_WITHOUT_EFFECT_ON_LOGITS: dict[str, Any] = {
     "seed": 0,
     "do_sample": False,
     "top_n": 0,
+    "listed_ids": b"",
     "choice": 0,
     "adapter": "",
     "adapter_digest": b"",
@@ -94,6 +95,7 @@ class SamplingColumns:
     bias: NDArray[np.object_]  # LogitBias | None
     end_ids: NDArray[np.object_]  # int64 [E] | None: forbidden until min_new_tokens are generated
     bad_words: NDArray[np.object_]  # BadWords | None
+    listed_ids: NDArray[np.object_]  # int64 [top_n] | None: the tokens to list in place of the likeliest
 
     def __init__(self, columns: dict[str, NDArray]) -> None:
         self.__dict__ = columns
@@ -118,6 +120,7 @@ class SamplingColumns:
                 "bias": np.full(count, None),
                 "end_ids": np.full(count, None),
                 "bad_words": np.full(count, None),
+                "listed_ids": np.full(count, None),
             }
         )
 
@@ -135,7 +138,13 @@ class SamplingColumns:
         self.greedy[slot] = self.unprocessed[slot] and not params.samples and not params.top_n
         for name in NUMERIC_COLUMNS:
             getattr(self, name)[slot] = getattr(params, name)
-        self.top_n[slot] = min(params.top_n, MAX_TOP_TOKENS)
+        listed = unpack_int32(params.listed_ids)
+        if len(listed) > MAX_TOP_TOKENS or (listed and not params.top_n):
+            raise ValueError(
+                f"{len(listed)} listed_ids with top_n {params.top_n}: at most {MAX_TOP_TOKENS} are possible"
+            )
+        self.listed_ids[slot] = np.array(listed, np.int64) if len(listed) else None
+        self.top_n[slot] = len(listed) or min(params.top_n, MAX_TOP_TOKENS)
 
     def select(self, slots: Indices) -> "SamplingColumns":
         """The columns of these slots, in this order, as copies."""

@@ -1,5 +1,7 @@
 """Top-n logprobs: the likeliest tokens at each sampled position, for the rows that ask (`SamplingParams.top_n`).
 
+A row may name the tokens that it lists instead (`SamplingParams.listed_ids`).
+
 Of the processed distribution, sorted by logprob, the lowest id first among equals. All tokens that tie with the n-th
 are listed too; filtered tokens (-inf) are not. Only the device knows how long the lists are, so it computes a block of
 fixed width, which the host cuts after the copy: nothing waits.
@@ -30,16 +32,24 @@ class TopLogprobs(NamedTuple):
     logprobs: Tensor  # float32 [n, W]
 
 
-def find_top_logprobs(logprobs: Tensor, rows: NDArray[np.int64], top_n: NDArray[np.int64]) -> TopLogprobs:
-    """The lists of these sampled rows, which ask for top_n [n] > 0 tokens of their logprobs float32 [n, vocab]."""
+def find_top_logprobs(
+    logprobs: Tensor, rows: NDArray[np.int64], top_n: NDArray[np.int64], listed_ids: NDArray[np.object_]
+) -> TopLogprobs:
+    """The lists of these sampled rows, which ask for top_n [n] > 0 tokens of their logprobs float32 [n, vocab].
+    `listed_ids` [n] has int64 [top_n] where a row names its tokens, else None."""
     limit = min(MAX_TOP_TOKENS, logprobs.shape[1])
     wanted = np.minimum(top_n, limit)
     longest = np.minimum(wanted + MAX_TIES, limit)
     ids = torch.cat([rank_token_ids(block, int(longest.max())) for block in logprobs.split(BLOCK_ROWS)])
+    named = np.array([one is not None for one in listed_ids])
+    for row in np.flatnonzero(named):
+        ids[row, : wanted[row]] = copy_to_device(listed_ids[row][: wanted[row]], ids.device)
+    longest[named] = wanted[named]
     values = logprobs.gather(1, ids)
     device_wanted, device_longest = copy_to_device(np.stack((wanted, longest)), ids.device)[:, :, None]
     listed = values >= values.gather(1, device_wanted - 1)
     listed &= values > -torch.inf
+    listed |= copy_to_device(named, ids.device)[:, None]
     listed &= torch.arange(ids.shape[1], device=ids.device) < device_longest
     return TopLogprobs(rows, listed.sum(-1), ids.int(), values)
 

@@ -1,0 +1,89 @@
+"""Snapshots of recurrent state, from which requests with a cached prefix go on.
+
+A model with recurrent layers overwrites a request's state in each step, so the state at the end of a prefix is there
+only if it was copied when it was computed. `StateSnapshots` decides when that is done, finds snapshots and evicts them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tgi.microkernel.messages.codec import INT32, pack_column
+from tgi.microkernel.messages.kv_groups import KVGroup
+
+# A chunk ends at each snapshot, which is a step of its own where the rest of the prompt would fit the same one. So
+# snapshots that would save less than this share of an interval are left out.
+LEAST_SHARE = 1 / 8
+
+
+class StateSnapshots:
+    """A snapshot is found by the name of the page at whose end it was taken, so under the same key as that page.
+
+    No request holds one: the worker makes all copies in the order in which they are planned, and those of a step before
+    its rows. So a snapshot may be overwritten as soon as its copy is planned. The least recently used goes first.
+    """
+
+    def __init__(self, group: KVGroup, page_size: int) -> None:
+        self._count = group.snapshots
+        self._page_size = page_size
+        self._interval = max(1, group.interval // page_size) * page_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops all snapshots, and the copies that no step has."""
+        self._free = [*range(self._count - 1, -1, -1)]
+        self._number_of = OrderedDict[bytes, int]()  # by the name of the page; the least recently used first
+        self._copies: list[int] = []  # each a source and a target
+
+    def __len__(self) -> int:
+        return len(self._number_of)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._number_of
+
+    def positions(self, start: int, shared: int, tokens: int) -> list[int]:
+        """Where snapshots of a prompt of this many tokens are taken that is computed from `start` on: after each
+        interval, at its last page border, and at `shared`, to which other requests have the same pages."""
+        grid = range(start - start % self._interval + self._interval, tokens, self._interval)
+        last = (tokens - 1) // self._page_size * self._page_size
+        chosen: list[int] = []
+        for position in sorted({*grid, shared, last}):
+            if position - start >= self._interval * LEAST_SHARE:
+                chosen.append(position)
+                start = position
+        return chosen
+
+    def due(self, position: int) -> bool:
+        """Whether a snapshot is taken of a request that generates tokens, at this page border."""
+        return position % self._interval == 0
+
+    def take(self, name: bytes, slot: int) -> None:
+        """Has the next step copy the state of this slot, at the end of the page of this name, before its rows."""
+        if name in self._number_of:
+            self._number_of.move_to_end(name)
+        elif self._count:
+            number = self._free.pop() if self._free else self._number_of.popitem(last=False)[1]
+            self._number_of[name] = number
+            self._copies += slot, -1 - number
+
+    def restore(self, name: bytes, slot: int) -> None:
+        """Has the next step copy the snapshot to this slot, before its rows."""
+        self._number_of.move_to_end(name)
+        self._copies += -1 - self._number_of[name], slot
+
+    def take_copies(self) -> bytes:
+        """The copies of the step that is planned (Step.state_copies)."""
+        copies, self._copies = self._copies, []
+        return pack_column(INT32, copies)
+
+    def adopt(self, names: Sequence[bytes], numbers: Sequence[int]) -> None:
+        """The worker holds these snapshots, at the ends of the pages of these names; -1: none."""
+        free = set(self._free)
+        for name, number in zip(names, numbers, strict=True):
+            if number in free and name not in self._number_of:
+                free.remove(number)
+                self._number_of[name] = number
+        self._free = [number for number in self._free if number in free]
+
+    def check(self) -> None:
+        """Raises AssertionError unless each snapshot is free or found under one name. For tests."""
+        assert sorted([*self._free, *self._number_of.values()]) == [*range(self._count)], "a snapshot is lost, or twice"
