@@ -26,6 +26,15 @@ DEEPSEEK_EXPERTS = {
     "norm_topk_prob": True,
 }
 
+LATENT = {"kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 QWEN_DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 4,
@@ -149,6 +158,42 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
         {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "use_bias": False},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **DEEPSEEK_EXPERTS,
+            **LATENT,
+            "n_routed_experts": 8,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "norm_topk_prob": False,
+            "rope_parameters": LATENT_YARN,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**DEEPSEEK_EXPERTS, **LATENT, "n_routed_experts": 8, "q_lora_rank": 24, "rope_parameters": LATENT_YARN},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {
+            **{key: value for key, value in DEEPSEEK_EXPERTS.items() if key != "first_k_dense_replace"},
+            **LATENT,
+            "n_routed_experts": 8,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+        },
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        {
+            **DEEPSEEK_EXPERTS,
+            **LATENT,
+            "n_routed_experts": 8,
+            "q_lora_rank": 24,
+            "rope_parameters": LATENT_YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
     ),
     "gpt_oss": (
         "GptOssConfig",
@@ -339,6 +384,8 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
     if kind == "helium":  # its class would set 128, and expect what it does not check
         arguments["head_dim"] = shape["hidden"] // shape["heads"]
     name, options = CONFIGS[kind]
+    if "kv_lora_rank" in options:
+        arguments["num_key_value_heads"] = shape["heads"]
     if kind in ("gpt_neox", "gptj", "gpt_bigcode", "opt"):
         del arguments["num_key_value_heads"]
     if kind == "opt":
@@ -419,7 +466,10 @@ def make_model(
     }
     config = make_config(kind, shape, dict(more))
     config.dtype = getattr(torch, dtype)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(config.dtype)
+    if kind == "mistral4":  # transformers has no Auto class for it
+        model = transformers.Mistral4ForCausalLM(config).to(config.dtype)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config).to(config.dtype)
     fill(model, seed)
     model.generation_config.do_sample = False
     model.save_pretrained(directory)

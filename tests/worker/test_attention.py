@@ -29,7 +29,7 @@ REFERENCE_BLOCK = 128  # queries of which `expected` computes all scores at once
 
 
 class Sequence:
-    """Random queries, keys and values of one sequence, and its pages."""
+    """Random queries, keys and values of one sequence, and its pages. `stored`: values are no parts of keys."""
 
     def __init__(self, length: int, kv: KVCacheSpec, first_page: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -38,6 +38,9 @@ class Sequence:
             return torch.randn(length, heads, kv.head_dim, generator=generator).to(kv.dtype)
 
         self.query, self.key, self.value = draw(kv.heads), draw(kv.kv_heads), draw(kv.kv_heads)
+        self.stored = True
+        if kv.value_dim is not None:
+            self.value, self.stored = self.key[..., : kv.value_dim], False
         self.pages = [first_page + 3 * n for n in range(-(-length // PAGE))][::-1]
 
 
@@ -49,10 +52,14 @@ def run(attention: AttentionBackend, *chunks: Chunk, layer: int = 0, scale: floa
     rows = [Row([0] * (stop - start), start, sequence.pages) for sequence, start, stop in chunks]
     batch = make_batch(rows, attention.page_size)
     qkv = torch.cat(
-        [torch.cat([s.query[start:stop], s.key[start:stop], s.value[start:stop]], 1) for s, start, stop in chunks]
+        [
+            torch.cat([one[start:stop] for one in (s.query, s.key, s.value)[: 3 if s.stored else 2]], 1)
+            for s, start, stop in chunks
+        ]
     )
     found = attention.write_and_attend(attention.plan(batch), layer, qkv, scale)
-    return list(found.view(len(qkv), -1, qkv.shape[2]).split([stop - start for _, start, stop in chunks]))
+    width = chunks[0][0].value.shape[2]
+    return list(found.reshape(len(qkv), -1, width).split([stop - start for _, start, stop in chunks]))
 
 
 def draw_sinks(heads: int, layers: int = 2) -> tuple[Tensor, ...]:
@@ -110,13 +117,20 @@ def test_results_against_float64(dtype: torch.dtype, heads: int, kv_heads: int) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 4, 16), (9, 3, 64), (8, 2, 128), (40, 1, 16), (14, 2, 64)]
+    ("heads", "kv_heads", "head_dim", "value_dim"),
+    [
+        *((4, 4, 16, None), (9, 3, 64, None), (8, 2, 128, None), (40, 1, 16, None), (14, 2, 64, None)),
+        (16, 1, 72, 56),
+    ],
 )
-def test_batch_invariance(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
-    kv = KVCacheSpec(1, heads, kv_heads, head_dim, dtype)
+def test_batch_invariance(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, value_dim: int | None) -> None:
+    kv = KVCacheSpec(1, heads, kv_heads, head_dim, dtype, value_dim=value_dim)
     long, short, other = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
     attention = build_attention(kv, 300, CPU)
     whole = [run(attention, (sequence, 0, len(sequence.query)))[0] for sequence in (long, short, other)]
+    if value_dim is not None:
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+        torch.testing.assert_close(whole[1].double(), expected(short), rtol=tolerance, atol=tolerance)
 
     again = build_attention(kv, 300, CPU)
     assert torch.equal(split(again, long, [7, 500, 100]), whole[0])
@@ -260,7 +274,9 @@ def test_page_size_and_bytes() -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_torchs_kernels_on_cuda(heads: int, kv_heads: int, window: int | None, cap: float | None, sinks: bool) -> None:
     drawn = draw_sinks(heads) if sinks else ()
-    on_cuda(KVCacheSpec(2, heads, kv_heads, 16, torch.float32, (5, window), softcap=cap, sinks=drawn))
+    kv = KVCacheSpec(2, heads, kv_heads, 16, torch.float32, (5, window), softcap=cap, sinks=drawn)
+    on_cuda(kv)
+    on_cuda(kv._replace(value_dim=12))
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -269,6 +285,7 @@ def test_cuda_8_bit_cache(stored: torch.dtype) -> None:
     kv = KVCacheSpec(2, 6, 2, 16, torch.float32, stored_dtype=stored, cache_scales=((1.0, 1.0), (0.05, 20.0)))
     assert page_bytes(kv, torch.device("cuda")) * 4 == page_bytes(kv._replace(stored_dtype=None), torch.device("cuda"))
     on_cuda(kv)
+    on_cuda(kv._replace(value_dim=12))
 
 
 def on_cuda(kv: KVCacheSpec) -> None:
@@ -284,6 +301,8 @@ def on_cuda(kv: KVCacheSpec) -> None:
         sequence.key, sequence.value = (
             to_cache_dtype(x, kv.cache_dtype, scale).to(kv.dtype) * scale for x, scale in scaled
         )
+        if not sequence.stored:
+            sequence.value = sequence.key[..., : kv.value_dim]
     options = kv.sliding_window(1), kv.softcap, kv.layer_sinks(1)
     first, second = (expected(sequence, 0.3, *options) for sequence in (one, two))
     torch.testing.assert_close(chunk.double(), first[60:], rtol=1e-5, atol=1e-5)

@@ -61,9 +61,10 @@ def prompts() -> list[list[int]]:
 def expected(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
     """For each prompt: its ids with those of the decode steps, and the logprobs of every position from transformers."""
     transformers.utils.logging.disable_progress_bar()
-    multimodal = "text_config" in json.loads((directory / "config.json").read_text())
-    classes = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
-    reference = classes.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    (named,) = json.loads((directory / "config.json").read_text())["architectures"]
+    reference = getattr(transformers, named).from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     texts = [ids + list(range(300 + row, 300 + row + DECODED)) for row, ids in enumerate(prompts())]
     with torch.inference_mode():
         return [(ids, reference(torch.tensor([ids])).logits[0].log_softmax(-1)) for ids in texts]
@@ -105,6 +106,22 @@ def test_against_transformers(kind: str, native: bool) -> None:
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native)
 
 
+def test_layers_of_speculation_are_not_read(tmp_path: Path) -> None:
+    """They follow the last layer, under the next number, in the published weights of DeepSeek-V3 and others."""
+    source = make("deepseek_v3")
+    tensors = load_file(source / SINGLE_FILE)
+    config = json.loads((source / "config.json").read_text())
+    last, next_one = (f"model.layers.{config['num_hidden_layers'] + number}." for number in (-1, 0))
+    tensors |= {name.replace(last, next_one): one.clone() for name, one in tensors.items() if name.startswith(last)}
+    tensors[f"{next_one}eh_proj.weight"] = torch.zeros(64, 128)
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2", "num_nextn_predict_layers": 1}))
+    found, plain = load(tmp_path), load(source)
+    assert found.footprint == plain.footprint
+    ids = prompts()[0]
+    assert torch.equal(prefill(found, memory(found), ids, pages(0)), prefill(plain, memory(plain), ids, pages(0)))
+
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -125,6 +142,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     # As on the Hub: without the keys that transformers 5 adds.
     ("gemma3_text", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500000.0}}}),
+    # As DeepSeek-V2-Lite.
+    ("deepseek_v2", {"topk_method": "greedy", "rope_parameters": None, "rope_theta": 20000.0}),
+    ("glm4_moe_lite", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "mlp_layer_types": None}),
     ("exaone4", {"layer_types": None, "sliding_window_pattern": 3}),
     ("stablelm", {"use_parallel_residual": True}),
     ("gpt_neox", {"use_parallel_residual": False}),
@@ -197,6 +217,7 @@ TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "idefics3": "llama",
     "internvl": "qwen2",
+    "kimi_k25": "deepseek_v3",
     "llava": "llama",
     "llava_next": "mistral",
     "llava_onevision": "qwen2",
@@ -206,10 +227,10 @@ TEXT_PARTS = {
     "smolvlm": "llama",
 }
 assert tuple(TEXT_PARTS) == WITH_TEXT_PART
-assert set(RECURRENT) == model_config.RECURRENT
+assert set(RECURRENT) == set(model_config.RECURRENT_LAYERS)
 
 
-@pytest.mark.parametrize(("kind", "text"), TEXT_PARTS.items())
+@pytest.mark.parametrize(("kind", "text"), [*TEXT_PARTS.items(), ("mistral3", "mistral4")])
 def test_text_part_of_a_multimodal_model(kind: str, text: str, tmp_path: Path) -> None:
     """Whose text part has another place in the configuration and other names of tensors."""
     made = transformers.AutoConfig.from_pretrained(make(text))
@@ -218,6 +239,10 @@ def test_text_part_of_a_multimodal_model(kind: str, text: str, tmp_path: Path) -
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     fill(model, seed=5)
     model.save_pretrained(tmp_path)
+    if kind == "kimi_k25":  # as published: transformers 5.23 writes another name than it reads
+        tensors = load_file(tmp_path / SINGLE_FILE)
+        renamed = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in tensors.items()}
+        save_file(renamed, tmp_path / SINGLE_FILE, {"format": "pt"})
     with safe_open(tmp_path / SINGLE_FILE, framework="pt") as file:
         assert not any(name.startswith("model.layers") for name in file.keys())  # noqa: SIM118  # not a dict
     check_against_transformers(tmp_path)

@@ -127,6 +127,9 @@ def vector_bytes(weights: DecoderWeights) -> int:
             shared = layer.mlp.shared
             mlps += [] if shared is None else [shared.mlp]
             linears += [] if shared is None or shared.gate is None else [shared.gate]
+        if layer.latent is not None:
+            norms += [layer.latent.query_norm, layer.latent.key_norm]
+            linears += [one for one in (layer.latent.query_down, layer.latent.query) if one is not None]
         linears += [layer.qkv, layer.output, *(linear for mlp in mlps for linear in mlp if linear is not None)]
     linears += [router.linear for router in routers]
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]

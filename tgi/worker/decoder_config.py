@@ -31,10 +31,11 @@ class RopeConfig:
     `parameters` are those of config.json: rope_theta, rope_type (one of ROPE_TYPES) and what that type needs.
     """
 
-    dim: int  # the first `dim` elements of a head are rotated, the others kept
+    dim: int  # `dim` elements of a head, from `start` on, are rotated, the others kept
     parameters: dict[str, Any]
     # A pair is elements 2 i and 2 i + 1 if interleaved (GPT-J style), else i and i + dim / 2 (GPT-NeoX style).
     interleaved: bool = False
+    start: int = 0  # elements of a head before the rotated ones
 
 
 def rope_type(parameters: dict[str, Any]) -> str:
@@ -67,7 +68,7 @@ class RouterConfig:
     `normalized`, scale * p / (sum of the chosen p).
 
     With several groups, which are equal parts of the experts in order, only experts of the `top_groups` groups are
-    chosen whose two largest p + b have the largest sums (DeepSeek-V3, 2024, section 2.1.2).
+    chosen whose `group_best` largest p + b have the largest sums (DeepSeek-V3, 2024, section 2.1.2).
     """
 
     score: str = "softmax"  # over the experts, or "sigmoid" of each
@@ -76,6 +77,7 @@ class RouterConfig:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    group_best: int = 2  # 1 or 2
     logit_bias: bool = False  # the router's linear layer has a bias
 
 
@@ -158,6 +160,35 @@ class GatedDeltaConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), computed with absorbed matrices.
+
+    A layer keeps for each position one key of `rank` + `rope_dim` elements: the normed latent c = norm(down(x)), and a
+    part that is rotated. A head of the checkpoint has a key [K c, rotated] and a value V c, with matrices K and V of
+    its own. Since q K c = (q K) c, all heads share the stored key: their queries are [q K, rotated], and V is applied
+    to the weighted sum of the latents. So DecoderConfig.kv_heads is 1, head_dim is `key_dim`, and the value is the
+    first `rank` elements of the key.
+    """
+
+    rank: int  # of the latent
+    nope_dim: int  # elements of a head's query that K multiplies
+    rope_dim: int
+    value_dim: int  # elements of V c
+    query_rank: int | None = None  # queries are up(norm(down(x))) with this inner width; None: one matrix
+    norm_epsilon: float = 1e-6
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of the stored key."""
+        return self.rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query in the checkpoint."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True)
 class StackedExperts:
     """Names of the tensors, after the prefix `model.layers.N.`, that hold one kind of matrix of all experts:
     [experts, outputs, inputs]. The names of their biases and of the columns of quantized weights begin alike."""
@@ -192,6 +223,13 @@ class TensorNames:
     output: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    # Of latent attention; the up projection of the latent has for each head K, then V.
+    query_down: str = "self_attn.q_a_proj"
+    query_down_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    latent_down: str = "self_attn.kv_a_proj_with_mqa"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_up: str = "self_attn.kv_b_proj"
     sinks: str = "self_attn.sinks"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
@@ -254,6 +292,7 @@ class DecoderConfig:
     attention_cap: float | None = None
     qkv_bias: bool = False
     output_bias: bool = False  # of the output projection
+    latent: LatentConfig | None = None  # with qkv_bias, the down projections have biases
     sinks: bool = False  # each head has a score without a value: see KVCacheSpec.sinks
     # The result is multiplied by sigmoid(g): of each head, the query projection has the query, then g.
     output_gate: bool = False

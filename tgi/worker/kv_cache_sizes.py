@@ -13,10 +13,10 @@ def cpu_head_dim(head_dim: int) -> int:
     return -(-head_dim // CPU_DIM_MULTIPLE) * CPU_DIM_MULTIPLE
 
 
-def token_bytes(layers: int, kv_heads: int, stored_dim: int, itemsize: int, scaled: bool) -> int:
-    """Bytes of a token's keys and values over all layers, of `stored_dim` elements each; `scaled`: with
-    scales."""
-    return 2 * layers * kv_heads * (stored_dim * itemsize + (SCALE_BYTES if scaled else 0))
+def token_bytes(layers: int, kv_heads: int, stored_dim: int, itemsize: int, scaled: bool, parts: int = 2) -> int:
+    """Bytes of a token's keys and values over all layers, of `stored_dim` elements each; `scaled`: with scales.
+    `parts`: 1 where values are parts of the keys."""
+    return parts * layers * kv_heads * (stored_dim * itemsize + (SCALE_BYTES if scaled else 0))
 
 
 def state_tensor_bytes(shape: tuple[int, ...], itemsize: int) -> int:

@@ -21,6 +21,7 @@ EXPERTS, TOP_K, HIDDEN, INNER = 24, 4, 96, 64
 RULES = {
     "softmax": RouterConfig(),
     "normalized": RouterConfig(normalized=True, scale=1.5),
+    "best of groups": RouterConfig(groups=6, top_groups=2, group_best=1),
     "groups": RouterConfig("sigmoid", normalized=True, biased=True, groups=6, top_groups=2, scale=2.5),
 }
 FORMS: dict[str, Callable[[int, int], Weight]] = {
@@ -68,6 +69,7 @@ def mixture(
         ("softmax", "plain", True, False, False),
         ("normalized", "plain", False, True, True),
         ("groups", "plain", True, True, True),
+        ("best of groups", "plain", True, False, True),
         *[("normalized", form, True, False, False) for form in list(FORMS)[1:]],
     ],
 )

@@ -147,3 +147,22 @@ def test_operations_of_the_peak_measurement_are_those_of_its_chunks(kernels: Cpu
     one = kernels.fma_peak(1)
     assert one > 0
     assert kernels.fma_peak(7) == 7 * one
+
+
+@pytest.mark.parametrize(("heads", "outputs", "inputs", "kept"), [(3, 48, 16, 8), (2, 12, 48, 0), (5, 33, 20, 4)])
+def test_products_of_heads(kernels: CpuKernels, heads: int, outputs: int, inputs: int, kept: int) -> None:
+    """More rows than are computed together (GATHERED_ROWS in head_products.cpp)."""
+    weight = numbers(heads, outputs, inputs, dtype=kernels.dtype)
+    rows = 300 if EMULATED else 5000
+    x = numbers(rows, heads * (inputs + kept), seed=1, dtype=kernels.dtype)
+    last = numbers(rows, outputs + kept, seed=2, dtype=kernels.dtype)
+    packed = kernels.pack_heads(weight)
+    y = kernels.head_products(x, packed, kept, last).view(rows, heads + 1, outputs + kept)
+    assert torch.equal(kernels.head_products(x, packed, kept), y[:, :heads].flatten(1))
+    assert torch.equal(y[:, heads], last)
+    by_head = x.view(rows, heads, inputs + kept)
+    assert torch.equal(y[:, :heads, outputs:], by_head[..., inputs:])
+    for head in range(heads):
+        own = kernels.linear(by_head[:, head, :inputs], kernels.pack_weight(weight[head]))
+        assert torch.equal(y[:, head, :outputs], own)
+    assert torch.equal(kernels.head_products(x[41:48], packed, kept), y[41:48, :heads].flatten(1))

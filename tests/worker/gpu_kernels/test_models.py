@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 # Norms of heads, gelu and norms behind parts; layer norms, neighbouring pairs and one input for both parts; a bias, no
-# gate; part of a head turned, joined matrices; experts; layers of transformers.
+# gate; part of a head turned, joined matrices; experts; layers of transformers; latent attention, by torch.
 KINDS = (
     "gemma3_text",
     "cohere",
@@ -37,6 +37,7 @@ KINDS = (
     "hunyuan_v1_dense",
     "dots1",
     "qwen2_moe",
+    "deepseek_v2",
     "gpt_oss",
     "apertus",
 )

@@ -205,6 +205,7 @@ def served(directory: Path, native: bool) -> list[Drawn]:
         ("mixtral", Gptq(bits=8, symmetric=False), ("lm_head", "block_sparse_moe.gate.")),
         ("llama", Compressed("int-quantized", 8, -1), ("lm_head", "v_proj", "layers.1.mlp")),
         ("phi3", Fp8("fp8", 32, 32, "weight_scale_inv"), ("lm_head",)),
+        ("deepseek_v3", Fp8("fp8", 32, 32, "weight_scale_inv"), ("lm_head", "mlp.gate.")),
     ],
 )
 def test_a_checkpoint_is_served_like_its_dequantized_twin(

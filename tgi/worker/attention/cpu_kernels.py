@@ -74,7 +74,7 @@ class CpuKernelAttention:
         return CpuKernelPlan(rows, columns)
 
     def write_and_attend(self, plan: CpuKernelPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
-        """See AttentionBackend; the result is [T, heads * head_dim]."""
+        """See AttentionBackend; the result is [T, heads * result_dim]."""
         kv, (group, cache) = self._kv, self._places[layer]
         return self._kernels.paged_attention(
             KVCache(self._cache[cache], self.kv_form),
@@ -84,4 +84,5 @@ class CpuKernelAttention:
             kv.sliding_window(layer),
             kv.softcap,
             sinks=kv.layer_sinks(layer),
+            value_dim=kv.value_dim,
         )

@@ -115,7 +115,7 @@ class CudaAttention:
         kv, window, cap, sinks = self._kv, self._kv.sliding_window(layer), self._kv.softcap, self._kv.layer_sinks(layer)
         group, place = self._places[layer]
         cache = self._caches[place]
-        mixed = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        mixed = torch.empty(*query.shape[:2], kv.result_dim, dtype=query.dtype, device=query.device)
         for row, (count, context) in enumerate(zip(batch.query_lens_host, batch.context_lens_host, strict=True)):
             pages = batch.page_table[group, row, : -(-context // self.page_size)].long()
             keys, values = (x.flatten(0, 1)[:context] for x in cache.gather_pages(pages))
@@ -133,7 +133,8 @@ class CudaAttention:
 
 
 class PagedCache:
-    """Keys and values of one layer of each KV group: two tensors [pages, page_size, kv_heads, head_dim].
+    """Keys and values of one layer of each KV group: two tensors [pages, page_size, kv_heads, head_dim], or one where a
+    value is part of its key.
 
     They hold key / scales[0] and value / scales[1] (KVCacheSpec.layer_scales).
     """
@@ -142,13 +143,17 @@ class PagedCache:
         shape = (pages, page_size, kv.kv_heads, kv.head_dim)
         self._kv = kv
         self.keys = torch.zeros(shape, dtype=kv.cache_dtype, device=device)
-        self.values = torch.zeros(shape, dtype=kv.cache_dtype, device=device)
+        self.values = (
+            torch.zeros(shape, dtype=kv.cache_dtype, device=device)
+            if kv.value_dim is None
+            else self.keys[..., : kv.value_dim]
+        )
 
     def write(self, qkv: Tensor, slot_mapping: Tensor, scales: tuple[float, float]) -> None:
-        """Stores the keys and values of `qkv` [T, heads + 2 * kv_heads, head_dim] at a group's slot mapping [T]."""
+        """Stores the keys and values of `qkv` (see AttentionBackend) at a group's slot mapping [T]."""
         kv = self._kv
         new = qkv[:, kv.heads :].split(kv.kv_heads, 1)
-        for cache, x, scale in zip((self.keys, self.values), new, scales, strict=True):
+        for cache, x, scale in zip((self.keys, self.values)[: kv.parts], new, scales, strict=False):
             stored = _as_bytes(to_cache_dtype(x, kv.cache_dtype, scale))
             _as_bytes(cache).flatten(0, 1).index_copy_(0, slot_mapping, stored)
 

@@ -73,6 +73,18 @@ class KVCacheSpec(NamedTuple):
     # are divided by. Empty = no layer has any.
     sinks: tuple[Tensor, ...] = ()
     state: StateSpec | None = None  # of recurrent layers; None: the model has none
+    # None: values have head_dim elements. Otherwise a value is the first value_dim elements of the key, and not stored.
+    value_dim: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """What is stored of each KV head: key and value, or the key alone."""
+        return 2 if self.value_dim is None else 1
+
+    @property
+    def result_dim(self) -> int:
+        """The elements of a value, and of a head's result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def cache_head_dim(self) -> int:
@@ -88,7 +100,8 @@ class KVCacheSpec(NamedTuple):
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values in one page, over the layers of a group."""
         dtype = self.cache_dtype
-        return token_bytes(self.caches, self.kv_heads, self.cache_head_dim, dtype.itemsize, dtype is torch.int8)
+        scaled = dtype is torch.int8
+        return token_bytes(self.caches, self.kv_heads, self.cache_head_dim, dtype.itemsize, scaled, self.parts)
 
     @property
     def caches(self) -> int:
@@ -110,7 +123,8 @@ class KVCacheSpec(NamedTuple):
 
     def layer_scales(self, layer: int) -> tuple[float, float]:
         """The (key, value) scales of a layer's cache; (1, 1) for a cache that is not quantized."""
-        return self.cache_scales[layer] if self.cache_scales and self.cache_dtype.itemsize == 1 else (1.0, 1.0)
+        key, value = self.cache_scales[layer] if self.cache_scales and self.cache_dtype.itemsize == 1 else (1.0, 1.0)
+        return key, value if self.value_dim is None else key
 
     def sliding_window(self, layer: int) -> int | None:
         """The sliding window of a layer; None = full attention."""
@@ -136,8 +150,8 @@ class AttentionBackend(Protocol):
     def write_and_attend(self, plan: Any, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """Stores the step's keys and values, then computes causal attention of its queries over each row's context.
 
-        `qkv` [T, heads + 2 * kv_heads, head_dim] holds queries, keys and values. Returns [T, heads, head_dim] in their
-        dtype.
+        `qkv` [T, heads + parts * kv_heads, head_dim] holds queries, keys and, if they are parts of their own, values.
+        Returns [T, heads, result_dim] in their dtype.
         """
 
 

@@ -60,7 +60,7 @@ class PackedAttention:
     def _reserve(self, pages: int) -> None:
         """Memory for the keys and values of one layer: zeros, since what is not written is multiplied by zero."""
         kv, self._pages = self._kv, pages
-        size = 2 * PAGE_SIZE * kv.cache_head_dim * kv.dtype.itemsize
+        size = kv.parts * PAGE_SIZE * kv.cache_head_dim * kv.dtype.itemsize
         self._memory = torch.zeros(pages, kv.kv_heads, size, dtype=torch.uint8)
 
     def plan(self, batch: PackedSequences) -> "KernelPlan | PackedSequences":
@@ -83,15 +83,15 @@ class PackedAttention:
         return KernelPlan(rows, columns)
 
     def write_and_attend(self, plan: "KernelPlan | PackedSequences", layer: int, qkv: Tensor, scale: float) -> Tensor:
-        """The attention [T, heads * head_dim] of qkv [T, heads + 2 * kv_heads, head_dim]."""
+        """The attention [T, heads * result_dim] of qkv [T, heads + parts * kv_heads, head_dim]."""
         kv, ahead = self._kv, self._ahead[layer]
         window = kv.sliding_window(layer)
         if isinstance(plan, KernelPlan):
             assert kv.cpu_kernels is not None
             cache = KVCache(self._memory, kv.cpu_kernels.kv_form(kv.dtype))
-            sinks = kv.layer_sinks(layer)
-            return kv.cpu_kernels.paged_attention(cache, qkv, plan.rows, scale, window, kv.softcap, ahead, sinks)
-        result = torch.empty(len(qkv), kv.heads * kv.head_dim, dtype=qkv.dtype, device=qkv.device)
+            options = window, kv.softcap, ahead, kv.layer_sinks(layer), kv.value_dim
+            return kv.cpu_kernels.paged_attention(cache, qkv, plan.rows, scale, *options)
+        result = torch.empty(len(qkv), kv.heads * kv.result_dim, dtype=qkv.dtype, device=qkv.device)
         for start, stop in pairwise(plan.bounds):
             result[start:stop] = self._attend(qkv[start:stop], scale, window, ahead, kv.layer_sinks(layer))
         return result
@@ -99,9 +99,10 @@ class PackedAttention:
     def _attend(self, qkv: Tensor, scale: float, window: int | None, ahead: int, sinks: Tensor | None) -> Tensor:
         """The attention of one sequence, by torch."""
         kv, length = self._kv, len(qkv)
-        query, key, value = (
-            one.transpose(0, 1)[None] for one in qkv.split([kv.heads, kv.kv_heads, kv.kv_heads], dim=1)
+        query, key, *rest = (
+            one.transpose(0, 1)[None] for one in qkv.split([kv.heads, *[kv.kv_heads] * kv.parts], dim=1)
         )
+        value = rest[0] if rest else key[..., : kv.result_dim]
         mask = None
         if window is not None or ahead < length:
             place = torch.arange(length, device=qkv.device)

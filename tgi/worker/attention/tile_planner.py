@@ -58,7 +58,7 @@ class TileGroup(NamedTuple):
 class KeyGather(NamedTuple):
     """Pages gathered together, and the tiles computed on them: one sequence of keys per tile, or one for all."""
 
-    index: Tensor  # int64 [2 * kv_heads * sequences * pages] rows of the cache, keys before values
+    index: Tensor  # int64 [parts * kv_heads * sequences * pages] rows of the cache, keys before values
     sequences: int
     length: int  # positions per sequence
     groups: list[TileGroup]
@@ -67,7 +67,7 @@ class KeyGather(NamedTuple):
 class TilePlan(NamedTuple):
     """The plan of one step."""
 
-    writes: Tensor  # int64 [G, T * 2 * kv_heads] rows of the cache, viewed with one row per position
+    writes: Tensor  # int64 [G, T * parts * kv_heads] rows of the cache, viewed with one row per position
     gathers: dict[tuple[int, int | None], list[KeyGather]]  # by KV group and sliding window
     tokens: int  # T
 
@@ -82,8 +82,8 @@ class TilePlanner:
         self._group = kv.heads // kv.kv_heads
         self._shapes = shapes
         self._queries_per_tile = max(1, shapes.multi_rows // self._group)
-        self._page_bytes = 2 * kv.kv_heads * page_size * kv.head_dim * torch.float32.itemsize
-        self._head_pages = torch.arange(2 * kv.kv_heads).view(-1, 1) * pages
+        self._page_bytes = kv.parts * kv.kv_heads * page_size * kv.head_dim * torch.float32.itemsize
+        self._head_pages = torch.arange(kv.parts * kv.kv_heads).view(-1, 1) * pages
 
     def plan(self, batch: ForwardBatch) -> TilePlan:
         """The plan of a step, for each KV group and sliding window of the model's layers."""

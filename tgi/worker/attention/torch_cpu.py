@@ -53,7 +53,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 class TorchCpuAttention:
     """Implements AttentionBackend.
 
-    A cache is [2, kv_heads, pages + 1, page_size, head_dim]; the last page stays zero, for padding.
+    A cache is [parts, kv_heads, pages + 1, page_size, head_dim]; the last page stays zero, for padding. Where a value
+    is part of its key, the kernel multiplies with all of the key, since it takes values of no other size.
     """
 
     page_size = 16
@@ -64,7 +65,7 @@ class TorchCpuAttention:
         self._pages = pages + 1
         self._group = kv.heads // kv.kv_heads
         self._planner = TilePlanner(kv, self._pages, self.page_size, choose_shapes(kv))
-        self._page_bytes = 2 * kv.kv_heads * self.page_size * kv.head_dim * kv.dtype.itemsize
+        self._page_bytes = kv.parts * kv.kv_heads * self.page_size * kv.head_dim * kv.dtype.itemsize
         self._places = kv.places
         self._cache = [self._memory() for _ in range(kv.caches)]
         # Buffers for gathered pages, in the model's dtype and in COMPUTE_DTYPE; they grow on demand.
@@ -72,7 +73,7 @@ class TorchCpuAttention:
         self._gather_buffers = [torch.empty(0, width, dtype=dtype) for dtype in dtypes]
 
     def _memory(self) -> Tensor:
-        """A cache [2 * kv_heads * pages, page_size * head_dim]: zeros, mapped at the first write."""
+        """A cache [parts * kv_heads * pages, page_size * head_dim]: zeros, mapped at the first write."""
         zeros = mmap.mmap(-1, self._pages * self._page_bytes)
         return torch.frombuffer(zeros, dtype=self._kv.dtype).view(-1, self.page_size * self._kv.head_dim)
 
@@ -99,7 +100,7 @@ class TorchCpuAttention:
                     result[group.outputs] = out
                 else:
                     result.index_copy_(0, group.outputs, out)
-        return result[: plan.tokens]
+        return result[: plan.tokens, :, : kv.result_dim]
 
     def _gather(self, cache: Tensor, gather: KeyGather) -> Tensor:
         """Keys and values float32 [2, sequences, kv_heads, length, head_dim], in a buffer that the next call reuses."""
@@ -112,7 +113,8 @@ class TorchCpuAttention:
             torch.index_select(cache, 0, gather.index, out=wide)
         else:
             wide.copy_(torch.index_select(cache, 0, gather.index, out=stored))
-        return wide.view(2, kv.kv_heads, gather.sequences, gather.length, kv.head_dim).transpose(1, 2)
+        stored = wide.view(kv.parts, kv.kv_heads, gather.sequences, gather.length, kv.head_dim)
+        return stored.expand(2, -1, -1, -1, -1).transpose(1, 2)
 
     def _attend(
         self, tile_group: TileGroup, query: Tensor, keys_values: Tensor, scale: float, sinks: Tensor | None

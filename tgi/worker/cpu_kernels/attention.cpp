@@ -47,7 +47,7 @@ struct AttendJob final : Job {
         tiles = first.back() * cache.kv_heads;
         if (tiles > MAX_DIVIDED_TILES || longest <= PART_SIZE) return;
         parts = (longest + PART_SIZE - 1) / PART_SIZE;
-        const size_t size = tiles * parts * PartialAttention::size(cache.padded_dim()) + 16;
+        const size_t size = tiles * parts * PartialAttention::size(value_dim()) + 16;
         if (state.found.size() < size) state.found.resize(size);
         for (int64_t tile = 0; tile < tiles; tile++) state.unfinished[tile] = parts;
     }
@@ -73,8 +73,10 @@ struct AttendJob final : Job {
         return {row, head, begin, rows, lowest, std::min<int64_t>(last + 1, batch.context_lengths[row])};
     }
 
+    int64_t value_dim() const { return padded_to_32(cache.result_dim()); }
+
     void run_tile(const TileRange& at) const {
-        const int64_t dim = cache.padded_dim();
+        const int64_t dim = value_dim();
         const PartialAttention part(tile_workspace().part, dim), total(tile_workspace().total, dim);
         const AttentionTile<T> tile(cache, batch, call, at, writes_kv);
         tile.begin();
@@ -87,7 +89,7 @@ struct AttendJob final : Job {
     }
 
     void run_part(const TileRange& at, int64_t tile, int64_t number) const {
-        const int64_t dim = cache.padded_dim(), size = PartialAttention::size(dim);
+        const int64_t dim = value_dim(), size = PartialAttention::size(dim);
         float* const mine = aligned(state.found.data()) + tile * parts * size;
         if (number >= at.lowest / PART_SIZE && number * PART_SIZE < at.end) {
             TileRange here = at;

@@ -7,12 +7,12 @@
 
 namespace tgi {
 
-// y [tokens, heads * head_dim] = softmax(cap(scale * q k)) v. A query sees the last `window` positions, its own included,
-// or all of them if `window` is 0, and the next `ahead` ones, as far as the context goes; 0: causal attention.
+// y [tokens, heads * result_dim] = softmax(cap(scale * q k)) v. A query sees the last `window` positions, its own
+// included, or all of them if `window` is 0, and the next `ahead` ones, as far as the context goes; 0: causal attention.
 // cap(s) = softcap * tanh(s / softcap), or s if softcap is 0. `sinks` [heads] are scores without a value, which only add
 // to the sum of the softmax; may be null.
 struct AttentionCall {
-    const Element* qkv;  // [tokens, (heads + 2 * kv_heads) * head_dim]: the queries, keys and values of each token
+    const Element* qkv;  // [tokens, row_size]: the queries, keys and, if they are stored, values of each token
     Element* y;
     int64_t window;
     float scale, softcap;

@@ -24,13 +24,15 @@ class PagePrefetcher {
 
     PagePrefetcher(const KvCache& cache, const int32_t* pages, int64_t count, int64_t head, bool to_l1,
         int64_t passes)
-        : to_l1_(to_l1), streams_(2 * count), lines_(std::max<int64_t>(LINES / passes, 1)),
+        : to_l1_(to_l1), streams_(cache.parts() * count),
+          lines_(std::max<int64_t>(LINES * 2 / cache.parts() / passes, 1)),
           left_(PAGE * cache.padded_dim() * sizeof(T) / (lines_ * CACHE_LINE)) {
         for (int64_t n = 0; n < count; n++) {
-            at_[2 * n] = reinterpret_cast<const char*>(keys<T>(cache, pages[n], head));
-            at_[2 * n + 1] = reinterpret_cast<const char*>(values<T>(cache, pages[n], head));
+            at_[cache.parts() * n] = reinterpret_cast<const char*>(keys<T>(cache, pages[n], head));
+            if (cache.parts() > 1) at_[2 * n + 1] = reinterpret_cast<const char*>(values<T>(cache, pages[n], head));
             if constexpr (std::is_same_v<T, int8_t>)
-                for (int64_t at = 0; at < 2 * PAGE; at += 16) __builtin_prefetch(kv_scales(cache, pages[n], head) + at);
+                for (int64_t at = 0; at < cache.parts() * PAGE; at += 16)
+                    __builtin_prefetch(kv_scales(cache, pages[n], head) + at);
         }
     }
 
@@ -133,6 +135,26 @@ inline ConvertedBlocks<T> convert_columns(Blocks<T> blocks, int64_t depth, Opera
     return {to, blocks.prefetcher};
 }
 
+// Numbers d to d + 31 of the keys of a block as 32 columns of values.
+template <class T>
+inline ConvertedBlocks<T> transpose_keys(const T* const (&pages)[2], int64_t count, int64_t d, Operand* to,
+    PagePrefetcher<T>& prefetcher) {
+    for (int64_t at = 0; at < count * PAGE; at += LANES)
+        for (int64_t half = 0; half < 2; half++) {
+            const T* from = pages[at / PAGE] + element_index<T>(d + half * LANES, at % PAGE, PAGE);
+            Float numbers[LANES];  // of a position each, once they are transposed
+            for (int64_t pair = 0; pair < LANES / 2; pair++, from += 2 * PAGE) {
+                numbers[2 * pair] = load_input<0>(from, PAGE);
+                numbers[2 * pair + 1] = load_input<1>(from, PAGE);
+            }
+            transpose(numbers);
+            for (int64_t pair = 0; pair < LANES / 2; pair++)
+                store_pair(to + (at / 2 + pair) * 64 + half * ConvertedBlocks<T>::right,
+                    {numbers[2 * pair], numbers[2 * pair + 1]});
+        }
+    return {to, prefetcher};
+}
+
 // Some rows of one KV head, and the positions that they see.
 struct TileRange {
     int64_t row, head, begin, rows, lowest, end;
@@ -166,12 +188,12 @@ class AttentionTile {
     AttentionTile(const KvCache& cache, const AttentionBatch& batch, const AttentionCall& call, const TileRange& at,
         bool writes_kv)
         : cache(cache), batch(batch), call(call), at(at), writes_kv(writes_kv), dim(cache.padded_dim()),
-          heads_per_kv(cache.heads / cache.kv_heads),
+          value_dim(padded_to_32(cache.result_dim())), heads_per_kv(cache.heads / cache.kv_heads),
           softmax{call.softcap ? LOG2_E : call.scale * LOG2_E}, workspace(tile_workspace()) {}
 
     // Copies the queries; to be called first.
     void begin() const {
-        const int64_t size = cache.head_dim, stride = (cache.heads + 2 * cache.kv_heads) * size;
+        const int64_t size = cache.head_dim, stride = cache.row_size();
         prefetcher(at.lowest / BLOCK * BLOCK).prefetch_all();
 #if TGI_DOT_ENGINE
         configure_tiles(at.rows);
@@ -186,14 +208,14 @@ class AttentionTile {
 
     // Computes the attention over positions `from` to `end`.
     void compute(int64_t from, int64_t end, const PartialAttention& part) const {
-        part.clear(at.rows, dim);
+        part.clear(at.rows, value_dim);
         end = std::min(end, at.end);
         for (from = std::max(from, at.lowest / BLOCK * BLOCK); from < end; from += BLOCK) block(from, part);
     }
 
     // Clears the sums over all positions, which begin with the sinks.
     void start_total(const PartialAttention& total) const {
-        total.clear(at.rows, dim);
+        total.clear(at.rows, value_dim);
         if (!call.sinks) return;
         for_each_row([&](int64_t r, int64_t, int64_t head) {
             total.highest[r] = call.sinks[head] * LOG2_E;
@@ -204,11 +226,12 @@ class AttentionTile {
     // Divides by the sums and stores the result.
     void store_result(const PartialAttention& total) const {
         for_each_row([&](int64_t r, int64_t token, int64_t head) {
-            Element* to = call.y + (token * cache.heads + head) * cache.head_dim;
-            const float* values = total.values + r * dim;
+            const int64_t size = cache.result_dim();
+            Element* to = call.y + (token * cache.heads + head) * size;
+            const float* values = total.values + r * value_dim;
             const Float reciprocal_sum = broadcast(1.f / reduce_add(load(total.sums + r * LANES)));
-            for (int64_t d = 0; d < cache.head_dim; d += LANES)
-                store_first(to + d, load(values + d) * reciprocal_sum, cache.head_dim - d);
+            for (int64_t d = 0; d < size; d += LANES)
+                store_first(to + d, load(values + d) * reciprocal_sum, size - d);
         });
     }
 
@@ -238,7 +261,7 @@ class AttentionTile {
         if constexpr (SCALED)
             for (int64_t n = 0; n < 2; n++) {
                 key_scales[n] = kv_scales(cache, pages[std::min(n, count - 1)], at.head);
-                value_scales[n] = key_scales[n] + PAGE;
+                value_scales[n] = key_scales[n] + (cache.parts() - 1) * PAGE;
             }
         for (int64_t r = 0; r < at.rows; r += LANES)
             update_maxima(r, std::min(r + LANES, at.rows), from, key_scales, part);
@@ -246,6 +269,14 @@ class AttentionTile {
         for (int64_t r = 0; r < at.rows; r++)
             softmax.template exponentiate<SCALED>(workspace.scores[r], workspace.weights[r], part.highest[r],
                 part.sums + r * LANES, exp2, value_scales);
+        if (cache.value_dim) {
+            const T* const columns[] = {keys<T>(cache, pages[0], at.head), keys<T>(cache, pages[count - 1], at.head)};
+            for (int64_t d = 0; d < value_dim; d += 32)
+                tile_matmul<true>(workspace.weights[0], BLOCK, at.rows,
+                    transpose_keys(columns, count, d, workspace.columns, next), count * PAGE, part.values + d,
+                    value_dim);
+            return;
+        }
         const T* at_first = values<T>(cache, pages[0], at.head);
         const T* at_second = values<T>(cache, pages[count - 1], at.head);
         constexpr int64_t column = IS_PAIRED<T> ? 2 : 1;  // elements from one column to the next
@@ -315,7 +346,7 @@ class AttentionTile {
         part.highest[r] = highest;
         if (before == MINUS_INFINITY) return;  // no sums yet
         const Float less = broadcast(factor);
-        for (float* to = part.values + r * dim; to < part.values + (r + 1) * dim; to += LANES)
+        for (float* to = part.values + r * value_dim; to < part.values + (r + 1) * value_dim; to += LANES)
             store(to, load(to) * less);
         store(part.sums + r * LANES, load(part.sums + r * LANES) * less);
     }
@@ -339,7 +370,7 @@ class AttentionTile {
     const AttentionCall& call;
     const TileRange at;
     const bool writes_kv;
-    const int64_t dim, heads_per_kv;  // dim: padded
+    const int64_t dim, value_dim, heads_per_kv;  // dim, value_dim: padded
     const Softmax softmax;
     TileWorkspace& workspace;
 };

@@ -89,7 +89,7 @@ struct ChooseJob final : RowsJob {
         }
     }
 
-    // Excludes all groups but those whose two best have the largest sums.
+    // Excludes all groups but those whose best, or two best, have the largest sums.
     void exclude_groups(float* choice) const {
         const int64_t size = rule.experts / rule.groups;
         float sums[MAX_GROUPS];
@@ -99,7 +99,7 @@ struct ChooseJob final : RowsJob {
                 if (*at > first) second = first, first = *at;
                 else if (*at > second) second = *at;
             }
-            sums[group] = first + second;
+            sums[group] = rule.group_best > 1 ? first + second : first;
         }
         bool kept[MAX_GROUPS] = {};
         for (int64_t n = 0; n < rule.top_groups; n++) {

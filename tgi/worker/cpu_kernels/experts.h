@@ -16,6 +16,7 @@ struct RouterRule {
     bool normalized;
     float scale;
     const float* bias;  // [experts] added for the choice alone; may be null
+    int64_t group_best;  // 1 or 2: of a group, so many of the best count
 };
 
 // An MLP: down(f(gate x) * up x), or down(f(up x)) if the first weight is a single one.

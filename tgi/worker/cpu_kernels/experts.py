@@ -73,7 +73,10 @@ class PackedExperts:
         columns += [*([None] * 4 if shared is None else shared.columns), router.weight.memory, router.bias, gate]
         # The library keeps addresses: of the rule's bias and of the memory in `columns`.
         self._referenced = choice_bias, columns
-        sizes = len(experts), top_k, rule.groups, rule.top_groups, rule.score == "sigmoid", rule.normalized
+        sizes = (
+            *(len(experts), top_k, rule.groups, rule.top_groups),
+            *(rule.score == "sigmoid", rule.normalized, rule.group_best),
+        )
         self._run, self._thread_pool = library.tgi_run_experts, kernels.thread_pool
         self.handle = library.tgi_experts(
             router.weight.inputs,

@@ -12,6 +12,7 @@
 #include "experts.h"
 #include "fma_peak.h"
 #include "head.h"
+#include "head_products.h"
 #include "linear.h"
 #include "lora.h"
 #include "norm.h"
@@ -117,13 +118,19 @@ void tgi_rope(ThreadPool* pool, Element* x, const float* angles, const int64_t* 
     rope(*pool, {x, angles, positions, tokens, stride, heads, head_dim, rotary_dim, neighbours != 0});
 }
 
+void tgi_head_products(ThreadPool* pool, const Element* x, const Element* last, Element* y,
+    const uint8_t* const* weights, int64_t heads, int64_t form, int64_t outputs, int64_t inputs, int64_t kept,
+    int64_t rows) {
+    head_products(*pool, {x, last, y, weights, {nullptr, outputs, inputs, WeightFormat(form)}, heads, kept, rows});
+}
+
 void tgi_attention(ThreadPool* pool, void* cache, int64_t form, int64_t heads, int64_t kv_heads, int64_t head_dim,
-    const int64_t* slots,
+    int64_t value_dim, const int64_t* slots,
                 const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
                 const Element* qkv, Element* y, int64_t window, float scale, float softcap, int64_t ahead,
                 const float* sinks) {
-    attention(*pool, {cache, heads, kv_heads, head_dim, KvForm(form)}, {slots, bounds, contexts, pages, rows, width},
-           {qkv, y, window, scale, softcap, ahead, sinks});
+    attention(*pool, {cache, heads, kv_heads, head_dim, KvForm(form), value_dim},
+           {slots, bounds, contexts, pages, rows, width}, {qkv, y, window, scale, softcap, ahead, sinks});
 }
 
 void tgi_lora(ThreadPool* pool, const Element* x, float* plus, const int64_t* tokens, const int64_t* tiles,
@@ -156,8 +163,9 @@ void tgi_delta_rule(ThreadPool* pool, const Element* x, const Element* z, const 
         {x, z, ba, y, state, decay, offset, norm, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], epsilon});
 }
 
-// `rule`: experts, top_k, groups, top_groups, sigmoid, normalized. `shape`, of an expert and of the shared one: inner
-// width, formats of the first and of the last weight, epilogue. The addresses of weights and biases are, for each expert,
+// `rule`: experts, top_k, groups, top_groups, sigmoid, normalized, group_best. `shape`, of an expert and of the shared
+// one: inner width, formats of the first and of the last weight, epilogue. The addresses of weights and biases are, for each
+// expert,
 // up, up's bias, down and down's bias; the same four of the shared expert; of the router and its bias; of the shared
 // expert's gate. Missing ones are null.
 Experts* tgi_experts(int64_t hidden, const int64_t* rule, float scale, const float* choice_bias, int64_t router_form,
@@ -169,7 +177,7 @@ Experts* tgi_experts(int64_t hidden, const int64_t* rule, float scale, const flo
     };
     const void* const* further = weights + 4 * rule[0];
     auto* experts = new Experts{
-        {rule[0], rule[1], rule[2], rule[3], rule[4] != 0, rule[5] != 0, scale, choice_bias},
+        {rule[0], rule[1], rule[2], rule[3], rule[4] != 0, rule[5] != 0, scale, choice_bias, rule[6]},
         {(const uint8_t*)further[4], rule[0], hidden, WeightFormat(router_form)}, (const float*)further[5],
         mlp(shape, weights), {}, {}, {}, {}, mlp(shared_shape, further),
         {(const uint8_t*)further[6], 1, hidden, WeightFormat(gate_form)}};
@@ -222,13 +230,20 @@ void tgi_program_linear(Program* program, int64_t x, int64_t other, int64_t y, i
 void tgi_program_lora(Program* program, int64_t x, int64_t place, int64_t layer) { program->lora(x, place, layer); }
 
 void tgi_program_rope(Program* program, int64_t x, int64_t rope, int64_t heads, int64_t head_dim, int64_t rotary_dim,
-                      int64_t neighbours) {
-    program->rope(x, rope, {nullptr, nullptr, nullptr, 0, 0, heads, head_dim, rotary_dim, neighbours != 0});
+                      int64_t neighbours, int64_t start) {
+    program->rope(x, rope, start, {nullptr, nullptr, nullptr, 0, 0, heads, head_dim, rotary_dim, neighbours != 0});
+}
+
+void tgi_program_head_products(Program* program, int64_t x, int64_t last, int64_t y, const uint8_t* const* weights,
+    int64_t heads, int64_t form, int64_t outputs, int64_t inputs, int64_t kept) {
+    program->head_products(x, last, y,
+        {nullptr, nullptr, nullptr, weights, {nullptr, outputs, inputs, WeightFormat(form)}, heads, kept, 0});
 }
 
 void tgi_program_attention(Program* program, int64_t qkv, int64_t y, int64_t layer, int64_t heads, int64_t kv_heads,
-                        int64_t head_dim, int64_t window, float scale, float softcap, const float* sinks) {
-    program->attention(qkv, y, layer, {nullptr, heads, kv_heads, head_dim},
+                        int64_t head_dim, int64_t value_dim, int64_t window, float scale, float softcap,
+                        const float* sinks) {
+    program->attention(qkv, y, layer, {nullptr, heads, kv_heads, head_dim, KvForm::ELEMENT, value_dim},
         {nullptr, nullptr, window, scale, softcap, 0, sinks});
 }
 

@@ -24,7 +24,7 @@ from tgi.worker.quantization.weight_forms import GROUPS
 
 PANEL = 32  # outputs of a panel (packed_weight.h); the last panel is padded
 PAGE_SIZE = CPU_PAGE_SIZE  # positions of a KV page
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 MAX_TILE_ROWS = 32  # rows of a tile product (dot_tile.h, fma_tile.h)
 # Flags of a format code.
 SHIFTS_FORMAT = 1 << 16  # groups have shifts
@@ -50,6 +50,7 @@ _SIGNATURES = {
     "tgi_gather_rows": (c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4),
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_rope": (*[c_void_p] * 3, *[c_int64] * 6),
+    "tgi_head_products": (*[c_void_p] * 4, *[c_int64] * 6),
     "tgi_argmax": (*[c_void_p] * 5, c_int64, c_int64),
     "tgi_logits": (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3, c_void_p),
     "tgi_greedy_head": (
@@ -60,7 +61,7 @@ _SIGNATURES = {
     "tgi_fma_peak": (c_int64, c_void_p),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attention": (
-        *(c_void_p, *[c_int64] * 4, *[c_void_p] * 4, c_int64, c_int64),
+        *(c_void_p, *[c_int64] * 5, *[c_void_p] * 4, c_int64, c_int64),
         *(c_void_p, c_void_p, c_int64, c_float, c_float, c_int64, c_void_p),
     ),
 }
@@ -103,6 +104,13 @@ class PackedWeight(NamedTuple):
     def shape(self) -> tuple[int, int, int]:
         """Outputs, inputs and format code."""
         return self.outputs, self.inputs, self.form
+
+
+class PackedHeads(NamedTuple):
+    """A weight of each head, all of one shape and format."""
+
+    heads: list[PackedWeight]
+    addresses: Tensor  # int64 [heads], of their memory
 
 
 class AttentionRows(NamedTuple):
@@ -181,6 +189,7 @@ class CpuKernels:
         self._pack, self._pack_integer = functions["tgi_pack"], functions["tgi_pack_integer"]
         self._pack_grouped, self._linear = functions["tgi_pack_grouped"], functions["tgi_linear"]
         self._gather_rows, self._norm = functions["tgi_gather_rows"], functions["tgi_norm"]
+        self._head_products = functions["tgi_head_products"]
         self._rope, self._argmax = functions["tgi_rope"], functions["tgi_argmax"]
         self._logits, self._greedy_head = functions["tgi_logits"], functions["tgi_greedy_head"]
         self._read_memory, self._lora = functions["tgi_read_memory"], functions["tgi_lora"]
@@ -303,14 +312,37 @@ class CpuKernels:
         )
         return y
 
-    def apply_rope(self, x: Tensor, heads: int, angles: Tensor, positions: Tensor, neighbours: bool) -> None:
+    def pack_heads(self, weights: Tensor) -> PackedHeads:
+        """Packs weights [heads, outputs, inputs] for `head_products`."""
+        packed = [self.pack_weight(weight.contiguous()) for weight in weights]
+        return PackedHeads(packed, torch.tensor([one.memory.data_ptr() for one in packed]))
+
+    def head_products(self, x: Tensor, weights: PackedHeads, kept: int, last: Tensor | None = None) -> Tensor:
+        """The product of each head of x [rows, heads * (inputs + kept)] with its weight, followed by the last `kept`
+        elements of the head: [rows, heads * (outputs + kept)]. `last` [rows, outputs + kept]: one more head of the
+        result."""
+        x = x.contiguous()
+        (_, outputs, inputs, form), heads = weights.heads[0], len(weights.heads)
+        width = (heads + (last is not None)) * (outputs + kept)
+        y = torch.empty(len(x), width, dtype=self.dtype)
+        if last is not None:
+            last = last.contiguous()
+        self._head_products(
+            x.data_ptr(), _address(last), y.data_ptr(), weights.addresses.data_ptr(), heads, form, outputs, inputs,
+            kept, len(x),
+        )  # fmt: skip
+        return y
+
+    def apply_rope(
+        self, x: Tensor, heads: int, angles: Tensor, positions: Tensor, neighbours: bool, start: int = 0
+    ) -> None:
         """Applies rotary position embedding to the first `heads` heads of x [T, H, head_dim], in place. `angles` is a
         table of the cos and the sin of each position, float32 [.., 2, rotary_dim], `positions` int64 [T]. `neighbours`:
-        pairs are elements 2 i and 2 i + 1, else i and i + rotary_dim / 2."""
+        pairs are elements 2 i and 2 i + 1, else i and i + rotary_dim / 2. The rotated elements begin at `start`."""
         tokens, all_heads, head_dim = x.shape
         self._rope(
-            x.data_ptr(), angles.data_ptr(), positions.data_ptr(), tokens, all_heads * head_dim, heads, head_dim,
-            angles.shape[2], neighbours,
+            x.data_ptr() + start * x.itemsize, angles.data_ptr(), positions.data_ptr(), tokens, all_heads * head_dim,
+            heads, head_dim, angles.shape[2], neighbours,
         )  # fmt: skip
 
     def greedy_tokens(self, logits: Tensor) -> GreedyTokens:
@@ -396,17 +428,19 @@ class CpuKernels:
         softcap: float | None,
         ahead: int = 0,
         sinks: Tensor | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
         """Writes the keys and values of qkv [T, heads + 2 * kv_heads, head_dim] to `cache`, and returns the attention
         of its queries, [T, heads * head_dim]. A query sees `ahead` positions after its own; 0: causal attention.
-        `sinks` float32 [heads] are those of KVCacheSpec."""
+        `sinks` float32 [heads] and `value_dim` are those of KVCacheSpec: with the latter, qkv has no values, and the
+        result is [T, heads * value_dim]."""
         tokens, all_heads, head_dim = qkv.shape
         kv_heads = cache.memory.shape[1]
-        heads = all_heads - 2 * kv_heads
-        y = torch.empty(tokens, heads * head_dim, dtype=self.dtype)
+        heads = all_heads - (2 if value_dim is None else 1) * kv_heads
+        y = torch.empty(tokens, heads * (value_dim or head_dim), dtype=self.dtype)
         self._attention(
-            cache.memory.data_ptr(), cache.form, heads, kv_heads, head_dim, *rows, qkv.data_ptr(), y.data_ptr(),
-            window or 0, scale, softcap or 0.0, ahead, _address(sinks),
+            cache.memory.data_ptr(), cache.form, heads, kv_heads, head_dim, value_dim or 0, *rows, qkv.data_ptr(),
+            y.data_ptr(), window or 0, scale, softcap or 0.0, ahead, _address(sinks),
         )  # fmt: skip
         return y
 

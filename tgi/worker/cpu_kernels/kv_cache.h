@@ -10,7 +10,7 @@
 namespace tgi {
 
 constexpr int64_t PAGE = 32;  // positions of a page
-constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t MAX_HEAD_DIM = 576;
 
 // How keys and values are stored.
 enum class KvForm : int64_t {
@@ -19,22 +19,31 @@ enum class KvForm : int64_t {
     INT8 = 2,  // with one float32 scale for each key and each value of a head
 };
 
+// The numbers of a key or value with padding.
+constexpr int64_t padded_to_32(int64_t size) { return (size + 31) / 32 * 32; }
+
 // The keys and values of one layer, [pages][kv_heads][page_bytes]: for each page and head first the keys as a matrix
 // [padded_dim][PAGE], then the values as a matrix [PAGE][padded_dim], both in the order of `element_index`; in INT8 the
 // scales of the keys [PAGE] and of the values [PAGE] follow. Numbers from head_dim to padded_dim are never written, and
 // those of the keys must be finite: the memory is zero at first.
+//
+// With a `value_dim`, a value is the first so many numbers of its key, and neither values nor their scales are stored.
 struct KvCache {
     void* at;
     int64_t heads, kv_heads, head_dim;
     KvForm form = KvForm::ELEMENT;
+    int64_t value_dim = 0;
 
-    int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }
+    int64_t padded_dim() const { return padded_to_32(head_dim); }
+    int64_t parts() const { return value_dim ? 1 : 2; }  // stored of each head
+    int64_t result_dim() const { return value_dim ? value_dim : head_dim; }
+    int64_t row_size() const { return (heads + parts() * kv_heads) * head_dim; }  // of a token's queries, keys, values
 
     // Bytes of one page and head whose numbers have type T.
     template <class T>
     int64_t page_bytes() const {
-        const int64_t scales = std::is_same_v<T, int8_t> ? 2 * PAGE * sizeof(float) : 0;
-        return 2 * PAGE * padded_dim() * sizeof(T) + scales;
+        const int64_t scales = std::is_same_v<T, int8_t> ? parts() * PAGE * sizeof(float) : 0;
+        return parts() * PAGE * padded_dim() * sizeof(T) + scales;
     }
 };
 
@@ -58,9 +67,9 @@ inline T* values(const KvCache& cache, int64_t page, int64_t head) {
     return keys<T>(cache, page, head) + PAGE * cache.padded_dim();
 }
 
-// [2][PAGE]: of the keys, of the values.
+// [parts][PAGE]: of the keys, of the values.
 inline float* kv_scales(const KvCache& cache, int64_t page, int64_t head) {
-    return (float*)(values<int8_t>(cache, page, head) + PAGE * cache.padded_dim());
+    return (float*)(keys<int8_t>(cache, page, head) + cache.parts() * PAGE * cache.padded_dim());
 }
 
 // A vector with its infinities and NaNs replaced by 0.
@@ -108,7 +117,7 @@ template <class T>
 inline void write_kv(const KvCache& cache, const AttentionBatch& batch, const Element* qkv, int64_t token,
     int64_t head) {
     const int64_t dim = cache.head_dim, heads = cache.heads + cache.kv_heads;
-    const Element* row = qkv + token * (heads + cache.kv_heads) * dim;
+    const Element* row = qkv + token * cache.row_size();
     const int64_t page = batch.slots[token] / PAGE, at = batch.slots[token] % PAGE;
     const Element *key = row + (cache.heads + head) * dim, *value = row + (heads + head) * dim;
     T* to = keys<T>(cache, page, head) + element_index<T>(0, at, PAGE);
@@ -116,6 +125,7 @@ inline void write_kv(const KvCache& cache, const AttentionBatch& batch, const El
     alignas(64) T converted[MAX_HEAD_DIM];
     const T* from = converted;
     if constexpr (std::is_same_v<T, int8_t>) kv_scales(cache, page, head)[at] = quantize_row(key, converted, dim);
+    else if (cache.value_dim) convert_finite(key, converted, dim);
     else if constexpr (std::is_same_v<T, Element>) from = key;
     else convert(key, converted, dim);
     if constexpr (IS_PAIRED<T>) {
@@ -124,6 +134,7 @@ inline void write_kv(const KvCache& cache, const AttentionBatch& batch, const El
     } else {
         for (int64_t d = 0; d < dim; d++) to[d * PAGE] = from[d];
     }
+    if (cache.value_dim) return;
     // Infinity and NaN become 0: a later owner of the page multiplies masked values by zero, and must not get a NaN.
     if constexpr (std::is_same_v<T, int8_t>) {
         kv_scales(cache, page, head)[PAGE + at] = quantize_row(value, into, dim);

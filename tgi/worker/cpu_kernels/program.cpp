@@ -74,12 +74,20 @@ void Program::lora(Buffer x, int64_t place, int64_t layer) {
     });
 }
 
-void Program::rope(Buffer x, int64_t rope, RopeCall call) {
+void Program::rope(Buffer x, int64_t rope, int64_t from, RopeCall call) {
     call.stride = widths_[x];
     operations_.push_back([=](const Run& run) mutable {
-        call.x = run.buffers[x], call.tokens = run.tokens;
+        call.x = run.buffers[x] + from, call.tokens = run.tokens;
         call.angles = run.inputs.angles[rope], call.positions = run.inputs.positions;
         tgi::rope(run.pool, call);
+    });
+}
+
+void Program::head_products(Buffer x, Buffer last, Buffer y, HeadProductsCall call) {
+    operations_.push_back([=](const Run& run) mutable {
+        call.x = run.buffers[x], call.y = run.buffers[y], call.rows = run.tokens;
+        call.last = last < 0 ? nullptr : run.buffers[last];
+        tgi::head_products(run.pool, call);
     });
 }
 

@@ -11,6 +11,7 @@
 #include "experts.h"
 #include "gate.h"
 #include "head.h"
+#include "head_products.h"
 #include "linear.h"
 #include "lora.h"
 #include "norm.h"
@@ -84,7 +85,8 @@ class Program {
     // Adds the LoRA sums of a slot from column `column` on; place -1: none.
     void linear(Buffer x, Buffer other, Buffer y, int64_t place, int64_t column, LinearCall call);
     void lora(Buffer x, int64_t place, int64_t layer);  // recorded before the products that add its sums
-    void rope(Buffer x, int64_t rope, RopeCall call);
+    void rope(Buffer x, int64_t rope, int64_t from, RopeCall call);  // from element `from` of each head on
+    void head_products(Buffer x, Buffer last, Buffer y, HeadProductsCall call);  // last -1: none
     void attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, AttentionCall call);
     void conv(Buffer x, Buffer y, int64_t window, ConvCall call);  // `window`: number of the state tensor
     // x has the columns of DeltaCall.x and, from `z` on, those of DeltaCall.z; `state`: number of the state tensor.

@@ -18,6 +18,7 @@ from tgi.worker.cpu_kernels.kernels import (
     AttentionRows,
     CpuKernels,
     LoraTiles,
+    PackedHeads,
     PackedWeight,
     VocabularyShards,
 )
@@ -29,8 +30,9 @@ _SIGNATURES = {
     "tgi_program_norm": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3, c_float),
     "tgi_program_linear": (*[c_int64] * 5, c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_float, c_float),
     "tgi_program_lora": (c_int64, c_int64, c_int64),
-    "tgi_program_rope": (*[c_int64] * 6,),
-    "tgi_program_attention": (*[c_int64] * 7, c_float, c_float, c_void_p),
+    "tgi_program_rope": (*[c_int64] * 7,),
+    "tgi_program_head_products": (*[c_int64] * 3, c_void_p, *[c_int64] * 5),
+    "tgi_program_attention": (*[c_int64] * 8, c_float, c_float, c_void_p),
     "tgi_program_conv": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3),
     "tgi_program_delta_rule": (*[c_int64] * 5, *[c_void_p] * 3, *[c_int64] * 4, c_float),
     "tgi_program_sigmoid_gate": (c_int64, c_int64),
@@ -43,7 +45,7 @@ _SIGNATURES = {
     ),
     "tgi_program_run": (*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, *[c_void_p] * 3),
 }
-NO_TARGET = -1
+NO_TARGET = NO_BUFFER = -1
 
 
 class LoraTarget(NamedTuple):
@@ -153,9 +155,21 @@ class Program:
         sums."""
         self._record("lora", x, place, layer)
 
-    def rope(self, x: int, rope: int, heads: int, head_dim: int, rotary_dim: int, neighbours: bool) -> None:
+    def rope(
+        self, x: int, rope: int, heads: int, head_dim: int, rotary_dim: int, neighbours: bool, start: int = 0
+    ) -> None:
         """CpuKernels.apply_rope, with one of the tables of angles of the step."""
-        self._record("rope", x, rope, heads, head_dim, rotary_dim, neighbours)
+        self._record("rope", x, rope, heads, head_dim, rotary_dim, neighbours, start)
+
+    def head_products(self, x: int, y: int, weights: PackedHeads, kept: int, last: int | None) -> None:
+        """CpuKernels.head_products. The caller keeps the weights alive."""
+        (_, outputs, inputs, form), heads = weights.heads[0], len(weights.heads)
+        assert self._widths[x] == heads * (inputs + kept)
+        assert self._widths[y] == (heads + (last is not None)) * (outputs + kept)
+        addresses = weights.addresses.data_ptr()
+        self._record(
+            "head_products", x, NO_BUFFER if last is None else last, y, addresses, heads, form, outputs, inputs, kept
+        )
 
     def attention(
         self,
@@ -168,12 +182,13 @@ class Program:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        value_dim: int | None = None,
     ) -> None:
         """CpuKernels.paged_attention on the cache of a layer; `heads` are the numbers of query and KV heads. The caller
         keeps `sinks` alive."""
-        assert self._widths[y] == heads[0] * head_dim
-        at_sinks = None if sinks is None else sinks.data_ptr()
-        self._record("attention", qkv, y, layer, *heads, head_dim, window or 0, scale, softcap or 0.0, at_sinks)
+        assert self._widths[y] == heads[0] * (value_dim or head_dim)
+        at_sinks, sizes = None if sinks is None else sinks.data_ptr(), (head_dim, value_dim or 0)
+        self._record("attention", qkv, y, layer, *heads, *sizes, window or 0, scale, softcap or 0.0, at_sinks)
 
     def conv(self, x: int, y: int, window: int, weight: Tensor, bias: Tensor | None, form: ConvForm) -> None:
         """`recurrent.causal_conv` with the state tensor of number `window`, counted over all recurrent layers."""

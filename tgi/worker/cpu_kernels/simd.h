@@ -523,6 +523,44 @@ TGI_INLINE void store_first(bf16* at, Float x, int64_t count) {
 }
 #endif
 
+// --- transposition ---------------------------------------------------------------------------------------------------
+
+// The lanes of two vectors in turn: lane i of a, then lane i of b.
+TGI_INLINE void interleave(Float& a, Float& b) {
+    const Float x = a, y = b;
+#if defined(__AVX512F__)
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    a.part[0] = _mm512_permutex2var_ps(x.part[0], low, y.part[0]);
+    b.part[0] = _mm512_permutex2var_ps(x.part[0], _mm512_add_epi32(low, _mm512_set1_epi32(8)), y.part[0]);
+#elif defined(__AVX2__)
+    const auto both = [](__m256 one, __m256 other, Float& to) {
+        const __m256 low = _mm256_unpacklo_ps(one, other), high = _mm256_unpackhi_ps(one, other);
+        to.part[0] = _mm256_permute2f128_ps(low, high, 0x20), to.part[1] = _mm256_permute2f128_ps(low, high, 0x31);
+    };
+    both(x.part[0], y.part[0], a), both(x.part[1], y.part[1], b);
+#else
+    for (int i = 0; i < 2; i++) {
+        a.part[2 * i] = vzip1q_f32(x.part[i], y.part[i]), a.part[2 * i + 1] = vzip2q_f32(x.part[i], y.part[i]);
+        b.part[2 * i] = vzip1q_f32(x.part[i + 2], y.part[i + 2]);
+        b.part[2 * i + 1] = vzip2q_f32(x.part[i + 2], y.part[i + 2]);
+    }
+#endif
+}
+
+// Lane j of vector i goes to lane i of vector j. Each round turns the number of an element, of which the upper half of
+// the bits is its vector's, by one bit.
+TGI_INLINE void transpose(Float (&x)[LANES]) {
+    for (int round = 0; round < 4; round++) {
+        Float next[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = x[i], next[2 * i + 1] = x[i + LANES / 2];
+            interleave(next[2 * i], next[2 * i + 1]);
+        }
+        std::copy_n(next, LANES, x);
+    }
+}
+
 // --- columns of products ---------------------------------------------------------------------------------------------
 
 // Input 2 j (which = 0) or 2 j + 1 of 16 columns, from the first number of the pair. `apart`: elements from one input to

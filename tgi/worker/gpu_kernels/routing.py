@@ -71,9 +71,9 @@ def _place(
 
 
 @triton.jit
-def _keep_groups(x, expert, size, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """x [tokens, experts] with -inf outside of the TOP_GROUPS groups of `size` experts whose two largest numbers have
-    the largest sums; of equal groups the first."""
+def _keep_groups(x, expert, size, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr):
+    """x [tokens, experts] with -inf outside of the TOP_GROUPS groups of `size` experts whose BEST (1 or 2) largest
+    numbers have the largest sums; of equal groups the first."""
     group = expert // size
     number = tl.arange(0, GROUPS)[None, :]
     sums = tl.full((x.shape[0], GROUPS), float("-inf"), tl.float32)
@@ -82,7 +82,7 @@ def _keep_groups(x, expert, size, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr
         first = tl.max(own, 1)
         at = tl.argmax(own, 1)
         second = tl.max(tl.where(expert[None, :] == at[:, None], float("-inf"), own), 1)
-        sums = tl.where(number == one, (first + second)[:, None], sums)
+        sums = tl.where(number == one, (first + second if BEST > 1 else first)[:, None], sums)
     kept = tl.zeros(x.shape, tl.int1)
     for _ in tl.static_range(TOP_GROUPS):
         best = tl.argmax(sums, 1)
@@ -101,7 +101,7 @@ def _choose(
     tokens, experts, blocks, scale,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, ALONE: tl.constexpr,
-    LARGEST: tl.constexpr,
+    LARGEST: tl.constexpr, GROUP_BEST: tl.constexpr,
 ):  # fmt: skip
     token, expert = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     there = (token < tokens)[:, None] & (expert < experts)[None, :]
@@ -119,7 +119,7 @@ def _choose(
         x = share if bias is None else share + tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
         x = tl.where((expert < experts)[None, :], x, float("-inf"))
     if GROUPS > 1:
-        x = _keep_groups(x, expert, experts // GROUPS, GROUPS, TOP_GROUPS)
+        x = _keep_groups(x, expert, experts // GROUPS, GROUPS, TOP_GROUPS, GROUP_BEST)
     # Integers in the order of the numbers, and among equal ones the first expert's is the largest. Numbers of 16 bits
     # leave enough lower bits for that.
     bits = x.to(tl.int32, bitcast=True)
@@ -205,6 +205,7 @@ def route(logits: Tensor, bias: Tensor | None, router: RouterConfig, top_k: int,
         NORMALIZED=router.normalized,
         GROUPS=router.groups,
         TOP_GROUPS=router.top_groups,
+        GROUP_BEST=router.group_best,
         ALONE=tiles == 1,
         LARGEST=LARGEST,
         **sizes,
@@ -244,12 +245,13 @@ def self_test(device: torch.device) -> None:
         (5, RouterConfig(normalized=True)),
         (40, RouterConfig()),
         (40, RouterConfig("sigmoid", True, True, 4, 2, 1.8)),
+        (40, RouterConfig(groups=4, top_groups=2, group_best=1)),
     ):
         logits, bias = random_tensor(device, tokens, 12), random_tensor(device, 12, seed=3) if config.biased else None
         found = route(logits, bias, config, 3, block)
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
         choice = scores if bias is None else scores + bias
-        sums = choice.view(tokens, config.groups, -1).topk(2).values.sum(-1)
+        sums = choice.view(tokens, config.groups, -1).topk(config.group_best).values.sum(-1)
         left_out = sums < sums.topk(config.top_groups).values[:, -1:]
         choice = choice.masked_fill(left_out.repeat_interleave(12 // config.groups, 1), -torch.inf)
         chosen = choice.topk(3).indices

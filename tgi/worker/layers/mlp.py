@@ -52,7 +52,7 @@ class Router(NamedTuple):
         choice = scores if self.bias is None else scores + self.bias
         if config.groups > 1:
             by_group = choice.unflatten(1, (config.groups, -1))
-            best = by_group.topk(2).values.sum(-1).topk(config.top_groups).indices
+            best = by_group.topk(config.group_best).values.sum(-1).topk(config.top_groups).indices
             excluded = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, False)
             choice = by_group.masked_fill(excluded[..., None], -torch.inf).flatten(1)
         chosen = choice.topk(self.top_k).indices

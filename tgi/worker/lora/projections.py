@@ -50,6 +50,10 @@ def projection_shapes(config: DecoderConfig) -> ProjectionShapes:
         "up": ProjectionShape(hidden, inner),
         "down": ProjectionShape(inner, hidden),
     }
+    if config.latent is not None:
+        for name in ("query", "key", "value"):
+            del found[name]
+        found["output"] = ProjectionShape(config.heads * config.latent.value_dim, hidden)
     return found if config.gated else {name: shape for name, shape in found.items() if name != "gate"}
 
 
@@ -58,8 +62,10 @@ def projection_parts(config: DecoderConfig, shard: Shard) -> ProjectionParts:
     queries, keys = (
         range(heads.start * config.head_dim, heads.stop * config.head_dim) for heads in (shard.heads, shard.kv_heads)
     )
+    dim = config.head_dim if config.latent is None else config.latent.value_dim
+    values = range(shard.heads.start * dim, shard.heads.stop * dim)
     outputs = {"query": queries, "key": keys, "value": keys, "gate": shard.inner, "up": shard.inner}
-    return ProjectionParts(outputs, inputs={"output": queries, "down": shard.inner})
+    return ProjectionParts(outputs, inputs={"output": values, "down": shard.inner})
 
 
 def adaptable_modules(config: DecoderConfig) -> dict[str, Module]:

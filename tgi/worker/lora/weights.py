@@ -99,6 +99,9 @@ UNSUPPORTED_TENSORS = {
     "modules_to_save": "whole modules in addition to the adapter are not served",
     "embed_tokens": "adapters of the embedding are not served",
     "lora_embedding": "adapters of the embedding are not served",
+    **dict.fromkeys(
+        ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj"), "adapters of the projections to latents are not served"
+    ),
     "lm_head": "adapters of the output layer are not served",
     ".bias": "adapters with biases are not served",
     "expert": "adapters of a mixture's experts are not served",

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tgi.worker.decoder_config import (
     DecoderConfig,
     ExpertsConfig,
     GatedDeltaConfig,
+    LatentConfig,
     LayerConfig,
     Mixer,
     RopeConfig,
@@ -23,7 +25,7 @@ from tgi.worker.decoder_config import (
     UnsupportedConfig,
     rope_type,
 )
-from tgi.worker.models.families import COMMON_KEYS, FAMILIES, WITH_TEXT_PART, ModelFamily
+from tgi.worker.models.families import COMMON_KEYS, FAMILIES, SAME_FAMILY, WITH_TEXT_PART, ModelFamily
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +66,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a multimodal model's text part, if the built-in decoder has its family."""
-    text = config.get("text_config")
-    known = config["model_type"] in WITH_TEXT_PART
-    if not known or not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+    """The configuration of a multimodal model's text part, if the built-in decoder has its family; of a text model the
+    whole. The model_type is one of FAMILIES, if it has another name."""
+    text, kind = config.get("text_config"), config["model_type"]
+    if kind not in WITH_TEXT_PART or not isinstance(text, dict):
+        return config | {"model_type": SAME_FAMILY.get(kind, kind)}
+    kind = SAME_FAMILY.get(text.get("model_type"), text.get("model_type"))  # type: ignore[arg-type]
+    if kind not in FAMILIES:
         return config
-    return {key: value for key, value in config.items() if key != "text_config"} | text | {IS_PART: True}
+    whole = {key: value for key, value in config.items() if key != "text_config"}
+    return whole | text | {"model_type": kind, IS_PART: True}
 
 
 def stored_dtype(config: Mapping[str, Any]) -> Any:
@@ -92,8 +98,11 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     if values.get("use_bidirectional_attention"):
         raise UnsupportedConfig("use_bidirectional_attention")
     heads = config["num_attention_heads"]
-    head_dim = values["head_dim"] or config["hidden_size"] // heads
-    ropes = _ropes(family, values, head_dim)
+    latent = _latent(values, config) if family.latent else None
+    head_dim = latent.key_dim if latent else values["head_dim"] or config["hidden_size"] // heads
+    ropes = _ropes(family, values, latent.rope_dim if latent else head_dim)
+    if latent:
+        ropes = tuple(replace(rope, start=latent.rank) for rope in ropes)
     context = _context_length(config, values, ropes)
     scaling = ropes[0].parameters
     if scaling.get("llama_4_scaling_beta"):
@@ -108,7 +117,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "hidden": config["hidden_size"],
         "intermediate": _intermediate(config, values),
         "heads": heads,
-        "kv_heads": _kv_heads(values, heads),
+        "kv_heads": 1 if latent else _kv_heads(values, heads),
         "head_dim": head_dim,
         "context_length": context,
         "layers": tuple(
@@ -119,7 +128,8 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "names": replace(family.names, mlp_before=None) if one_norm else family.names,
         "norm_epsilon": next(values[key] for key in NORM_EPSILON if key in values),
         "query_key_norm": family.optional_query_key_norm if values.get("use_qk_norm") else None,
-        "attention_scale": _attention_scale(values, head_dim),
+        "attention_scale": _attention_scale(values, head_dim) if latent is None else _latent_scale(latent, scaling),
+        "latent": latent,
         "attention_cap": values.get("attn_logit_softcapping"),
         "qkv_bias": bias,
         "output_bias": bool(values.get("attention_out_bias", bias)),
@@ -167,6 +177,30 @@ def _attention_scale(values: dict[str, Any], head_dim: int) -> float:
     return float(values.get("query_pre_attn_scalar", head_dim) ** -0.5)
 
 
+def _latent(values: dict[str, Any], config: dict[str, Any]) -> LatentConfig:
+    if config.get("mlp_bias"):
+        raise UnsupportedConfig("mlp_bias")
+    if values.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedConfig(f"topk_method {values['topk_method']!r}")
+    if "topk_method" in values and values["norm_topk_prob"]:  # the normalized weights of deepseek_v2 are not scaled
+        raise UnsupportedConfig("norm_topk_prob")
+    return LatentConfig(
+        rank=values["kv_lora_rank"],
+        nope_dim=values["qk_nope_head_dim"],
+        rope_dim=values["qk_rope_head_dim"],
+        value_dim=values["v_head_dim"],
+        query_rank=values["q_lora_rank"],
+    )
+
+
+def _latent_scale(latent: LatentConfig, rope: dict[str, Any]) -> float:
+    """The attention scale, with YaRN's factor of the scores, which DeepSeek's models take to the square here instead of
+    scaling cos and sin."""
+    over = float(rope.get("mscale_all_dim") or 0.0) if rope["rope_type"] != "default" else 0.0
+    growth = 0.1 * over * math.log(max(float(rope.get("factor") or 1.0), 1.0)) + 1.0
+    return float(latent.query_dim**-0.5 * growth**2)
+
+
 def _embedding_scale(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]) -> float:
     if family.scale_embedding_by_width:
         return float(config["hidden_size"] ** 0.5)
@@ -184,9 +218,10 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
         logit_bias=family.router_logit_bias,
         normalized=bool(values["norm_topk_prob"]),
         biased=family.router_biased and bool(values.get("use_expert_bias", True)),
-        groups=values.get("n_group") or 1,
+        groups=1 if values.get("topk_method") == "greedy" else values.get("n_group") or 1,
         top_groups=values.get("topk_group") or 1,
         scale=float(values.get("routed_scaling_factor", 1.0)),
+        group_best=family.router_group_best,
     )
     return ExpertsConfig(
         count, _first(values, EXPERTS_PER_TOKEN, 0), width, router, shared, "shared_expert_intermediate_size" in values
@@ -330,6 +365,8 @@ def _rope(
 ) -> RopeConfig:
     parameters = {"rope_theta": theta} | rope_values
     partial = parameters.get("partial_rotary_factor") or values["partial_rotary_factor"] or 1.0
+    if family.latent:  # the factor is that of a head of the checkpoint, and head_dim what is rotated
+        partial = 1.0
     if values.get("rotary_dim"):
         partial = values["rotary_dim"] / head_dim
     if partial != 1.0 and "partial_rotary_factor" not in family.keys:
@@ -346,7 +383,8 @@ def _rope(
         parameters["original_max_position_embeddings"] = original
         if parameters.get("factor") is None:
             parameters["factor"] = longest / original
-    return RopeConfig(int(head_dim * partial), parameters, interleaved=family.interleaved_rope)
+    interleaved = bool(values.get("rope_interleave", family.interleaved_rope))
+    return RopeConfig(int(head_dim * partial), parameters, interleaved)
 
 
 def _context_length(config: dict[str, Any], values: dict[str, Any], ropes: tuple[RopeConfig, ...]) -> int:

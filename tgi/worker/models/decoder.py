@@ -4,6 +4,7 @@ On our CPU kernels, a model without experts runs as a program (see decoder_layer
 by layer on tensors.
 """
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from tgi.worker.models.decoder_layer import DecoderLayer, DecoderStep, DecoderWe
 from tgi.worker.models.interface import LogitsReader, PreparedDecode
 from tgi.worker.state_cache import StateSpec, StateTensor
 
+log = logging.getLogger(__name__)
+
 
 class DecoderModel:
     """Implements Model.
@@ -56,6 +59,9 @@ class DecoderModel:
         self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
         self._whole_config, config = config, local_config(config, self._shard)
+        if config.latent is not None and gpu is not None:
+            log.warning("latent attention is computed by torch's kernels, row by row: our own GPU kernels lack it")
+            gpu = None
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.kv = KVCacheSpec(
@@ -69,6 +75,7 @@ class DecoderModel:
             cpu_kernels=kernels,
             gpu_kernels=gpu,
             cache_scales=scales,
+            value_dim=None if config.latent is None else config.latent.rank,
             sinks=tuple(layer.sinks for layer in weights.layers if layer.sinks is not None),
             state=_state_spec(config, dtype),
         )
@@ -295,4 +302,6 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
     inside = [linear for mlp in mlps for linear in mlp if linear is not None]
     mixing = [layer.qkv, layer.output, *([] if layer.output_gate is None else [layer.output_gate])]
     mixing += [] if layer.mixer is None else layer.mixer.linears
+    queries = () if layer.latent is None else (layer.latent.query_down, layer.latent.query)
+    mixing += [one for one in queries if one is not None]
     return [*mixing, *router, *inside]

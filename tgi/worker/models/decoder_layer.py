@@ -24,6 +24,7 @@ from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.gated_delta import GatedDelta, exactly
+from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
@@ -45,7 +46,7 @@ class DecoderLayer(NamedTuple):
     """
 
     attention_before: Norm | None
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]; of latent attention the key alone, [head_dim, hidden]
     # Norms of queries and keys: each applies to the next weight.numel() columns of the qkv result.
     query_key_norms: tuple[Norm, ...]
     output: Linear
@@ -53,10 +54,22 @@ class DecoderLayer(NamedTuple):
     mlp_before: Norm | None
     mlp: Mlp | Experts
     mlp_after: Norm | None
+    latent: "LatentProjections | None" = None  # of latent attention
     sinks: Tensor | None = None  # float32 [heads], see KVCacheSpec.sinks
     # Of a recurrent layer, what `qkv` and `output` are the projections of; None: attention.
     mixer: RecurrentMixer | None = None
     output_gate: Linear | None = None  # of attention: its result is multiplied by sigmoid(output_gate(input))
+
+
+class LatentProjections(NamedTuple):
+    """What latent attention has besides its key; see LatentConfig."""
+
+    query_down: Linear | None  # None: `query` has the hidden states as its input
+    query_norm: Norm | None
+    query: Linear  # [heads * query_dim, query_rank]
+    key_norm: Norm  # of the latent, the first elements of the key
+    absorb: HeadProducts  # with K: [heads, rank, nope_dim]
+    project: HeadProducts  # with V: [heads, value_dim, rank]
 
 
 class DecoderWeights(NamedTuple):
@@ -77,10 +90,16 @@ X = TypeVar("X")  # the rows of a step: a tensor [rows, width], or the program b
 
 class LayerOperations(Protocol[X]):
     """The operations of a layer. `group` is a key of lora.projections.PROJECTION_GROUPS, for the deltas of adapters, or
-    in a recurrent layer, which has none, MIXER_INPUT or MIXER_OUTPUT."""
+    of LATENT_GROUPS, or, in a recurrent layer, which has none, MIXER_INPUT or MIXER_OUTPUT."""
 
     def norm(self, norm: Norm, x: X) -> X:
         """norm(x)."""
+
+    def norm_first(self, norm: Norm, x: X) -> X:
+        """x with its first columns normed, as many as the norm has. Overwrites x."""
+
+    def head_products(self, products: HeadProducts, x: X, last: X | None = None) -> X:
+        """products(x, last)."""
 
     def linear(self, group: str, linear: Linear, x: X, residual: X | None = None) -> X:
         """linear(x); with `residual`, the second operand of the epilogue "add"."""
@@ -115,7 +134,9 @@ def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X
         assert isinstance(layer.mlp, Mlp)
         ahead = operations.gate_up(layer.mlp, operations.norm(layer.mlp_before, hidden))
     normed = _norm(layer.attention_before, operations, hidden)
-    if layer.mixer is None:
+    if layer.latent is not None:
+        mixed, last = _attend_latent(layer.latent, layer.qkv, operations, normed), "output"
+    elif layer.mixer is None:
         mixed, last = (
             operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms),
             "output",
@@ -135,6 +156,15 @@ def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X
     if layer.mlp.partial_sum:
         mixed = operations.all_reduce(mixed)
     return operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden)
+
+
+def _attend_latent(latent: LatentProjections, key: Linear, operations: LayerOperations[X], x: X) -> X:
+    """The attention of all heads over the latents, with V applied: the input of the output projection."""
+    low = x if latent.query_down is None else operations.linear("query_down", latent.query_down, x)
+    query = operations.linear("query", latent.query, _norm(latent.query_norm, operations, low))
+    own = operations.norm_first(latent.key_norm, operations.linear("key", key, x))
+    mixed = operations.attend(operations.head_products(latent.absorb, query, own), ())
+    return operations.head_products(latent.project, mixed)
 
 
 def _project_and_add(
@@ -186,6 +216,15 @@ class TensorOperations(NamedTuple):
         """The norm of x."""
         return norm(x)
 
+    def norm_first(self, norm: Norm, x: Tensor) -> Tensor:
+        """x, of which the first columns are normed."""
+        _norm_heads((norm,), x)
+        return x
+
+    def head_products(self, products: HeadProducts, x: Tensor, last: Tensor | None = None) -> Tensor:
+        """The products of each head."""
+        return products(x, last)
+
     def linear(self, group: str, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The linear layers `group` of x, with the residual added."""
         return linear(x, residual) if self.lora is None else self.lora.apply_linear(group, linear, x, residual)
@@ -197,7 +236,7 @@ class TensorOperations(NamedTuple):
             mixed = self._transform_then_attend(qkv, norms, step.attention)
         else:
             mixed = self._transform_and_attend(qkv, norms, step.gpu_attention)
-        return self._padded(mixed.reshape(tokens, step.kv.heads * step.kv.head_dim), rows)
+        return self._padded(mixed.reshape(tokens, step.kv.heads * step.kv.result_dim), rows)
 
     def mix(self, mixer: RecurrentMixer, normed: Tensor, projected: Tensor) -> Tensor:
         """The result of the mixer."""
@@ -247,7 +286,7 @@ class TensorOperations(NamedTuple):
 
     def _by_head(self, qkv: Tensor) -> Tensor:
         kv = self.step.kv
-        return qkv.view(len(qkv), kv.heads + 2 * kv.kv_heads, kv.head_dim)
+        return qkv.view(len(qkv), kv.heads + kv.parts * kv.kv_heads, kv.head_dim)
 
     def gate_up(self, mlp: Mlp, x: Tensor) -> Tensor:
         """The gated activation of the MLP's first layers."""
@@ -290,6 +329,16 @@ class ProgramBuffer(IntEnum):
     MIXER_OUTPUT = auto()
     MIXER_GATES = auto()
     OUTPUT_GATE = auto()  # of attention
+    # Of latent attention alone.
+    QUERY_DOWN = auto()
+    QUERY = auto()  # of the heads, before K is absorbed
+    KEY = auto()
+    VALUES = auto()  # the result of attention with V applied
+
+
+# Where the linear layers of an input write, in a program.
+LATENT_GROUPS = {"query_down": ProgramBuffer.QUERY_DOWN, "query": ProgramBuffer.QUERY, "key": ProgramBuffer.KEY}
+_PROJECTED = {"attention": ProgramBuffer.QKV, MIXER_INPUT: ProgramBuffer.MIXER_INPUT, **LATENT_GROUPS}
 
 
 def write_program(
@@ -311,21 +360,25 @@ def write_program(
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
     if kv.cpu_kernels is None or not recordable or not normed:
         return None
-    mixed = kv.heads * kv.head_dim
     mixer_widths = next((layer.mixer.widths for layer in layers if layer.mixer is not None), (0, 0, 0))
     widths = {
         ProgramBuffer.HIDDEN: config.hidden,
         ProgramBuffer.NORMED: config.hidden,
-        ProgramBuffer.QKV: mixed + 2 * kv.kv_heads * kv.head_dim,
-        ProgramBuffer.MIXED: mixed,
+        ProgramBuffer.QKV: (kv.heads + kv.parts * kv.kv_heads) * kv.head_dim,
+        ProgramBuffer.MIXED: kv.heads * kv.result_dim,
         ProgramBuffer.INNER: config.intermediate,
         ProgramBuffer.PROJECTED: config.hidden,
         ProgramBuffer.MIXER_INPUT: mixer_widths[0],
         ProgramBuffer.MIXER_OUTPUT: mixer_widths[1],
         ProgramBuffer.MIXER_GATES: mixer_widths[2],
-        ProgramBuffer.OUTPUT_GATE: mixed if config.output_gate else 0,
+        ProgramBuffer.OUTPUT_GATE: kv.heads * kv.result_dim if config.output_gate else 0,
     }
-    program = Program(kv.cpu_kernels, [widths[buffer] for buffer in ProgramBuffer])
+    if config.latent is not None:
+        widths[ProgramBuffer.QUERY_DOWN] = config.latent.query_rank or 0
+        widths[ProgramBuffer.QUERY] = kv.heads * config.latent.query_dim
+        widths[ProgramBuffer.KEY] = config.latent.key_dim
+        widths[ProgramBuffer.VALUES] = kv.heads * config.latent.value_dim
+    program = Program(kv.cpu_kernels, [widths.get(buffer, 0) for buffer in ProgramBuffer])
     if communicator is not None and not isinstance(communicator, SharedMemoryCommunicator):
         return None
     for number, layer in enumerate(layers):
@@ -356,13 +409,25 @@ class ProgramOperations(NamedTuple):
         norm.append_to(self.program, x, y)
         return y
 
+    def norm_first(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
+        """x, of which the first columns are normed."""
+        norm.append_to(self.program, x, x)
+        return x
+
+    def head_products(
+        self, products: HeadProducts, x: ProgramBuffer, last: ProgramBuffer | None = None
+    ) -> ProgramBuffer:
+        """The products of each head."""
+        y = ProgramBuffer.VALUES if last is None else ProgramBuffer.QKV
+        products.append_to(self.program, x, y, last)
+        return y
+
     def linear(
         self, group: str, linear: Linear, x: ProgramBuffer, residual: ProgramBuffer | None = None
     ) -> ProgramBuffer:
         """The linear layers `group` of x, with the residual added."""
-        projected = {"attention": ProgramBuffer.QKV, MIXER_INPUT: ProgramBuffer.MIXER_INPUT}
-        y = projected.get(group, ProgramBuffer.PROJECTED) if residual is None else residual
-        linear.append_to(self.program, x, y, y, self._delta(group, x))
+        y = _PROJECTED.get(group, ProgramBuffer.PROJECTED) if residual is None else residual
+        linear.append_to(self.program, x, y, y, None if group in LATENT_GROUPS else self._delta(group, x))
         return y
 
     def attend(self, qkv: ProgramBuffer, norms: tuple[Norm, ...]) -> ProgramBuffer:
@@ -379,7 +444,7 @@ class ProgramOperations(NamedTuple):
             self.rotaries[query_scale].append_to(self.program, qkv, query_scale, kv.heads, kv.head_dim)
         cache = self.config.cache_number(self.number)
         scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(cache)
-        options = window, kv.softcap, kv.layer_sinks(cache)
+        options = window, kv.softcap, kv.layer_sinks(cache), kv.value_dim
         self.program.attention(qkv, ProgramBuffer.MIXED, cache, heads, kv.head_dim, scale, *options)
         return ProgramBuffer.MIXED
 

@@ -25,9 +25,12 @@ COMMON_KEYS: dict[str, Any] = {
 
 # Multimodal models whose text part computes what a model of text alone does; their requests have no images.
 WITH_TEXT_PART = (
-    "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen3_5", "qwen3_5_moe",
-    "smolvlm",
+    "gemma3", "idefics3", "internvl", "kimi_k25", "llava", "llava_next", "llava_onevision", "mistral3", "qwen3_5",
+    "qwen3_5_moe", "smolvlm",
 )  # fmt: skip
+
+# Names under which models of a family are published, too.
+SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 
 LLAMA = TensorNames()
 
@@ -51,6 +54,8 @@ class ModelFamily:
     router_biased: bool = False
     router_logit_bias: bool = False
     optional_query_key_norm: str = "each"  # the kind of norm that `use_qk_norm` asks for
+    router_group_best: int = 2
+    latent: bool = False  # latent attention, see LatentConfig
     # Keys that must have this value, if config.json has them.
     required: dict[str, Any] = field(default_factory=dict)
     # "learned": a vector for each position is added to the embedding, and nothing is rotated; see DecoderConfig.
@@ -132,6 +137,29 @@ _DEEPSEEK_EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 0,
+}
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "attention_bias": False,
+    "partial_rotary_factor": None,
+}
+_DEEPSEEK_V3 = {
+    **_RMS,
+    **_LATENT,
+    **_DEEPSEEK_EXPERTS,
+    "max_position_embeddings": 4096,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
 }
 _MIXTRAL_NAMES = TensorNames(
     router="block_sparse_moe.gate",
@@ -676,6 +704,69 @@ FAMILIES: dict[str, ModelFamily] = {
         names=TensorNames(router_bias="mlp.moe_statics.e_score_correction_bias", router_bias_is_row=True),
         interleaved_rope=True,
         router_biased=True,
+    ),
+    "deepseek_v2": ModelFamily(
+        {
+            **_RMS,
+            **_LATENT,
+            **_DEEPSEEK_EXPERTS,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "num_experts_per_tok": None,
+            "norm_topk_prob": False,
+            "topk_method": "greedy",
+        },
+        latent=True,
+        router_group_best=1,
+    ),
+    "deepseek_v3": ModelFamily(_DEEPSEEK_V3, latent=True, router_score="sigmoid", router_biased=True),
+    "glm4_moe_lite": ModelFamily(
+        {
+            **_DEEPSEEK_V3,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 202752,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 1,
+        },
+        latent=True,
+        router_score="sigmoid",
+        router_biased=True,
+    ),
+    "mistral4": ModelFamily(
+        {
+            **_DEEPSEEK_V3,
+            "max_position_embeddings": 1048576,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        names=TensorNames(stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
+        latent=True,
     ),
     "gpt_oss": ModelFamily(
         {

@@ -82,6 +82,7 @@ class PooledDecoder:
             sliding_windows=windows,
             softcap=decoder.attention_cap,
             cpu_kernels=kernels,
+            value_dim=None if decoder.latent is None else decoder.latent.rank,
         )
         ahead = [(ALL if window is None else window - 1) if both else 0 for window in windows]
         self._attention = PackedAttention(self._kv, ahead, tokens)

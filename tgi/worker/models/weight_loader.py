@@ -16,17 +16,25 @@ from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import NO_FACTORS, CpuKernels, can_pack_together
 from tgi.worker.cpu_kernels.recurrent import DeltaRule
-from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, GatedDeltaConfig, Mixer, ShortConvConfig
+from tgi.worker.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    GatedDeltaConfig,
+    LatentConfig,
+    Mixer,
+    ShortConvConfig,
+)
 from tgi.worker.device_copies import StagedCopies
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.gated_delta import GatedDelta
+from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp, Router, SharedExpert, pack_experts
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.short_conv import ShortConv
-from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights, RecurrentMixer
+from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights, LatentProjections, RecurrentMixer
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
@@ -50,6 +58,7 @@ class MixerParts(NamedTuple):
     mixer: RecurrentMixer | None = None
     output_gate: Linear | None = None
     sinks: Tensor | None = None
+    latent: LatentProjections | None = None
 
 
 def stored_embedding(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Embedding:
@@ -67,6 +76,11 @@ def _embedding_weight(source: WeightSource, config: DecoderConfig, shard: Shard,
     under_head = config.tied and f"{EMBEDDING}.weight" not in source and f"{HEAD}.weight" in source
     stored = source.weight(HEAD if under_head else EMBEDDING, config.vocab_size, config.hidden)
     return select_part(stored, shard.vocabulary, range(config.hidden), dtype)
+
+
+def _head_columns(heads: range, dim: int) -> range:
+    """The columns of these heads, of `dim` each."""
+    return range(heads.start * dim, heads.stop * dim)
 
 
 class DecoderWeightLoader:
@@ -138,7 +152,9 @@ class DecoderWeightLoader:
 
         attention_after = norm(names.attention_after)
         more_follows = attention_after is not None
-        if layer.mixer == Mixer.ATTENTION:
+        if config.latent is not None:
+            parts = self._latent_attention(config.latent, prefix, more_follows)
+        elif layer.mixer == Mixer.ATTENTION:
             parts = self._attention(prefix, more_follows)
         else:
             load = self._short_conv if layer.mixer == Mixer.SHORT_CONV else self._gated_delta
@@ -155,6 +171,7 @@ class DecoderWeightLoader:
             mixer=parts.mixer,
             output_gate=parts.output_gate,
             sinks=parts.sinks,
+            latent=parts.latent,
         )
 
     def _attention(self, prefix: str, more_follows: bool) -> MixerParts:
@@ -186,6 +203,45 @@ class DecoderWeightLoader:
             output_gate=gate,
             sinks=self._sinks(prefix + names.sinks) if config.sinks else None,
         )
+
+    def _latent_attention(self, latent: LatentConfig, prefix: str, more_follows: bool) -> MixerParts:
+        config, names, dim = self._config, self._config.names, self._config.head_dim
+        values = _head_columns(self._shard.heads, latent.value_dim)
+        output = StoredMatrix(prefix + names.output, config.hidden, range(config.hidden))
+        return MixerParts(
+            qkv=self._linear(config.qkv_bias, config.hidden, StoredMatrix(prefix + names.latent_down, dim, range(dim))),
+            output=self._last_linear(config.output_bias, config.heads * latent.value_dim, values, output, more_follows),
+            latent=self._latent(latent, prefix),
+        )
+
+    def _latent(self, latent: LatentConfig, prefix: str) -> LatentProjections:
+        config, names, heads, inner = self._config, self._config.names, self._shard.heads, latent.query_rank
+        down = norm = None
+        if inner is not None:
+            matrix = StoredMatrix(prefix + names.query_down, inner, range(inner))
+            down = self._linear(config.qkv_bias, config.hidden, matrix)
+            norm = self._latent_norm(prefix + names.query_down_norm, inner, latent)
+        name = prefix + (names.query if inner is None else names.query_up)
+        query = StoredMatrix(name, config.heads * latent.query_dim, _head_columns(heads, latent.query_dim))
+        # Never quantized: K is used transposed.
+        each = latent.nope_dim + latent.value_dim
+        stored = self._source.tensor(f"{prefix}{names.latent_up}.weight", config.heads * each, latent.rank)
+        own = self._to_device(stored.view(config.heads, each, latent.rank)[heads.start : heads.stop])
+        assert isinstance(own, Tensor)
+        self._bytes += own.nbytes
+        self._parameters += own.numel()
+        rest = self._kernels, self._device.type != "cpu" and not (self._gpu and self._gpu.batch_invariant)
+        return LatentProjections(
+            query_down=down,
+            query_norm=norm,
+            query=self._linear(False, inner or config.hidden, query),
+            key_norm=self._latent_norm(prefix + names.latent_norm, latent.rank, latent),
+            absorb=HeadProducts(own[:, : latent.nope_dim].transpose(1, 2), latent.rope_dim, *rest),
+            project=HeadProducts(own[:, latent.nope_dim :], 0, *rest),
+        )
+
+    def _latent_norm(self, name: str, size: int, latent: LatentConfig) -> Norm:
+        return self._norm(name, size)._replace(epsilon=latent.norm_epsilon)
 
     def _sinks(self, name: str) -> Tensor:
         """The sinks of this rank's heads."""

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tgi.worker.decoder_config import DecoderConfig, GatedDeltaConfig, Mixer, ShortConvConfig
+from tgi.worker.decoder_config import (
+    DecoderConfig,
+    GatedDeltaConfig,
+    LatentConfig,
+    Mixer,
+    ShortConvConfig,
+    TensorNames,
+)
 from tgi.worker.distributed.sharding import Shard
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 
@@ -16,7 +23,7 @@ class MatrixShape(NamedTuple):
     inputs: int
     local_outputs: int
     local_inputs: range
-    quantizable: bool = True  # routers are not
+    quantizable: bool = True  # routers are not, nor what is converted at load
     stack: str = ""  # matrices of the same stack become one weight, in one form; "": this one alone
 
     @property
@@ -54,6 +61,8 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
         for name in (names.attention_before, names.attention_after, names.mlp_before, names.mlp_after):
             if name is not None:
                 yield from _norm(config, prefix + name)
+        if config.latent is not None:
+            yield from _latent_norms(config.latent, config.names, prefix)
         if config.layers[number].mixer == Mixer.ATTENTION:
             yield from _query_key_norms(config, shard, prefix)
             if config.sinks:
@@ -75,7 +84,9 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
 
 def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:
     names, prefix = config.names, f"model.layers.{number}."
-    if config.layers[number].mixer == Mixer.ATTENTION:
+    if config.latent is not None:
+        yield from _latent_attention(config, config.latent, shard, prefix)
+    elif config.layers[number].mixer == Mixer.ATTENTION:
         yield from _attention_matrices(config, shard, prefix)
     else:
         yield from _mixer_matrices(config, shard, prefix + names.mixer)
@@ -160,6 +171,27 @@ def _mlp_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str)
         yield from _mlp(config, prefix, (gate, up, down), experts.intermediate, shard.expert_inner)
 
 
+def _latent_attention(config: DecoderConfig, latent: LatentConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
+    names, hidden, heads, local = config.names, config.hidden, config.heads, len(shard.heads)
+    query, inputs = names.query, hidden
+    if latent.query_rank is not None:
+        query, inputs = names.query_up, latent.query_rank
+        yield MatrixShape(prefix + names.query_down, inputs, hidden, inputs, range(hidden))
+    yield MatrixShape(prefix + query, heads * latent.query_dim, inputs, local * latent.query_dim, range(inputs))
+    yield MatrixShape(prefix + names.latent_down, latent.key_dim, hidden, latent.key_dim, range(hidden))
+    each = latent.nope_dim + latent.value_dim
+    shape = heads * each, latent.rank, local * each, range(latent.rank)
+    yield MatrixShape(prefix + names.latent_up, *shape, quantizable=False)
+    values = range(shard.heads.start * latent.value_dim, shard.heads.stop * latent.value_dim)
+    yield MatrixShape(prefix + names.output, hidden, heads * latent.value_dim, hidden, values)
+
+
+def _latent_norms(latent: LatentConfig, names: TensorNames, prefix: str) -> Iterator[VectorShape]:
+    for name, size in ((names.query_down_norm, latent.query_rank), (names.latent_norm, latent.rank)):
+        if size is not None:
+            yield VectorShape(f"{prefix}{name}.weight", size, size, True)
+
+
 def _mlp(
     config: DecoderConfig, prefix: str, names: tuple[str, str, str], inner: int, local: range
 ) -> Iterator[MatrixShape]:
@@ -191,7 +223,9 @@ def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -
     names = config.names
     if name.startswith(f"{names.mixer}.") and config.recurrent is not None:
         present = isinstance(config.recurrent, ShortConvConfig) and config.recurrent.bias
-    elif name in (names.query, names.key, names.value):
+    elif name in (names.latent_up, names.query_up) or (config.latent is not None and name == names.query):
+        present = False
+    elif name in (names.query, names.key, names.value, names.query_down, names.latent_down):
         present = config.qkv_bias
     elif name == names.router:
         present = config.experts is not None and config.experts.router.logit_bias

@@ -284,6 +284,7 @@ def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: 
         stored_dim=cpu_head_dim(config.head_dim) if device.is_cpu else config.head_dim,
         itemsize=ITEM_SIZES.get(kv_dtype, 1),
         scaled=kv_dtype == "int8",
+        parts=2 if config.latent is None else 1,
     )
     return matrix_bytes + vector_bytes, kv_token
 
