@@ -133,10 +133,12 @@ class DownstreamLinks:
         found |= self._expected
         removed = []
         for address, link in list(self.links.items()):
+            # What has an address that is found no more stays until its connection ends, and no other process follows it.
+            link.has_other_link = self._has_other_link if address in found else _accept_none
             if link.peers:
                 self._redundant.pop(address, None)
             if link.redundant_peer is not None:
-                if self._redundant.get(address) != link.redundant_peer:
+                if address in found and self._redundant.get(address) != link.redundant_peer:
                     log.info("%s is the address of %s, which is connected at another one", address, link.redundant_peer)
                 self._redundant[address] = link.redundant_peer
                 self._retry_at[address] = time.monotonic() + RETRY_SECONDS
