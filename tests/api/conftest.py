@@ -83,7 +83,21 @@ def standard(message: Any) -> list[Any]:
         return [Tokenized(message.rid, ids, starts, stops, b"\1\0\0")]
     if isinstance(message, UpdateAdapter):
         return [AdapterUpdated(message.rid)]
-    return two_tokens(message)
+    return one_listed(message) if message.listed_texts else two_tokens(message)
+
+
+def one_listed(message: Generate) -> list[Any]:
+    """One token, with those of the listed texts."""
+    listed = message.listed_texts
+    tops = {
+        "top_counts": pack_column(UINT32, [len(listed)]),
+        "top_ids": pack_column(INT32, range(len(listed))),
+        "top_logprobs": pack_column(FLOAT32, [-0.5 - at for at in range(len(listed))]),
+        "top_texts": listed,
+        "top_special": bytes(len(listed)),
+    }
+    token = texts(message.rid, (5, listed[0], -0.34, False))._replace(**tops)
+    return [token, End(message.rid, FinishReason.LENGTH, "", listed[0], 3, 1, 0, 1_000, 2_000, 30_000)]
 
 
 class FakeTokenizer:

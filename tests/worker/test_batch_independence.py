@@ -101,6 +101,9 @@ def random_request(draw: Random, adapters: list[LoadedAdapter]) -> Request:
         "adapter_digest": adapter.digest,
         **bad_words(*sequences),
     }
+    if fields["top_n"]:
+        listed = Random(str(fields["seed"])).sample(range(6, 512), 3)
+        fields["listed_ids"] = pack_column(INT32, listed)
     if not fields["grammar"] and draw.random() < 0.5:  # a grammar may not allow what a budget forces
         fields |= reasoning(draw)
     return Request(prompt, draw.randrange(1, 20), ends, SamplingParams(**fields))  # type: ignore[arg-type]

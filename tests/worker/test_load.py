@@ -181,7 +181,7 @@ def test_an_unknown_architecture_is_rejected(directory: Path) -> None:
 def test_unsupported_configs_run_through_transformers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tgi.worker.models import transformers_model
 
-    change_config(directory, hidden_act="relu")
+    change_config(directory, hidden_act="tanh")
     seen: list[Path] = []
     monkeypatch.setattr(transformers_model, "build_transformers_model", lambda path, *rest: seen.append(path))
     build_model(directory, "auto", "cpu", lambda stage, percent: None)

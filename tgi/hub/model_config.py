@@ -326,9 +326,11 @@ def _fingerprint(directory: Path) -> str:
 
 
 def _tokenizer_file(path: Path) -> _TokenizerFile:
+    if not path.is_file():
+        return _TokenizerFile()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_TokenizerFile) if path.is_file() else _TokenizerFile()
-    except (OSError, msgspec.DecodeError) as error:
+        return msgspec.json.decode(_text(path), type=_TokenizerFile)
+    except msgspec.DecodeError as error:
         raise UserError(f"{path} is damaged: {error}. Download the model again.") from error
 
 

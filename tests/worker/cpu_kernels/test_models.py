@@ -91,10 +91,10 @@ def test_models_that_do_not_fit_are_left_to_torch(
     monkeypatch.setattr(selection, "require_instruction_set", lambda: None)
     recipe = read_model_spec(directory("llama"), "bfloat16")
     assert recipe.decoder is not None
-    large = recipe._replace(decoder=dataclasses.replace(recipe.decoder, head_dim=258))
+    large = recipe._replace(decoder=dataclasses.replace(recipe.decoder, head_dim=578))
     assert select_cpu_kernels([recipe], "cuda")[0] is None
     for recipes, reason in (
-        ([recipe, large], "head_dim of 258"),
+        ([recipe, large], "head_dim of 578"),
         ([recipe, read_model_spec(directory("llama"), "float32")], "in different types: bfloat16, float32"),
         ([read_model_spec(make("gpt2"), "bfloat16")], "through transformers"),
     ):

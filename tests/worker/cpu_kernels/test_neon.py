@@ -30,7 +30,7 @@ TESTS = (
     "test_head.py::test_greedy_tokens_and_their_logprobs",
     "test_head.py::test_nan_is_never_the_greedy_token",
     "test_head.py::test_the_greedy_head_matches_the_greedy_tokens_of_its_logits[SET bfloat16-1.0-30.0-7-64]",
-    f"{ATTENTION}a_token_is_correct_and_the_same_in_any_chunk_and_batch[(2, 2, 32, 40, None, True)-SET bfloat16]",
+    f"{ATTENTION}a_token_is_correct_and_the_same_in_any_chunk_and_batch[(2, 2, 32, 40, None, True, None)-SET bfloat16]",
 )
 # What is the same code for both sets, and a whole model: with the set whose instructions the emulator computes fast.
 # Products of pairs of bfloat16 numbers take it far longer than fused multiply-adds.

@@ -58,7 +58,7 @@ def steps(page_size: int) -> list[ForwardBatch]:
 
 def run(model: DecoderModel, adapters: tuple[object, ...] = ()) -> list[torch.Tensor]:
     """All logits of these steps."""
-    attention = build_attention(model.kv, 30, model.device)
+    attention = build_attention(model.kv, 30, model.device, state_slots=31)
     found = []
     for batch in steps(attention.page_size):
         reader = Blocks(len(batch.tokens))
@@ -67,7 +67,12 @@ def run(model: DecoderModel, adapters: tuple[object, ...] = ()) -> list[torch.Te
             AdapterSpan(adapter, *bounds[row : row + 2]) for row, adapter in enumerate(adapters) if adapter is not None
         ]
         inputs = batch._replace(lora_spans=spans), attention
-        logits, best = model.forward(*inputs, reader), model.forward_greedy(*inputs)
+        states = [] if attention.state is None else attention.state.tensors
+        before = [tensor.clone() for tensor in states]
+        logits = model.forward(*inputs, reader)
+        for tensor, values in zip(states, before, strict=True):  # which the step has changed
+            tensor.copy_(values)
+        best = model.forward_greedy(*inputs)
         assert model.kv.cpu_kernels is not None
         assert all(map(torch.equal, best, model.kv.cpu_kernels.greedy_tokens(logits)))
         found += [logits, *reader.logits]
@@ -104,7 +109,7 @@ def test_a_program_applies_adapters(kind: str, tmp_path: Path) -> None:
 
 def test_the_clock_measures_each_operation() -> None:
     model = decoder("llama")
-    program, attention = model._program, build_attention(model.kv, 30, model.device)
+    program, attention = model._program, build_attention(model.kv, 30, model.device, state_slots=31)
     assert isinstance(program, Program)
     layers = len(model._config.layers)
     assert program.operations.count("attention") == layers

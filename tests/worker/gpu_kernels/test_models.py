@@ -81,6 +81,7 @@ class Absent:
     """Attention without any operation."""
 
     page_size = 16
+    state = None
 
     def __init__(self, model: Model) -> None:
         self._shape = model.kv.heads, model.kv.head_dim

@@ -133,7 +133,7 @@ class DownstreamLinks:
         found |= self._expected
         removed = []
         for address, link in list(self.links.items()):
-            # What has an address that is found no more stays until its connection ends, and no other process follows it.
+            # At an address that is found no more a process stays until its connection ends, and no other follows.
             link.has_other_link = self._has_other_link if address in found else _accept_none
             if link.peers:
                 self._redundant.pop(address, None)
