@@ -65,7 +65,7 @@ def test_the_page_in_a_browser(demo_model: Path, tmp_path: Path) -> None:
     assert seen["waits"] == ["decode"]
     assert "a new process has taken its place" in " ".join(seen["events"])
     assert seen["gone_on"].endswith("length")
-    assert "200 tokens" in seen["gone_on"]
+    assert "600 tokens" in seen["gone_on"]
     assert seen["edited"] == "Hello"
     assert len(seen["tokens"]) == 8
     assert min(seen["tokens"]) >= 5, "each token with its alternatives"

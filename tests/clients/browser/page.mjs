@@ -66,13 +66,14 @@ await look("code");
 await page.click("#dialog button");
 
 await page.click("#clear");
-await page.type("[name=max_tokens]", "200");
+await page.type("[name=max_tokens]", "4000");  // more than there is time for
 await ask("Hello");
 await page.waitForFunction(() => (document.querySelectorAll(".message.assistant .body")[0]?.textContent.length ?? 0) > 20);
 await page.click("#stop");
 await answered(1);
 seen.stopped = (await texts(".message.assistant .actions"))[0];
 
+await page.$eval("[name=max_tokens]", (one) => (one.value = "600"));
 await action("Retry");
 await page.waitForFunction(() => (document.querySelectorAll(".message.assistant .body")[0]?.textContent.length ?? 0) > 20);
 await page.click("#tab-live");
