@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 
@@ -18,18 +19,20 @@ FILES = sorted(path for path in Path(page.__file__).parent.iterdir() if path.suf
 BROWSER = "text/html,application/xhtml+xml,*/*;q=0.8"
 
 
-@pytest.mark.parametrize(("path", "prefix", "root"), [("/", "/ui/", "/"), ("/ui", "/ui/", "/"), ("/ui/", "/ui/", "/")])
-def test_the_page_loads_its_own_files_alone(front: Front, path: str, prefix: str, root: str) -> None:
+@pytest.mark.parametrize("path", ["/", "/ui", "/ui/"])
+def test_the_page_loads_its_own_files_alone(front: Front, path: str) -> None:
+    """By relative addresses: a proxy may add a prefix to all paths."""
     reply = front.get(path, accept=BROWSER)
     assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
     text = reply.body.decode()
     assert "//" not in text.replace("<!DOCTYPE html>", "")
-    folder = path.rpartition("/")[0]
-    for address in re.findall(r'<(?:link|script)[^>]* (?:href|src)="([^"]*)"', text):
-        assert f"{folder}/{address}".startswith(prefix)
-        assert front.get(f"{folder}/{address}").status == 200
-    (found,) = re.findall(r'data-root="([^"]*)"', text)
-    assert str((Path(f"{folder}/x") / ".." / found).resolve()) == root.rstrip("/") or found in ("./", "../")
+    here = f"http://server/prefix{path}"
+    addresses = re.findall(r'<(?:link|script)[^>]* (?:href|src)="([^"]*)"', text)
+    loaded = [urljoin(here, address).removeprefix("http://server/prefix") for address in addresses]
+    assert loaded == ["/ui/style.css", "/ui/icon.svg", "/ui/main.js"]
+    assert {front.get(file).status for file in loaded} == {200}
+    (root,) = re.findall(r'data-root="([^"]*)"', text)
+    assert urljoin(here, root) == "http://server/prefix/"
 
 
 def test_browsers_may_load_nothing_else(front: Front) -> None:

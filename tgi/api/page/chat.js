@@ -1,16 +1,11 @@
 // The chat: messages, the streamed answer, and the request that each answer comes from.
 
 import { programs } from "./code.js";
+import { $, make } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { events, key, request, root } from "./server.js";
 
 const TOP_LOGPROBS = 5;
-const $ = (id) => document.getElementById(id);
-const make = (tag, properties = {}, ...children) => {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-};
 
 let model = "tgi";
 let conversation = []; // {role, content, reasoning, calls, tokens, node, …}; what is sent is derived from it

@@ -1,15 +1,10 @@
 // The live view: numbers, charts, processes and their events, and the time line of a request.
 
+import { $, make } from "./dom.js";
 import { request } from "./server.js";
 
 const PERIOD = 1000; // ms between two looks
 const KEPT = 120; // samples in a chart
-const $ = (id) => document.getElementById(id);
-const make = (tag, properties = {}, ...children) => {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-};
 
 let samples = [];
 let known = null; // the boot id of each process at the latest look

@@ -1,11 +1,11 @@
 // The frame of the page: its two views, the colours, the model, and whether the server is ready.
 
 import * as chat from "./chat.js";
+import { $ } from "./dom.js";
 import * as live from "./live.js";
 import { request, root } from "./server.js";
 
 const THEME = "tgi-theme";
-const $ = (id) => document.getElementById(id);
 const tabs = [...document.querySelectorAll('[role="tab"]')];
 
 function select(tab) {
