@@ -161,7 +161,7 @@ class GatedDeltaConfig:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), computed with absorbed matrices.
+    """Multi-head latent attention, MLA (DeepSeek-V2, 2024, section 2.1), computed with absorbed matrices.
 
     A layer keeps for each position one key of `rank` + `rope_dim` elements: the normed latent c = norm(down(x)), and a
     part that is rotated. A head of the checkpoint has a key [K c, rotated] and a value V c, with matrices K and V of

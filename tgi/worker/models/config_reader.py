@@ -111,7 +111,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     bias = any(values.get(key) for key in ATTENTION_BIAS)
     parallel = bool(values.get("use_parallel_residual"))
     two_norms = values.get("new_decoder_architecture") and values.get("num_ln_in_parallel_attn") != 1
-    one_norm = parallel and not (values.get("parallel_norms") or two_norms)
+    one_norm = parallel and not (family.parallel_norms or two_norms)
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "hidden": config["hidden_size"],

@@ -58,6 +58,7 @@ class ModelFamily:
     latent: bool = False  # latent attention, see LatentConfig
     # Keys that must have this value, if config.json has them.
     required: dict[str, Any] = field(default_factory=dict)
+    parallel_norms: bool = False  # in a parallel layer the MLP has a norm of its own
     # "learned": a vector for each position is added to the embedding, and nothing is rotated; see DecoderConfig.
     positions: str = "rotary"
     rope_in_windows_only: bool = False  # where some layers have a sliding window, the others have no rotary embedding
@@ -432,7 +433,6 @@ FAMILIES: dict[str, ModelFamily] = {
             "attention_bias": True,
             "partial_rotary_factor": 0.25,
             "use_parallel_residual": True,
-            "parallel_norms": True,
         },
         {**_LAYER_NORMS, "mlp_bias": True},
         replace(
@@ -452,6 +452,7 @@ FAMILIES: dict[str, ModelFamily] = {
             ),
         ),
         key_names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        parallel_norms=True,
     ),
     "gptj": ModelFamily(
         {
