@@ -294,7 +294,7 @@ class Front:
             await run_readiness_probe(app, self.service, self.stages.append)
         else:
             await self.router.health.wait_until_computing()
-            self.router.health.probe_passed = True
+            self.router.health.end_probe("")
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)

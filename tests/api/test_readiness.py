@@ -1,6 +1,7 @@
 """The readiness probe: clients are admitted once its requests are answered, and it is not counted."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import tgi
 from tests.api.conftest import LIMITS, Front, silent, standard, texts
 from tgi.api.clients import client_at
-from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate, Status
+from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate, Status, Tokenize, Tokenized
 from tgi.microkernel.observability import metrics
 
 pytestmark = pytest.mark.slow
@@ -50,20 +51,28 @@ def test_the_limit_of_request_bodies_does_not_apply_to_the_probe(serve: Any) -> 
     assert front.post("/generate", '{"inputs":"12345678"}').status == 413
 
 
-def test_the_probe_needs_no_permit(serve: Any) -> None:
-    """A front end that replaces another finds the permits held by clients of the others."""
+def test_the_probe_needs_no_permit_and_requests_wait_for_it(serve: Any) -> None:
+    """A front end that replaces another finds the permits held by clients of the others. Another front end on the port
+    may have been healthy before this one, so that what a client sends to either is answered."""
     front = serve(silent, up=False, proves=True, max_concurrent_requests=1)
     other = client_at("127.0.0.1").permit_id  # the same client, at another front end
     assert front.router.admission.permits.acquire(client=other)
     front.tokenizers[0].start()
     probe = front.tokenizers[0].next(Generate)
     until_stage(front, "answering the first request")
-    assert front.post("/generate", '{"inputs":"x"}').status == 503
-    assert front.router.admission.permits.held == 1
-    front.tokenizers[0].send(*one_token(probe))
+    with ThreadPoolExecutor() as clients:
+        paths = ("/generate", "/tokenize", "/v1/chat/completions")
+        early = [clients.submit(front.post, path, '{"inputs":"x","messages":[]}') for path in paths]
+        while front.connections < len(early):
+            time.sleep(0.01)
+        until_stage(front, "answering the first request")
+        assert not any(one.done() for one in early)
+        assert front.router.admission.permits.held == 1
+        front.tokenizers[0].send(*one_token(probe))
+        front.tokenizers[0].send(Tokenized(front.tokenizers[0].next(Tokenize).rid, b"", b"", b"", b""))
+        assert [one.result().status for one in early] == [429, 200, 422]
     until_healthy(front)
     assert front.router.admission.permits.held == 1
-    assert front.post("/generate", '{"inputs":"x"}').status == 429
     front.router.admission.permits.release(client=other)
 
 

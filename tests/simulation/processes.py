@@ -445,7 +445,7 @@ class FrontEnd(SimulatedProcess):
                 self._probe = Generation(message, False, CallbackEvent(self.loop, lambda: None), probe=True)
                 router.submit(self._probe)
         elif self._probe.ended:
-            router.health.probe_passed = not self._probe.failed
+            router.health.end_probe("failed" if self._probe.failed else "")
             self._probe = None
             self.wake()
 

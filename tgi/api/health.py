@@ -27,10 +27,11 @@ class Health:
         self.progress = ProgressClock()
         self.beat = Beat(None)  # how the requests of this process progress
         self.status_received = WakeEvent()
-        # The readiness probe (readiness.py) sets both. Once passed, it stays so: requests then wait out a restart of
-        # other processes instead of failing.
+        # The readiness probe (readiness.py) sets both by end_probe. Once passed, it stays so: requests then wait out a
+        # restart of other processes instead of failing.
         self.probe_passed = False
         self.probe_failure = ""  # until it has passed, for `stage`
+        self._first_probe_ended = asyncio.Event()
 
     @property
     def can_compute(self) -> bool:
@@ -74,6 +75,17 @@ class Health:
         limit = min(max(known, default=self._stall_limit), self._stall_limit)
         self._stalled = age is not None and age > limit + PROGRESS_DELAY_SECONDS
         self.beat = Beat(None) if age is None else Beat(int(1000 * age), int(1000 * limit), f"{in_flight} in flight")
+
+    def end_probe(self, failure: str) -> None:
+        """The readiness probe has passed (""), or failed for this reason and will be repeated."""
+        self.probe_failure, self.probe_passed = failure, not failure
+        self._first_probe_ended.set()
+
+    async def wait_for_first_probe(self) -> None:
+        """Waits while the first answer of this front end's own probe is all that is missing. Another front end on the
+        port may have answered /health with 200 already, and clients choose neither."""
+        if not self.probe_passed and self.can_compute:
+            await self._first_probe_ended.wait()
 
     async def wait_for_status(self, timeout_seconds: float) -> None:
         """Waits for the first Status of any tokenizer."""

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 GC_THRESHOLD = 10_000
 # A front end that replaces another waits this long for the first status of a tokenizer before it accepts connections.
 FIRST_STATUS_SECONDS = 1.0
-# Between two looks for tokenizers that have started or ended: until the first one is connected, and later.
+# Between two looks for tokenizers that have started or ended: until one says that requests are computed, and later.
 FIRST_SEARCH_SECONDS, SEARCH_SECONDS = 0.02, 1.0
 
 
@@ -186,8 +186,7 @@ async def follow_tokenizers(router: Router, process: Process) -> None:
         tokenizers |= {link: router.add_tokenizer(link) for link in added}
         for link in removed:
             router.remove_tokenizer(tokenizers.pop(link))
-        connected = any(tokenizer.peer is not None for tokenizer in tokenizers.values())
-        await asyncio.sleep(SEARCH_SECONDS if connected else FIRST_SEARCH_SECONDS)
+        await asyncio.sleep(SEARCH_SECONDS if router.health.can_compute else FIRST_SEARCH_SECONDS)
 
 
 async def load_certificate(settings: Settings, process: Process) -> ServerCertificate | None:

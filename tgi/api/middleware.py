@@ -1,12 +1,14 @@
-"""falcon middleware of all routes: CORS headers, request ids, and clients. tracing.py has the one that names spans."""
+"""falcon middleware of all routes: CORS headers, request ids, clients, and the wait for the readiness probe. tracing.py
+has the one that names spans."""
 
 import os
 import re
 
 from falcon.asgi import Request, Response
 
-from tgi.api.asgi import CLIENT_KEY
+from tgi.api.asgi import CLIENT_KEY, is_probe
 from tgi.api.clients import Client, Clients
+from tgi.api.health import Health
 from tgi.api.requests import RequestRecord
 
 VARY = "origin, access-control-request-method, access-control-request-headers"
@@ -88,3 +90,15 @@ class ClientMiddleware:
             req.context.client = inner or self._clients.identify(req, needs_key=req.path != self._open_path)
             if (record := RequestRecord.of(req)) is not None:
                 record.client = req.context.client.name
+
+
+class ReadinessMiddleware:
+    """Has every POST wait while this front end answers the first request of its readiness probe."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
+        """Returns at once after the probe's first end, and while another process is the reason for a 503."""
+        if req.method == "POST" and not is_probe(req):
+            await self._health.wait_for_first_probe()

@@ -53,11 +53,11 @@ async def run_readiness_probe(app: AsgiApp, service: Service, report: Callable[[
         if (request, reason) != logged:
             log.error("Not ready: the first request, which this server sends to itself, failed: %s %s", request, reason)
         logged = request, reason
-        health.probe_failure = f"the first request failed: {request}"
+        health.end_probe(f"the first request failed: {request}")
         report(health.probe_failure)
         await asyncio.sleep(retry_seconds)
         retry_seconds = min(2 * retry_seconds, MAX_RETRY_SECONDS)
-    health.probe_passed = True
+    health.end_probe("")
     report("")
 
 
