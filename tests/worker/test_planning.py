@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from scripts.make_gguf import write_gguf
+from tests.families import with_variants
 from tests.models import model as make
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.loras import make_adapter
@@ -47,7 +48,6 @@ from tgi.worker.quantization.quantize import quantize_weight
 
 pytestmark = pytest.mark.slow
 
-RANKS = (1, 2, 4)
 CPU, GPU = Devices(4, "cpu", 1 << 36, False, is_cpu=True), Devices(4, "gpu", 1 << 36, True)
 # Tensors of this device have shapes and types only. The loader treats it as it treats a GPU.
 META = torch.device("meta")
@@ -167,12 +167,10 @@ def check(
         assert found.state == (0 if model.kv.state is None else model.kv.state.bytes)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_family_as_on_a_gpu(kind: str, ranks: int) -> None:
-    check(make(kind), ranks, native=False)
-    if ranks == 2:
-        check(make(kind, tie=True), ranks, native=False, dtype="auto", quantize="int4")
+@pytest.mark.parametrize(("kind", "variant"), with_variants(FAMILIES, ((1, None), (2, None), (4, None), (2, "int4"))))
+def test_every_family_as_on_a_gpu(kind: str, variant: tuple[int, str | None]) -> None:
+    ranks, quantize = variant
+    check(make(kind, tie=quantize is not None), ranks, native=False, quantize=quantize)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
