@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 RAY_PORT_OFFSET = 100
 
 # The packages of requirements/worker.txt.
-WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf")
+WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf", "typing_extensions")
 
 
 def run_server(settings: Settings, roles: Sequence[str]) -> None:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from typing_extensions import override
+
 from tgi.hub.weight_files import StoredTensor
 from tgi.microkernel.errors import UserError
 from tgi.worker.quantization.config import QuantizationConfig
@@ -94,7 +96,7 @@ class StoredForms(Protocol):
         """Bytes of a number of a plain weight in the files; None: as the config says."""
 
 
-class PackedForms:
+class PackedForms(StoredForms):
     """StoredForms of weights in the bits of a GGUF file, from the types and shapes of the tensors that its import
     writes. `exact`: scales are not rounded to float16; a weight whose scales float16 cannot hold is not told apart."""
 
@@ -102,8 +104,9 @@ class PackedForms:
         self._tensors = tensors
         self._exact = exact
 
+    @override
     def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
-        """See StoredForms. Raises UserError if the columns of the weight are incomplete."""
+        """Raises UserError if the columns of the weight are incomplete."""
         columns = {end: self._tensors.get(f"{name}.weight.{end}") for end in ("codes", "scales", "shifts")}
         codes, scales, shifts = columns.values()
         if codes is None:
@@ -119,13 +122,13 @@ class PackedForms:
             shifts=shifts is not None,
         )
 
+    @override
     def plain_bytes(self, name: str) -> int | None:
-        """See StoredForms."""
         stored = self._tensors.get(f"{name}.weight")
         return None if stored is None else 4 if stored.dtype == "F32" else 2
 
 
-class CheckpointForms:
+class CheckpointForms(StoredForms):
     """StoredForms of a quantized checkpoint, from its config. Raises UserError for a config from which they
     cannot be told. `float8`: the device multiplies 8-bit floats, else these are dequantized at load."""
 
@@ -145,8 +148,8 @@ class CheckpointForms:
                 "config. Plan with the original model and --quantize"
             )
 
+    @override
     def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
-        """See StoredForms."""
         config, method = self._config, self._config.method
         if method == "mxfp4":  # of experts alone
             return WeightForm(8, group=32) if ".experts." in name else None
@@ -175,8 +178,8 @@ class CheckpointForms:
             return None  # groups are scattered over the inputs
         return self._affine(config.integer("bits"), size, inputs, not config.values.get("sym", True))
 
+    @override
     def plain_bytes(self, name: str) -> int | None:
-        """See StoredForms."""
         return None
 
     def _compressed(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
