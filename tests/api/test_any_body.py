@@ -1,6 +1,7 @@
 """Arbitrary bodies on every route that has one: always a documented response, never a 500 or none."""
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -54,7 +55,10 @@ KSERVE_INFER = "/v2/models/m/versions/1/infer"
 DEEP = 10_000
 MEGABYTES = "é" * 1_000_000
 
-quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=25)
+# Of each of some two hundred tests; TGI_FUZZ_EXAMPLES asks for more.
+EXAMPLES = int(os.environ.get("TGI_FUZZ_EXAMPLES", "12"))
+unhurried = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+quick = settings(suppress_health_check=unhurried, max_examples=EXAMPLES)
 on_each_route = pytest.mark.parametrize("path", ROUTES)
 # The first route of each request type: fields are decoded and checked by the type, whatever the route.
 on_each_type = pytest.mark.parametrize("path", {kind: path for path, kind in reversed(ROUTES.items())}.values())
