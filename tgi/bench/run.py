@@ -247,7 +247,8 @@ async def find_target(plan: Plan) -> Target:
     except ssl.SSLError as error:
         raise UserError(f"No TLS connection to {plan.url}: {error}. Is it https?") from error
     except (OSError, TimeoutError, BadStream) as error:
-        raise UserError(f"No server answers at {plan.url}: {str(error) or _kind(error)}. Is it running there?") from error
+        reason = str(error) or _kind(error)
+        raise UserError(f"No server answers at {plan.url}: {reason}. Is it running there?") from error
     if status in (401, 403):
         raise UserError(f"{plan.url} answers {status}: it needs a key. Give --api-key, or OPENAI_API_KEY.")
     models = plan.models or (_listed(body)[:1] if status == 200 else ())
