@@ -1,5 +1,4 @@
-"""The command `tgi`: up, one command per role, bench, batch, ps, top, restart, scale, reload, down, why, keys, import,
-download-weights, plan, replay, print-schema and watermark.
+"""The command `tgi`: up, one command per role, and those that SECTIONS lists.
 
 Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
 """
@@ -29,7 +28,7 @@ SECTIONS = {
     "Server": ("up", "ps", "top", "restart", "scale", "reload", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("plan", "download-weights", "import"),
-    "Tools": ("doctor", "bench", "batch", "replay", "print-schema", "watermark", "completion"),
+    "Tools": ("chat", "doctor", "bench", "batch", "replay", "print-schema", "watermark", "completion"),
 }
 
 # Names from other servers (vLLM, SGLang, llama.cpp, Ollama, systemd) -> what to use here.
@@ -455,6 +454,43 @@ def _running_server(port: int | None) -> Path:
         names = ", ".join(run.name for run in alive)
         raise UserError(f"Several servers are running ({names}): say which one with --port.")
     return alive[0]
+
+
+@main.command()
+@click.argument("url", required=False)
+@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Key of the server.")
+@click.option("--model", help="Name of a model; default: the first that the server lists.")
+@click.option("--system", default="", help="System prompt.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: the model's.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer.")
+@port_option
+def chat(
+    url: str | None,
+    api_key: str | None,
+    model: str | None,
+    system: str,
+    temperature: float | None,
+    max_tokens: int | None,
+    port: int | None,
+) -> None:
+    """Chat in the terminal, with the running server or with the one at URL.
+
+    Lines of standard input are questions. Ctrl-C ends an answer, Ctrl-D the chat; /help shows the commands.
+    """
+    from tgi.chat import chat
+    from tgi.microkernel.processes.process_table import Deployment
+
+    if url is None:
+        run = _running_server(port)
+        deployment = Deployment(run)
+        deployment.refresh()
+        url = deployment.served["url"].split(", ")[0]
+        if not url:
+            raise UserError(f"The server in {run} has no front end. Give the URL of one that has.")
+    elif port is not None:
+        raise click.UsageError("URL and --port name two servers: leave one out.")
+    parameters = {"temperature": temperature, "max_tokens": max_tokens}
+    chat(url, api_key, model, system, {name: value for name, value in parameters.items() if value is not None})
 
 
 @main.command()
