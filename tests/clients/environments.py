@@ -44,7 +44,7 @@ def node_environment(checks: Path = NODE) -> tuple[Path, Path]:
         _npm(node, directory, "ci", "--ignore-scripts")
 
     digest = _digest(*(file.read_bytes() for file in files))
-    return node, _made(f"{checks.name}-modules", digest, "node_modules", install)
+    return node, made(f"{checks.name}-modules", digest, "node_modules", install)
 
 
 def agent_program(package: str, version: str) -> tuple[Path, Path]:
@@ -56,7 +56,7 @@ def agent_program(package: str, version: str) -> tuple[Path, Path]:
         _npm(node, directory, "install", "--save-exact", f"{package}@{version}")
 
     name = package.replace("/", "-").replace("@", "")
-    return node.parent, _made(name, version, "node_modules/.bin", install)
+    return node.parent, made(name, version, "node_modules/.bin", install)
 
 
 def python_program(name: str) -> Path:
@@ -81,7 +81,7 @@ def python_environment(name: str, requirements: Path) -> Path:
         python = str(directory / "bin" / "python")
         _run(*uv, "pip", "install", "--quiet", "--no-deps", "--python", python, "-r", str(requirements))
 
-    return _made(name, _digest(requirements.read_bytes(), sys.version.encode()), "bin/python", install)
+    return made(name, _digest(requirements.read_bytes(), sys.version.encode()), "bin/python", install)
 
 
 def _node() -> Path:
@@ -96,7 +96,7 @@ def _npm(node: Path, directory: Path, *arguments: str) -> None:
     _run(str(node), str(cli), *arguments, *NPM_FLAGS, cwd=directory, env=os.environ | {"PATH": path})
 
 
-def _made(name: str, digest: str, wanted: str, install: Callable[[Path], None]) -> Path:
+def made(name: str, digest: str, wanted: str, install: Callable[[Path], None]) -> Path:
     """The path of what is wanted in the directory of this content, which `install` fills if it is not complete."""
     directory = ENVIRONMENTS / f"{name}-{digest}"
     installed, found = directory / "installed", directory / wanted
