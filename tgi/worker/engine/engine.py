@@ -75,7 +75,8 @@ class GraphCaptureConfig(NamedTuple):
 
 class TorchEngine:
     """A model with its KV cache and slots. Steps are launched in order; on CPU, `launch` computes the step. A step that
-    follows one with drafts may have rows of the same slots only after the latter is collected.
+    follows one with drafts may have rows of the same slots, or drafts if the model has recurrent layers, only after the
+    latter is collected.
 
     `load_token_table` makes the table that grammars need, when the first one arrives. `draft_model` proposes drafts.
     `watermark` serves the rows that ask for it. `graph_capture` enables CUDA graphs.
@@ -187,6 +188,19 @@ class TorchEngine:
             for source, target in copies:
                 self._attention.state.copy(source, target)
 
+    def _take_back_states(self, drafts: DraftBatch, kept: Ints) -> None:
+        """Copies the states before the first rejected drafts to the slots of their rows. `kept` counts the tokens that
+        are kept of each row: that is one more than its accepted drafts."""
+        if (state := self._attention.state) is None:
+            return
+        counts = drafts.lengths - 1
+        rejected = kept - 1 < counts
+        sources = self._slots.kept_state(row_offsets(counts) + kept - 1)[rejected]
+        targets = self._slots.state_slots(drafts.slots)[rejected]
+        with torch.inference_mode():
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                state.copy(source, target)
+
     def is_done(self, pending: PendingStep | StepResult) -> bool:
         """Whether the step's result is on the host."""
         return isinstance(pending, StepResult) or pending.end_event is None or pending.end_event.query()
@@ -206,6 +220,7 @@ class TorchEngine:
         if pending.drafts is not None:
             kept = count_accepted(pending.drafts, sampled.ids, bitmask and bitmask.reach)
             self._slots.commit_accepted_drafts(pending.drafts.slots, kept - 1)
+            self._take_back_states(pending.drafts, kept)
             sampled, counts = keep_accepted(pending.drafts, sampled, kept), kept.astype(np.uint8).tobytes()
         faults = pending.faults
         if pending.bad_word_rows is not None:

@@ -19,7 +19,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
-from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups, recurrent_group
 from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
@@ -92,7 +92,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
                 *(nodes, nodes),
             )
     models = _load_models(settings, device, progress, place)
-    _require_no_drafts(settings, models)
+    _require_draft_pages(models)
     progress("sizing the KV cache", 96)
     graph_sizes = _graph_batch_sizes(settings, models.served)
     required = _cache_requirements(models)
@@ -128,12 +128,12 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     return engine
 
 
-def _require_no_drafts(settings: Settings, models: LoadedModels) -> None:
-    """Raises UserError if drafts are wanted of a model with recurrent layers, or from one."""
-    if (settings.speculate or models.draft is not None) and any(model.kv.state is not None for model in models.all()):
+def _require_draft_pages(models: LoadedModels) -> None:
+    """Raises UserError if the draft model has recurrent layers: it computes some tokens twice, and others later."""
+    if models.draft is not None and models.draft.kv.state is not None:
         raise UserError(
-            "Speculation needs to take back rejected drafts, which models with recurrent layers cannot yet. Start "
-            "without --speculate and --draft-model-id."
+            "A model with recurrent layers cannot draft: a draft model computes positions again, for which the state "
+            "of such layers is gone. Choose another --draft-model-id, or --speculate without one."
         )
 
 
@@ -287,9 +287,7 @@ def _build_engine(
     """The engine with KV caches of `limits.pages` pages, which can capture decode graphs of these batch sizes."""
     served, draft = models.served, models.draft
     groups = paged_groups(limits.groups)
-    # To measure a step, before it is known how much memory there is for snapshots, none are needed.
-    states = limits.state_slots or limits.max_batch_size + 1
-    attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, states)
+    attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, limits.state_slots)
     draft_model = (
         None
         if draft is None
@@ -427,6 +425,7 @@ def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[in
         vocab_size=required.vocab_size,
         dtype=required.dtype,
         device="cuda",
+        groups=[*ONE_FULL_GROUP, *memory.recurrent_groups(settings, required, 0)],
     )
     torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -498,7 +497,9 @@ def warm_up(
     _run_step(engine, _step(1, rows, 0, tokens, slots, pages))
     _run_step(engine, _step(2, rows, tokens, 1))
     if drafts:
-        draft_rows = max(1, min(rows, limits.max_batch_prefill_tokens // (1 + drafts)))
+        recurrent = recurrent_group(limits.groups)
+        most = limits.max_batch_prefill_tokens if recurrent is None else recurrent.drafts
+        draft_rows = max(1, min(rows, limits.max_batch_prefill_tokens // (1 + drafts), most // drafts))
         draft_step = _step(3, draft_rows, tokens + 1, 1)
         draft_ids = [0] * (0 if draft_model else draft_rows * drafts)
         _run_step(

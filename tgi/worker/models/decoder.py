@@ -281,7 +281,7 @@ def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
 def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateStep | None:
     """The state of a step's rows for a program."""
     rows = state_rows(batch, attention)
-    return None if rows is None else state_step(rows.cache.tensors, rows.cache.slot_bytes, rows.slots)
+    return None if rows is None else state_step(rows.cache.tensors, rows.cache.slot_bytes, rows.slots, rows.kept)
 
 
 def _activated_linear(mlp: Mlp | Experts) -> Linear | None:
