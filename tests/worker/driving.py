@@ -17,6 +17,7 @@ from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.engine.draft_runner import DraftModel
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.models.interface import Model
+from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.watermark import Watermark
 
 # (request, number of its sampled tokens) -> its drafts, or the number of drafts that the draft model proposes.
@@ -35,7 +36,7 @@ def make_engine(
     model: Model,
     slots: int = 16,
     pages: int = 256,
-    draft: Model | None = None,
+    draft: Model | MtpModel | None = None,
     mark: Watermark | None = None,
     attention: AttentionBackend | None = None,
     recording: GraphCaptureConfig | None = None,

@@ -18,6 +18,7 @@ from tgi.worker.engine.decode_fast_path import DecodeFastPath
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
 from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
+from tgi.worker.engine.mtp_runner import MtpRunner
 from tgi.worker.engine.prompt_logprobs import (
     PromptLogprobReader,
     PromptLogprobTensors,
@@ -25,7 +26,9 @@ from tgi.worker.engine.prompt_logprobs import (
     prompt_logprobs_columns,
 )
 from tgi.worker.lora.registry import AdapterRegistry
+from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
+from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.grammar import GrammarManager
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import SampledTokens, sample_head
@@ -115,7 +118,7 @@ class TorchEngine:
         watermark = watermark or Watermark(model.vocab_size, model.device)
         self._batch_builder = BatchBuilder(self._slots, watermark, attention.state is not None)
         self._decode_fast_path = DecodeFastPath(model, attention, self._slots)
-        self._draft_runner = draft_model and DraftRunner(draft_model, self._slots, self._batch_builder, self._noise)
+        self._draft_runner = draft_model and self._make_draft_runner(*draft_model)
         self._decode_graphs = graph_capture and DecodeGraphs(
             model,
             graph_capture.attention,
@@ -124,6 +127,13 @@ class TorchEngine:
             limits.max_total_tokens,
             graph_capture.capturer,
         )
+
+    def _make_draft_runner(self, model: Model | MtpModel, attention: AttentionBackend) -> DraftRunner | MtpRunner:
+        rest = self._slots, self._batch_builder, self._noise
+        if not isinstance(model, MtpModel):
+            return DraftRunner(DraftModel(model, attention), *rest)
+        assert isinstance(self._model, DecoderModel)
+        return MtpRunner(model, attention, self._model, *rest)
 
     def capture_decode_graphs(self, limit: int | None = None) -> int:
         """Captures the decode graphs, or only the `limit` largest (see DecodeGraphs.capture). Returns how many there
@@ -279,6 +289,8 @@ class TorchEngine:
             bad_word_rows = _find_bad_word_rows(rows, sampling_batch)
         # Ids after a rejected draft are overwritten before they are read.
         self._batch_builder.write_ids(indices, sampled.ids)
+        if isinstance(self._draft_runner, MtpRunner):
+            self._draft_runner.follow(rows)
         prompt_logprobs = None if reader is None else reader.finish()
         self._slots.commit_rows(rows)
         if end_event is not None:
