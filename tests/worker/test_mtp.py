@@ -29,7 +29,6 @@ from tgi.worker.models.mtp import MtpModel
 pytestmark = pytest.mark.slow
 
 LAYERS, HIDDEN = 3, 64
-FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
 # Of the parts by their names in DeepSeek-V3's checkpoints: where Qwen3-Next has them.
 QWEN_NAMES = {
     "enorm": "pre_fc_norm_embedding",
@@ -115,8 +114,7 @@ class Reference:
                 embedded = torch.cat((embedded, self._model.model.embed_tokens(torch.tensor(drafts[-1:]))))
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "native"), [("deepseek_v3", True), ("glm4_moe", False), ("qwen3_next", True)])
 def test_drafts_are_those_of_the_formula(kind: str, native: bool, tmp_path: Path) -> None:
     """After a prompt in chunks, after steps without drafts, and after rejected drafts."""
     directory = with_mtp(kind, tmp_path)
@@ -135,9 +133,9 @@ def test_drafts_are_those_of_the_formula(kind: str, native: bool, tmp_path: Path
         known += unpack_int32(engine.collect(pending).token_ids)
 
 
-@pytest.mark.parametrize(("kind", "native", "dtype"), [(kind, True, "bfloat16") for kind in FAMILIES])
-def test_drafts_change_no_token(kind: str, native: bool, dtype: str, tmp_path: Path) -> None:
-    served, mtp = loaded(with_mtp(kind, tmp_path), native, dtype)
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_drafts_change_no_token(kind: str, tmp_path: Path) -> None:
+    served, mtp = loaded(with_mtp(kind, tmp_path), True, "bfloat16")
     prompts, samplings = requests(8)
     truth = drive(engine_of(served), prompts, COUNT, samplings)
     engine = engine_of(served, draft=mtp)

@@ -521,6 +521,12 @@ def test_memory_of_devices() -> None:
         ({"quantization_config": {"quant_method": "gguf"}}, [], "has no weights"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "does not follow from the config"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, [], "group_size is missing"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},
+            [],
+            "does not follow from the config",
+        ),
+        ({}, ["--draft-model-id", "mtp"], "a layer for multi-token prediction takes as much as the last layer"),
         ({}, ["--quantize", "gptq"], "is for weights that are quantized already"),
         ({}, ["--kv-cache-dtype", "int8"], "a type of the KV cache for CPU"),
         ({}, ["--quantize", "fp8", "--devices", "A100-80GB"], "which A100-80GB does not multiply"),

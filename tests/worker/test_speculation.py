@@ -93,8 +93,7 @@ def guesses(kind: str, truth: list[Drawn], most: int = 7) -> Guess:
     [
         ("llama", "float32", False),
         ("qwen3", "bfloat16", False),
-        ("lfm2", "float32", False),  # the rest have recurrent layers, whose state is taken back
-        ("lfm2", "bfloat16", True),
+        ("lfm2", "bfloat16", True),  # the rest have recurrent layers, whose state is taken back
         ("qwen3_next", "float32", False),
         ("qwen3_5_text", "float32", True),
     ],
