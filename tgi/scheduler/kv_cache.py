@@ -48,6 +48,8 @@ class KVCacheManager:
         self.slides = any(group.slides for group in self._groups)
         recurrent = recurrent_group(limits.groups)
         self.snapshots = None if recurrent is None else StateSnapshots(recurrent, limits.page_size)
+        # Whether a prefix needs more than the pages of the first group.
+        self._needs_more = self._tables > 1 or self.slides or recurrent is not None
         self._free_target = int(limits.pages * FREE_PAGES_SHARE)
         self._filled: list[Request] = []  # may have full pages that are not published yet
         self._ended: list[Request] = []  # have left their slots; their pages are released by `commit`
@@ -71,12 +73,15 @@ class KVCacheManager:
         """Gives pages for all its tokens, which are `column`, to a request that has none: at most `max_cached` found in
         the prefix cache, the rest new. A group with a sliding window gets the pages of the first steps, and by `slide`
         the others in exchange for these. False if then fewer than `spare` pages would be available."""
-        pool = self.pool
-        size = self._page_size
-        tables, prefix, found = self._find_prefix(request, column, max_cached)
+        pool, size = self.pool, self._page_size
+        lead, prefix = self._find_prefix(request, column, max_cached)
+        tables, found = [lead], len(lead)
+        if self._needs_more:
+            tables, prefix = self._common_prefix(lead)
         cached = len(tables[0])
         request.planned = cached * size
-        wanted = self._wanted_pages(request, request.planned)
+        pages = (len(request.token_ids) - 1) // size + 1
+        wanted = self._wanted_pages(pages, request.planned) if self.slides else [pages] * self._tables
         missing = sum(wanted) - cached * self._tables
         if missing + spare > len(pool.free) and not self.ensure_available(missing + spare):
             available = pool.available
@@ -84,8 +89,8 @@ class KVCacheManager:
             # The pages just released count as available but are part of the request's prefix.
             request.missing_pages = missing + spare + pool.available - available
             return False
-        for table, pages in zip(tables, wanted, strict=True):
-            table += pool.allocate(pages - cached)
+        for table, count in zip(tables, wanted, strict=True):
+            table += pool.allocate(count - cached)
         request.tables = tables
         request.capacity = min(wanted) * size
         request.published_pages = cached
@@ -124,12 +129,10 @@ class KVCacheManager:
             if self.snapshots is not None and request.published_pages * self._page_size == request.planned:
                 self.snapshots.take(request.prefix, request.slot)
 
-    def _wanted_pages(self, request: Request, start: int) -> list[int]:
-        """The length of each page table of a request whose positions from `start` on are to be computed."""
-        pages, size = (len(request.token_ids) - 1) // self._page_size + 1, self._page_size
-        if not self.slides:
-            return [pages] * self._tables
-        step = self._limits.max_batch_prefill_tokens
+    def _wanted_pages(self, pages: int, start: int) -> list[int]:
+        """The length of each page table of a request with this many pages of tokens whose positions from `start` on are
+        to be computed."""
+        step, size = self._limits.max_batch_prefill_tokens, self._page_size
         return [
             min(pages, group.first_kept(start, size) + group.most_pages(pages * size, step, size))
             for group in self._groups
@@ -187,7 +190,7 @@ class KVCacheManager:
         """Of a prompt that is partly computed, and has pages for a part only: how many pages each of its tables lacks
         for the next steps, when it has given back what it no longer needs."""
         self.give_back(request, request.planned)
-        wanted = self._wanted_pages(request, request.planned)
+        wanted = self._wanted_pages((len(request.token_ids) - 1) // self._page_size + 1, request.planned)
         return [pages - len(table) for pages, table in zip(wanted, request.tables, strict=True)]
 
     def slide(self, request: Request, missing: list[int]) -> None:
@@ -263,10 +266,12 @@ class KVCacheManager:
                         self.pool.publish_followers(number, table[begin:end], names)
             request.published_pages = last
 
-    def _find_prefix(self, request: Request, column: bytes, max_cached: int) -> tuple[list[list[int]], bytes, int]:
-        """The pages of the longest cached prefix that all groups hold, at most `max_cached` in each table, each with
-        one more reference; the name of the prefix; and how many pages the first group holds."""
+    def _find_prefix(self, request: Request, column: bytes, max_cached: int) -> tuple[list[int], bytes]:
+        """The pages of the longest cached prefix in the first group, at most `max_cached`, each with one more
+        reference, and its name."""
         pool, size = self.pool, self._page_size
+        if not request.extras:
+            return pool.find_prefix(ROOT_PREFIX, column, max_cached)
         lead: list[int] = []
         prefix = ROOT_PREFIX
         for begin, end, extra in _runs(request.extras, 0, max_cached, size):
@@ -275,13 +280,11 @@ class KVCacheManager:
                 lead, prefix = lead + found, name
             if len(lead) < end:
                 break
-        if not lead or (self._tables == 1 and not self.slides and self.snapshots is None):
-            return [lead, *([] for _ in self._groups[1:])], prefix, len(lead)
-        return *self._common_prefix(lead), len(lead)
+        return lead, prefix
 
     def _common_prefix(self, lead: list[int]) -> tuple[list[list[int]], bytes]:
-        """As `_find_prefix`, for the pages of the first group: the part of them after which every group has what it
-        needs."""
+        """Of the cached prefix with these pages in the first group: the part after which every group has what it needs,
+        as the pages of each group and its name."""
         pool, size, names = self.pool, self._page_size, self.pool.names(lead)
         pages = page = len(lead)
         # From the end: where a group lacks a page that it needs, the prefix ends before that page.
