@@ -63,6 +63,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "block_hash",
         "cache_salt",
         "cached_tokens",
         "capacity",
@@ -81,7 +82,6 @@ class Request:
         "partition_index",
         "planned",
         "pooling",
-        "prefix",
         "prompt_logprobs_from",
         "prompt_tokens",
         "prompt_top_n",
@@ -111,7 +111,7 @@ class Request:
     planned: int  # positions below this are computed by the steps sent so far; while it decodes, see `partition.starts`
     shares_pages: bool  # whether it uses the prefix cache: finds pages of other requests, and they find its pages
     published_pages: int  # of each table: its first pages, which are in the prefix cache
-    prefix: bytes  # the name of the prefix in these pages
+    block_hash: bytes  # of the last of these pages in the first group
     snapshot_at: list[int]  # positions of its prompt at which a snapshot of its recurrent state is to be taken
     partition_index: int  # its index in the columns of its partition
     decodes_since: int  # the step after which it entered the partition
