@@ -15,7 +15,7 @@ from scripts.make_gguf import write_gguf
 from tests.models import model as make
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.loras import make_adapter
-from tests.worker.quantization.checkpoints import Awq, Compressed, Form, Fp8, Gptq, write
+from tests.worker.quantization.checkpoints import Awq, Compressed, Float4, Form, Fp8, Gptq, write
 from tgi.cli import main
 from tgi.hub.gguf.convert import convert
 from tgi.microkernel.settings.table import Settings
@@ -203,6 +203,8 @@ def test_quantized_at_load(quantize: str | None, native: bool) -> None:
         (Compressed("int-quantized", 8, -1), ("lm_head",)),
         (Fp8(), ("lm_head",)),
         (Fp8(outputs=32, inputs=32), ("lm_head",)),
+        (Float4(), ("lm_head",)),
+        (Float4("modelopt", "MXFP4"), ("lm_head",)),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, tuple) or hasattr(value, "_fields") else "",
 )
@@ -519,6 +521,12 @@ def test_memory_of_devices() -> None:
         ({"quantization_config": {"quant_method": "gguf"}}, [], "has no weights"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "does not follow from the config"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, [], "group_size is missing"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},
+            [],
+            "does not follow from the config",
+        ),
+        ({}, ["--draft-model-id", "mtp"], "a layer for multi-token prediction takes as much as the last layer"),
         ({}, ["--quantize", "gptq"], "is for weights that are quantized already"),
         ({}, ["--kv-cache-dtype", "int8"], "a type of the KV cache for CPU"),
         ({}, ["--quantize", "fp8", "--devices", "A100-80GB"], "which A100-80GB does not multiply"),
