@@ -353,12 +353,10 @@ class StepPlanner:
         request.valid_from_step = number
         if kv_cache.snapshots is not None:
             kv_cache.restore_state(kv_cache.snapshots, request)
-        if found := request.planned:
-            self._counters.cache_hit_tokens += found
-            if request.first_planned_at is None:
-                request.cached_tokens = min(found, request.prompt_tokens)
+        self._counters.cache_hit_tokens += request.planned
         if request.first_planned_at is None:
             request.first_planned_at = now
+            request.cached_tokens = min(request.planned, request.prompt_tokens)
         if self._speculation is not None:
             self._speculation.slot_assigned(request)
         self._recorder.stamp(Event.ADMITTED, request.context, request.planned, len(self.batch) - 1)

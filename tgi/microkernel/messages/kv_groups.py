@@ -102,7 +102,8 @@ def make_groups(windows: Sequence[int | None], longest: int) -> list[KVGroup]:
     """The groups of a model whose layers have these sliding windows, in positions; None: full attention. Requests have
     at most `longest` tokens: a window that is as long needs no group of its own.
 
-    The first group has full attention, if any layer has. Its pages name the prefix that all groups share.
+    The first group has full attention, if any layer has. The block hashes of its pages stand for the prefix that all
+    groups share.
     """
     kinds: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):

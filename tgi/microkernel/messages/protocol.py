@@ -226,7 +226,11 @@ def limits_out_of_range(limits: DeploymentLimits) -> str:
         for name, value in numbers.items()
         if not 1 <= value <= LARGEST_LIMITS.get(name, LARGEST_OTHER_LIMIT)
     ]
-    return "; ".join([*faults, *(fault for fault in [groups_out_of_range(limits.groups)] if fault)])
+    if fault := groups_out_of_range(limits.groups):
+        faults.append(fault)
+    if not faults and limits.pages_needed(1) > limits.pages:
+        faults.append(f"pages is {limits.pages}, {limits.pages_needed(1)} are needed for one token")
+    return "; ".join(faults)
 
 
 # What a request was promised with its tokens and pages; the same for every worker that may compute it.
