@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgpack
 import msgspec
 
 from tgi.microkernel.errors import ProtocolError
@@ -38,11 +39,12 @@ class Codec:
         # Each decodes the frames that have all fields of its class with the right types: those of equal versions.
         self._decoders = [_decoder(tag, cls) for tag, cls in enumerate(classes)]
         self._constructors = [_constructor(cls) for cls in classes]
-        self._encoder = msgspec.msgpack.Encoder()
+        self._packer = msgpack.Packer(use_bin_type=True, autoreset=True)
 
     def encode(self, message: tuple[Any, ...]) -> bytes:
         """The frame of one message. Raises KeyError for a class that the codec was not given."""
-        return self._encoder.encode((self._tags[type(message)], *message))
+        frame: bytes = self._packer.pack((self._tags[type(message)], *message))
+        return frame
 
     def decode(self, frame: bytes | memoryview) -> Any:
         """The message of one frame. Raises ProtocolError for anything but a well-formed message."""
