@@ -17,6 +17,7 @@ from tgi.worker.engine.draft_runner import DraftModel
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.models.interface import Model
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.state_cache import StateCache
 
 # (request, number of its sampled tokens) -> its drafts, or the number of drafts that the draft model proposes.
 Guess = Callable[[int, int], "list[int] | int"]
@@ -40,6 +41,8 @@ def make_engine(
     recording: GraphCaptureConfig | None = None,
 ) -> TorchEngine:
     attention = attention or build_attention(model.kv, pages, model.device, slots + 1)
+    if model.kv.state is not None and attention.state is None:
+        attention.state = StateCache(model.kv.state, slots + 1, model.device)
     size, dtype = attention.page_size, str(model.kv.dtype).removeprefix("torch.")
     total = min(model.context_length, pages * size)
     limits = DeploymentLimits(total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu")

@@ -3,7 +3,7 @@
 import torch
 
 from tgi.worker.activations import ACTIVATIONS
-from tgi.worker.gpu_kernels.gated_activation import gated_activation
+from tgi.worker.gpu_kernels.gated_activation import activation, gated_activation, sigmoid_gate
 from tgi.worker.gpu_kernels.matmul import matmul
 from tgi.worker.gpu_kernels.norm import norm, norm_in_place
 
@@ -27,3 +27,6 @@ def _of_a_step(tokens: int, dtype: torch.dtype) -> None:
         norm_in_place(part, torch.empty(40, head_dim), None, 1e-5, head_dim == 64)
     for then in ACTIVATIONS:
         gated_activation(torch.empty(tokens, 2 * 8192, dtype=dtype), then)
+    for then in ("relu2", "xielu"):
+        activation(torch.empty(tokens, 8192, dtype=dtype), then, (0.7, 0.4))
+    sigmoid_gate(torch.empty(tokens, 8192, dtype=dtype), torch.empty(tokens, 8192, dtype=dtype))

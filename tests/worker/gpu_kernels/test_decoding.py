@@ -10,7 +10,7 @@ from tests.models import model as make
 from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.gpu_kernels.count_operations import counted
-from tests.worker.gpu_kernels.test_cuda_graphs import Again
+from tests.worker.gpu_kernels.test_cuda_graphs import Again, Tapes
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
@@ -114,3 +114,23 @@ def test_attention_of_a_layer_takes_two_launches() -> None:
         "_rotate_and_write_kv": 1,
         "_attend": 1,
     }
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "lfm2", "qwen3_5_text"])
+def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str) -> None:
+    """Prompts of one chunk and of several, decode rows beside them, and decode steps that are recorded and padded. On
+    torch's kernels no step is recorded."""
+    found = []
+    prompts, samplings = [[5, 9, 3], [7] * 40], [SamplingParams(0)] * 2
+    for gpu in (GPU, None):
+        model = build_model(make(kind), "float32", "cpu", lambda stage, percent: None, gpu=gpu)
+        assert (model.cuda_graph_obstacle is None) == (gpu is not None)
+        attention, tapes = CudaAttention(model.kv, PAGES, CPU), Tapes()
+        recording = GraphCaptureConfig(tapes, attention, [3]) if gpu is not None else None
+        engine = make_engine(model, slots=3, pages=PAGES, attention=attention, recording=recording)
+        assert engine.capture_decode_graphs() == (gpu is not None)
+        found.append(drive(engine, prompts, 4, samplings, chunk=36, stagger=1))
+        assert (tapes.played > 2) == (gpu is not None)
+    for ours, torchs in zip(*found, strict=True):
+        assert ours.ids == torchs.ids
+        assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)

@@ -59,9 +59,6 @@ class DecoderModel:
         self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
         self._whole_config, config = config, local_config(config, self._shard)
-        if config.latent is not None and gpu is not None:
-            log.warning("latent attention is computed by torch's kernels, row by row: our own GPU kernels lack it")
-            gpu = None
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.kv = KVCacheSpec(
@@ -82,8 +79,6 @@ class DecoderModel:
         self.footprint = weights.footprint
         self.device = device
         self.cuda_graph_obstacle = None if gpu is not None else "torch's kernels need the contexts on the host"
-        if self.kv.state is not None:
-            self.cuda_graph_obstacle = "the state of recurrent layers is not part of captured steps"
         self._config = config
         self._gpu = gpu
         self._logits_options = config.logit_scale, config.logit_cap

@@ -248,6 +248,8 @@ class TensorOperations(NamedTuple):
         factors, kernels = gate(normed), self.step.kv.cpu_kernels
         if kernels is not None:
             return sigmoid_gate(kernels, factors, mixed)
+        if self.step.kv.gpu_kernels is not None:
+            return self.step.kv.gpu_kernels.sigmoid_gate(factors, mixed)
         return (mixed * exactly(torch.sigmoid, factors.to(torch.float32))).to(mixed.dtype)
 
     def _padded(self, mixed: Tensor, rows: int) -> Tensor:
@@ -275,7 +277,10 @@ class TensorOperations(NamedTuple):
         if head_norm is None:
             assert not last
             _norm_heads(norms, qkv)
-        rotation = None if rope is None else Rotation(*step.angles[rope], step.rotaries[rope].interleaved)
+        rotation = None
+        if rope is not None:
+            rotary = step.rotaries[rope]
+            rotation = Rotation(*step.angles[rope], rotary.interleaved, rotary.start)
         transform = HeadTransform(rotation, head_norm)
         heads = self._by_head(qkv)
         if scale is not None:  # before the rotation, which comes to the same
