@@ -15,6 +15,7 @@ from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, group_la
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform
 from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.gpu_kernels.lora_arguments import LoraRuns
 from tgi.worker.kv_cache_sizes import cpu_head_dim, token_bytes
 from tgi.worker.state_cache import StateCache, StateRows, StateSpec
 
@@ -45,6 +46,7 @@ class ForwardBatch(NamedTuple):
     # int32 [R]: the slot of the StateCache that each row reads and overwrites; no two rows of one. A row without tokens
     # before this step starts from zeros, whatever its slot holds. None: the model has no recurrent layers.
     state_slots: Tensor | None = None
+    lora_runs: LoraRuns | None = None  # instead of `lora_spans` in a captured step
 
 
 class KVCacheSpec(NamedTuple):

@@ -16,6 +16,7 @@ launches it, and `self_test(device)`, which compares it with torch on small tens
 - quantized_matmul: few rows times a quantized weight,
 - routing: which tokens each expert of a mixture computes, and the weighted sum of a token's experts,
 - grouped_matmul: sorted rows times the weights of their experts, plain or quantized,
+- lora: what adapters add to projections,
 - float8: activations as 8-bit floats,
 - sampling: from the logits to the tokens of a step and their logprobs.
 

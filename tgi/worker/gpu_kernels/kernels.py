@@ -21,6 +21,7 @@ class GpuKernels:
             grouped_matmul,
             kv_write,
             latent_write,
+            lora,
             matmul,
             norm,
             paged_attention,
@@ -46,6 +47,7 @@ class GpuKernels:
             paged_attention.paged_attention, capability=capability, batch_invariant=batch_invariant
         )
         self.matmul = matmul.matmul
+        self.add_lora = lora.add_lora
         self.batch_invariant = batch_invariant
         if batch_invariant:
             self.choose_expert_tile = grouped_matmul.invariant_tile

@@ -24,7 +24,7 @@ EVERY_MODEL, DECODER, INVARIANT, QUANTIZED, EXPERTS, LATENT, SHORT_CONV, GATED_D
     tuple(f"tgi.worker.gpu_kernels.{name}" for name in names.split())
     for names in (
         "kv_write paged_attention sampling",
-        "norm gated_activation",
+        "norm gated_activation lora",
         "matmul",
         "quantized_matmul float8",
         "routing grouped_matmul",

@@ -27,6 +27,7 @@ from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LoraDeltas
+from tgi.worker.lora.launched_deltas import LaunchedDeltas, adapter_table, runs_of_spans
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
 from tgi.worker.lora.projections import projection_parts, projection_shapes
 from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
@@ -169,6 +170,8 @@ class DecoderModel:
             bare = [None if linear is None else linear.without_epilogue() for linear in activated]
             choose_row_counts([linear for linear in bare if linear is not None])
             self._without_epilogue = bare
+        if self._gpu is not None:
+            weights.table = adapter_table(weights, self.device)
         return weights
 
     def _run_layers(
@@ -193,7 +196,7 @@ class DecoderModel:
         if self._weights.positions is not None:
             self._add_positions(hidden, positions)
         plan = attention.plan(batch)
-        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans else None
+        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
         if self._program is not None and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             greedy = self._program.run(
@@ -247,11 +250,14 @@ class DecoderModel:
         """RotaryEmbedding.angles of each rope, at positions [rows] below `longest`."""
         return [rotary.angles(positions, longest, self.kv.heads + self.kv.kv_heads) for rotary in self._rotaries]
 
-    def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas:
+    def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas | LaunchedDeltas:
         shapes, kernels = projection_shapes(self._config), self.kv.cpu_kernels
         if kernels is not None:
             return PackedDeltas(batch.lora_spans, rows, shapes, kernels)
         count, bare = batch.tokens.shape[0], self._without_epilogue
+        if self._gpu is not None:
+            runs = batch.lora_runs or runs_of_spans(batch.lora_spans, self._adapter_dtype, self.device)
+            return LaunchedDeltas(runs, shapes, bare, self._gpu)
         return LoraDeltas(batch.lora_spans, count, rows, shapes, bare, self._adapter_dtype, self.device)
 
     def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.layers.short_conv import ShortConv
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
+from tgi.worker.lora.launched_deltas import LaunchedDeltas, LaunchedLayerDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
 from tgi.worker.lora.projections import PROJECTION_GROUPS
 from tgi.worker.models.interface import WeightFootprint
@@ -194,7 +195,7 @@ class DecoderStep(NamedTuple):
     attention: AttentionBackend
     gpu_attention: TransformingBackend | None  # `attention`, if our GPU kernels compute it
     plan: Any  # of `attention`
-    deltas: LoraDeltas | PackedDeltas | None
+    deltas: LoraDeltas | PackedDeltas | LaunchedDeltas | None
     communicator: Communicator | None  # None: the only rank
     state: StateRows | None = None  # of the recurrent layers
 
@@ -210,7 +211,7 @@ class TensorOperations(NamedTuple):
     step: DecoderStep
     layer: LayerConfig
     cache: int  # DecoderConfig.cache_number of the layer
-    lora: LayerLoraDeltas | PackedLayerDeltas | None
+    lora: LayerLoraDeltas | PackedLayerDeltas | LaunchedLayerDeltas | None
 
     def norm(self, norm: Norm, x: Tensor) -> Tensor:
         """The norm of x."""
