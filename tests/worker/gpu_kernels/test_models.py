@@ -127,8 +127,8 @@ def test_a_layer_takes_few_operations_besides_attention() -> None:
 
 
 def test_new_kinds_of_layers_take_few_operations() -> None:
-    """Latent attention: three products before it and one behind it, two of the heads, two copies of what these keep, and
-    three norms; attention adds two launches. With experts, a shared one too. An MLP with a learned activation: one
+    """Latent attention: three products before it and one behind it, two of the heads, two copies of what these keep,
+    and three norms; attention adds two launches. With experts, a shared one too. An MLP with a learned activation: one
     launch for that."""
     experts = {"_choose": 1, "_grouped_matmul": 2, "_combine": 1, "_gated_activation": 1, "add": 1, "add_": 1}
     latent = {"mm": 3 + 3, "addmm_": 1, "bmm": 2, "copy_": 2, "_norm": 4}
