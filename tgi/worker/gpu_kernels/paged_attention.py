@@ -64,19 +64,23 @@ def tile_for(queries: int, width: int, dtype: torch.dtype) -> Tile:
 
 # Heads of a token in a program of latent attention: while rows are few, more programs read the same keys.
 FEW_LATENT_HEADS, MANY_LATENT_HEADS = 16, 64
+# Compute capabilities whose multiprocessors have 100 KB of shared memory, which takes half of those heads.
+LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
-def latent_heads(rows: int, heads: int, batch_invariant: bool = False) -> int:
+def latent_heads(rows: int, heads: int, capability: tuple[int, int], batch_invariant: bool = False) -> int:
     """How many heads of a token a program of latent attention has, for a launch with this number of rows."""
     few = not batch_invariant and rows * heads < PROGRAMS * FEW_LATENT_HEADS
-    most = FEW_LATENT_HEADS if few else MANY_LATENT_HEADS
+    most = FEW_LATENT_HEADS if few else MANY_LATENT_HEADS // (1 + (capability in LITTLE_MEMORY))
     return next(count for count in range(min(most, heads), 0, -1) if heads % count == 0)
 
 
-def latent_tile(queries: int, dtype: torch.dtype) -> Tile:
+def latent_tile(queries: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
     """The tile for rows of up to this number of queries (times heads of a program) of latent attention."""
     if dtype.itemsize == 4:
         return Tile(SMALLEST, SMALLEST, 4, 1)
+    if capability in LITTLE_MEMORY:
+        return Tile(SMALLEST if queries <= SMALLEST else 32, SMALLEST, 4, 2)
     return Tile(SMALLEST, 32, 4, 2) if queries <= SMALLEST else Tile(64, 32, 8, 2)
 
 
@@ -118,14 +122,15 @@ def paged_attention(
     page, kv_heads, size = keys.shape[1], keys.shape[2], out.shape[2]
     width = max(SMALLEST, triton.next_power_of_2(size))
     count, rest = len(rows.context), dim - size
-    group = heads // kv_heads if not rest else latent_heads(count, heads, batch_invariant)
+    group = heads // kv_heads if not rest else latent_heads(count, heads, capability, batch_invariant)
     lanes = heads // group  # programs of a token
-    if batch_invariant:
-        splits = 1
-        tile = latent_tile(MIDDLE.queries, query.dtype) if rest else tile_for(MIDDLE.queries, width, query.dtype)
-    elif tile is None:
-        longest = rows.longest * group
-        tile = latent_tile(longest, query.dtype) if rest else tile_for(longest, width, query.dtype)
+    if batch_invariant or tile is None:
+        longest = MIDDLE.queries if batch_invariant else rows.longest * group
+        if rest:
+            tile = latent_tile(longest, query.dtype, capability)
+        else:
+            tile = tile_for(longest, width, query.dtype)
+    splits = 1 if batch_invariant else splits
     padded_group = triton.next_power_of_2(group)
     queries = max(tile.queries, padded_group)
     block = 1 if rows.starts is None else queries // group
