@@ -126,10 +126,7 @@ def paged_attention(
     lanes = heads // group  # programs of a token
     if batch_invariant or tile is None:
         longest = MIDDLE.queries if batch_invariant else rows.longest * group
-        if rest:
-            tile = latent_tile(longest, query.dtype, capability)
-        else:
-            tile = tile_for(longest, width, query.dtype)
+        tile = latent_tile(longest, query.dtype, capability) if rest else tile_for(longest, width, query.dtype)
     splits = 1 if batch_invariant else splits
     padded_group = triton.next_power_of_2(group)
     queries = max(tile.queries, padded_group)
