@@ -33,6 +33,8 @@ def test_limits_follow_from_memory() -> None:
     assert (limits.page_size, limits.vocab_size, limits.dtype, limits.device) == (16, 100, "bfloat16", "cpu")
     # Two requests of 64 tokens never fill more than 8 pages.
     assert choose_limits(Settings(max_batch_size=2, max_total_tokens=64), CPU, room(GB)).pages == 8
+    # On a GPU the rest keeps prefixes.
+    assert choose_limits(Settings(max_batch_size=2, max_total_tokens=64), CUDA, room(GB)).pages == 1024
     limits = choose_limits(Settings(), CUDA, room(20 * GB))
     assert (limits.pages, limits.max_total_tokens) == (20 << 10, 131072)
     assert (limits.max_batch_prefill_tokens, limits.max_batch_size) == (4096, 256)

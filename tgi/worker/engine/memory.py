@@ -202,7 +202,8 @@ def _pages(
     groups: Sequence[KVGroup],
     longest: int,
 ) -> int:
-    """The number of pages: the settings' choice, else as many as fit, at most what all requests at full length use."""
+    """The number of pages: the settings' choice, else as many as fit, on CPU at most what all requests at full length
+    use."""
     rows, size = max_batch_size(settings, required.device), required.page_size
     step_tokens, drafts = max_prefill_tokens(settings, required.device), max_draft_states(settings, required.device)
     if settings.max_batch_total_tokens is not None:
@@ -224,4 +225,6 @@ def _pages(
             f"{required.state_bytes_in_all(rows, 0, drafts) / 1e9:.2f} GB of the {memory.default / 1e9:.2f} GB for the "
             f"KV cache. Lower --max-batch-size{' or --speculate' * bool(drafts)}."
         )
+    if required.device == "cuda":  # what requests do not need keeps prefixes
+        return fitting
     return min(fitting, rows * pages_needed(groups, longest, step_tokens, size))

@@ -443,13 +443,13 @@ def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[in
         engine = _build_engine(models, limits, graph_sizes)
         before = torch.cuda.memory_allocated(device)
         warm_up(engine, limits, rows, tokens, drafts, models.draft is not None)
+        progress("compiling kernels", 97)
+        warm_up_sizes(engine, limits, rows, total)  # also the longest chunk of one prompt
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"Not enough memory to handle {total} prefill tokens. You need to decrease `--max-batch-prefill-tokens`"
         ) from error
     activations = torch.cuda.max_memory_allocated(device) - before
-    progress("compiling kernels", 97)
-    warm_up_sizes(engine, limits, rows, total)
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(device)
     graph_count = engine.capture_decode_graphs(1)

@@ -14,6 +14,7 @@ from tgi.worker.cpu_kernels import recurrent
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.program import Program
 from tgi.worker.cpu_kernels.recurrent import ConvForm, DeltaRule
+from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.short_conv import convolve
 from tgi.worker.state_cache import StateRows
@@ -28,7 +29,7 @@ class GatedDelta(NamedTuple):
     conv: Tensor  # float32 [kernel, channels], for the oldest input first; channels are those of q, k and v
     ba: Linear  # [2 * value heads, hidden]
     rule: DeltaRule
-    kernels: CpuKernels | None  # None: torch's
+    kernels: CpuKernels | GpuKernels | None  # None: torch's
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -46,7 +47,10 @@ class GatedDelta(NamedTuple):
         columns] that of the mixer: q, k, v and z."""
         ba = self.ba(normed)[: len(x)]
         state, z = rows.cache.layers[self.layer], x[:, self.conv.shape[1] :]
-        if self.kernels is not None:
+        if isinstance(self.kernels, GpuKernels) and rows.kept is None:  # before drafts torch keeps the states
+            mixed = self.kernels.causal_conv(x, self.conv, None, False, rows, state["window"])
+            return self.kernels.delta_rule(self.rule, mixed, z, ba, state["matrix"], rows)
+        if isinstance(self.kernels, CpuKernels):
             addresses = rows.addresses
             mixed = recurrent.causal_conv(self.kernels, x, state["window"], self.conv, None, ConvForm.PLAIN, addresses)
             return recurrent.delta_rule(self.kernels, self.rule, mixed, z, ba, state["matrix"], addresses)

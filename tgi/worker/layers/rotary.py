@@ -95,7 +95,7 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig, device: torch.device, kernels: CpuKernels | GpuKernels | None = None) -> None:
         self.interleaved = rope.interleaved
-        self._start = rope.start
+        self.start = rope.start
         self._kernels = kernels
         self._query_scale: tuple[float, int] | None = None
         if rope_type(rope.parameters) == QUERY_SCALE:  # cos is the factor, and sin 0
@@ -142,11 +142,11 @@ class RotaryEmbedding:
         """
         if self._kernels is not None:
             assert isinstance(self._kernels, CpuKernels)
-            self._kernels.apply_rope(qkv, heads, *angles, self.interleaved, self._start)
+            self._kernels.apply_rope(qkv, heads, *angles, self.interleaved, self.start)
             return
         cos, sin = (one[:, :heads] for one in angles)
         dim = cos.shape[-1]
-        x = qkv[:, :heads, self._start : self._start + dim]
+        x = qkv[:, :heads, self.start : self.start + dim]
         wide = x.to(torch.float32)
         rotated = wide * cos
         crossed = wide * sin
@@ -166,4 +166,4 @@ class RotaryEmbedding:
 
     def append_to(self, program: Program, qkv: int, rope: int, heads: int, head_dim: int) -> None:
         """Appends `rotate` of the rows in buffer `qkv` to a program. `rope` is this object's index in the model."""
-        program.rope(qkv, rope, heads, head_dim, self._table.shape[2], self.interleaved, self._start)
+        program.rope(qkv, rope, heads, head_dim, self._table.shape[2], self.interleaved, self.start)

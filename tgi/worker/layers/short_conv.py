@@ -10,6 +10,7 @@ from tgi.worker.cpu_kernels import recurrent
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.program import Program
 from tgi.worker.cpu_kernels.recurrent import ConvForm
+from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.linear import Linear
 from tgi.worker.state_cache import StateRows
 
@@ -38,7 +39,7 @@ class ShortConv(NamedTuple):
     layer: int  # its number among the recurrent layers
     weight: Tensor  # float32 [kernel, channels], for the oldest input first
     bias: Tensor | None  # float32 [channels]
-    kernels: CpuKernels | None  # None: torch's
+    kernels: CpuKernels | GpuKernels | None  # None: torch's
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -54,7 +55,9 @@ class ShortConv(NamedTuple):
     def __call__(self, normed: Tensor, x: Tensor, rows: StateRows) -> Tensor:
         """c * conv(b * u) [T, channels] of x = [b, c, u] [T, 3 * channels]. `normed` is not needed."""
         window = rows.cache.layers[self.layer]["window"]
-        if self.kernels is not None:
+        if isinstance(self.kernels, GpuKernels) and rows.kept is None:  # before drafts torch keeps the states
+            return self.kernels.causal_conv(x, self.weight, self.bias, True, rows, window)
+        if isinstance(self.kernels, CpuKernels):
             return recurrent.causal_conv(
                 self.kernels, x, window, self.weight, self.bias, ConvForm.GATED, rows.addresses
             )

@@ -29,6 +29,7 @@ from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LoraDeltas
+from tgi.worker.lora.launched_deltas import LaunchedDeltas, adapter_table, runs_of_spans
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
 from tgi.worker.lora.projections import projection_parts, projection_shapes
 from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
@@ -61,9 +62,6 @@ class DecoderModel:
         self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
         self._whole_config, config = config, local_config(config, self._shard)
-        if config.latent is not None and gpu is not None:
-            log.warning("latent attention is computed by torch's kernels, row by row: our own GPU kernels lack it")
-            gpu = None
         # Receives the output of the last norm [T, hidden] of each step.
         self.hidden_reader: Callable[[Tensor], None] | None = None
         self.hidden_size = config.hidden
@@ -87,8 +85,6 @@ class DecoderModel:
         self.footprint = weights.footprint
         self.device = device
         self.cuda_graph_obstacle = None if gpu is not None else "torch's kernels need the contexts on the host"
-        if self.kv.state is not None:
-            self.cuda_graph_obstacle = "the state of recurrent layers is not part of captured steps"
         self._config = config
         self._gpu = gpu
         self._logits_options = config.logit_scale, config.logit_cap
@@ -191,6 +187,8 @@ class DecoderModel:
             bare = [None if linear is None else linear.without_epilogue() for linear in activated]
             choose_row_counts([linear for linear in bare if linear is not None])
             self._without_epilogue = bare
+        if self._gpu is not None:
+            weights.table = adapter_table(weights, self.device)
         return weights
 
     def _run_layers(
@@ -215,7 +213,7 @@ class DecoderModel:
         if self._weights.positions is not None:
             self._add_positions(hidden, positions)
         plan = attention.plan(batch)
-        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans else None
+        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
         if self._program is not None and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             greedy = self._program.run(
@@ -279,11 +277,14 @@ class DecoderModel:
         weights = self._weights._replace(layers=layers, norm=norm, footprint=size)
         return DecoderModel(config, weights, self.kv.dtype, self.device, self.kv.cpu_kernels, self.kv.gpu_kernels)
 
-    def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas:
+    def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas | LaunchedDeltas:
         shapes, kernels = projection_shapes(self._config), self.kv.cpu_kernels
         if kernels is not None:
             return PackedDeltas(batch.lora_spans, rows, shapes, kernels)
         count, bare = batch.tokens.shape[0], self._without_epilogue
+        if self._gpu is not None:
+            runs = batch.lora_runs or runs_of_spans(batch.lora_spans, self._adapter_dtype, self.device)
+            return LaunchedDeltas(runs, shapes, bare, self._gpu)
         return LoraDeltas(batch.lora_spans, count, rows, shapes, bare, self._adapter_dtype, self.device)
 
     def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:

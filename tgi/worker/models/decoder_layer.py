@@ -31,6 +31,7 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.layers.short_conv import ShortConv
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
+from tgi.worker.lora.launched_deltas import LaunchedDeltas, LaunchedLayerDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
 from tgi.worker.lora.projections import PROJECTION_GROUPS
 from tgi.worker.models.interface import WeightFootprint
@@ -194,7 +195,7 @@ class DecoderStep(NamedTuple):
     attention: AttentionBackend
     gpu_attention: TransformingBackend | None  # `attention`, if our GPU kernels compute it
     plan: Any  # of `attention`
-    deltas: LoraDeltas | PackedDeltas | None
+    deltas: LoraDeltas | PackedDeltas | LaunchedDeltas | None
     communicator: Communicator | None  # None: the only rank
     state: StateRows | None = None  # of the recurrent layers
 
@@ -210,7 +211,7 @@ class TensorOperations(NamedTuple):
     step: DecoderStep
     layer: LayerConfig
     cache: int  # DecoderConfig.cache_number of the layer
-    lora: LayerLoraDeltas | PackedLayerDeltas | None
+    lora: LayerLoraDeltas | PackedLayerDeltas | LaunchedLayerDeltas | None
 
     def norm(self, norm: Norm, x: Tensor) -> Tensor:
         """The norm of x."""
@@ -248,6 +249,8 @@ class TensorOperations(NamedTuple):
         factors, kernels = gate(normed), self.step.kv.cpu_kernels
         if kernels is not None:
             return sigmoid_gate(kernels, factors, mixed)
+        if self.step.kv.gpu_kernels is not None:
+            return self.step.kv.gpu_kernels.sigmoid_gate(factors, mixed)
         return (mixed * exactly(torch.sigmoid, factors.to(torch.float32))).to(mixed.dtype)
 
     def _padded(self, mixed: Tensor, rows: int) -> Tensor:
@@ -275,7 +278,10 @@ class TensorOperations(NamedTuple):
         if head_norm is None:
             assert not last
             _norm_heads(norms, qkv)
-        rotation = None if rope is None else Rotation(*step.angles[rope], step.rotaries[rope].interleaved)
+        rotation = None
+        if rope is not None:
+            rotary = step.rotaries[rope]
+            rotation = Rotation(*step.angles[rope], rotary.interleaved, rotary.start)
         transform = HeadTransform(rotation, head_norm)
         heads = self._by_head(qkv)
         if scale is not None:  # before the rotation, which comes to the same

@@ -11,7 +11,7 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint, RandomCheckpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
-from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
+from tgi.worker.decoder_config import DecoderConfig, Mixer, UnsupportedConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -48,6 +48,17 @@ class ModelSpec(NamedTuple):
     def is_quantized(self) -> bool:
         """Whether weights are quantized, in the checkpoint or at load."""
         return self.scheme != QuantizationScheme()
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether its attention is latent attention."""
+        return self.decoder is not None and self.decoder.latent is not None
+
+    @property
+    def recurrent_mixers(self) -> frozenset[str]:
+        """The mixers of its recurrent layers."""
+        layers = () if self.decoder is None else self.decoder.layers
+        return frozenset(str(layer.mixer) for layer in layers) - {Mixer.ATTENTION}
 
 
 def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) -> ModelSpec:

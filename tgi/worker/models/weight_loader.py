@@ -283,7 +283,7 @@ class DecoderWeightLoader:
                 number,
                 weight[:, 0].t().contiguous(),
                 self._vector(f"{name}.conv.bias", chosen, channels) if bias else None,
-                self._kernels,
+                self._own_kernels,
             ),
         )
 
@@ -333,7 +333,7 @@ class DecoderWeightLoader:
                 conv[:, 0].t().contiguous(),
                 self._build(self._to_device(torch.cat(plain)), None, "none"),
                 rule,
-                self._kernels,
+                self._own_kernels,
             ),
         )
 
