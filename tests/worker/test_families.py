@@ -32,7 +32,10 @@ CPU = torch.device("cpu")
 FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)
 # Their results do not depend on the batch on our kernels either.
-RECURRENT = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+    *("mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid"),
+)
 LENGTHS = (90, 1, 17, 44)  # the sliding windows have 40 tokens
 DECODED = 6  # tokens after each prompt, in decode steps
 
@@ -102,7 +105,8 @@ def check_against_transformers(directory: Path, native: bool = False) -> None:
 )
 def test_against_transformers(kind: str, native: bool) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
-    hidden = 96 if kind in ("phi", "phi3", "nemotron", "glm4_moe") or kind.startswith(("qwen3_next", "qwen3_5")) else 72
+    wide = ("phi", "phi3", "nemotron", "glm4_moe", "bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    hidden = 96 if kind in wide else 72
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native)
 
 

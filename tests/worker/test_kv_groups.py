@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 LONGEST, CHUNK, NEW = 320, 48, 30
 # The sliding windows have 40 tokens. With our kernels or not.
 MODELS = [("gemma2", False), ("gemma2", True), ("gemma3_text", True), ("starcoder2", True)]
-MODELS += [("lfm2", True), ("qwen3_next", True)]
+MODELS += [("lfm2", True), ("qwen3_next", True), ("mamba2", True), ("falcon_h1", True)]
 
 
 class RealWorker:

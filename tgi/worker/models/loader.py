@@ -62,6 +62,10 @@ def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) ->
         try:
             return ModelSpec(read_decoder_config(config), number, scheme)
         except UnsupportedConfig as reason:
+            if FAMILIES[config["model_type"]].mixer is not None:  # transformers_model.py has attention alone
+                raise UserError(
+                    f"{directory}/config.json has {reason}, which is not served of {config['model_type']}."
+                ) from reason
             log.debug("%s in %s/config.json: this model runs through transformers", reason, directory)
         except KeyError as error:
             if IS_PART in config:  # which leaves out what is the default of its class
