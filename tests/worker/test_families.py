@@ -154,6 +154,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"use_parallel_residual": False}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
     ("smollm3", {"sliding_window": 40, "use_sliding_window": True, "layer_types": None, "no_rope_layers": None}),
+    ("granitemoehybrid", {"position_embedding_type": "rope", "layer_types": ["mamba", "attention", "mamba"]}),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "ME*-ME"}),  # as on the Hub
+    ("mamba2", dict.fromkeys(("max_position_embeddings", "num_attention_heads", "num_key_value_heads"))),  # the same
+    ("falcon_h1", {"mamba_norm_before_gate": False, "ssm_multipliers": None}),
+    (
+        "olmo_hybrid",
+        {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    ),
 ]
 
 
@@ -174,6 +182,12 @@ OTHER_SHAPES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
     ("falcon", (("new_decoder_architecture", False), ("parallel_attn", False))),
     ("falcon", (("num_ln_in_parallel_attn", 1),)),
     ("gpt_bigcode", (("multi_query", False),)),
+    ("granitemoehybrid", (("num_local_experts", 0), ("mamba_n_groups", 1))),  # granite-4.0-h-micro
+    (
+        "granitemoehybrid",  # granite-4.0-micro
+        (("num_local_experts", 0), ("layer_types", ["full_attention"] * 3), ("position_embedding_type", "rope")),
+    ),
+    ("falcon_h1", (("mamba_rms_norm", False), ("mamba_conv_bias", False))),
 ]
 
 
