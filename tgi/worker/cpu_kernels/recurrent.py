@@ -17,7 +17,7 @@ from tgi.worker.mixers.interface import MAX_CONV_KERNEL, MAX_STATE_DIM
 # Argument types of the functions in interface.cpp.
 _CAUSAL_CONV: Sequence[Any] = (*[c_void_p] * 6, *[c_int64] * 5, *[c_void_p] * 3, c_int64, c_int64)
 _DELTA_RULE: Sequence[Any] = (*[c_void_p] * 10, c_float, c_float, *[c_void_p] * 3, c_int64, c_int64)
-_SSD: Sequence[Any] = (*[c_void_p] * 8, *[c_float] * 3, *[c_void_p] * 3, c_int64, c_int64)
+_SSD: Sequence[Any] = (*[c_void_p] * 9, *[c_float] * 3, *[c_void_p] * 3, c_int64, c_int64)
 _GATED_NORM: Sequence[Any] = (*[c_void_p] * 4, *[c_int64] * 4, c_float, c_float, c_int64)
 
 _SIGMOID_GATE: Sequence[Any] = (*[c_void_p] * 3, c_int64)
