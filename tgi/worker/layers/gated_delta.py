@@ -100,8 +100,7 @@ class GatedDelta(NamedTuple):
 def load(tensors: MixerTensors, config: GatedDeltaConfig, local: range, number: int) -> Recurrence:
     """Recurrent layer `number` of a rank that has the key heads `local`."""
     own, each = config.part(local), config.value_heads // config.key_heads
-    sizes = [(name, outputs) for name, outputs in config.inputs]
-    qkv = (config.keys, config.keys, config.values)
+    sizes, qkv = config.inputs, (config.keys, config.keys, config.values)
 
     def of_heads(columns: Tensor) -> Tensor:
         """The columns of the local heads, of `columns` in the order of key heads."""

@@ -140,34 +140,32 @@ def load(tensors: MixerTensors, config: Mamba2Config, local: range, number: int)
         """The columns of the groups, of which each has `size`, the first one from `start` on."""
         return (start + groups[:, None] * size + torch.arange(size)).flatten()
 
-    values, states = each * config.head_dim, config.state_dim
-    starts = (config.inner, 2 * config.inner, 2 * config.inner + config.groups * states)
+    values, states, of = each * config.head_dim, config.state_dim, tensors.vector
+    starts = config.inner, 2 * config.inner, 2 * config.inner + config.groups * states
     channels = torch.cat([of_groups(*part) for part in zip(starts, (values, states, states), strict=True)])
-    gate, steps = of_groups(0, values), of_groups(config.inner + config.channels, each)
-    heads = of_groups(0, each)
-    scale, *scales = config.scales
-    factors = torch.cat(
-        [torch.full((size,), by) for size, by in zip((own.inner, *[own.groups * states] * 2), scales[:3], strict=True)]
-    )
-    convolved, on = channels - config.inner, tensors.vector
-    weight = on("conv1d.weight", convolved, config.channels, 1, config.kernel)[:, 0].t()
-    norm = torch.ones(own.inner)
-    if config.norm != GatedNormKind.NONE:
-        norm = on("norm.weight", gate, config.inner)
+    gate, heads = of_groups(0, values), of_groups(0, each)
+    steps = config.inner + config.channels + heads
+    scale_z, *scales, scale_dt = config.scales
+    # What the convolution sees may be scaled by its weights.
+    sizes = own.inner, own.groups * states, own.groups * states
+    scaled = torch.cat([torch.full((size,), scale) for size, scale in zip(sizes, scales, strict=True)])
+    convolved = channels - config.inner
+    conv = of("conv1d.weight", convolved, config.channels, 1, config.kernel)[:, 0].t()
+    norm = of("norm.weight", gate, config.inner) if config.norm != GatedNormKind.NONE else conv.new_ones(own.inner)
     rule = Ssd(
         (own.heads, own.groups, own.head_dim, own.state_dim),
-        on("A_log", heads, config.heads).exp(),
-        on("dt_bias", heads, config.heads),
-        on("D", heads, config.heads),
-        (scales[3], *config.limits),
+        of("A_log", heads, config.heads).exp(),
+        of("dt_bias", heads, config.heads),
+        of("D", heads, config.heads),
+        (scale_dt, *config.limits),
     )
     form = FORMS[GatedNormKind(config.norm)]
     mixer = Mamba2(
         number,
-        (weight * factors.to(weight.device)).contiguous(),
-        on("conv1d.bias", convolved, config.channels) if config.conv_bias else None,
+        (conv * scaled.to(conv.device)).contiguous(),
+        of("conv1d.bias", convolved, config.channels) if config.conv_bias else None,
         rule,
-        GatedNorm(form, norm.to(weight.device) * config.output_scale, own.groups, scale, tensors.norm_epsilon),
+        GatedNorm(form, norm * config.output_scale, own.groups, scale_z, tensors.norm_epsilon),
         tensors.kernels,
     )
     rows = ChosenRows("in_proj", config.outputs, torch.cat((channels, gate, steps)))

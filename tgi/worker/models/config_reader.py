@@ -285,11 +285,10 @@ def _recurrent(family: ModelFamily, config: dict[str, Any], values: dict[str, An
         return _mamba2(config, values)
     if values["attention_bias"]:
         raise UnsupportedConfig("attention_bias")
-    heads, key_dim = values["linear_num_key_heads"], values["linear_key_head_dim"]
     return GatedDeltaConfig(
-        key_heads=heads,
+        key_heads=values["linear_num_key_heads"],
         value_heads=values["linear_num_value_heads"],
-        key_dim=key_dim,
+        key_dim=values["linear_key_head_dim"],
         value_dim=values["linear_value_head_dim"],
         kernel=values["linear_conv_kernel_dim"],
         tensors=family.delta_tensors,
