@@ -24,6 +24,7 @@ class StateSnapshots:
 
     def __init__(self, group: KVGroup, page_size: int) -> None:
         self._count = group.snapshots
+        self.drafts = group.drafts  # the most of a step
         self._page_size = page_size
         self._interval = max(1, group.interval // page_size) * page_size
         self.clear()
@@ -51,6 +52,10 @@ class StateSnapshots:
                 chosen.append(position)
                 start = position
         return chosen
+
+    def tokens_before_next(self, position: int) -> int:
+        """The tokens of a request that generates tokens from this position to that where its next snapshot is taken."""
+        return self._interval - position % self._interval
 
     def due(self, position: int) -> bool:
         """Whether a snapshot is taken of a request that generates tokens, at this page border."""

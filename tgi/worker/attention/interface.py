@@ -45,6 +45,9 @@ class ForwardBatch(NamedTuple):
     # int32 [R]: the slot of the StateCache that each row reads and overwrites; no two rows of one. A row without tokens
     # before this step starts from zeros, whatever its slot holds. None: the model has no recurrent layers.
     state_slots: Tensor | None = None
+    # int32 [T]: the slot that keeps the state as it is after each token, for the tokens before the drafts of a row; 0
+    # for all others. None: the step has no drafts, or the model no recurrent layers.
+    kept_states: Tensor | None = None
 
 
 class KVCacheSpec(NamedTuple):
@@ -189,4 +192,4 @@ def state_rows(batch: ForwardBatch, attention: AttentionBackend) -> StateRows | 
         return None
     assert batch.state_slots is not None
     columns = batch.state_slots, batch.cu_query_lens, batch.context_lens, batch.query_lens_host
-    return StateRows(attention.state, *columns)
+    return StateRows(attention.state, *columns, batch.kept_states)

@@ -15,9 +15,9 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.mixers.interface import MAX_CONV_KERNEL, MAX_STATE_DIM
 
 # Argument types of the functions in interface.cpp.
-_CAUSAL_CONV: Sequence[Any] = (*[c_void_p] * 6, *[c_int64] * 5, *[c_void_p] * 3, c_int64, c_int64)
-_DELTA_RULE: Sequence[Any] = (*[c_void_p] * 10, c_float, c_float, *[c_void_p] * 3, c_int64, c_int64)
-_SSD: Sequence[Any] = (*[c_void_p] * 9, *[c_float] * 3, *[c_void_p] * 3, c_int64, c_int64)
+_CAUSAL_CONV: Sequence[Any] = (*[c_void_p] * 6, *[c_int64] * 5, *[c_void_p] * 3, c_int64, c_int64, c_void_p)
+_DELTA_RULE: Sequence[Any] = (*[c_void_p] * 10, c_float, c_float, *[c_void_p] * 3, c_int64, c_int64, c_void_p)
+_SSD: Sequence[Any] = (*[c_void_p] * 9, *[c_float] * 3, *[c_void_p] * 3, c_int64, c_int64, c_void_p)
 _GATED_NORM: Sequence[Any] = (*[c_void_p] * 4, *[c_int64] * 4, c_float, c_float, c_int64)
 
 _SIGMOID_GATE: Sequence[Any] = (*[c_void_p] * 3, c_int64)
@@ -38,6 +38,7 @@ class StateAddresses(NamedTuple):
     contexts: int
     rows: int
     slot_bytes: int
+    kept: int | None
 
 
 def causal_conv(

@@ -94,10 +94,17 @@ struct SsdJob final : Job {
     template <int vectors>
     void columns(float* state, int64_t head, int64_t token, int64_t count, int64_t at, const StateTokens& tokens) const {
         const int64_t column = head * call.head_dim + at, last = std::min(call.head_dim - at, LANES);
-        for (int64_t n = 0; n < count; n++)
+        for (int64_t n = 0; n < count; n++) {
             advance<vectors>(state + at, call.state_dim, call.head_dim, tokens.b[n], tokens.c[n], tokens.keep[n],
                 tokens.step[n], call.skip[head], call.x + (token + n) * call.x_step + column,
                 call.y + (token + n) * call.heads * call.head_dim + column, last);
+            float* const kept = rows.kept_state(call.state, token + n);
+            if (!kept) continue;
+            const int64_t from = head * call.state_dim * call.head_dim + at;
+            for (int64_t i = 0; i < call.state_dim; i++)
+                std::copy_n(state + i * call.head_dim + at, vectors == 1 ? last : vectors * LANES,
+                    kept + from + i * call.head_dim);
+        }
     }
 
     static constexpr int WIDE = 4;  // vectors of a block of columns

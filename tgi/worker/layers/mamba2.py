@@ -5,6 +5,8 @@ On torch's kernels on CPU it is computed token by token, so that results do not 
 a GPU in chunks.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -77,10 +79,14 @@ class Mamba2(NamedTuple):
         decay = steps * -self.rule.decay
         inputs = values * steps[..., None]
         mixed = torch.empty_like(values)
-        scan = scan_tokens if x.device.type == "cpu" else scan_chunks
+        by_token = x.device.type == "cpu" or rows.kept is not None
         for group in rows.groups:
-            own = (column[group.tokens].unflatten(0, (-1, group.each)) for column in (decay, inputs, b, c))
-            state, out = scan(rows.read(matrix, group), *own)
+            part, x_in, into, out_of = (
+                column[group.tokens].unflatten(0, (-1, group.each)) for column in (decay, inputs, b, c)
+            )
+            first, keep = rows.read(matrix, group), partial(rows.keep, matrix, group)
+            own = first, part, x_in, into, out_of
+            state, out = scan_tokens(*own, keep) if by_token else scan_chunks(*own)
             rows.write(matrix, group, state)
             mixed[group.tokens] = out.flatten(0, 1)
         return (mixed + values * self.rule.skip[:, None]).flatten(1)
@@ -104,13 +110,21 @@ class Mamba2(NamedTuple):
         program.gated_norm(y, x, self.rule.channels, self.norm)
 
 
-def scan_tokens(state: Tensor, decay: Tensor, inputs: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def scan_tokens(
+    state: Tensor,
+    decay: Tensor,
+    inputs: Tensor,
+    b: Tensor,
+    c: Tensor,
+    keep_state: Callable[[int, Tensor], None] = lambda token, state: None,
+) -> tuple[Tensor, Tensor]:
     """The recurrence S = exp(decay) S + B x^T, y = S^T C, token by token: the last state [R, heads, N, P] and y
     [R, tokens, heads, P]. `state` is the first S, `decay` [R, tokens, heads], `inputs` has x [R, tokens, heads, P], `b`
-    and `c` [R, tokens, heads, N]."""
+    and `c` [R, tokens, heads, N]. `keep_state` is called with the number of each token and the state after it."""
     keep, out = exactly(torch.exp, decay), []
     for token in range(decay.shape[1]):
         state = state * keep[:, token, :, None, None] + b[:, token, :, :, None] * inputs[:, token, :, None]
+        keep_state(token, state)
         out.append((state * c[:, token, :, :, None]).sum(-2))
     return state, torch.stack(out, 1)
 

@@ -31,6 +31,7 @@ from tgi.worker.mixers.mamba2 import Mamba2Config
 from tgi.worker.mixers.short_conv import ShortConvConfig
 from tgi.worker.models.decoder_layer import AttentionWeights, DecoderLayer, DecoderWeights, LatentProjections
 from tgi.worker.models.interface import WeightFootprint
+from tgi.worker.models.mtp import MtpNames, MtpParts
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, scale_weight, select_part, stack_weights
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 from tgi.worker.quantization.weight_sources import WeightSource
@@ -126,8 +127,20 @@ class DecoderWeightLoader:
         self._count(weight)
         return weight
 
-    def _layer(self, number: int) -> DecoderLayer:
-        config, names, prefix = self._config, self._config.layer_names(number), f"model.layers.{number}."
+    def load_mtp(self, names: MtpNames) -> tuple[MtpParts, DecoderLayer, Norm, WeightFootprint]:
+        """The MTP layer of these names: its first parts, its decoder layer, which is the only one of the config, its
+        last norm, and their size."""
+        size = self._config.hidden
+        parts = MtpParts(
+            self._norm(names.embedding_norm, size),
+            self._norm(names.hidden_norm, size),
+            self._linear(False, 2 * size, StoredMatrix(names.projection, size, range(size))),
+        )
+        layer, norm = self._layer(0, names.layer), self._norm(names.norm, size)
+        return parts, layer, norm, WeightFootprint(self._bytes, self._parameters)
+
+    def _layer(self, number: int, prefix: str = "") -> DecoderLayer:
+        config, names, prefix = self._config, self._config.layer_names(number), prefix or f"model.layers.{number}."
         layer = config.layers[number]
 
         def norm(name: str | None) -> Norm | None:
