@@ -57,7 +57,27 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"head_dim": 8, "num_key_value_heads": 4},
     {"head_dim": None},
 )
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8}
 FURTHER: dict[str, dict[str, Any]] = {  # entries of single types
+    "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
+    "granitemoehybrid": {
+        **MAMBA2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "shared_intermediate_size": 16,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        **{"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8},
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    # As many keys as values: transformers saves thirds of a convolution.
+    "olmo_hybrid": {
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},

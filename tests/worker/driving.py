@@ -19,6 +19,7 @@ from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.models.interface import Model
 from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.state_cache import StateCache
 
 # (request, number of its sampled tokens) -> its drafts, or the number of drafts that the draft model proposes.
 Guess = Callable[[int, int], "list[int] | int"]
@@ -43,7 +44,10 @@ def make_engine(
 ) -> TorchEngine:
     states = [KVGroup(GroupKind.RECURRENT, interval=1 << 20, drafts=8 * slots)] * (model.kv.state is not None)
     groups = [*ONE_FULL_GROUP, *states]
-    attention = attention or build_attention(model.kv, pages, model.device, (1 + 8) * slots + 1)
+    state_slots = (1 + 8) * slots + 1
+    attention = attention or build_attention(model.kv, pages, model.device, state_slots)
+    if model.kv.state is not None and attention.state is None:
+        attention.state = StateCache(model.kv.state, state_slots, model.device)
     size, dtype = attention.page_size, str(model.kv.dtype).removeprefix("torch.")
     total = min(model.context_length, pages * size)
     limits = DeploymentLimits(

@@ -33,7 +33,10 @@ CPU = torch.device("cpu")
 FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)
 # Their results do not depend on the batch on our kernels either.
-RECURRENT = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+    *("mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid"),
+)
 LENGTHS = (90, 1, 17, 44)  # the sliding windows have 40 tokens
 DECODED = 6  # tokens after each prompt, in decode steps
 
@@ -103,7 +106,8 @@ def check_against_transformers(directory: Path, native: bool = False) -> None:
 )
 def test_against_transformers(kind: str, native: bool) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
-    hidden = 96 if kind in ("phi", "phi3", "nemotron", "glm4_moe") or kind.startswith(("qwen3_next", "qwen3_5")) else 72
+    wide = ("phi", "phi3", "nemotron", "glm4_moe", "bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    hidden = 96 if kind in wide else 72
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native)
 
 
@@ -151,6 +155,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"use_parallel_residual": False}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
     ("smollm3", {"sliding_window": 40, "use_sliding_window": True, "layer_types": None, "no_rope_layers": None}),
+    ("granitemoehybrid", {"position_embedding_type": "rope", "layer_types": ["mamba", "attention", "mamba"]}),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "ME*-ME"}),  # as on the Hub
+    ("mamba2", dict.fromkeys(("max_position_embeddings", "num_attention_heads", "num_key_value_heads"))),  # the same
+    ("falcon_h1", {"mamba_norm_before_gate": False, "ssm_multipliers": None}),
+    (
+        "olmo_hybrid",
+        {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    ),
 ]
 
 
@@ -171,6 +183,12 @@ OTHER_SHAPES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
     ("falcon", (("new_decoder_architecture", False), ("parallel_attn", False))),
     ("falcon", (("num_ln_in_parallel_attn", 1),)),
     ("gpt_bigcode", (("multi_query", False),)),
+    ("granitemoehybrid", (("num_local_experts", 0), ("mamba_n_groups", 1))),  # granite-4.0-h-micro
+    (
+        "granitemoehybrid",  # granite-4.0-micro
+        (("num_local_experts", 0), ("layer_types", ["full_attention"] * 3), ("position_embedding_type", "rope")),
+    ),
+    ("falcon_h1", (("mamba_rms_norm", False), ("mamba_conv_bias", False))),
 ]
 
 

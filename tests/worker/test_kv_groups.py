@@ -40,7 +40,7 @@ LONGEST, CHUNK, NEW = 320, 48, 30
 FEW_IDS = SamplingParams(0, **bias(dict.fromkeys(range(20, 24), 100.0)))
 # The sliding windows have 40 tokens. With our kernels or not.
 MODELS = [("gemma2", False), ("gemma2", True), ("gemma3_text", True), ("starcoder2", True)]
-MODELS += [("lfm2", True), ("qwen3_next", True)]
+MODELS += [("lfm2", True), ("qwen3_next", True), ("mamba2", True), ("falcon_h1", True)]
 
 
 class RealWorker:

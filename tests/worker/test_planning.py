@@ -22,9 +22,9 @@ from tgi.hub.gguf.convert import convert
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import page_size
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
+from tgi.worker.cpu_kernels.recurrent import DeltaRule, GatedNorm, Ssd
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE
-from tgi.worker.layers.gated_delta import GatedDelta
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
 from tgi.worker.lora.packed_deltas import PackedWeights
 from tgi.worker.lora.weights import LoraWeights
@@ -120,24 +120,29 @@ def vector_bytes(weights: DecoderWeights) -> int:
     norms, linears, routers = [weights.norm], [weights.head], []
     for layer in weights.layers:
         norms += [layer.attention_before, layer.attention_after, layer.mlp_before, layer.mlp_after]
-        norms += layer.query_key_norms
-        mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else list(layer.mlp.experts)
+        mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else []
         if isinstance(layer.mlp, MixtureOfExperts):
+            mlps += layer.mlp.experts
             routers.append(layer.mlp.router)
             shared = layer.mlp.shared
             mlps += [] if shared is None else [shared.mlp]
             linears += [] if shared is None or shared.gate is None else [shared.gate]
-        if layer.latent is not None:
-            norms += [layer.latent.query_norm, layer.latent.key_norm]
-            linears += [one for one in (layer.latent.query_down, layer.latent.query) if one is not None]
-        linears += [layer.qkv, layer.output, *(linear for mlp in mlps for linear in mlp if linear is not None)]
+        if layer.attention is not None:
+            norms += layer.attention.query_key_norms
+            linears += [layer.attention.qkv, layer.attention.output]
+            if (latent := layer.attention.latent) is not None:
+                norms += [latent.query_norm, latent.key_norm]
+                linears += [one for one in (latent.query_down, latent.query) if one is not None]
+        if layer.recurrence is not None:
+            linears += [layer.recurrence.input, layer.recurrence.output]
+        linears += [linear for mlp in mlps for linear in mlp if linear is not None]
     linears += [router.linear for router in routers]
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]
     held += [linear._bias for linear in linears] + [router.bias for router in routers]
-    held += [layer.sinks for layer in weights.layers]
-    mixers = [layer.mixer for layer in weights.layers if layer.mixer is not None]
-    rules = [mixer.rule for mixer in mixers if isinstance(mixer, GatedDelta)]
-    held += [column for one in (*mixers, *rules) for column in one if isinstance(column, torch.Tensor)]
+    held += [layer.attention.sinks for layer in weights.layers if layer.attention is not None]
+    mixers = [layer.recurrence.mixer for layer in weights.layers if layer.recurrence is not None]
+    parts = [part for mixer in mixers for part in mixer if isinstance(part, DeltaRule | Ssd | GatedNorm)]
+    held += [column for one in (*mixers, *parts) for column in one if isinstance(column, torch.Tensor)]
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 

@@ -94,6 +94,8 @@ def guesses(kind: str, truth: list[Drawn], most: int = 7) -> Guess:
         ("llama", "float32", False),
         ("qwen3", "bfloat16", False),
         ("lfm2", "bfloat16", True),  # the rest have recurrent layers, whose state is taken back
+        ("mamba2", "float32", True),
+        ("falcon_h1", "float32", False),
         ("qwen3_next", "float32", False),
         ("qwen3_5_text", "float32", True),
     ],

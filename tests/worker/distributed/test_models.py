@@ -107,9 +107,10 @@ def test_families(kind: str, native: bool, two: Ranks) -> None:
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 def test_four_ranks(native: bool, four: Ranks) -> None:
-    """With 4 query heads and 2 KV heads, two ranks have the same KV head."""
+    """With 4 query heads and 2 KV heads, two ranks have the same KV head. Each computes both groups of Mamba2."""
     check(four, make("llama"), native)
     check(four, make("qwen3_moe"), native)
+    check(four, make("falcon_h1"), native)
 
 
 def test_a_lesser_instruction_set(two: Ranks) -> None:

@@ -16,9 +16,9 @@ CPU, HEADS, SIZE = torch.device("cpu"), 2, 24
 TOKENS = 2 * CHUNK + 5
 
 
-def rule_of(decay: float) -> DeltaRule:
+def rule_of(decay: float, most: float = 1.0) -> DeltaRule:
     ones = torch.ones(HEADS)
-    return DeltaRule((1, HEADS, SIZE, SIZE), decay * ones, ones, torch.ones(SIZE), 1e-6)
+    return DeltaRule((1, HEADS, SIZE, SIZE), decay * ones, ones, torch.ones(SIZE), 1e-6, most)
 
 
 def columns() -> tuple[Tensor, Tensor, Tensor]:
@@ -27,8 +27,9 @@ def columns() -> tuple[Tensor, Tensor, Tensor]:
     return tuple(random_tensor(CPU, TOKENS, width, seed=width) for width in widths)  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("most", [1.0, 2.0])
 @pytest.mark.parametrize("decay", [1e-4, 0.5, 40.0])
-def test_chunks_of_equal_keys_are_stable(decay: float) -> None:
+def test_chunks_of_equal_keys_are_stable(decay: float, most: float) -> None:
     """The systems of chunks are farthest from diagonal where all keys are equal and nothing decays, and their factors
     span the most where nearly everything does."""
     x, z, ba = columns()
@@ -36,9 +37,9 @@ def test_chunks_of_equal_keys_are_stable(decay: float) -> None:
     ba[:, :HEADS] = 8  # beta is almost 1
     rows = random_rows(CPU, [TOKENS], [TOKENS + 3], matrix=StateTensor((HEADS, SIZE, SIZE), torch.float32))
     (state,) = rows.cache.tensors
-    matrix, rule = state[1].double(), rule_of(decay)
+    matrix, rule = state[1].double(), rule_of(decay, most)
     found = delta_rule(rule, x, z, ba, state, rows)
-    wide = DeltaRule(rule.sizes, rule.decay.double(), rule.offset.double(), rule.norm.double(), rule.epsilon)
+    wide = DeltaRule(rule.sizes, rule.decay.double(), rule.offset.double(), rule.norm.double(), rule.epsilon, rule.most)
     expected = reference_delta_rule(wide, x.double(), z.double(), ba.double(), matrix)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state[1].double(), matrix, rtol=1e-4, atol=1e-5)

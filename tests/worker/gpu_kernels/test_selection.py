@@ -98,8 +98,9 @@ def test_only_what_a_model_uses_is_tested() -> None:
         *selection.EXPERTS,
         *selection.LATENT,
     }
-    assert selection.needed_modules([spec_of("lfm2")], False) == (*dense, *selection.SHORT_CONV)
-    assert selection.needed_modules([spec_of("qwen3_5_text")], False) == (*dense, *selection.GATED_DELTA)
+    assert selection.needed_modules([spec_of("lfm2")], False) == (*dense, selection.RECURRENT[0])
+    assert selection.needed_modules([spec_of("qwen3_5_text")], False) == (*dense, *selection.RECURRENT)
+    assert selection.needed_modules([spec_of("mamba2")], False) == dense
     quantized = plain._replace(scheme=QuantizationScheme(made="int4"))
     assert selection.needed_modules([quantized], False) == (*dense, *selection.QUANTIZED)
 

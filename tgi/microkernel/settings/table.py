@@ -338,7 +338,11 @@ class Settings:
         LIMITS, None, "Longest prompt plus generated tokens.", count, unset="what model and memory allow"
     )
     max_batch_size: int | None = setting(
-        LIMITS, None, "Requests computed concurrently.", count, unset=_per_device(DEFAULT_BATCH_SIZE)
+        LIMITS,
+        None,
+        "Requests computed concurrently; by default fewer of models with large recurrent states.",
+        count,
+        unset=_per_device(DEFAULT_BATCH_SIZE),
     )
     max_batch_prefill_tokens: int | None = setting(
         LIMITS,

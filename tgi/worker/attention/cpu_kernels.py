@@ -32,12 +32,13 @@ class CpuKernelAttention:
     def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels) -> None:
         self._kv = kv
         self._kernels = kernels
-        self._shape = (pages, kv.kv_heads, kv.token_bytes * PAGE_SIZE // (kv.caches * kv.kv_heads))  # in bytes
+        self._shape = (pages, kv.kv_heads, kv.token_bytes * PAGE_SIZE // (max(1, kv.caches) * kv.kv_heads))  # in bytes
         self.kv_form = kernels.kv_form(kv.cache_dtype)  # for a program
         self._places = kv.places
         self._cache = [self._memory() for _ in range(kv.caches)]
         # For a program, int64 [layers, 2]: the address of each layer's cache, and its KV group.
-        self.caches = torch.tensor([[self._cache[cache].data_ptr(), group] for group, cache in self._places])
+        addresses = [(self._cache[cache].data_ptr(), group) for group, cache in self._places]
+        self.caches = torch.tensor(addresses, dtype=torch.int64).view(-1, 2)
         self._mapped_bytes = 0  # bytes at the beginning of every cache that are mapped
         self._next_cache = 0  # caches before this one have one LARGE_PAGE more
 

@@ -103,7 +103,7 @@ struct DeltaJob final : Job {
         scale_to(q, tokens.q[n], call.key_dim, 1.f / std::sqrt(float(call.key_dim)));
         scale_to(q + call.key_heads * call.key_dim, tokens.k[n], call.key_dim, 1.f);
         const Element* ba = call.ba + token * 2 * call.value_heads;
-        tokens.beta[n] = 1.f / (1.f + std::exp(-to_float(ba[head])));
+        tokens.beta[n] = call.most / (1.f + std::exp(-to_float(ba[head])));
         const float a = to_float(ba[call.value_heads + head]);
         tokens.keep[n] = std::exp(-call.decay[head] * softplus(a + call.offset[head]));
     }

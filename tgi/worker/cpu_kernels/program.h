@@ -18,6 +18,7 @@
 #include "rank_group.h"
 #include "thread_pool.h"
 #include "rope.h"
+#include "ssd.h"
 
 namespace tgi {
 
@@ -92,6 +93,9 @@ class Program {
     void conv(Buffer x, Buffer y, int64_t window, ConvCall call);  // `window`: number of the state tensor
     // x has the columns of DeltaCall.x and, from `z` on, those of DeltaCall.z; `state`: number of the state tensor.
     void delta_rule(Buffer x, Buffer ba, Buffer y, int64_t z, int64_t state, DeltaCall call);
+    // x has the columns of SsdCall.x and, from `dt` on, those of SsdCall.dt; `state`: number of the state tensor.
+    void ssd(Buffer x, int64_t dt, Buffer y, int64_t state, SsdCall call);
+    void gated_norm(Buffer y, Buffer x, int64_t z, GatedNormCall call);  // by the columns of x from `z` on
     void sigmoid_gate(Buffer x, Buffer y);  // y *= sigmoid(x)
     void experts(Buffer x, Buffer y, const Experts& experts);
     void add(Buffer x, Buffer y, float scale);  // y += scale * x

@@ -31,6 +31,8 @@ SNAPSHOT_INTERVAL = 1024
 # But the pages take at least this multiple of the memory of the snapshots.
 POSITIONS_PER_SNAPSHOT = 256
 PAGES_TO_SNAPSHOTS = 3
+# By default fewer requests run at once where their recurrent states would take more than this share of the cache.
+STATES_SHARE = 0.5
 # States are kept before this many drafts of a step, or before those of one request if these are more. Speculation gains
 # with few requests.
 DRAFT_STATES = 32
@@ -47,11 +49,20 @@ class CacheRequirements(NamedTuple):
     device: str
     windows: Sequence[int | None] = ()  # of the layers, as in KVCacheSpec; empty: all layers keep all positions
     state_bytes: int = 0  # of a request's recurrent state; 0: the model has no recurrent layers
+    # Where pages take no memory, since no layer has attention: pages for each snapshot, by what fits.
+    spacing: int = 0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a page or, where pages take no memory, of a state."""
+        return self.page_bytes or self.state_bytes
 
     @property
     def _pages_per_snapshot(self) -> int:
-        of_memory = -(-PAGES_TO_SNAPSHOTS * self.state_bytes // self.page_bytes)
-        return max(of_memory, -(-POSITIONS_PER_SNAPSHOT // self.page_size))
+        least = -(-POSITIONS_PER_SNAPSHOT // self.page_size)
+        if not self.page_bytes:
+            return max(self.spacing, least)
+        return max(-(-PAGES_TO_SNAPSHOTS * self.state_bytes // self.page_bytes), least)
 
     def snapshots(self, pages: int) -> int:
         """The snapshots of recurrent states for this number of pages."""
@@ -67,6 +78,13 @@ class CacheRequirements(NamedTuple):
         each = self._pages_per_snapshot
         left = memory - self.state_bytes_in_all(rows, 0, drafts)
         return left * each // (self.page_bytes * each + self.state_bytes)
+
+
+class PreviousCache(NamedTuple):
+    """What a worker chose before it was restarted."""
+
+    pages: int
+    rows: int
 
 
 class CacheMemory(NamedTuple):
@@ -127,21 +145,25 @@ def cache_memory_on_host(available: int | None = None) -> CacheMemory:
 
 
 def choose_limits(
-    settings: Settings, required: CacheRequirements, memory: CacheMemory, previous_pages: int | None = None
+    settings: Settings, required: CacheRequirements, memory: CacheMemory, previous: PreviousCache | None = None
 ) -> DeploymentLimits:
-    """The limits of a deployment. `previous_pages` is the size of the KV cache before this worker was restarted: limits
-    hold for the life of a deployment, even if a little less memory is free now.
+    """The limits of a deployment. `previous`: of the cache before this worker was restarted; limits hold for the life
+    of a deployment, even if a little less memory is free now.
 
     Raises UserError where the settings ask for more than there is, with TGI's message where TGI has one.
     """
-    rows = max_batch_size(settings, required.device)
+    rows = previous.rows if previous else rows_at_once(settings, required, memory)
     tokens = max_prefill_tokens(settings, required.device)
     require_context(settings, required.context)
     longest, size = settings.max_total_tokens or required.context, required.page_size
     groups = make_groups(required.windows, longest)
     layers = len(required.windows) or 1
     required = required._replace(page_bytes=required.page_bytes * group_layers(groups, layers) // layers)
-    pages = _pages(settings, required, memory, previous_pages, groups, longest)
+    if not required.page_bytes:
+        most = rows * pages_needed(groups, longest, tokens, size)
+        left = memory.default // required.state_bytes - rows - 2 - max_draft_states(settings, required.device)
+        required = required._replace(spacing=-(-most // max(1, left)))
+    pages = _pages(settings, required, memory, previous and previous.pages, groups, longest, rows)
     longest = longest_request(groups, pages, tokens, size, longest)
     capacity = cache_tokens(groups, pages, tokens, size, longest) if longest else 0
     if capacity < (settings.max_total_tokens or 2):
@@ -182,6 +204,24 @@ def choose_limits(
     )
 
 
+def rows_at_once(settings: Settings, required: CacheRequirements, memory: CacheMemory) -> int:
+    """The requests that run at once: the settings' choice, else as many as by default, but fewer where their recurrent
+    states are large."""
+    rows = max_batch_size(settings, required.device)
+    if settings.max_batch_size is not None or not required.state_bytes:
+        return rows
+    # One more state is for rows that pad a batch, and one is a snapshot.
+    others = 2 + max_draft_states(settings, required.device)
+    fitting = max(1, int(memory.default * STATES_SHARE) // required.state_bytes - others)
+    if fitting < rows:
+        log.info(
+            "%d requests run at once instead of %d: the recurrent state of each takes %.1f MB, and they get %.0f%% of "
+            "the %.2f GB for the KV cache. Choose otherwise with --max-batch-size.",
+            *(fitting, rows, required.state_bytes / 1e6, 100 * STATES_SHARE, memory.default / 1e9),
+        )
+    return min(rows, fitting)
+
+
 def recurrent_groups(settings: Settings, required: CacheRequirements, snapshots: int) -> list[KVGroup]:
     """The group of the recurrent layers, if there are any, with this many snapshots."""
     group = KVGroup(
@@ -201,10 +241,11 @@ def _pages(
     previous_pages: int | None,
     groups: Sequence[KVGroup],
     longest: int,
+    rows: int,
 ) -> int:
     """The number of pages: the settings' choice, else as many as fit, on CPU at most what all requests at full length
     use."""
-    rows, size = max_batch_size(settings, required.device), required.page_size
+    size = required.page_size
     step_tokens, drafts = max_prefill_tokens(settings, required.device), max_draft_states(settings, required.device)
     if settings.max_batch_total_tokens is not None:
         longest = min(longest, settings.max_batch_total_tokens)

@@ -45,6 +45,7 @@ class HeadSize(NamedTuple):
     """What select_cpu_kernels needs of a model."""
 
     head_dim: int
+    recurrent: None = None
 
 
 class Candidate(NamedTuple):

@@ -98,7 +98,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     # A captured step has no hidden states for an MTP layer.
     graph_sizes = [] if isinstance(models.draft, MtpModel) else _graph_batch_sizes(settings, models.served)
     required = _cache_requirements(models)
-    previous_pages, step_bytes = _read_previous_cache(settings.run_dir)
+    previous, step_bytes = _read_previous_cache(settings.run_dir)
     if models.served.device.type == "cpu":
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
@@ -106,8 +106,8 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     available = _cache_memory(settings, models.served.device, step_bytes)
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
-        available, previous_pages = _agree_on_cache(models.communicator, sharing, required, available, previous_pages)
-    limits = memory.choose_limits(settings, required, available, previous_pages)
+        required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
+    limits = memory.choose_limits(settings, required, available, previous)
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
@@ -120,7 +120,8 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
         progress("capturing CUDA graphs", 98)
         engine.capture_decode_graphs(1)  # the largest; the others when a step needs them
     if place is None or place.rank == 0:
-        _write_choice(settings.run_dir / PAGES_FILE, str(limits.pages), str(step_bytes))
+        chosen = limits.pages, limits.max_batch_size, step_bytes
+        _write_choice(settings.run_dir / PAGES_FILE, *(str(number) for number in chosen))
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
@@ -266,18 +267,21 @@ def _agree_on_cache(
     sharing: int,
     required: memory.CacheRequirements,
     available: memory.CacheMemory,
-    previous_pages: int | None,
-) -> tuple[memory.CacheMemory, int | None]:
-    """The memory of this rank for as many pages as every rank has memory for, and the previous pages that the first
-    rank knows. `sharing`: the number of ranks that share the memory that this one has found."""
-    unknown = 1 << 40
-    default, most, previous = communicator.minimum(
-        available.default // sharing // required.page_bytes,
-        available.available // sharing // required.page_bytes,
-        unknown if previous_pages is None else previous_pages,
+    previous: memory.PreviousCache | None,
+) -> tuple[memory.CacheRequirements, memory.CacheMemory, memory.PreviousCache | None]:
+    """The bytes of the rank with the largest pages and states, the memory of this rank for as many of them as every
+    rank has memory for, and the previous cache that the first rank knows. `sharing`: the number of ranks that share the
+    memory that this one has found."""
+    page_bytes, state_bytes = (-n for n in communicator.minimum(-required.page_bytes, -required.state_bytes))
+    required = required._replace(page_bytes=page_bytes, state_bytes=state_bytes)
+    unknown, unit = 1 << 40, required.unit_bytes
+    default, most, pages, rows = communicator.minimum(
+        available.default // sharing // unit,
+        available.available // sharing // unit,
+        *((unknown, unknown) if previous is None else previous),
     )
-    agreed = memory.CacheMemory(default * required.page_bytes, most * required.page_bytes)
-    return agreed, None if previous == unknown else previous
+    found = None if pages == unknown else memory.PreviousCache(pages, rows)
+    return required, memory.CacheMemory(default * unit, most * unit), found
 
 
 def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
@@ -376,11 +380,14 @@ def _cache_requirements(models: LoadedModels) -> memory.CacheRequirements:
     )
 
 
-def _read_previous_cache(run: Path) -> tuple[int | None, int | None]:
-    """The number of pages of the previous worker of this supervisor, if there was one, and what `_measure_step` found:
-    the same model on the same device takes the same memory, and requests wait for this start."""
+def _read_previous_cache(run: Path) -> tuple[memory.PreviousCache | None, int | None]:
+    """The cache of the previous worker of this supervisor, if there was one, and what `_measure_step` found: the same
+    model on the same device takes the same memory, and requests wait for this start."""
     words = _read_choice(run / PAGES_FILE)
-    return (int(words[0]), int(words[1])) if len(words) == 2 else (None, None)
+    if len(words) != 3:
+        return None, None
+    pages, rows, step_bytes = map(int, words)
+    return memory.PreviousCache(pages, rows), step_bytes
 
 
 def _dtype_by_trial(run: Path, own: str) -> str:
@@ -419,9 +426,9 @@ def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[in
     """The bytes on a GPU that a step takes besides weights and KV cache. Runs the largest step that may occur, which
     shows the memory of its activations, and captures the largest graph, whose pool the others share."""
     device = models.served.device
-    rows = memory.max_batch_size(settings, "cuda")
-    total = memory.max_prefill_tokens(settings, "cuda")
     required, drafts = _cache_requirements(models), settings.speculate or 0
+    rows = memory.rows_at_once(settings, required, _cache_memory(settings, device, 0))
+    total = memory.max_prefill_tokens(settings, "cuda")
     further = 2 + drafts  # positions after the prompt
     tokens = max(1, min(total // rows, (settings.max_total_tokens or required.context) - further))
     pages = rows * -(-(tokens + further) // required.page_size)

@@ -45,7 +45,7 @@ def delta_rule(
     single = batch_invariant or max(rows.query_lens_host) == 1
     _delta_rule[len(rows.slots), heads, triton.cdiv(value_dim, COLUMNS)](
         *(x, ba, rule.decay, rule.offset, state, mixed, rows.slots, rows.cu_query_lens, rows.context_lens),
-        *(x.stride(0), ba.stride(0), state.stride(0), key_dim**-0.5),
+        *(x.stride(0), ba.stride(0), state.stride(0), key_dim**-0.5, rule.most),
         KEY_HEADS=key_heads,
         HEADS=heads,
         KEY=key_dim,
@@ -69,13 +69,13 @@ def delta_rule(
 
 
 @triton.jit
-def _gates(ba, token, there, ba_row, head, decay, offset, HEADS: tl.constexpr):
+def _gates(ba, token, there, ba_row, head, decay, offset, most, HEADS: tl.constexpr):
     """beta, and the logarithm of `keep`, of some tokens; 0 of those that are not there."""
     place = ba + token * ba_row + head
     b = tl.load(place, mask=there, other=0.0).to(tl.float32)
     a = tl.load(place + HEADS, mask=there, other=0.0).to(tl.float32) + offset
     grown = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    return tl.where(there, tl.sigmoid(b), 0.0), tl.where(there, -decay * grown, 0.0)
+    return tl.where(there, most * tl.sigmoid(b), 0.0), tl.where(there, -decay * grown, 0.0)
 
 
 # The alignment of a step's columns does not compile another kernel.
@@ -94,6 +94,7 @@ def _delta_rule(
     ba_row,
     state_row,
     scale,
+    most,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY: tl.constexpr,
@@ -120,7 +121,7 @@ def _delta_rule(
     if CHUNK == 1:
         for number in range(0, count):
             token = (first + number).to(tl.int64)
-            beta, kept = _gates(ba, token, True, ba_row, head, decay, offset, HEADS)
+            beta, kept = _gates(ba, token, True, ba_row, head, decay, offset, most, HEADS)
             line = x + token * x_row + key_head * KEY + element
             query = tl.load(line, mask=element < KEY, other=0.0).to(tl.float32)
             key = tl.load(line + KEY_HEADS * KEY, mask=element < KEY, other=0.0).to(tl.float32)
@@ -139,7 +140,7 @@ def _delta_rule(
         for start in range(0, count, CHUNK):
             token = (first + start + place_in_chunk).to(tl.int64)
             there = start + place_in_chunk < count
-            beta, kept = _gates(ba, token, there, ba_row, head, decay, offset, HEADS)
+            beta, kept = _gates(ba, token, there, ba_row, head, decay, offset, most, HEADS)
             given = there[:, None] & (element < KEY)[None, :]
             line = x + token[:, None] * x_row + key_head * KEY + element[None, :]
             query = tl.load(line, mask=given, other=0.0).to(tl.float32)
@@ -193,7 +194,7 @@ def self_test(device: torch.device) -> None:
     SelfTestFailed if results or states differ from torch's."""
     sizes = key_heads, heads, key_dim, value_dim = 2, 4, 24, 40
     decay, offset, norm = (random_tensor(device, n, seed=n).abs() for n in (heads, heads, value_dim))
-    rule = DeltaRule(sizes, decay, offset, norm, 1e-6)
+    rule = DeltaRule(sizes, decay, offset, norm, 1e-6, most=2.0)
     for dtype, counts in ((torch.bfloat16, [1, 1, 1]), (torch.bfloat16, [1, 3, 70]), (torch.float32, [33, 1, 2])):
         contexts = [counts[0], counts[1] + 4, counts[2] + 9]
         rows = random_rows(device, counts, contexts, matrix=StateTensor((heads, key_dim, value_dim), torch.float32))
@@ -219,7 +220,7 @@ def reference_delta_rule(rule: DeltaRule, x: Tensor, z: Tensor, ba: Tensor, matr
     query, key = (one.unflatten(1, (key_heads, key_dim)) for one in (query, key))
     query, key = (one / (one.square().sum(-1, keepdim=True) + LEAST_SQUARES.value).sqrt() for one in (query, key))
     query, key = (one.repeat_interleave(heads // key_heads, 1)[..., None] for one in (query / key_dim**0.5, key))
-    beta, keep = ba[:, :heads].sigmoid(), (F.softplus(ba[:, heads:] + rule.offset) * -rule.decay).exp()
+    beta, keep = rule.most * ba[:, :heads].sigmoid(), (F.softplus(ba[:, heads:] + rule.offset) * -rule.decay).exp()
     found = []
     for token, own in enumerate(value.unflatten(1, (heads, value_dim))):
         matrix *= keep[token, :, None, None]

@@ -14,14 +14,14 @@ import torch
 
 from tgi.microkernel.errors import UserError
 from tgi.worker.cpu_kernels.build import KernelsUnavailable, cache_directory
-from tgi.worker.decoder_config import Mixer
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 
 log = logging.getLogger(__name__)
 
 # The modules that have kernels, each with a `self_test(device)` that raises unless they compute there what torch does.
-EVERY_MODEL, DECODER, INVARIANT, QUANTIZED, EXPERTS, LATENT, SHORT_CONV, GATED_DELTA = (
-    tuple(f"tgi.worker.gpu_kernels.{name}" for name in names.split())
+PACKAGE = "tgi.worker.gpu_kernels"
+EVERY_MODEL, DECODER, INVARIANT, QUANTIZED, EXPERTS, LATENT, RECURRENT = (
+    tuple(f"{PACKAGE}.{name}" for name in names.split())
     for names in (
         "kv_write paged_attention sampling",
         "norm gated_activation lora",
@@ -29,11 +29,10 @@ EVERY_MODEL, DECODER, INVARIANT, QUANTIZED, EXPERTS, LATENT, SHORT_CONV, GATED_D
         "quantized_matmul float8",
         "routing grouped_matmul",
         "latent_write",
-        "causal_conv",
         "causal_conv delta_rule",
     )
 )
-MODULES = (*EVERY_MODEL, *DECODER, *INVARIANT, *QUANTIZED, *EXPERTS, *LATENT, *GATED_DELTA)
+MODULES = (*EVERY_MODEL, *DECODER, *INVARIANT, *QUANTIZED, *EXPERTS, *LATENT, *RECURRENT)
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -57,8 +56,8 @@ class GpuModelCandidate(Protocol):
         """Whether its attention is latent attention."""
 
     @property
-    def recurrent_mixers(self) -> frozenset[str]:
-        """The mixers of its recurrent layers: values of decoder_config.Mixer."""
+    def mixer_kernels(self) -> tuple[str, ...]:
+        """The modules here that its recurrent layers need."""
 
 
 def needed_modules(models: Sequence[GpuModelCandidate], batch_invariant: bool) -> tuple[str, ...]:
@@ -74,8 +73,7 @@ def needed_modules(models: Sequence[GpuModelCandidate], batch_invariant: bool) -
         modules = (*modules, *EXPERTS)
     if any(model.is_latent for model in models):
         modules = (*modules, *LATENT)
-    mixers = frozenset[str]().union(*(model.recurrent_mixers for model in models))
-    recurrent = (*SHORT_CONV * (Mixer.SHORT_CONV in mixers), *GATED_DELTA * (Mixer.GATED_DELTA in mixers))
+    recurrent = [f"{PACKAGE}.{name}" for model in models for name in model.mixer_kernels]
     return tuple(dict.fromkeys((*modules, *recurrent)))
 
 

@@ -12,6 +12,8 @@ from tgi.worker.cpu_kernels.program import Program
 from tgi.worker.cpu_kernels.recurrent import ConvForm
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.linear import Linear
+from tgi.worker.layers.recurrence import ChosenRows, MixerTensors, Recurrence
+from tgi.worker.mixers.short_conv import ShortConvConfig
 from tgi.worker.state_cache import StateRows
 
 
@@ -67,3 +69,16 @@ class ShortConv(NamedTuple):
     def append_to(self, program: Program, normed: int, x: int, gates: int, y: int) -> None:
         """Appends it to a program, of buffer x, written to y."""
         program.conv(x, y, self.layer, self.weight, self.bias, ConvForm.GATED)
+
+
+def load(tensors: MixerTensors, config: ShortConvConfig, local: range, number: int) -> Recurrence:
+    """Recurrent layer `number` of a rank that has the channels `local`."""
+    chosen, size = torch.arange(local.start, local.stop), config.channels
+    weight = tensors.vector("conv.weight", chosen, size, 1, config.kernel)[:, 0].t().contiguous()
+    bias = tensors.vector("conv.bias", chosen, size) if config.bias else None
+    thirds = torch.cat([chosen + third * size for third in range(3)])
+    return Recurrence(
+        tensors.input([ChosenRows("in_proj", 3 * size, thirds)], config.bias),
+        ShortConv(number, weight, bias, tensors.kernels),
+        tensors.output("out_proj", size, local, config.bias),
+    )

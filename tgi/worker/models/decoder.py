@@ -79,7 +79,11 @@ class DecoderModel:
             gpu_kernels=gpu,
             cache_scales=scales,
             value_dim=None if config.latent is None else config.latent.rank,
-            sinks=tuple(layer.sinks for layer in weights.layers if layer.sinks is not None),
+            sinks=tuple(
+                layer.attention.sinks
+                for layer in weights.layers
+                if layer.attention is not None and layer.attention.sinks is not None
+            ),
             state=_state_spec(config, dtype),
         )
         self.footprint = weights.footprint
@@ -245,7 +249,7 @@ class DecoderModel:
                 state=state_rows(batch, attention),
             )
             for number, layer in enumerate(self._weights.layers):
-                hidden = run_layer(layer, self._config.parallel, step.layer(number), hidden)
+                hidden = run_layer(layer, self._config, step.layer(number), hidden)
         if reader is not None:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
@@ -303,7 +307,7 @@ def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
         return None
     kept = config.recurrent.state
     tensors = {name: StateTensor(one.shape, torch.float32 if one.wide else dtype) for name, one in kept.items()}
-    return StateSpec((tensors,) * (len(config.layers) - len(config.attention_layers)))
+    return StateSpec((tensors,) * config.recurrent_layers)
 
 
 def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateStep | None:
@@ -312,24 +316,26 @@ def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateSte
     return None if rows is None else state_step(rows.cache.tensors, rows.cache.slot_bytes, rows.slots, rows.kept)
 
 
-def _activated_linear(mlp: Mlp | Experts) -> Linear | None:
+def _activated_linear(mlp: Mlp | Experts | None) -> Linear | None:
     """The layer of an MLP whose epilogue is the activation. None for experts, for which LoRA is not supported."""
     return mlp.gate or mlp.up if isinstance(mlp, Mlp) else None
 
 
 def layer_linears(layer: DecoderLayer) -> list[Linear]:
     """All linear layers of a decoder layer."""
+    mlps, found = [], []
+    if layer.recurrence is not None:
+        found += [layer.recurrence.input, *layer.recurrence.mixer.linears, layer.recurrence.output]
+    if (attention := layer.attention) is not None:
+        latent = attention.latent
+        queries = () if latent is None else (latent.query_down, latent.query)
+        found += [one for one in (attention.qkv, attention.output, attention.output_gate, *queries) if one is not None]
     if isinstance(layer.mlp, Mlp):
-        mlps, router = [layer.mlp], []
-    else:
-        mlps = list(layer.mlp.experts) if isinstance(layer.mlp, MixtureOfExperts) else []
-        shared, router = layer.mlp.shared, [layer.mlp.router.linear]
-        if shared is not None:
+        mlps.append(layer.mlp)
+    elif layer.mlp is not None:
+        mlps += list(layer.mlp.experts) if isinstance(layer.mlp, MixtureOfExperts) else []
+        found.append(layer.mlp.router.linear)
+        if (shared := layer.mlp.shared) is not None:
             mlps.append(shared.mlp)
-            router += [] if shared.gate is None else [shared.gate]
-    inside = [linear for mlp in mlps for linear in mlp if linear is not None]
-    mixing = [layer.qkv, layer.output, *([] if layer.output_gate is None else [layer.output_gate])]
-    mixing += [] if layer.mixer is None else layer.mixer.linears
-    queries = () if layer.latent is None else (layer.latent.query_down, layer.latent.query)
-    mixing += [one for one in queries if one is not None]
-    return [*mixing, *router, *inside]
+            found += [] if shared.gate is None else [shared.gate]
+    return [*found, *(linear for mlp in mlps for linear in mlp if linear is not None)]

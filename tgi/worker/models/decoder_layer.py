@@ -7,7 +7,7 @@ which the CPU kernels run later without returning to Python in between.
 
 from collections.abc import Sequence
 from enum import IntEnum, auto
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,21 +23,19 @@ from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.layers.embedding import Embedding
-from tgi.worker.layers.gated_delta import GatedDelta, exactly
+from tgi.worker.layers.gated_delta import exactly
 from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
+from tgi.worker.layers.recurrence import Recurrence, RecurrentMixer
 from tgi.worker.layers.rotary import RotaryEmbedding
-from tgi.worker.layers.short_conv import ShortConv
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
 from tgi.worker.lora.launched_deltas import LaunchedDeltas, LaunchedLayerDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
 from tgi.worker.lora.projections import PROJECTION_GROUPS
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.state_cache import StateRows
-
-RecurrentMixer: TypeAlias = ShortConv | GatedDelta
 
 
 class DecoderLayer(NamedTuple):
@@ -46,20 +44,25 @@ class DecoderLayer(NamedTuple):
     The last matrix of each part (`output`, `mlp.down`) adds the residual in its epilogue, where no norm follows it.
     """
 
-    attention_before: Norm | None
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]; of latent attention the key alone, [head_dim, hidden]
-    # Norms of queries and keys: each applies to the next weight.numel() columns of the qkv result.
-    query_key_norms: tuple[Norm, ...]
-    output: Linear
+    attention_before: Norm | None  # of the input of attention and of a recurrent mixer
+    attention: "AttentionWeights | None"  # None: the layer has none
+    recurrence: Recurrence | None  # None: the layer is not recurrent
     attention_after: Norm | None
     mlp_before: Norm | None
-    mlp: Mlp | Experts
+    mlp: Mlp | Experts | None  # None: the layer has none
     mlp_after: Norm | None
+
+
+class AttentionWeights(NamedTuple):
+    """The weights of attention."""
+
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]; of latent attention the key alone, [head_dim, hidden]
+    output: Linear
+    # Norms of queries and keys: each applies to the next weight.numel() columns of the qkv result.
+    query_key_norms: tuple[Norm, ...] = ()
     latent: "LatentProjections | None" = None  # of latent attention
     sinks: Tensor | None = None  # float32 [heads], see KVCacheSpec.sinks
-    # Of a recurrent layer, what `qkv` and `output` are the projections of; None: attention.
-    mixer: RecurrentMixer | None = None
-    output_gate: Linear | None = None  # of attention: its result is multiplied by sigmoid(output_gate(input))
+    output_gate: Linear | None = None  # the result is multiplied by sigmoid(output_gate(input))
 
 
 class LatentProjections(NamedTuple):
@@ -124,39 +127,47 @@ class LayerOperations(Protocol[X]):
     def all_reduce(self, x: X) -> X:
         """The sum of x over all ranks. May overwrite x."""
 
-    def add_residual(self, x: X, hidden: X) -> X:
-        """hidden + residual_scale * x."""
+    def add_residual(self, x: X, hidden: X, scale: float) -> X:
+        """hidden + scale * x."""
 
 
-def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X], hidden: X) -> X:
-    """The hidden states after the layer. In a parallel layer, attention and MLP have the same input."""
-    ahead = None
+def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOperations[X], hidden: X) -> X:
+    """The hidden states after the layer. In a parallel layer, attention and MLP have the same input, and so have
+    attention and a recurrent mixer of one layer."""
+    ahead, parallel, scale = None, config.parallel, config.residual_scale
     if parallel and layer.mlp_before is not None:  # computed first, since attention adds to `hidden`
         assert isinstance(layer.mlp, Mlp)
         ahead = operations.gate_up(layer.mlp, operations.norm(layer.mlp_before, hidden))
     normed = _norm(layer.attention_before, operations, hidden)
-    if layer.latent is not None:
-        mixed, last = _attend_latent(layer.latent, layer.qkv, operations, normed), "output"
-    elif layer.mixer is None:
-        mixed, last = (
-            operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms),
-            "output",
+    if layer.recurrence is not None:
+        first, mixer, last = layer.recurrence
+        mixed = operations.mix(mixer, normed, operations.linear(MIXER_INPUT, first, normed))
+        hidden = _project_and_add(MIXER_OUTPUT, last, layer.attention_after, operations, mixed, hidden, scale)
+    if layer.attention is not None:
+        mixed, factor = _attend(layer.attention, operations, normed), scale * config.attention_output_scale
+        hidden = _project_and_add(
+            "output", layer.attention.output, layer.attention_after, operations, mixed, hidden, factor
         )
-        if layer.output_gate is not None:
-            mixed = operations.gate(layer.output_gate, normed, mixed)
-    else:
-        projected = operations.linear(MIXER_INPUT, layer.qkv, normed)
-        mixed, last = operations.mix(layer.mixer, normed, projected), MIXER_OUTPUT
-    hidden = _project_and_add(last, layer.output, layer.attention_after, operations, mixed, hidden)
+    if layer.mlp is None:
+        return hidden
     if not parallel:
         normed = _norm(layer.mlp_before, operations, hidden)
+    scale = scale * config.mlp_scales[1]
     if isinstance(layer.mlp, Mlp):
         inner = operations.gate_up(layer.mlp, normed) if ahead is None else ahead
-        return _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden)
+        return _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden, scale)
     mixed = operations.experts(layer.mlp, normed)
     if layer.mlp.partial_sum:
         mixed = operations.all_reduce(mixed)
-    return operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden)
+    return operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden, scale)
+
+
+def _attend(attention: AttentionWeights, operations: LayerOperations[X], x: X) -> X:
+    """The input of the output projection."""
+    if attention.latent is not None:
+        return _attend_latent(attention.latent, attention.qkv, operations, x)
+    mixed = operations.attend(operations.linear("attention", attention.qkv, x), attention.query_key_norms)
+    return mixed if attention.output_gate is None else operations.gate(attention.output_gate, x, mixed)
 
 
 def _attend_latent(latent: LatentProjections, key: Linear, operations: LayerOperations[X], x: X) -> X:
@@ -169,15 +180,15 @@ def _attend_latent(latent: LatentProjections, key: Linear, operations: LayerOper
 
 
 def _project_and_add(
-    group: str, linear: Linear, after: Norm | None, operations: LayerOperations[X], x: X, hidden: X
+    group: str, linear: Linear, after: Norm | None, operations: LayerOperations[X], x: X, hidden: X, scale: float
 ) -> X:
-    """hidden + residual_scale * after(linear(x))."""
+    """hidden + scale * after(linear(x))."""
     if linear.epilogue == "add":
         return operations.linear(group, linear, x, hidden)
     projected = operations.linear(group, linear, x)
     if linear.partial_sum:
         projected = operations.all_reduce(projected)
-    return operations.add_residual(_norm(after, operations, projected), hidden)
+    return operations.add_residual(_norm(after, operations, projected), hidden, scale)
 
 
 def _norm(norm: Norm | None, operations: LayerOperations[X], x: X) -> X:
@@ -308,9 +319,8 @@ class TensorOperations(NamedTuple):
         self.step.communicator.all_reduce(x[: self.step.tokens])
         return x
 
-    def add_residual(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """x + hidden."""
-        scale = self.step.config.residual_scale
+    def add_residual(self, x: Tensor, hidden: Tensor, scale: float) -> Tensor:
+        """hidden + scale * x."""
         return hidden + (x if scale == 1.0 else x * scale)
 
 
@@ -362,11 +372,11 @@ def write_program(
     changed it.
     """
     layers = weights.layers
-    recordable = all(isinstance(layer.mlp, Mlp) or _packed_experts(layer.mlp) is not None for layer in layers)
+    recordable = all(layer.mlp is None or isinstance(layer.mlp, Mlp) or _packed_experts(layer.mlp) for layer in layers)
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
     if kv.cpu_kernels is None or not recordable or not normed:
         return None
-    mixer_widths = next((layer.mixer.widths for layer in layers if layer.mixer is not None), (0, 0, 0))
+    mixer_widths = next((layer.recurrence.mixer.widths for layer in layers if layer.recurrence is not None), (0, 0, 0))
     widths = {
         ProgramBuffer.HIDDEN: config.hidden,
         ProgramBuffer.NORMED: config.hidden,
@@ -389,7 +399,7 @@ def write_program(
         return None
     for number, layer in enumerate(layers):
         operations = ProgramOperations(program, config, rotaries, kv, number, communicator)
-        run_layer(layer, config.parallel, operations, ProgramBuffer.HIDDEN)
+        run_layer(layer, config, operations, ProgramBuffer.HIDDEN)
     scoring = config.logit_scale, config.logit_cap
     weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring, shards)
     return program
@@ -494,9 +504,9 @@ class ProgramOperations(NamedTuple):
         self.program.all_reduce(x, self.communicator.handle)
         return x
 
-    def add_residual(self, x: ProgramBuffer, hidden: ProgramBuffer) -> ProgramBuffer:
-        """x + hidden."""
-        self.program.add(x, hidden, self.config.residual_scale)
+    def add_residual(self, x: ProgramBuffer, hidden: ProgramBuffer, scale: float) -> ProgramBuffer:
+        """hidden + scale * x."""
+        self.program.add(x, hidden, scale)
         return hidden
 
     def _delta(self, group: str, x: ProgramBuffer) -> LoraTarget | None:

@@ -11,7 +11,7 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint, RandomCheckpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
-from tgi.worker.decoder_config import DecoderConfig, Mixer, UnsupportedConfig
+from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -55,10 +55,10 @@ class ModelSpec(NamedTuple):
         return self.decoder is not None and self.decoder.latent is not None
 
     @property
-    def recurrent_mixers(self) -> frozenset[str]:
-        """The mixers of its recurrent layers."""
-        layers = () if self.decoder is None else self.decoder.layers
-        return frozenset(str(layer.mixer) for layer in layers) - {Mixer.ATTENTION}
+    def mixer_kernels(self) -> tuple[str, ...]:
+        """The modules of gpu_kernels/ that its recurrent layers need."""
+        recurrent = None if self.decoder is None else self.decoder.recurrent
+        return () if recurrent is None else recurrent.gpu_kernels
 
 
 def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) -> ModelSpec:
@@ -74,6 +74,10 @@ def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) ->
         try:
             return ModelSpec(read_decoder_config(config), number, scheme)
         except UnsupportedConfig as reason:
+            if FAMILIES[config["model_type"]].mixer is not None:  # transformers_model.py has attention alone
+                raise UserError(
+                    f"{directory}/config.json has {reason}, which is not served of {config['model_type']}."
+                ) from reason
             log.debug("%s in %s/config.json: this model runs through transformers", reason, directory)
         except KeyError as error:
             if IS_PART in config:  # which leaves out what is the default of its class

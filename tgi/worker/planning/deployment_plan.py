@@ -24,7 +24,7 @@ from tgi.worker.lora.config import LoraConfig
 from tgi.worker.lora.projections import adapter_bytes
 from tgi.worker.models.config_reader import read_config, read_decoder_config, stored_dtype
 from tgi.worker.models.families import FAMILIES
-from tgi.worker.models.weight_shapes import MatrixShape, matrices, vectors
+from tgi.worker.models.weight_shapes import matrices, vectors
 from tgi.worker.planning.devices import Devices
 from tgi.worker.quantization.config import GGUF_METHOD, QuantizationConfig, find_config
 from tgi.worker.quantization.weight_forms import (
@@ -37,6 +37,7 @@ from tgi.worker.quantization.weight_forms import (
     form_made_at_load,
     weight_bytes,
 )
+from tgi.worker.tensor_shapes import MatrixShape
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_RANKS = 64
@@ -263,7 +264,7 @@ def _state_bytes(config: DecoderConfig, itemsize: int) -> int:
     if config.recurrent is None:
         return 0
     layer = sum(state_tensor_bytes(one.shape, 4 if one.wide else itemsize) for one in config.recurrent.state.values())
-    return layer * (len(config.layers) - len(config.attention_layers))
+    return layer * config.recurrent_layers
 
 
 def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: Settings) -> tuple[int, int]:
@@ -348,7 +349,8 @@ def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
 
 def _require_sizes(config: DecoderConfig) -> DecoderConfig:
     """The config. Raises ValueError unless its sizes are numbers above 0."""
-    for name in ("vocab_size", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "context_length"):
+    names = ["vocab_size", "hidden", "heads", "kv_heads", "head_dim", "context_length"]
+    for name in [*names, *["intermediate"] * any(layer.has_mlp for layer in config.layers)]:
         size = getattr(config, name)
         if not isinstance(size, int) or size <= 0:
             raise ValueError(f"{name} is {size!r}, but a whole number above 0 is expected")
@@ -431,7 +433,7 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
     left = [_cache_memory(deployment, *each, devices, settings) for each in zip(shards, needs, strict=True)]
     # As many pages as every rank has memory for.
     pages = [
-        min(getattr(one, name) // (need.kv_token * page) for one, need in zip(left, needs, strict=True))
+        min(getattr(one, name) // (need.kv_token * page or need.state) for one, need in zip(left, needs, strict=True))
         for name in ("default", "available")
     ]
     usable = devices.bytes * (1.0 if devices.is_cpu else settings.cuda_memory_fraction)
@@ -450,7 +452,7 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         state_bytes=most.state,
     )
     try:
-        limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * page_bytes for n in pages)))
+        limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * required.unit_bytes for n in pages)))
     except UserError as error:
         return replace(none, problem=str(error))
     # The worker loads adapters last, into the memory that the KV cache leaves.
