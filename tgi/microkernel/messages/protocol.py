@@ -452,6 +452,19 @@ class PoolingInput(NamedTuple):
     prompt: str = ""  # the name of one of the model's prompts, which precedes the text
 
 
+class ImageInput(NamedTuple):
+    """An image of a prompt, which a media process has fetched, decoded and processed.
+
+    The prompt has a placeholder for each image, the model's image token, in the order of the images. The placeholder's
+    id is replaced by `prompt_ids`. The file `name` of the media directory has the tensors that the model's processor
+    returned (safetensors).
+    """
+
+    digest: bytes  # 16 bytes, of the encoded image, the processor's configuration and its arguments
+    prompt_ids: bytes  # int32
+    name: str  # see valid_file_name
+
+
 class Generate(NamedTuple):
     """A generation request. The prompt is `inputs`, or `chat` or `input_ids` if one of these is not empty.
 
@@ -473,6 +486,8 @@ class Generate(NamedTuple):
     `resume_ids`, from any api, takes it over: all is sent again under the new rid, then what follows.
 
     With `alone` the tokenizer works on the request only while it has nothing else in progress.
+
+    `images` belong to `inputs` or `chat`, whose text has a placeholder for each.
     """
 
     rid: int
@@ -501,10 +516,11 @@ class Generate(NamedTuple):
     context: RequestContext = RequestContext()
     pooling: PoolingInput | None = None  # with max_new_tokens 0: the request ends in a vector
     listed_texts: list[str] = []  # with `top_n` > 0
+    images: list[ImageInput] = []  # in the order of their placeholders
 
 
 class Tokenize(NamedTuple):
-    """A request of the tokenize routes. `chat` and `alone` as in Generate. Answered by Tokenized."""
+    """A request of the tokenize routes. `chat`, `alone` and `images` as in Generate. Answered by Tokenized."""
 
     rid: int
     inputs: str
@@ -513,6 +529,7 @@ class Tokenize(NamedTuple):
     alone: bool = False
     context: RequestContext = RequestContext()
     ids: bytes = b""  # int32: to be converted to text, in place of `inputs`
+    images: list[ImageInput] = []
 
 
 class Cancel(NamedTuple):
@@ -572,6 +589,31 @@ class PageExtra(NamedTuple):
     digest: bytes
 
 
+class ImageSegment(NamedTuple):
+    """The ids of a prompt that stand for an image: their embeddings come from the model's vision tower.
+
+    `count` ids from `position` on; those among them that are not the model's image token, such as marks of rows, are
+    embedded as text. The worker reads the file `name` of the media directory when it computes the image, and keeps
+    its embeddings under the `digest`.
+    """
+
+    position: int
+    count: int
+    digest: bytes
+    name: str  # see valid_file_name
+
+
+# Of an image's digest, and of the name of its file.
+IMAGE_DIGEST_BYTES = 16
+MAX_FILE_NAME = 255
+
+
+def valid_file_name(name: str) -> bool:
+    """Whether this names a file of the media directory itself: letters, digits, `.`, `-` and `_`, not a dot first."""
+    plain = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()
+    return plain and not name.startswith(".") and len(name) <= MAX_FILE_NAME
+
+
 class Add(NamedTuple):
     """A tokenized request. `resume_ids` were generated before (by a worker or scheduler that died, or before a
     preemption): they are computed as prefill and count as generated.
@@ -583,6 +625,8 @@ class Add(NamedTuple):
     `prompt_logprobs_from` and `prompt_top_n` as in Generate, answered by PromptLogprobs; 0: not wanted. With
     `max_new_tokens` 0 they or `pooling` are required: the request ends when all prompt logprobs were sent, or with the
     vector of its prompt.
+
+    For each of `images` the prefix cache needs one of `extras`, at its position.
     """
 
     rid: int
@@ -597,6 +641,7 @@ class Add(NamedTuple):
     context: RequestContext = RequestContext()
     pooling: bool = False  # the request ends in a vector (End.vector)
     extras: list[PageExtra] = []  # in the order of positions
+    images: list[ImageSegment] = []  # in the order of positions, none of them in another
 
 
 class Stop(NamedTuple):
@@ -622,6 +667,7 @@ class SlotAssignment(NamedTuple):
     prompt_logprobs_from: int = 0
     prompt_top_n: int = 0
     extras: list[PageExtra] = []  # of its pages, the adapter included; HeldPages tells them to the next scheduler
+    images: list[ImageSegment] = []  # of its prompt
 
 
 class Step(NamedTuple):
