@@ -592,13 +592,13 @@ class PageExtra(NamedTuple):
 class ImageSegment(NamedTuple):
     """The ids of a prompt that stand for an image: their embeddings come from the model's vision tower.
 
-    `count` ids from `position` on; those among them that are not the model's image token, such as marks of rows, are
+    `length` ids from `position` on; those among them that are not the model's image token, such as marks of rows, are
     embedded as text. The worker reads the file `name` of the media directory when it computes the image, and keeps
     its embeddings under the `digest`.
     """
 
     position: int
-    count: int
+    length: int
     digest: bytes
     name: str  # see valid_file_name
 
