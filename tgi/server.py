@@ -68,7 +68,11 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     rundir.create_run_dir(settings.run_dir)
     first = not rundir.lock_holders(settings.run_dir)
     settings = replace(settings, pipeline=0 if first else rundir.read_pipeline(settings.run_dir))
-    counts = {"api": settings.api_workers, "tokenizer": settings.validation_workers}
+    counts = {
+        "api": settings.api_workers,
+        "media": settings.media_workers,
+        "tokenizer": settings.validation_workers,
+    }
     # The single roles first, which reject a second server.
     claims = [
         rundir.claim_process(settings.run_dir, role)
@@ -101,6 +105,12 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if "api" in roles and settings.compute_type is None:
         settings = replace(settings, compute_type=compute_type(settings))
     settings = progress.settings = _with_model(settings, roles, progress)
+    if not settings.sees_images:
+        for claim in [claim for claim in claims if claim.role == "media"]:
+            claim.lock.release()
+            claims.remove(claim)
+    elif "media" in roles:
+        rundir.create_media_directory(settings.run_dir, empty=first)
     specs = [
         ProcessSpec(
             role,
@@ -129,6 +139,8 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
             metrics_server.close()
         for started in fork_servers.values():
             started.close()
+        if set(rundir.lock_holders(settings.run_dir).values()) <= {os.getpid()}:
+            rundir.remove_media_directory(settings.run_dir)
         for lock in [claim.lock for claim in claims] + [spec.lock for spec in specs if spec.lock is not None]:
             lock.release()
 
@@ -278,7 +290,7 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     from tgi.hub.resolver import DEFAULT_MODEL, model_directory
 
     named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
-    if not {"tokenizer", "worker"} & set(roles):
+    if not {"media", "tokenizer", "worker"} & set(roles):
         return named
     fetch = partial(
         model_directory,
@@ -305,14 +317,22 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         generation_config=None if generation in GENERATION_CONFIGS else _path(generation),
     )
     directory = overridden_directory(directory, changes, settings.run_dir / "models")
-    read_model_config(directory, weights=reads_weights)  # rejects an unsupported model before any process starts
+    card = read_model_config(directory, weights=reads_weights)  # rejects an unsupported model before any process starts
     if read_pooling_config(directory) is not None:
         _require_no_generation_settings(settings)
-    known = replace(known, model_dir=directory)
+    known = replace(known, model_dir=directory, sees_images=_sees_images(settings, directory, card.model_type))
     if generation != "tgi":
         known = replace(known, sampling_defaults=read_sampling_defaults(directory))
     logger.debug("Sampling defaults of /v1: %s", known.sampling_defaults.given)
     return _with_adapters(_with_draft(known, fetch), progress) if has_worker else known
+
+
+def _sees_images(settings: Settings, directory: Path, model_type: str) -> bool:
+    """Whether images of requests are loaded. The scripted worker computes nothing, so it takes those of any model."""
+    from tgi.hub.vision import WITH_TOWER, is_vision_model
+
+    served = settings.worker == "scripted" or model_type in WITH_TOWER
+    return served and settings.media_workers > 0 and is_vision_model(directory, model_type)
 
 
 # Settings that a model that ends in a vector does not have, with their values of "not set".
