@@ -15,7 +15,7 @@ from torch import Tensor
 from scripts.make_vision_model import IMAGE_TOKEN_ID
 from tests.models import vision_model as make
 from tests.worker.scheduled import ScheduledEngine
-from tgi.hub.vision import VISION_FAMILIES, vision_family
+from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
 from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
 from tgi.worker.attention import build_attention
 from tgi.worker.engine.engine import TorchEngine

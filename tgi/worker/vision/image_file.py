@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgi.hub.vision import VisionFamily
+from tgi.hub.vision_towers import VisionFamily
 from tgi.microkernel.messages.protocol import valid_file_name
 
 # Of a file: a megapixel of patches is 12 MB in float32.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tgi.hub.vision import VisionFamily
+from tgi.hub.vision_towers import VisionFamily
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.vision.image_file import BadImage
