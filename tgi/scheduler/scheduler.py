@@ -487,7 +487,8 @@ class Scheduler:
             self._requeue_running()
             self._begin_trial(in_progress, quarantined, now, f"Server error: {fault}")
             return
-        self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us)
+        prefilled = step.prefill_tokens + step.encoder_positions
+        self._prefill_budget.record_step(step.decode_rows, prefilled, result.forward_us)
         self._step_limits.record(step.size, seconds)
         if was_alone and 0 < result.forward_us < 1e6 * seconds:
             self._step_limits.record_transit(seconds - result.forward_us / 1e6)

@@ -16,6 +16,8 @@ from tgi.microkernel.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# How the names of the decoder's tensors begin in a model of text alone, and those of layers for drafts.
+OF_DECODER = ("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head.", "mtp.")
 
 
 class Checkpoint:
@@ -87,6 +89,11 @@ class Checkpoint:
         except SafetensorError as error:
             raise UserError(f"Tensor {name!r} cannot be read from {path}: {error}. {_AGAIN}") from error
         return tensor
+
+    def outside_text(self) -> dict[str, Tensor]:
+        """The tensors that do not belong to the decoder of a multimodal model, by their stored names."""
+        others = (name for name in self if not name.startswith(OF_DECODER))
+        return {self._stored_names[name]: self.raw_tensor(name) for name in others}
 
     def file_of(self, name: str) -> Path:
         """The file of a tensor; the directory, if no tensor has this name."""

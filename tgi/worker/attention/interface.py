@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from tgi.worker.lora.deltas import AdapterSpan
 
 
+class ImageRows(NamedTuple):
+    """The tokens of a step that stand for parts of images, as the vision tower computed them."""
+
+    indices: Tensor  # int64 [n] into T, distinct
+    embeddings: Tensor  # [n, hidden], in place of those of the tokens
+    deeper: tuple[Tensor, ...] = ()  # [n, hidden] each: added to the result of each of the first layers
+
+
 class ForwardBatch(NamedTuple):
     """Input of one forward pass: R rows (sequences) with T tokens in all, and D tokens whose logits are wanted.
 
@@ -45,6 +53,9 @@ class ForwardBatch(NamedTuple):
     # int32 [R]: the slot of the StateCache that each row reads and overwrites; no two rows of one. A row without tokens
     # before this step starts from zeros, whatever its slot holds. None: the model has no recurrent layers.
     state_slots: Tensor | None = None
+    images: ImageRows | None = None
+    # int64 [3, T]: what the rotary embedding takes in place of `positions`, on each axis. None: the same on all.
+    rope_positions: Tensor | None = None
 
 
 class KVCacheSpec(NamedTuple):

@@ -158,7 +158,7 @@ class DecodeFastPath:
 
     def remember_greedy_step(self, step: Step, rows: StepRows, batch: ForwardBatch, greedy: GreedyTokens) -> None:
         """Remembers a step that was computed from a batch and needed only the greedy tokens."""
-        if not self._supported or not rows.plain_decode or batch.lora_spans:
+        if not self._supported or not rows.plain_decode or batch.lora_spans or batch.rope_positions is not None:
             return
         if self._slots.faults.keys().isdisjoint(rows.slots.tolist()):
             self._previous = GreedyStep(step, rows, batch, greedy)
