@@ -44,6 +44,8 @@ RAY_PORT_OFFSET = 100
 
 # The packages of requirements/worker.txt.
 WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf")
+# Of these, and PIL, those that load images.
+MEDIA_PACKAGES = ("safetensors", "numpy", "transformers", "PIL")
 
 
 def run_server(settings: Settings, roles: Sequence[str]) -> None:
@@ -105,12 +107,14 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if "api" in roles and settings.compute_type is None:
         settings = replace(settings, compute_type=compute_type(settings))
     settings = progress.settings = _with_model(settings, roles, progress)
-    if not settings.sees_images:
+    # Also for a model that reads text alone: `tgi reload` may follow with another one.
+    media_lock = rundir.create_media_directory(settings.run_dir) if "media" in roles else None
+    if "media" in roles and settings.sees_images:
+        interpreter.require_packages(MEDIA_PACKAGES, "Loading images")
+    else:
         for claim in [claim for claim in claims if claim.role == "media"]:
             claim.lock.release()
             claims.remove(claim)
-    elif "media" in roles:
-        rundir.create_media_directory(settings.run_dir, empty=first)
     specs = [
         ProcessSpec(
             role,
@@ -139,8 +143,8 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
             metrics_server.close()
         for started in fork_servers.values():
             started.close()
-        if set(rundir.lock_holders(settings.run_dir).values()) <= {os.getpid()}:
-            rundir.remove_media_directory(settings.run_dir)
+        if media_lock is not None:
+            media_lock.release()
         for lock in [claim.lock for claim in claims] + [spec.lock for spec in specs if spec.lock is not None]:
             lock.release()
 
@@ -288,6 +292,7 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     from tgi.hub.overrides import ModelOverrides, overridden_directory
     from tgi.hub.pooling import read_pooling_config
     from tgi.hub.resolver import DEFAULT_MODEL, model_directory
+    from tgi.hub.vision_towers import vision_family
 
     named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
     if not {"media", "tokenizer", "worker"} & set(roles):
@@ -317,22 +322,16 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         generation_config=None if generation in GENERATION_CONFIGS else _path(generation),
     )
     directory = overridden_directory(directory, changes, settings.run_dir / "models")
-    card = read_model_config(directory, weights=reads_weights)  # rejects an unsupported model before any process starts
+    read_model_config(directory, weights=reads_weights)  # rejects an unsupported model before any process starts
     if read_pooling_config(directory) is not None:
         _require_no_generation_settings(settings)
-    known = replace(known, model_dir=directory, sees_images=_sees_images(settings, directory, card.model_type))
+    known = replace(
+        known, model_dir=directory, sees_images=settings.media_workers > 0 and vision_family(directory) is not None
+    )
     if generation != "tgi":
         known = replace(known, sampling_defaults=read_sampling_defaults(directory))
     logger.debug("Sampling defaults of /v1: %s", known.sampling_defaults.given)
     return _with_adapters(_with_draft(known, fetch), progress) if has_worker else known
-
-
-def _sees_images(settings: Settings, directory: Path, model_type: str) -> bool:
-    """Whether images of requests are loaded. The scripted worker computes nothing, so it takes those of any model."""
-    from tgi.hub.vision import WITH_TOWER, is_vision_model
-
-    served = settings.worker == "scripted" or model_type in WITH_TOWER
-    return served and settings.media_workers > 0 and is_vision_model(directory, model_type)
 
 
 # Settings that a model that ends in a vector does not have, with their values of "not set".

@@ -1,7 +1,6 @@
-"""Vision models: which models the server gives images, and what stands for an image in their prompts."""
+"""What stands for an image in the prompts of vision models (vision_towers.py says which are served)."""
 
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 from tgi.hub.model_config import ModelConfig
@@ -31,8 +30,6 @@ IMAGE_TOKENS = {
     "qwen3_vl_moe": "image_token_id",
     "smolvlm": "image_token_id",
 }
-# Of these the worker has the vision tower. The others are served without images.
-WITH_TOWER: frozenset[str] = frozenset()
 
 
 class VisionConfig(NamedTuple):
@@ -40,12 +37,6 @@ class VisionConfig(NamedTuple):
 
     model_type: str
     image_token: str  # a prompt has one for each image
-
-
-def is_vision_model(directory: Path, model_type: str) -> bool:
-    """Whether a model directory has a model that sees images, of which the processor is there, too."""
-    files = ("preprocessor_config.json", "processor_config.json")
-    return model_type in IMAGE_TOKENS and any((directory / name).is_file() for name in files)
 
 
 def read_vision_config(config: ModelConfig) -> VisionConfig:

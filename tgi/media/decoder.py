@@ -72,7 +72,7 @@ def _upright(image: Image.Image) -> Image.Image:
     exif[ORIENTATION] = orientation
     copy = image.copy()
     copy.info.pop("exif", None)
-    copy._exif = exif  # type: ignore[attr-defined]  # what getexif returns: this entry alone
+    copy._exif = exif  # what getexif returns: this entry alone
     return ImageOps.exif_transpose(copy)
 
 

@@ -142,7 +142,10 @@ def _get(parts: SplitResult, rules: FetchRules, deadline: float) -> bytes | str:
         connection.putheader("Accept", "image/*")
         connection.putheader("Accept-Encoding", "identity")
         connection.endheaders()
-        return _read(connection.getresponse(), parts, rules)
+        found = _read(connection.getresponse(), parts, rules)
+        if time.monotonic() >= deadline:  # a body of unknown length has ended with the connection
+            raise TimeoutError
+        return found
     finally:
         watchdog.cancel()
         sock.close()
@@ -157,13 +160,16 @@ def _read(response: http.client.HTTPResponse, parts: SplitResult, rules: FetchRu
     if response.getheader("content-encoding", "identity").lower() != "identity":
         raise ImageError(f"{_shown(parts)} has sent a compressed body, which was not asked for")
     too_large = ImageError(f"the image is larger than {rules.max_bytes} bytes")
-    if (response.length or 0) > rules.max_bytes:
+    length = response.length
+    if (length or 0) > rules.max_bytes:
         raise too_large
     body = bytearray()
     while chunk := response.read(CHUNK_BYTES):
         body += chunk
         if len(body) > rules.max_bytes:
             raise too_large
+    if length is not None and len(body) < length:
+        raise http.client.IncompleteRead(b"", length - len(body))
     return bytes(body)
 
 

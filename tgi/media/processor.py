@@ -3,6 +3,7 @@ prompt."""
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ def keep_torch_out() -> None:
     """Has transformers believe that torch is not installed, which it would import: 340 MB and seconds. To be called in
     a process that needs its processors alone, before it is imported."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would tell every user that torch is missing
 
 
 class ImageProcessor:
@@ -89,12 +91,6 @@ def _load(directory: Path, model_type: str) -> Any:
         """The processor of a model with images alone."""
 
         @classmethod
-        def get_attributes(cls) -> list[str]:
-            """Of the class, whose __init__ has the names."""
-            names: list[str] = super().get_attributes()
-            return names
-
-        @classmethod
         def _get_arguments_from_pretrained(cls, path: Any, processor_dict: Any = None, **kwargs: Any) -> list[Any]:
             parts = {
                 "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(path, backend="pil"),
@@ -102,7 +98,7 @@ def _load(directory: Path, model_type: str) -> Any:
             }
             return [parts.get(name, lambda: None)() for name in cls.get_attributes()]
 
-        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             """Parts may be missing."""
             return type(argument)
 

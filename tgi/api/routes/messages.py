@@ -2,7 +2,6 @@
 and the answer is written as content blocks, whole or as events."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -179,8 +178,12 @@ def _result(content: str | Sequence[shapes.ResultBlock] | None, tools: OfferedTo
 def _content(said: Sequence[TextChunk | ImagePart]) -> Any:
     """One text, or parts if some are images. Adjacent texts are lines of one."""
     parts: list[TextChunk | ImagePart] = []
-    for are_texts, group in groupby(said, lambda part: isinstance(part, TextChunk)):
-        parts += [TextChunk("\n".join(part.text for part in group))] if are_texts else [*group]  # type: ignore[union-attr]
+    for part in said:
+        before = parts[-1] if parts else None
+        if isinstance(part, TextChunk) and isinstance(before, TextChunk):
+            parts[-1] = TextChunk(f"{before.text}\n{part.text}")
+        else:
+            parts.append(part)
     if not parts:
         return ""
     return parts[0].text if len(parts) == 1 and isinstance(parts[0], TextChunk) else parts

@@ -28,6 +28,7 @@ PIPELINE_FILE = "pipeline"
 SINGLE_ROLES = ("scheduler", "worker")
 # Where Linux keeps files in memory.
 SHARED_MEMORY = Path("/dev/shm")
+MEDIA_HASH_DIGITS = 16  # of a media directory's name there
 # The pid of a lock holder that has not written it yet, or has erased it.
 UNKNOWN_PID = 0
 _SITE_ID = re.compile(r"[0-9a-f]{16}")
@@ -267,32 +268,53 @@ def media_directory(run: Path) -> Path:
     """The directory in which media processes leave images for the worker: in shared memory where the system has such a
     file system, else in the run directory."""
     if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        name = sha256(os.fsencode(run.absolute())).hexdigest()[:16]
+        name = sha256(os.fsencode(run.absolute())).hexdigest()[:MEDIA_HASH_DIGITS]
         return SHARED_MEMORY / f"tgi-{os.getuid()}-{name}"
     return run / "media"
 
 
-def create_media_directory(run: Path, *, empty: bool) -> None:
-    """Creates the media directory, private to this user; `empty`: without what a server before has left. Raises
-    UserError if another user has it."""
+class MediaDirectoryLock(NamedTuple):
+    """Keeps a media directory from being removed, for a supervisor of media processes."""
+
+    path: Path
+    descriptor: int
+
+    def release(self) -> None:
+        """Removes the directory with all that is in it, unless another supervisor has a lock."""
+        os.close(self.descriptor)
+        _remove_unused(self.path)
+
+
+def create_media_directory(run: Path) -> MediaDirectoryLock:
+    """Creates the media directory, private to this user, unless it is in use. Removes those that servers of this user
+    have left that were killed: the kernel has released their locks. Raises UserError if it cannot be used."""
     path = media_directory(run)
-    if empty:
-        remove_media_directory(run)
+    for left in path.parent.glob(path.name[:-MEDIA_HASH_DIGITS] + "*") if path.parent == SHARED_MEMORY else [path]:
+        _remove_unused(left)
     try:
-        path.mkdir(mode=0o700, exist_ok=not empty)
+        path.mkdir(mode=0o700, exist_ok=True)
         if fault := exposure(path.lstat()):
             raise UserError(f"The directory of images {path} {fault}. Remove it, or set TGI_RUN to another one.")
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
     except OSError as error:
         raise UserError(
-            f"Cannot create the directory of images {path}: {error.strerror}. Remove it, or set TGI_RUN to another one."
+            f"Cannot use the directory of images {path}: {error.strerror}. Remove it, or set TGI_RUN to another one."
         ) from error
+    return MediaDirectoryLock(path, descriptor)
 
 
-def remove_media_directory(run: Path) -> None:
-    """Removes the media directory with all that is in it, if it is this user's. One that cannot be removed stays."""
-    path = media_directory(run)
-    if os.path.lexists(path) and not exposure(path.lstat()):
-        shutil.rmtree(path, ignore_errors=True)
+def _remove_unused(path: Path) -> None:
+    """Removes a media directory of this user on which no process has a lock, if it can be."""
+    with contextlib.suppress(OSError):  # it is gone
+        if exposure(path.lstat()):
+            return
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def pipeline_directory(run: Path, pipeline: int) -> Path:
