@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.make_model import fill, make_config, make_tokenizer, write_json
+from scripts.vision_processors import write_processor
 
 VOCAB = 512
 # Added to the tokenizer, with the last ids.
@@ -135,7 +136,7 @@ def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype:
         _transpose_experts(directory / "model.safetensors")
     make_tokenizer(text, directory, VOCAB - len(IMAGE_TOKENS), 2048)
     _add_image_tokens(directory)
-    write_json(directory / "preprocessor_config.json", {"size": {"height": 56, "width": 56}})
+    write_processor(kind, directory)
     return directory
 
 

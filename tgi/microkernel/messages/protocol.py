@@ -1,8 +1,9 @@
 """Every message between processes. Read from top to bottom: links, the life of a request, then the messages in the
-order in which a request meets them (api, tokenizer, scheduler, worker, and back).
+order in which a request meets them (api, media, tokenizer, scheduler, worker, and back).
 
 Requests travel down, tokens travel up:
 
+    api  -- LoadImage -->  media  -- ImageLoaded -->  api, for each image of a request, before its Generate
     api  -- Generate, Tokenize, Cancel -->  tokenizer  -- Add, Cancel, Stop -->  scheduler  -- Step -------->  worker
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- StepResult --  worker
     (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
@@ -39,11 +40,12 @@ from tgi.microkernel.messages.sampling_params import SamplingDefaults, SamplingP
 # 2: RequestContext in Generate, Tokenize and Add. 3: KV groups, each with a page table of its own.
 PROTOCOL = 3
 # In the direction of requests.
-ROLES = ("api", "tokenizer", "scheduler", "worker")
+ROLES = ("api", "media", "tokenizer", "scheduler", "worker")
 # The roles of the peers of a link, by the own role and whether the link binds. So keys of front ends do not admit a
 # process that claims to be a scheduler.
 PEER_ROLES = {
-    ("api", False): ("tokenizer",),
+    ("api", False): ("media", "tokenizer"),
+    ("media", True): ("api",),
     ("tokenizer", True): ("api",),
     ("tokenizer", False): ("scheduler",),
     ("scheduler", True): ("tokenizer", "worker"),
@@ -122,6 +124,7 @@ class ModelSource(NamedTuple):
     labels: list[str] = []  # of a classifier, by index
     multi_label: bool = False  # its labels do not exclude each other
     prompts: list[str] = []  # names of the prompts that PoolingInput may ask for
+    image_token: str = ""  # what a prompt has for each image; "": the model reads text alone
 
 
 class Hello(NamedTuple):
@@ -440,16 +443,7 @@ CONTEXT_MAXIMA = {
 }
 
 
-# --- api -> tokenizer -------------------------------------------------------------------------------------------------
-
-
-class PoolingInput(NamedTuple):
-    """A Generate that ends in a vector (End.vector) instead of tokens."""
-
-    pair: str | None = None  # a second text, which is encoded with `inputs` as one pair; None: there is none
-    truncate: int | None = None  # keep the first n tokens; 0: as many as the model takes
-    keep_end: bool = False  # `truncate` keeps the last ones instead
-    prompt: str = ""  # the name of one of the model's prompts, which precedes the text
+# --- api -> media, and back -------------------------------------------------------------------------------------------
 
 
 class ImageInput(NamedTuple):
@@ -463,6 +457,42 @@ class ImageInput(NamedTuple):
     digest: bytes  # 16 bytes, of the encoded image, the processor's configuration and its arguments
     prompt_ids: bytes  # int32
     name: str  # see valid_file_name
+
+
+class LoadImage(NamedTuple):
+    """Asks a media process for the image at `url`: an https, http or data URL. Answered by ImageLoaded under the same
+    rid; a Cancel ends it without an answer.
+
+    The media process keeps the image's file under `name` in the media directory, where the api removes it when the
+    request has ended. `detail` is OpenAI's: "low" makes the image small first.
+    """
+
+    rid: int
+    name: str  # see valid_file_name
+    url: str
+    detail: str = ""
+    context: RequestContext = RequestContext()
+
+
+class ImageLoaded(NamedTuple):
+    """The answer to LoadImage. `error` is for the client; "" on success. `overloaded`: the same may succeed later."""
+
+    rid: int
+    image: ImageInput = ImageInput(b"", b"", "")
+    error: str = ""
+    overloaded: bool = False
+
+
+# --- api -> tokenizer -------------------------------------------------------------------------------------------------
+
+
+class PoolingInput(NamedTuple):
+    """A Generate that ends in a vector (End.vector) instead of tokens."""
+
+    pair: str | None = None  # a second text, which is encoded with `inputs` as one pair; None: there is none
+    truncate: int | None = None  # keep the first n tokens; 0: as many as the model takes
+    keep_end: bool = False  # `truncate` keeps the last ones instead
+    prompt: str = ""  # the name of one of the model's prompts, which precedes the text
 
 
 class Generate(NamedTuple):
@@ -934,6 +964,8 @@ MESSAGES: list[type] = [
     GroupFormed,
     ReadAdapter,
     OfferMemory,
+    LoadImage,
+    ImageLoaded,
 ]
 
 codec = Codec(MESSAGES)
