@@ -29,12 +29,36 @@ SMALL_TOWER = {
     "image_size": 56,
     "patch_size": 14,
 }
+DEEP_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 14}
+MERGED_TOWER = {**DEEP_TOWER, "out_hidden_size": 64, "num_position_embeddings": 64}
+STACKED_TOWER = {**MERGED_TOWER, "depth": 3, "deepstack_visual_indexes": [0, 2]}
+TILE_TOWER = SMALL_TOWER | {"patch_size": 14}
+PERCEIVER = {
+    "hidden_size": 64,
+    "rms_norm_eps": 1e-6,
+    "resampler_n_latents": 6,
+    "resampler_depth": 2,
+    "resampler_n_heads": 4,
+    "resampler_head_dim": 16,
+    "num_key_value_heads": 2,
+}
+IMAGE_TOKEN, IMAGE_INDEX = {"image_token_id": IMAGE_TOKEN_ID}, {"image_token_index": IMAGE_TOKEN_ID}
+GRID_TOKENS = IMAGE_TOKEN | {
+    "vision_start_token_id": IMAGE_TOKEN_ID + 1,
+    "vision_end_token_id": IMAGE_TOKEN_ID + 2,
+    "video_token_id": IMAGE_TOKEN_ID + 3,
+}
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|eos|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+
+
+def _sections(*sections: int) -> dict[str, Any]:
+    """The rotary parameters of a text part whose positions have three axes."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [*sections]}}
 
 
 class Kind(NamedTuple):
@@ -47,7 +71,42 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "llava": Kind("llama", SMALL_TOWER, {"image_token_index": IMAGE_TOKEN_ID}),
+    "glm4v": Kind(
+        "glm4",
+        {**DEEP_TOWER, "out_hidden_size": 64, "image_size": 56},
+        {**GRID_TOKENS, "text_type": "glm4v_text"},
+        {"head_dim": 16, **_sections(1, 2, 1)},
+    ),
+    "idefics2": Kind("mistral", TILE_TOWER, {**IMAGE_TOKEN, "perceiver_config": PERCEIVER}, {"head_dim": 16}),
+    "idefics3": Kind("llama", TILE_TOWER, IMAGE_TOKEN),
+    "internvl": Kind("qwen2", SMALL_TOWER | {"image_size": [56, 56], "patch_size": [14, 14]}, IMAGE_TOKEN),
+    "lfm2_vl": Kind("lfm2", SMALL_TOWER | {"num_patches": 16}, {**IMAGE_TOKEN, "projector_hidden_size": 48}),
+    "llava": Kind("llama", SMALL_TOWER, IMAGE_INDEX),
+    "llava_next": Kind("llama", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
+    "llava_onevision": Kind("qwen2", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
+    "mistral3": Kind("mistral", SMALL_TOWER | {"head_dim": 16}, {**IMAGE_INDEX, "vision_feature_layer": -1}),
+    "qwen2_5_vl": Kind(
+        "qwen2",
+        {**DEEP_TOWER, "out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1]},
+        {**GRID_TOKENS, "text_type": "qwen2_5_vl_text"},
+        _sections(2, 3, 3),
+    ),
+    "qwen2_vl": Kind(
+        "qwen2",
+        {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64, "patch_size": 14},
+        {**GRID_TOKENS, "text_type": "qwen2_vl_text"},
+        _sections(2, 3, 3),
+    ),
+    "qwen3_5": Kind("qwen3_5_text", MERGED_TOWER, GRID_TOKENS, _sections(2, 1, 1)),
+    "qwen3_5_moe": Kind("qwen3_5_moe_text", MERGED_TOWER, GRID_TOKENS, _sections(2, 1, 1)),
+    "qwen3_vl": Kind("qwen3", STACKED_TOWER, {**GRID_TOKENS, "text_type": "qwen3_vl_text"}, _sections(6, 5, 5)),
+    "qwen3_vl_moe": Kind(
+        "qwen3_moe",
+        STACKED_TOWER,
+        {**GRID_TOKENS, "text_type": "qwen3_vl_moe_text"},
+        {**_sections(6, 5, 5), "moe_intermediate_size": 24},
+    ),
+    "smolvlm": Kind("llama", TILE_TOWER, IMAGE_TOKEN),
 }
 
 
@@ -61,16 +120,33 @@ def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype:
     text, tower, more, text_more = KINDS[kind]
     shape = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": None, "intermediate": 128}
     made = make_config(text, shape | {"vocab": VOCAB, "context": 2048, "tie": False}, text_more)
-    config = transformers.CONFIG_MAPPING[kind](text_config=made.to_dict(), vision_config=tower, **more)
+    part = made.to_dict()
+    if name := more.get("text_type"):
+        part["model_type"] = name
+    more = {key: value for key, value in more.items() if key != "text_type"}
+    config = transformers.CONFIG_MAPPING[kind](text_config=part, vision_config=tower, **more)
     config.dtype = getattr(torch, dtype)
     model = transformers.AutoModelForImageTextToText.from_config(config).to(config.dtype)
     fill(model, seed)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[IMAGE_TOKEN_ID:] = 0  # never the likeliest
     model.generation_config.do_sample = False
     model.save_pretrained(directory)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(directory / "model.safetensors")
     make_tokenizer(text, directory, VOCAB - len(IMAGE_TOKENS), 2048)
     _add_image_tokens(directory)
     write_processor(kind, directory)
     return directory
+
+
+def _transpose_experts(path: Path) -> None:
+    """As published: transformers reads the matrices of experts in both orders, and writes the other one."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    turned = {name: one.transpose(1, 2).contiguous() if ".experts." in name else one for name, one in tensors.items()}
+    save_file(turned, path, {"format": "pt"})
 
 
 def _add_image_tokens(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +15,17 @@ from torch import Tensor
 
 from scripts.make_vision_model import IMAGE_TOKEN_ID
 from tests.models import vision_model as make
-from tests.worker.scheduled import ScheduledEngine
+from tests.worker.cpu_kernels.available import our_kernels
+from tests.worker.scheduled import ScheduledEngine, Served
 from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups
 from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
 from tgi.worker.attention import build_attention
 from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.vision.prompt_images import PromptImages
+from tgi.worker.vision.rope_positions import PlacedGrid, rope_positions
 from tgi.worker.vision.tower import load_tower
 
 pytestmark = pytest.mark.slow
@@ -36,14 +41,54 @@ class Picture(NamedTuple):
     ids: list[int]
 
 
-def plain(seed: int, tokens: int, *shape: int, **more: Tensor) -> Picture:
-    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return Picture({"pixel_values": pixels, **more}, [IMAGE_TOKEN_ID] * tokens)
+MARK = 7  # an id between image tokens, as those that mark rows and tiles
 
 
-# For each family its pictures by number.
-PICTURES: dict[str, Any] = {
-    "llava": lambda seed: plain(seed, 16, 1, 3, 56, 56),
+def picture(number: int, rows: Sequence[int], *shape: int, **more: Any) -> Picture:
+    """Pixels of this shape, and a mark before each row of image tokens."""
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    tensors = {
+        name: torch.ones(value) if isinstance(value, tuple) else torch.tensor(value) for name, value in more.items()
+    }
+    marked = len(rows) > 1
+    ids = [token for row in rows for token in [MARK] * marked + [IMAGE_TOKEN_ID] * row]
+    return Picture({"pixel_values": pixels, **tensors}, ids)
+
+
+def grid(number: int) -> Picture:
+    """Two by three tokens, or three by two, of four patches each."""
+    rows, columns = ((4, 6), (6, 4))[number % 2]
+    return picture(number, [6], 24, 3 * 2 * 14 * 14, image_grid_thw=[[1, rows, columns]])
+
+
+def tiles(number: int) -> Picture:
+    return picture(number, [52], 1, 3, 3, 56, 56, image_sizes=[[56, 112]])
+
+
+def masked(number: int) -> Picture:
+    return picture(number, [4, 4, 4], 1, 3, 3, 56, 56, pixel_attention_mask=(1, 3, 56, 56))
+
+
+# What the processors of the families return for picture `number`.
+PICTURES: dict[str, Callable[[int], Picture]] = {
+    "glm4v": grid,
+    "idefics2": lambda number: picture(number, [6], 1, 1, 3, 56, 56, pixel_attention_mask=(1, 1, 56, 56)),
+    "idefics3": masked,
+    "internvl": lambda number: picture(number, [8], 2, 3, 56, 56),
+    "lfm2_vl": lambda number: picture(
+        number, [4], 1, 16, 3 * 14 * 14, spatial_shapes=[[4, 4]], pixel_attention_mask=[[1] * 16]
+    ),
+    "llava": lambda number: picture(number, [16], 1, 3, 56, 56),
+    "llava_next": tiles,
+    "llava_onevision": tiles,
+    "mistral3": lambda number: picture(number, [3, 3], 1, 3, 56, 84, image_sizes=[[56, 84]]),
+    "qwen2_5_vl": grid,
+    "qwen2_vl": grid,
+    "qwen3_5": grid,
+    "qwen3_5_moe": grid,
+    "qwen3_vl": grid,
+    "qwen3_vl_moe": grid,
+    "smolvlm": masked,
 }
 assert PICTURES.keys() == VISION_FAMILIES.keys()
 
@@ -56,23 +101,25 @@ class Prompt(NamedTuple):
     pictures: list[Picture]
 
 
-def prompt(kind: str, media: Path, seed: int, *numbers: int) -> Prompt:
-    """Text, then for each of the pictures `numbers` the picture and more text."""
-    generator = torch.Generator().manual_seed(seed)
+def prompt(kind: str, media: Path, seed: int, *numbers: int, after: int = 0) -> Prompt:
+    """Text, then for each of the pictures `numbers` the picture and more text, which `after` makes another. The last
+    page has room for four tokens. States of recurrent layers are kept of longer prompts only."""
 
-    def text(length: int) -> list[int]:
-        return torch.randint(6, 400, (length,), generator=generator).tolist()
+    def text(length: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        found: list[int] = torch.randint(8, 400, (length,), generator=generator).tolist()
+        return found
 
-    ids, images, pictures = text(5), [], []
-    for number in numbers:
-        picture = PICTURES[kind](number)
+    ids, images, pictures = text(149 if kind.startswith("qwen3_5") else 21, seed), [], []
+    for at, number in enumerate(numbers):
+        shown = PICTURES[kind](number)
         digest = hashlib.blake2b(b"%d" % number, digest_size=16).digest()
         name = f"{digest.hex()}.safetensors"
-        save_file(picture.tensors, media / name)
-        images.append(ImageSegment(len(ids), len(picture.ids), digest, name))
-        pictures.append(picture)
-        ids += picture.ids + text(7)
-    return Prompt(ids, images, pictures)
+        save_file(shown.tensors, media / name)
+        images.append(ImageSegment(len(ids), len(shown.ids), digest, name))
+        pictures.append(shown)
+        ids += shown.ids + text(19, 100 * seed + at + after)
+    return Prompt(ids + text((28 - len(ids)) % 32, seed + after), images, pictures)
 
 
 @cache
@@ -85,12 +132,13 @@ def reference(directory: Path) -> Any:
 
 def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
     """Greedy tokens of transformers and their logprobs, each from the whole text before it."""
-    names = given.pictures[0].tensors.keys() if given.pictures else ()
-    tensors = {name: torch.cat([one.tensors[name] for one in given.pictures]) for name in names}
+    kind, names = kind_of(directory), given.pictures[0].tensors.keys() if given.pictures else ()
+    along = 1 if PICTURES[kind](1).tensors["pixel_values"].ndim == 5 and kind.startswith(("idefics", "smolvlm")) else 0
+    tensors = {name: torch.cat([one.tensors[name] for one in given.pictures], along) for name in names}
     ids, found, logprobs = list(given.ids), [], []
     for _ in range(COUNT):
         types = torch.tensor([[int(token == IMAGE_TOKEN_ID) for token in ids]])
-        more = {"mm_token_type_ids": types} if VISION_FAMILIES[kind_of(directory)].rope else {}
+        more = {"mm_token_type_ids": types} if VISION_FAMILIES[kind].rope else {}
         with torch.inference_mode():
             model = reference(directory)
             logits = model(input_ids=torch.tensor([ids]), use_cache=False, **tensors, **more).logits[0, -1]
@@ -106,22 +154,29 @@ def kind_of(directory: Path) -> str:
 
 
 class Harness:
-    """An engine of a model, whose images are in a directory."""
+    """An engine of a model whose images are in a directory."""
 
     def __init__(
-        self, directory: Path, media: Path, *, pages: int = 64, slots: int = 8, chunk: int = 512, native: bool = False
+        self,
+        directory: Path,
+        media: Path,
+        *,
+        pages: int = 64,
+        chunk: int = 512,
+        kept: int = 1 << 20,
+        native: bool = False,
     ) -> None:
-        from tests.worker.cpu_kernels.available import our_kernels
-
         kernels = our_kernels(read_model_spec(directory, "float32")) if native else None
         model = build_model(directory, "float32", "cpu", lambda stage, percent: None, kernels=kernels)
         family = vision_family(directory)
         assert family is not None
-        self.images = PromptImages(load_tower(directory, family, torch.float32, CPU), media, 1 << 20)
-        attention = build_attention(model.kv, pages, CPU, slots + 1)
+        self.images = PromptImages(load_tower(directory, family, torch.float32, CPU), media, kept)
+        groups, slots = kv_groups(model), 4
+        attention = build_attention(model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS)
         size = attention.page_size
+        total = pages * size
         limits = DeploymentLimits(
-            pages * size, pages * size - 1, pages * size, chunk, slots, pages, size, model.vocab_size, "float32", "cpu"
+            total, total - 1, total, chunk, slots, pages, size, model.vocab_size, "float32", "cpu", groups
         )
         self.engine = TorchEngine(model, attention, limits, images=self.images)
 
@@ -129,30 +184,174 @@ class Harness:
         self.engine.reset()
         return ScheduledEngine(self.engine)
 
+    @property
+    def computed(self) -> int:
+        """Images that the tower has computed."""
+        return self.images.cache.computed
 
-def agrees(served: Any, wanted: tuple[list[int], list[float]]) -> None:
+
+SNAPSHOTS = 8
+
+
+def kv_groups(model: Model) -> list[KVGroup]:
+    """One group of full attention, and the recurrent layers, if there are any."""
+    if model.kv.state is None:
+        return ONE_FULL_GROUP
+    recurrent = KVGroup(GroupKind.RECURRENT, page_bytes=model.kv.state.bytes, snapshots=SNAPSHOTS, interval=1024)
+    return [KVGroup(page_bytes=1), recurrent]
+
+
+def agrees(served: Served, wanted: tuple[list[int], list[float]]) -> None:
     assert served.end is not None
     assert (served.end.reason, served.end.message) == ("length", "")
-    assert served.ids == wanted[0]
-    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(served.logprobs, wanted[1], strict=True))
+    resumed = len(wanted[0]) - len(served.ids)
+    assert served.ids == wanted[0][resumed:]
+    pairs = zip(served.logprobs, wanted[1][resumed:], strict=True)
+    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in pairs)
 
 
 @pytest.mark.parametrize("kind", VISION_FAMILIES)
 def test_family(kind: str, tmp_path: Path) -> None:
+    """Alone, then in a batch whose chunks end inside images; on torch's kernels and on ours."""
     directory = make(kind)
     prompts = [prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 2, 2, 3), prompt(kind, tmp_path, 3)]
-    prompts += [prompt(kind, tmp_path, 4, 3, 3)]
     wanted = [expected(directory, one) for one in prompts]
     for native in (False, True):
-        harness = Harness(directory, tmp_path, native=native)
+        harness = Harness(directory, tmp_path, native=native, chunk=11)
+        alone = harness.start()
         for one, answer in zip(prompts, wanted, strict=True):
-            alone = harness.start()
             served = alone.add(one.ids, COUNT, one.images)
             alone.run()
             agrees(served, answer)
+        assert harness.computed == 3
         together = harness.start()
-        served_together = [together.add(one.ids, COUNT, one.images) for one in prompts]
+        answers = [together.add(one.ids, COUNT, one.images) for one in prompts]
         together.run()
-        for served, answer in zip(served_together, wanted, strict=True):
+        for served, answer in zip(answers, wanted, strict=True):
             agrees(served, answer)
-        assert harness.images.cache.computed == 3
+        assert harness.computed == 3  # their features were kept
+
+
+# One of each kind: a plain tower, positions with axes, further features, recurrent layers.
+EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5")
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_prefix_cache(kind: str, tmp_path: Path) -> None:
+    """Which finds an image by its content, whatever ids it has, and may end inside it."""
+    directory = make(kind)
+    first, other = prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 1, 3)
+    assert first.ids == other.ids
+    inside = prompt(kind, tmp_path, 1, 1, after=7)
+    harness = Harness(directory, tmp_path, kept=1)
+    running = harness.start()
+    size = harness.engine.limits.page_size
+    before, whole = first.images[0].position // size * size, (len(first.ids) - 1) // size * size
+    parted = (first.images[0].position + first.images[0].length) // size * size
+    for one, cached, computed in (
+        (first, 0, 1),
+        (first, whole, 1),
+        (other, before, 2),
+        (other, whole, 2),
+        (inside, parted, 2 if parted == first.images[0].position + first.images[0].length else 3),
+        (first, whole, 3),
+    ):
+        served = running.add(one.ids, COUNT, one.images)
+        running.run()
+        agrees(served, expected(directory, one))
+        assert served.end is not None
+        if kind != "qwen3_5":  # of recurrent layers a prefix ends where a state was kept
+            assert (served.end.cached_tokens, harness.computed) == (cached, computed)
+        elif cached == whole:
+            assert served.end.cached_tokens
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
+    """After a preemption, and after the loss of the scheduler or of the worker."""
+    directory = make(kind)
+    prompts = [prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 2, 2), prompt(kind, tmp_path, 4, 3)]
+    wanted = [expected(directory, one) for one in prompts]
+    size = Harness(directory, tmp_path).engine.limits.page_size
+    pages = sum(-(-len(one.ids) // size) for one in prompts) + 1
+    harness = Harness(directory, tmp_path, pages=pages, kept=1)
+    running = harness.start()
+    answers = [running.add(one.ids, COUNT, one.images) for one in prompts]
+    running.run()
+    assert running.scheduler.counters.preemptions
+    for served, answer in zip(answers, wanted, strict=True):
+        agrees(served, answer)
+
+    harness = Harness(directory, tmp_path)
+    running = harness.start()
+    answers = [running.add(one.ids, COUNT, one.images) for one in prompts]
+    running.run(steps=3)
+    known = [list(served.ids) for served in answers]
+    assert all(0 < len(ids) < COUNT for ids in known)
+    running.restart_scheduler()
+    answers = [running.add(one.ids, COUNT, one.images, ids) for one, ids in zip(prompts, known, strict=True)]
+    running.run()
+    for served, answer in zip(answers, wanted, strict=True):
+        agrees(served, answer)
+        assert served.end is not None
+        assert served.end.cached_tokens
+
+    running = Harness(directory, tmp_path).start()  # another worker, which has no pages
+    answers = [running.add(one.ids, COUNT, one.images, ids) for one, ids in zip(prompts, known, strict=True)]
+    running.run()
+    for served, answer in zip(answers, wanted, strict=True):
+        agrees(served, answer)
+
+
+def test_faulty_files(tmp_path: Path) -> None:
+    """End their request with the reason, and no other one."""
+    directory = make("qwen2_vl")
+    good = [prompt("qwen2_vl", tmp_path, 1, 1), prompt("qwen2_vl", tmp_path, 2)]
+    grid = PICTURES["qwen2_vl"](2).tensors
+    path = tmp_path / "faulty.safetensors"
+
+    def missing() -> None:
+        path.unlink(missing_ok=True)
+
+    faults: list[tuple[Callable[[], object], str]] = [
+        (missing, "is gone"),
+        (lambda: path.write_bytes(b"\xff" * 100), "cannot be read"),
+        (lambda: save_file({"pixel_values": grid["pixel_values"]}, path), "has no tensor 'image_grid_thw'"),
+        (lambda: save_file({**grid, "pixel_values": torch.ones(3)}, path), "2 dimensions were expected"),
+        (lambda: save_file({**grid, "image_grid_thw": torch.tensor([[1, 4, 8]])}, path), "a grid of 1 * 2 * 4 has 6"),
+        (lambda: save_file({**grid, "pixel_values": torch.ones(24, 9)}, path), "cannot compute an image"),
+        (lambda: save_file({**grid, "pixel_values": torch.ones(20, 1176)}, path), "cannot compute an image"),
+    ]
+    running = Harness(directory, tmp_path).start()
+    for write, reason in faults:
+        write()
+        faulty = prompt("qwen2_vl", tmp_path, 3, 2)
+        images = [one._replace(name=path.name) for one in faulty.images]
+        answers = [running.add(one.ids, COUNT, one.images) for one in good]
+        refused = [running.add(faulty.ids, COUNT, images) for _ in range(2)]
+        running.run()
+        for served in refused:
+            assert served.end is not None
+            assert (served.end.reason, served.end.cached_tokens) == ("generation", 0)
+            assert reason in served.end.message
+        for served, one in zip(answers, good, strict=True):
+            agrees(served, expected(directory, one))
+
+
+def test_rope_positions() -> None:
+    """Those of transformers, for images anywhere in a prompt."""
+    config = transformers.AutoConfig.from_pretrained(make("qwen2_vl"))
+    model = transformers.Qwen2VLModel._from_config(config)
+    for sizes in ([], [(1, 4, 6)], [(1, 2, 8), (1, 8, 2), (1, 4, 4)], [(3, 4, 6)]):
+        types, placed = [0] * 5, []
+        for frames, rows, columns in sizes:
+            placed.append(PlacedGrid(len(types), frames, rows // 2, columns // 2))
+            types += [1] * (frames * rows * columns // 4) + [0] * 3
+        positions, delta = model.get_rope_index(
+            torch.zeros(1, len(types), dtype=torch.int64), torch.tensor([types]), torch.tensor(sizes)
+        )
+        found = rope_positions(len(types), placed)
+        assert found.prompt.tolist() == positions[:, 0].tolist()
+        assert found.delta == int(delta)
+        after = [len(types) + found.delta + at for at in range(2)]
+        assert found.select(len(types) - 1, len(types) + 2)[:, 1:].tolist() == [after] * 3

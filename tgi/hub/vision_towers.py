@@ -35,8 +35,28 @@ class VisionFamily(NamedTuple):
 
 _GRID = {"pixel_values": 2, "image_grid_thw": 2}
 
+_TILES = {"pixel_values": 5, "image_sizes": 2}
+_MASKED_TILES = {"pixel_values": 5, "pixel_attention_mask": 4}
+_QWEN2_ROPE, _QWEN3_ROPE = MultiAxisRope((16, 24, 24)), MultiAxisRope((24, 20, 20), interleaved=True)
+_QWEN3_5_ROPE, _GLM_ROPE = MultiAxisRope((11, 11, 10), interleaved=True), MultiAxisRope((8, 12, 12))
+
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "llava": VisionFamily({"pixel_values": 4}),
+    "glm4v": VisionFamily(_GRID, rope=_GLM_ROPE),
+    "idefics2": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
+    "idefics3": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
+    "internvl": VisionFamily({"pixel_values": 4}),
+    "lfm2_vl": VisionFamily({"pixel_values": 3, "spatial_shapes": 2, "pixel_attention_mask": 2}),
+    "llava": VisionFamily({"pixel_values": 4, "image_sizes": 2}, ("image_sizes",)),
+    "llava_next": VisionFamily(_TILES),
+    "llava_onevision": VisionFamily({**_TILES, "batch_num_images": 1}, ("batch_num_images",)),
+    "mistral3": VisionFamily({"pixel_values": 4, "image_sizes": 2}),
+    "qwen2_5_vl": VisionFamily(_GRID, rope=_QWEN2_ROPE),
+    "qwen2_vl": VisionFamily(_GRID, rope=_QWEN2_ROPE),
+    "qwen3_5": VisionFamily(_GRID, rope=_QWEN3_5_ROPE),
+    "qwen3_5_moe": VisionFamily(_GRID, rope=_QWEN3_5_ROPE),
+    "qwen3_vl": VisionFamily(_GRID, rope=_QWEN3_ROPE),
+    "qwen3_vl_moe": VisionFamily(_GRID, rope=_QWEN3_ROPE),
+    "smolvlm": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
 }
 
 

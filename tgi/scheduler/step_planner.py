@@ -436,7 +436,7 @@ class StepPlanner:
             self._requeue(request, WORKER_LOST)
         self.kv_cache.worker_state_lost()
 
-    def steps_lacked_memory(self, steps: list[InFlightStep]) -> None:
+    def steps_failed(self, steps: list[InFlightStep]) -> None:
         """These steps have computed nothing: returns all running requests to the queue. The pages stay that earlier
         steps have filled; all are lost if the pages that these steps had for a request are not known, since it has left
         or has given them back."""
