@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.make_model import fill, make_config, make_tokenizer, write_json
-from scripts.vision_processors import write_processor
+from scripts.vision_processors import PROCESSORS, write_processor
 
 VOCAB = 512
 # Added to the tokenizer, with the last ids.
@@ -136,7 +136,10 @@ def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype:
         _transpose_experts(directory / "model.safetensors")
     make_tokenizer(text, directory, VOCAB - len(IMAGE_TOKENS), 2048)
     _add_image_tokens(directory)
-    write_processor(kind, directory)
+    if kind in PROCESSORS:
+        write_processor(kind, directory)
+    else:
+        write_json(directory / "preprocessor_config.json", {})  # by which the worker serves its images
     return directory
 
 
