@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tgi.media.fetcher import ImageError
 from tgi.media.processor import ProcessedImage
 from tgi.media.store import MediaStore, StoreFull
 
@@ -37,6 +38,11 @@ def test_links_keep_files_and_the_least_recently_used_gives_way(tmp_path: Path) 
     store.add(B, picture())
     assert names(tmp_path) == {f"{B.hex()}.safetensors", f"{C.hex()}.safetensors", "api-0-2"}
     assert store.link(C, "api-0-2") == picture().prompt_ids  # of a request that is repeated
+
+
+def test_a_file_larger_than_the_directory_is_an_error_of_its_image(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match=r"the model needs .* bytes for it, and 1000 are there"):
+        MediaStore(tmp_path, "media-0", limit=1000).add(A, picture())
 
 
 def test_a_successor_removes_what_was_left_unfinished(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from tgi.media.fetcher import ImageError
 from tgi.media.processor import ProcessedImage
 
 SUFFIX = ".safetensors"
@@ -49,7 +50,7 @@ class MediaStore:
             return bytes.fromhex(file.metadata()[PROMPT_IDS])
 
     def add(self, digest: bytes, image: ProcessedImage) -> None:
-        """Writes the file of an image. Raises StoreFull."""
+        """Writes the file of an image. Raises StoreFull, and ImageError for one that is too large at any time."""
         content = save(image.tensors, {PROMPT_IDS: image.prompt_ids.hex()})
         self._make_room(len(content))
         try:
@@ -69,6 +70,8 @@ class MediaStore:
         return self._directory / (digest.hex() + SUFFIX)
 
     def _make_room(self, size: int) -> None:
+        if size > self._limit:
+            raise ImageError(f"the model needs {size} bytes for it, and {self._limit} are there. Send a smaller one")
         files = []
         for path in self._directory.glob(f"*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another media process has removed it
