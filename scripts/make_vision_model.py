@@ -80,6 +80,12 @@ KINDS: dict[str, Kind] = {
         {**GRID_TOKENS, "text_type": "glm4v_text"},
         {"head_dim": 16, **_sections(1, 2, 1)},
     ),
+    "glm4v_moe": Kind(
+        "glm4_moe",
+        {**DEEP_TOWER, "out_hidden_size": 64, "image_size": 56},
+        {**GRID_TOKENS, "text_type": "glm4v_moe_text"},
+        {"head_dim": 16, "use_qk_norm": False, **_sections(1, 2, 1)},
+    ),
     "idefics2": Kind("mistral", TILE_TOWER, {**IMAGE_TOKEN, "perceiver_config": PERCEIVER}, {"head_dim": 16}),
     "idefics3": Kind("llama", TILE_TOWER, IMAGE_TOKEN),
     "internvl": Kind("qwen2", SMALL_TOWER | {"image_size": [56, 56], "patch_size": [14, 14]}, IMAGE_TOKEN),

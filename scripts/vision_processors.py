@@ -28,6 +28,7 @@ _MERGED = _QWEN | {"patch_size": 14}
 # By kind: preprocessor_config.json, then the class of the processor and what processor_config.json has besides.
 PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "glm4v": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
+    "glm4v_moe": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
     "idefics2": (
         {
             "image_processor_type": "Idefics2ImageProcessor",

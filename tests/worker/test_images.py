@@ -72,6 +72,7 @@ def masked(number: int) -> Picture:
 # What the processors of the families return for picture `number`.
 PICTURES: dict[str, Callable[[int], Picture]] = {
     "glm4v": grid,
+    "glm4v_moe": grid,
     "idefics2": lambda number: picture(number, [6], 1, 1, 3, 56, 56, pixel_attention_mask=(1, 1, 56, 56)),
     "idefics3": masked,
     "internvl": lambda number: picture(number, [8], 2, 3, 56, 56),

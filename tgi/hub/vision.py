@@ -13,6 +13,7 @@ IMAGE_TOKENS = {
     "gemma3": "boi_token_index",
     "gemma4": "image_token_id",
     "glm4v": "image_token_id",
+    "glm4v_moe": "image_token_id",
     "idefics2": "image_token_id",
     "idefics3": "image_token_id",
     "internvl": "image_token_id",

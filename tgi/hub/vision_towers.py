@@ -42,6 +42,7 @@ _QWEN3_5_ROPE, _GLM_ROPE = MultiAxisRope((11, 11, 10), interleaved=True), MultiA
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "glm4v": VisionFamily(_GRID, rope=_GLM_ROPE),
+    "glm4v_moe": VisionFamily(_GRID, rope=_GLM_ROPE),
     "idefics2": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
     "idefics3": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
     "internvl": VisionFamily({"pixel_values": 4}),

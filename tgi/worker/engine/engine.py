@@ -252,7 +252,8 @@ class TorchEngine:
         indices = self._batch_builder.id_indices(sampling_slots, rows.sampling_positions)
         bitmask, bad_word_rows = None, None
         logits = None
-        if self._decode_graphs is not None and reader is None and not self._turns(rows):
+        images = self._images is not None and self._images.concern(rows.slots, rows.starts)
+        if self._decode_graphs is not None and reader is None and not images:
             logits = self._decode_graphs.try_replay(rows)
         gpu_sample = None if self._model.kv.gpu_kernels is None else self._model.kv.gpu_kernels.sample
         if logits is None and gpu_sample is None and self._slots.params.greedy[sampling_slots].all():
@@ -303,10 +304,6 @@ class TorchEngine:
         if self._images is None:
             return batch
         return self._images.add_to(batch, rows.slots, rows.starts, self._slots.faults)
-
-    def _turns(self, rows: StepRows) -> bool:
-        """Whether one of the rows has rotary positions of its own, which captured steps do not have."""
-        return self._images is not None and self._images.turns(rows.slots)
 
     def _row_faults(self, step: Step, rows: StepRows, bitmask: GrammarBitmask | None) -> list[str]:
         """StepResult.faults: rows whose adapter is not loaded, or whose grammar allows no token."""

@@ -68,14 +68,17 @@ class PromptImages:
         rope = None if self.tower.family.rope is None else rope_positions(len(ids), [*map(self._grid, placed)])
         self._slots[slot] = SlotImages(placed, rope)
 
-    def turns(self, slots: Ints) -> bool:
-        """Whether one of these slots has rotary positions of its own."""
-        return any(slot in self._slots and self._slots[slot].rope is not None for slot in slots.tolist())
+    def concern(self, slots: Ints, starts: Ints) -> bool:
+        """Whether `add_to` adds something to a batch with rows of `slots` [R] that begin at positions `starts` [R]."""
+        if not self._slots:
+            return False
+        rows = zip(map(self._slots.get, slots.tolist()), starts.tolist(), strict=True)
+        return any(own is not None and (own.rope is not None or start < own.end) for own, start in rows)
 
     def add_to(self, batch: ForwardBatch, slots: Ints, starts: Ints, faults: dict[int, str]) -> ForwardBatch:
         """The batch, whose rows are of `slots` [R] and begin at positions `starts` [R], with the features of the images
         in it and the rotary positions. A slot gets a fault if one of its images cannot be computed."""
-        if self._slots.keys().isdisjoint(slots.tolist()):
+        if not self.concern(slots, starts):
             return batch
         where: list[Ints] = []
         features: list[ImageFeatures] = []

@@ -91,7 +91,8 @@ def load_tower(
         names = missing or sorted(map(str, report["mismatched_keys"]))
         raise UserError(
             f"The weights in {directory} do not have the vision part that config.json asks for: {len(names)} tensors "
-            f"are missing or have another shape, such as {names[0]}. Fetch the model again."
+            f"are missing or have another shape, such as {names[0]}. Fetch the model again, or start with "
+            "--media-workers 0, which serves it without images."
         )
     base = model.model.eval().requires_grad_(False).to(device)
     return VisionTower(base, family, dtype, device)
