@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.make_model import fill, make_config, make_tokenizer, write_json
-from scripts.vision_processors import PROCESSORS, write_processor
+from scripts.vision_processors import tokenizer_entries, write_processor
 
 VOCAB = 512
 # Added to the tokenizer, with the last ids.
-IMAGE_TOKENS = ("<image>", "<|vision_start|>", "<|vision_end|>", "<|video|>")
+IMAGE_TOKENS = (
+    "<image>", "<|vision_start|>", "<|vision_end|>", "<|video|>", "<fake_token_around_image>", "<end_of_utterance>",
+    "<global-img>", "<row>",
+)  # fmt: skip
 IMAGE_TOKEN_ID = VOCAB - len(IMAGE_TOKENS)
 SMALL_TOWER = {
     "hidden_size": 32,
@@ -141,11 +144,8 @@ def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype:
     if kind == "qwen3_vl_moe":
         _transpose_experts(directory / "model.safetensors")
     make_tokenizer(text, directory, VOCAB - len(IMAGE_TOKENS), 2048)
-    _add_image_tokens(directory)
-    if kind in PROCESSORS:
-        write_processor(kind, directory)
-    else:
-        write_json(directory / "preprocessor_config.json", {})  # by which the worker serves its images
+    _add_image_tokens(kind, directory)
+    write_processor(kind, directory)
     return directory
 
 
@@ -158,7 +158,7 @@ def _transpose_experts(path: Path) -> None:
     save_file(turned, path, {"format": "pt"})
 
 
-def _add_image_tokens(directory: Path) -> None:
+def _add_image_tokens(kind: str, directory: Path) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -166,7 +166,8 @@ def _add_image_tokens(directory: Path) -> None:
     assert tokenizer.token_to_id(IMAGE_TOKENS[0]) == IMAGE_TOKEN_ID
     tokenizer.save(str(directory / "tokenizer.json"))
     path = directory / "tokenizer_config.json"
-    write_json(path, json.loads(path.read_text()) | {"image_token": IMAGE_TOKENS[0], "chat_template": CHAT_TEMPLATE})
+    own = {"image_token": IMAGE_TOKENS[0], "video_token": IMAGE_TOKENS[3], "chat_template": CHAT_TEMPLATE}
+    write_json(path, json.loads(path.read_text()) | own | tokenizer_entries(kind))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL.Image import Image
 
 from tests.media.pictures import noise
 from tests.models import vision_model
@@ -22,39 +23,53 @@ from tgi.tokenizer.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow
 
-PICTURES = [noise(90, 70), noise(200, 60, seed=1), noise(56, 56, seed=2)]
+PICTURES = [noise(90, 70), noise(90, 70, seed=1), noise(90, 70, seed=2)]
+# Idefics2's processor puts a space between an image and a word, which is not done here: its texts begin with one.
 CHAT = (
     b'{"messages":[{"role":"user","content":[{"type":"text","text":"Compare "},{"type":"image"},{"type":"text","text":'
     b'" and\\n"},{"type":"image"}]},{"role":"assistant","content":"They differ."},{"role":"user","content":[{"type":'
-    b'"image"},{"type":"text","text":"And this?"}]}]}'
+    b'"image"},{"type":"text","text":" And this?"}]}]}'
 )
+ONE = b'{"messages":[{"role":"user","content":[{"type":"image"},{"type":"text","text":" What is it?"}]}]}'
+# transformers has no processor for these that needs no torchvision.
+UNSERVED = {"lfm2_vl"}
 
 
-@pytest.mark.parametrize("kind", VISION_FAMILIES)
-def test_prompt_and_tensors_are_those_of_transformers(kind: str) -> None:
+@pytest.mark.parametrize(("chat", "pictures"), [(CHAT, PICTURES), (ONE, PICTURES[:1]), (ONE, [noise(200, 60)])])
+@pytest.mark.parametrize("kind", sorted(VISION_FAMILIES.keys() - UNSERVED))
+def test_prompt_and_tensors_are_those_of_transformers(kind: str, chat: bytes, pictures: list[Image]) -> None:
     """Each image is processed alone; transformers gets all at once, and the text of the chat's template."""
     directory = vision_model(kind)
     config = read_model_config(directory, weights=False)
     vision = read_vision_config(config)
     processor = ImageProcessor(directory, vision)
-    made = [processor.process(picture) for picture in PICTURES]
+    made = [processor.process(picture, len(pictures) > 1) for picture in pictures]
     images = [ImageInput(bytes([at]) * 16, one.prompt_ids, f"image-{at}") for at, one in enumerate(made)]
     chats = ChatRenderer.load(config, image_token=vision.image_token)
     encoder = PromptEncoder(Vocabulary.load(config), chats, image_token=vision.image_token)
-    prompt = encoder.encode_generate(Generate(1, "", SamplingParams(0), chat=CHAT, images=images))
+    prompt = encoder.encode_generate(Generate(1, "", SamplingParams(0), chat=chat, images=images))
     assert isinstance(prompt, EncodedPrompt)
 
     theirs: Any = _load(directory, config.model_type)
-    text = chats.render_chat(CHAT).text
-    expected = theirs(text=[text], images=PICTURES, add_special_tokens=False, return_tensors="np")
+    text = chats.render_chat(chat).text
+    expected = theirs(text=[text], images=pictures, add_special_tokens=False, return_tensors="np")
     assert unpack_int32(prompt.ids) == expected["input_ids"][0].tolist()
     for image, segment in zip(images, prompt.images, strict=True):
-        ids = unpack_int32(prompt.ids)[segment.position : segment.position + segment.length]
-        assert ids == unpack_int32(image.prompt_ids)
         assert (segment.digest, segment.name) == (image.digest, image.name)
-    assert made[0].tensors.keys() == VISION_FAMILIES[kind].tensors.keys()
+    family = VISION_FAMILIES[kind]
     for name in made[0].tensors:
-        np.testing.assert_array_equal(np.concatenate([one.tensors[name] for one in made]), expected[name])
+        assert made[0].tensors[name].ndim == family.tensors[name]
+        if name != "batch_num_images":
+            whole = expected[name]
+            axis = int(whole.shape[0] < sum(one.tensors[name].shape[0] for one in made))  # 1: a list for each prompt
+            np.testing.assert_array_equal(np.concatenate([one.tensors[name] for one in made], axis), whole)
+    assert family.tensors.keys() - made[0].tensors.keys() <= {*family.optional}
+
+
+def test_what_needs_torchvision_is_refused_in_words() -> None:
+    directory = vision_model("lfm2_vl")
+    with pytest.raises(UserError, match=r"Lfm2VlImageProcessor requires .*--media-workers 0"):
+        ImageProcessor(directory, read_vision_config(read_model_config(directory, weights=False)))
 
 
 def test_the_digest_depends_on_content_and_detail() -> None:

@@ -277,7 +277,7 @@ class ImageLoading:
     def _submit_to(self, connection: MediaConnection, request: ImageRequest) -> None:
         assert connection.peer is not None
         rid, source = next(self._numbers), request.images.sources[request.index]
-        message = LoadImage(rid, request.name, source.url, source.detail, request.context)
+        message = LoadImage(rid, request.name, source.url, source.detail, request.context, len(request.images.sources))
         connection.link.send(connection.peer, message)
         self._assignments.assign(request, connection, rid)
 

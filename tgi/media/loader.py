@@ -71,11 +71,12 @@ class ImageLoader:
         self._began = time.monotonic()
         self._register.working_on(message.context, PROCESSING_UNIT)
         try:
-            digest = self._processor.digest(data, message.detail)
+            several = message.images > 1
+            digest = self._processor.digest(data, message.detail, several)
             prompt_ids = self._store.link(digest, message.name)
             if prompt_ids is None:
                 image = with_detail(decode(data, self._max_pixels), message.detail)
-                self._store.add(digest, processed := self._processor.process(image))
+                self._store.add(digest, processed := self._processor.process(image, several))
                 prompt_ids = self._store.link(digest, message.name)
                 if prompt_ids is None:
                     raise StoreFull  # another process has removed it already

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,20 +37,28 @@ def keep_torch_out() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would tell every user that torch is missing
 
 
+# Families that divide an image into tiles only if it is the only one of a prompt, by model_type.
+TILES_IF_ALONE = frozenset(("llava_onevision",))
+
+
 class ImageProcessor:
-    """Processes the images of one model, each alone: as among several, since the arguments do not depend on them."""
+    """Processes the images of one model, each alone. What becomes of it does not depend on the others of its prompt,
+    except by `several`: whether there are others."""
 
     def __init__(self, directory: Path, vision: VisionConfig) -> None:
         """Raises UserError if transformers has no processor for this model that needs no torchvision, or its files do
         not fit."""
         self._token = vision.image_token
+        self._tiles_if_alone = vision.model_type in TILES_IF_ALONE
         try:
             self._processor = _load(directory, vision.model_type)
             own = self._processor.image_token
         except (ImportError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = next((line for line in str(error).splitlines() if line), type(error).__name__).rstrip(".")
             raise UserError(
-                f"The image processor of {directory} cannot be loaded: {error}. Complete its files, or start with "
-                "--media-workers 0, which serves the model without images."
+                f"The image processor of {directory} cannot be loaded: {reason}. An image processor of transformers "
+                "that needs no torchvision was expected, with all of its files. Start with --media-workers 0 to serve "
+                "the model without images."
             ) from error
         if own != self._token:
             raise UserError(
@@ -58,15 +67,25 @@ class ImageProcessor:
             )
         self._configuration = _configuration_digest(directory)
 
-    def digest(self, data: bytes, detail: str) -> bytes:
+    def digest(self, data: bytes, detail: str, several: bool = False) -> bytes:
         """The name of what this processor makes of an encoded image."""
-        key = hashlib.blake2b(self._configuration + detail.encode(), digest_size=32).digest()
+        arguments = b"%d %b" % (several and self._tiles_if_alone, detail.encode())
+        key = hashlib.blake2b(self._configuration + arguments, digest_size=32).digest()
         return hashlib.blake2b(data, key=key, digest_size=IMAGE_DIGEST_BYTES).digest()
 
-    def process(self, image: Image) -> ProcessedImage:
+    def process(self, image: Image, several: bool = False) -> ProcessedImage:
         """Raises ImageError for an image that the model does not take."""
+        if several and self._tiles_if_alone:  # as the first one of two
+            ids, tensors = self.process_all([image, image])
+            return ProcessedImage(ids[: len(ids) // 2], {name: value[:1] for name, value in tensors.items()})
+        return self.process_all([image])
+
+    def process_all(self, images: list[Image]) -> ProcessedImage:
+        """The same of images that follow each other."""
         try:
-            found = self._processor(text=self._token, images=[image], add_special_tokens=False, return_tensors="np")
+            found = self._processor(
+                text=self._token * len(images), images=images, add_special_tokens=False, return_tensors="np"
+            )
         except ValueError as error:  # of sizes and shapes
             raise ImageError(f"the model's image processor refuses the image: {error}") from error
         ids = np.asarray(found["input_ids"]).reshape(-1).tolist()
@@ -83,9 +102,19 @@ def _load(directory: Path, model_type: str) -> Any:
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    transformers.utils.logging.set_verbosity_error()
-    own = _processor_class(directory)
-    cls = getattr(transformers, own, None) or getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    name = _processor_class(directory)
+    cls = getattr(transformers, name, None)
+    if cls is None:  # it comes with the model as code
+        cls = getattr(transformers, name := PROCESSOR_MAPPING_NAMES[model_type])
+    if getattr(cls, "is_dummy", False):  # for lack of torchvision
+        # PixtralProcessor, which takes a function from the module of the image processor that needs it.
+        family = name.removesuffix("Processor").lower()
+        package = f"transformers.models.{family}"
+        sys.modules[f"{package}.image_processing_{family}"] = import_module(f"{package}.image_processing_pil_{family}")
+        cls = getattr(import_module(f"{package}.processing_{family}"), name)
+    module = sys.modules[cls.__module__]
+    if getattr(module, "num2words", "") is None:  # SmolVLM's asks for this package, for videos alone
+        module.num2words = str  # type: ignore[attr-defined]
 
     class OfImages(cls):  # type: ignore[misc, valid-type]
         """The processor of a model with images alone."""

@@ -461,7 +461,8 @@ class ImageInput(NamedTuple):
 
 class LoadImage(NamedTuple):
     """Asks a media process for the image at `url`: an https, http or data URL. Answered by ImageLoaded under the same
-    rid; a Cancel ends it without an answer.
+    rid; a Cancel ends it without an answer. `images` is how many the prompt has: some processors divide an image into
+    tiles only if it is alone.
 
     The media process keeps the image's file under `name` in the media directory, where the api removes it when the
     request has ended. `detail` is OpenAI's: "low" makes the image small first.
@@ -472,6 +473,7 @@ class LoadImage(NamedTuple):
     url: str
     detail: str = ""
     context: RequestContext = RequestContext()
+    images: int = 1
 
 
 class ImageLoaded(NamedTuple):
