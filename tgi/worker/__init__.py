@@ -6,6 +6,7 @@ Read main.py first, then engine/loop.py and engine/engine.py.
 - engine: the loop, the torch engine, CUDA graphs, memory, start-up
 - sampling: logits processors, sampler, grammars, speculative verification
 - models, layers, attention: the forward pass
+- vision: images of prompts
 - quantization: weights of few bits
 - lora: adapters
 - distributed: tensor parallelism
