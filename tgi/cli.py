@@ -392,7 +392,7 @@ def restart(process: str, port: int | None) -> None:
 
 
 @main.command()
-@click.argument("role", type=click.Choice(["api", "media", "tokenizer", "replica"]))
+@click.argument("role", type=click.Choice(["api", "tokenizer", "replica", "media"]))
 @click.argument("count", type=click.IntRange(min=1))
 @click.option("--supervisor", type=int, help="Pid of the supervisor, if several run this role.")
 @port_option
