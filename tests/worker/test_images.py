@@ -223,6 +223,7 @@ def test_family(kind: str, tmp_path: Path) -> None:
             served = alone.add(one.ids, COUNT, one.images)
             alone.run()
             agrees(served, answer)
+            assert (harness.engine._decode_fast_path._streak is not None) == native
         assert harness.computed == 3
         together = harness.start()
         answers = [together.add(one.ids, COUNT, one.images) for one in prompts]
