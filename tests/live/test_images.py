@@ -1,5 +1,6 @@
 """Images on every route, from hostile hosts and in hostile files: a whole server with the scripted worker."""
 
+import json
 import os
 import socket
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL.Image import Image
 from PIL.PngImagePlugin import PngInfo
 
 from scripts.make_vision_model import IMAGE_TOKENS
@@ -20,6 +22,7 @@ from tests.live.test_crash_isolation import FAULTS, restarts
 from tests.media.pictures import data_url, encoded, noise, png_header
 from tests.media.test_fetcher import HostileServer, respond
 from tests.models import vision_model
+from tgi.media.processor import _load as load_processor
 from tgi.microkernel.host.rundir import media_directory
 from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
 
@@ -269,6 +272,53 @@ def test_only_the_request_with_the_poisonous_image_fails(server: Server, text: b
     assert restarts(server, "media", cause) == CONVICTING_STRIKES
     assert server.client.post(CHAT, json=chat(image(URL))).status_code == 200
     assert links(server) == []
+
+
+@pytest.fixture(scope="module")
+def computing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that computes, with chunks that end between images and within them."""
+    flags = ("--model-id", str(vision_model("qwen2_vl")), "--validation-workers", "1")
+    with Server(tmp_path_factory.mktemp("seeing") / "run", *flags, "--max-batch-prefill-tokens", "16") as server:
+        yield server.start().wait_until_ready()
+
+
+def test_answers_are_those_of_transformers_and_survive_every_process(computing: Server) -> None:
+    pictures = [noise(90, 70), noise(200, 60, seed=1)]
+    urls = [data_url(encoded(picture)) for picture in pictures]
+    body = chat("See ", image(urls[0]), " and ", image(urls[1]), " now", temperature=0, max_tokens=400)
+    whole = computing.client.post(CHAT, json=body).json()
+    expected = transformers_answer(vision_model("qwen2_vl"), pictures, 12)
+    text = whole["choices"][0]["message"]["content"]
+    assert text.startswith(expected)
+    assert len(expected) > 5
+    again = computing.client.post(CHAT, json=body).json()
+    assert again["choices"][0]["message"]["content"] == text
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
+    for victim in ("worker-0", "scheduler-0", "tokenizer-0", "media-0"):
+        pieces = []
+        with computing.client.stream("POST", CHAT, json=body | {"stream": True}) as response:
+            for number, line in enumerate(response.iter_lines()):
+                if line.startswith("data: {"):
+                    choices = json.loads(line.removeprefix("data: "))["choices"]
+                    pieces += [choice["delta"].get("content") or "" for choice in choices]
+                if number == 9:
+                    computing.kill(victim)
+        assert "".join(pieces) == text, victim
+    assert links(computing) == []
+
+
+def transformers_answer(directory: Path, pictures: list[Image], count: int) -> str:
+    """The first tokens of the greedy answer to the prompt of the test above."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    processor: Any = load_processor(directory, "qwen2_vl")
+    text = "<|bos|><|user|>\nSee <image> and <image> now<|eos|>\n<|assistant|>\n"
+    inputs = processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(directory).eval()
+    ids = model.generate(**inputs, max_new_tokens=count, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    found: str = processor.tokenizer.decode(ids, skip_special_tokens=True)
+    return found.rstrip("\ufffd")
 
 
 def test_the_media_directory_goes_with_its_server(server: Server, tmp_path: Path) -> None:
