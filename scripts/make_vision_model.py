@@ -89,7 +89,6 @@ KINDS: dict[str, Kind] = {
     "idefics2": Kind("mistral", TILE_TOWER, {**IMAGE_TOKEN, "perceiver_config": PERCEIVER}, {"head_dim": 16}),
     "idefics3": Kind("llama", TILE_TOWER, IMAGE_TOKEN),
     "internvl": Kind("qwen2", SMALL_TOWER | {"image_size": [56, 56], "patch_size": [14, 14]}, IMAGE_TOKEN),
-    "lfm2_vl": Kind("lfm2", SMALL_TOWER | {"num_patches": 16}, {**IMAGE_TOKEN, "projector_hidden_size": 48}),
     "llava": Kind("llama", SMALL_TOWER, IMAGE_INDEX),
     "llava_next": Kind("llama", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "llava_onevision": Kind("qwen2", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),

@@ -44,7 +44,6 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "InternVLProcessor",
         {"image_seq_length": 4},
     ),
-    "lfm2_vl": ({"image_processor_type": "Lfm2VlImageProcessorFast"}, "Lfm2VlProcessor", {}),
     "llava": (_CLIP, "LlavaProcessor", _CLIP_STRATEGY),
     "llava_next": (_TILES | {"image_processor_type": "LlavaNextImageProcessor"}, "LlavaNextProcessor", _CLIP_STRATEGY),
     "llava_onevision": (

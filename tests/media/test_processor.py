@@ -31,12 +31,10 @@ CHAT = (
     b'"image"},{"type":"text","text":" And this?"}]}]}'
 )
 ONE = b'{"messages":[{"role":"user","content":[{"type":"image"},{"type":"text","text":" What is it?"}]}]}'
-# transformers has no processor for these that needs no torchvision.
-UNSERVED = {"lfm2_vl"}
 
 
 @pytest.mark.parametrize(("chat", "pictures"), [(CHAT, PICTURES), (ONE, PICTURES[:1]), (ONE, [noise(200, 60)])])
-@pytest.mark.parametrize("kind", sorted(VISION_FAMILIES.keys() - UNSERVED))
+@pytest.mark.parametrize("kind", sorted(VISION_FAMILIES))
 def test_prompt_and_tensors_are_those_of_transformers(kind: str, chat: bytes, pictures: list[Image]) -> None:
     """Each image is processed alone; transformers gets all at once, and the text of the chat's template."""
     directory = vision_model(kind)

@@ -215,7 +215,7 @@ def test_results_do_not_depend_on_the_thread_count(kind: str) -> None:
 
 
 # Those whose images are served are tested in test_images.py, with prompts of text alone, too.
-TEXT_PARTS = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3"}
+TEXT_PARTS = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2"}
 assert {*TEXT_PARTS, *VISION_FAMILIES} == {*WITH_TEXT_PART}
 assert set(RECURRENT) == set(model_config.RECURRENT_LAYERS)
 

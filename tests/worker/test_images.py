@@ -20,10 +20,12 @@ from tests.worker.scheduled import ScheduledEngine, Served
 from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups
 from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
+from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import build_attention
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.planning.deployment_plan import read_planned_model
 from tgi.worker.vision.prompt_images import PromptImages
 from tgi.worker.vision.rope_positions import PlacedGrid, rope_positions
 from tgi.worker.vision.tower import load_tower
@@ -76,9 +78,6 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "idefics2": lambda number: picture(number, [6], 1, 1, 3, 56, 56, pixel_attention_mask=(1, 1, 56, 56)),
     "idefics3": masked,
     "internvl": lambda number: picture(number, [8], 2, 3, 56, 56),
-    "lfm2_vl": lambda number: picture(
-        number, [4], 1, 16, 3 * 14 * 14, spatial_shapes=[[4, 4]], pixel_attention_mask=[[1] * 16]
-    ),
     "llava": lambda number: picture(number, [16], 1, 3, 56, 56),
     "llava_next": tiles,
     "llava_onevision": tiles,
@@ -224,6 +223,7 @@ def test_family(kind: str, tmp_path: Path) -> None:
             served = alone.add(one.ids, COUNT, one.images)
             alone.run()
             agrees(served, answer)
+            assert (harness.engine._decode_fast_path._streak is not None) == native
         assert harness.computed == 3
         together = harness.start()
         answers = [together.add(one.ids, COUNT, one.images) for one in prompts]
@@ -337,6 +337,13 @@ def test_faulty_files(tmp_path: Path) -> None:
             assert reason in served.end.message
         for served, one in zip(answers, good, strict=True):
             agrees(served, expected(directory, one))
+
+
+def test_the_plan_counts_the_tower() -> None:
+    directory = make("qwen2_vl")
+    tower = load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)
+    assert read_planned_model(directory, Settings()).tower == tower.nbytes
+    assert read_planned_model(directory, Settings(media_workers=0)).tower == 0
 
 
 def test_rope_positions() -> None:

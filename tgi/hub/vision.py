@@ -17,7 +17,6 @@ IMAGE_TOKENS = {
     "idefics2": "image_token_id",
     "idefics3": "image_token_id",
     "internvl": "image_token_id",
-    "lfm2_vl": "image_token_id",
     "llama4": "<|image|>",
     "llava": "image_token_index",
     "llava_next": "image_token_index",

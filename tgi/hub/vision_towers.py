@@ -46,7 +46,6 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "idefics2": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
     "idefics3": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
     "internvl": VisionFamily({"pixel_values": 4}),
-    "lfm2_vl": VisionFamily({"pixel_values": 3, "spatial_shapes": 2, "pixel_attention_mask": 2}),
     "llava": VisionFamily({"pixel_values": 4, "image_sizes": 2}, ("image_sizes",)),
     "llava_next": VisionFamily(_TILES),
     "llava_onevision": VisionFamily({**_TILES, "batch_num_images": 1}, ("batch_num_images",)),

@@ -11,13 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgi.hub.weight_files import text_name
+from tgi.hub.weight_files import OF_DECODER, text_name
 from tgi.microkernel.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# How the names of the decoder's tensors begin in a model of text alone, and those of layers for drafts.
-OF_DECODER = ("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head.", "mtp.")
 
 
 class Checkpoint:

@@ -54,7 +54,7 @@ class ForwardBatch(NamedTuple):
     # before this step starts from zeros, whatever its slot holds. None: the model has no recurrent layers.
     state_slots: Tensor | None = None
     images: ImageRows | None = None
-    # int64 [3, T]: what the rotary embedding takes in place of `positions`, on each axis. None: the same on all.
+    # int64 [3, T], or [T] if they are the same on each axis: what the rotary embedding takes in place of `positions`.
     rope_positions: Tensor | None = None
 
 

@@ -58,8 +58,6 @@ PAGES_FILE = "worker.pages"  # the number of pages, and the bytes of a step on a
 DTYPE_FILE = "worker.dtype"  # the quickest dtype
 
 
-# Of images that the vision tower has computed, kept until others need the memory.
-FEATURE_BYTES = 256 << 20
 TEXT_ALONE = "Start with --media-workers 0, which serves the model without images."
 
 
@@ -111,7 +109,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
         step_bytes = _measure_step(settings, models, graph_sizes, progress)
-    available = _cache_memory(settings, models.served.device, step_bytes + (FEATURE_BYTES if images else 0))
+    available = _cache_memory(settings, models.served.device, step_bytes + (memory.FEATURE_BYTES if images else 0))
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
         available, previous_pages = _agree_on_cache(models.communicator, sharing, required, available, previous_pages)
@@ -132,7 +130,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
-    engine.served = _worker_facts(settings, models, limits)
+    engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.tower.nbytes)
     if device == "cpu":
         release_freed_memory()
     return engine
@@ -158,7 +156,7 @@ def _load_images(
         raise UserError(f"The images of {settings.model_dir} cannot be served: {fault}. {TEXT_ALONE}")
     served = models.served
     tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress)
-    return PromptImages(tower, media_directory(settings.run_dir), FEATURE_BYTES)
+    return PromptImages(tower, media_directory(settings.run_dir), memory.FEATURE_BYTES)
 
 
 def _image_obstacle(settings: Settings, family: VisionFamily, place: RankPlace | None) -> str:
@@ -175,7 +173,7 @@ def _image_obstacle(settings: Settings, family: VisionFamily, place: RankPlace |
     return ""
 
 
-def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLimits) -> WorkerFacts:
+def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLimits, tower_bytes: int) -> WorkerFacts:
     """The facts that the start summary shows."""
     footprints = [model.footprint for model in models.all()]
     served = models.served
@@ -184,7 +182,7 @@ def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLi
         limits,
         device="cpu" if served.device.type == "cpu" else torch.cuda.get_device_name(served.device),
         kernels=models.kernels,
-        weight_bytes=sum(footprint.bytes for footprint in footprints),
+        weight_bytes=sum(footprint.bytes for footprint in footprints) + tower_bytes,
         weight_bits=round(8 * served.footprint.bytes / max(1, served.footprint.numbers), 1),
         kv_cache_bytes=limits.cache_bytes,
     )

@@ -149,10 +149,11 @@ class DecoderModel:
             calls.append(partial(hidden.mul_, self._embedding_scale))
         if self._weights.positions is not None:
             calls.append(partial(self._add_positions, hidden, batch.positions))
-        angles = self._angles(batch.positions, batch.page_table.shape[-1] * attention.page_size)
+        turns = batch.positions if batch.rope_positions is None else batch.rope_positions
+        angles = self._angles(turns, batch.page_table.shape[-1] * attention.page_size)
         rows = attention.plan(batch).rows[0]
         ready = program.prepare(
-            *(hidden, batch.positions, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
+            *(hidden, turns, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
             _program_state(batch, attention),
         )
         assert ready.best is not None

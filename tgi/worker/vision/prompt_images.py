@@ -109,8 +109,10 @@ class PromptImages:
             )
             batch = batch._replace(images=rows)
         if turned:
-            (positions,) = copy_columns_to_device((np.concatenate(axes, axis=1).ravel(),), device)
-            batch = batch._replace(rope_positions=positions.view(3, -1))
+            on_axes = np.concatenate(axes, axis=1)
+            differ = bool((on_axes != on_axes[0]).any())
+            (positions,) = copy_columns_to_device(((on_axes if differ else on_axes[0]).ravel(),), device)
+            batch = batch._replace(rope_positions=positions.view(3, -1) if differ else positions)
         return batch
 
     def _chunk(self, own: SlotImages, start: int, end: int) -> Iterator[tuple[Ints, ImageFeatures]]:

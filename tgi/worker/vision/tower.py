@@ -33,7 +33,7 @@ class VisionTower:
         self.family = family
         self.image_token_id: int = model.config.image_token_id
         self.merge = int(getattr(model.config.vision_config, "spatial_merge_size", 1))  # patches of a token, squared
-        self.nbytes = sum(one.nbytes for one in model.parameters())
+        self.nbytes = sum(one.nbytes for name, one in model.named_parameters() if not _of_decoder(name))
         self._model = model
         self._dtype = dtype
         self._device = device
