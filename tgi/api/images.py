@@ -162,8 +162,11 @@ class ImageLoading:
                 self._submit(request)
             self._exchange_soon()
 
-    def release(self, images: ImageSet) -> None:
-        """A request has ended. After the last one the files of its images are given back."""
+    def release(self, images: ImageSet, kept_ms: int = 0) -> None:
+        """A request has ended, or does so in `kept_ms`. After the last one the files of its images are given back."""
+        if kept_ms and self._loop is not None:
+            self._loop.call_later(kept_ms / 1000, self.release, images)
+            return
         images.users -= 1
         if images.users == 0:
             self._drop(images)

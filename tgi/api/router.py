@@ -136,7 +136,8 @@ class Router:
         its client has disconnected."""
         if not request.active:
             return
-        self._deactivate(request)
+        kept_ms = request.message.resume_window_ms if client_lost and isinstance(request, Generation) else 0
+        self._deactivate(request, kept_ms)
         self._stamp(Event.LEFT, request)
         request.wake_event.wake()
         if isinstance(request, Generation) and request.parked:  # no End follows
@@ -410,12 +411,13 @@ class Router:
         if isinstance(request, Generation):
             self.recorder.stamp(event, request.context, number, request.generated_count)
 
-    def _deactivate(self, request: LiveRequest) -> None:
+    def _deactivate(self, request: LiveRequest, kept_ms: int = 0) -> None:
+        """`kept_ms`: how long a tokenizer may go on with it, and need its images."""
         request.active = False
         if isinstance(request, Generation) and request.holds_permit:
             self.admission.release_permit(request.client)
         if request.images is not None:
-            self.images.release(request.images)
+            self.images.release(request.images, kept_ms)
 
     def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId, planned: bool) -> None:
         """Submits the requests of a tokenizer that has ended again, to another one or to its replacement."""
