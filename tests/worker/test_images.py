@@ -1,8 +1,10 @@
 """Every vision family against transformers in float32: alone, batched, chunked, cached, preempted and resumed."""
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,8 @@ from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import build_attention
 from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.layers.rotary import inverse_frequencies
+from tgi.worker.models.config_reader import read_config, read_decoder_config
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.planning.deployment_plan import read_planned_model
@@ -345,6 +349,28 @@ def test_the_plan_counts_the_tower() -> None:
     tower = load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)
     assert read_planned_model(directory, Settings()).tower == tower.nbytes
     assert read_planned_model(directory, Settings(media_workers=0)).tower == 0
+
+
+def test_configuration_as_published(tmp_path: Path) -> None:
+    """Those of Qwen2-VL have their text part in no part of its own."""
+    directory = make("qwen2_vl")
+    config = json.loads((directory / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    for path in directory.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    found, expected = (read_decoder_config(read_config(path)) for path in (tmp_path, directory))
+    assert [(one.dim, one.axes, inverse_frequencies(one.dim, one.parameters).tolist()) for one in found.ropes] == [
+        (one.dim, one.axes, inverse_frequencies(one.dim, one.parameters).tolist()) for one in expected.ropes
+    ]
+    assert replace(found, ropes=()) == replace(expected, ropes=())
+    towers = [load_tower(path, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU) for path in (tmp_path, directory)]
+    given = PICTURES["qwen2_vl"](1).tensors
+    assert torch.equal(*(tower.compute(given).embeddings for tower in towers))
 
 
 def test_rope_positions() -> None:
