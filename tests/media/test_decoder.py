@@ -60,6 +60,7 @@ REFUSED = {
     "too many pixels": (png_header(1001, 1000), "may have 1000000 pixels"),
     "decompression bomb": (png_header(60_000, 60_000), "may have 1000000 pixels"),
     "too wide": (png_header(MAX_SIDE + 1, 1), f"{MAX_SIDE} on a side"),
+    "a line": (png_header(2001, 10), "200 times as long as wide: it has 2001 x 10"),
     "frame larger than the screen": (FRAMES[:6] + b"\xff\xff\xff\xff" + FRAMES[10:], "may have 1000000 pixels"),
     "truncated png": (encoded(NOISE)[:-200], "damaged or cut off"),
     "truncated jpeg": (encoded(NOISE, "JPEG")[:-200], "damaged or cut off"),

@@ -78,7 +78,7 @@ class ImageSet:
 
     def __init__(self, sources: Sequence[ImageSource], context: RequestContext) -> None:
         """`context`: of the first generation, which is blamed for what they do to media processes."""
-        self.sources = sources
+        self.sources = [*sources]  # without the URL of each that is loaded
         self.context = context
         self.users = 0  # active requests
         self.requests: list[ImageRequest] = []  # begun
@@ -306,6 +306,7 @@ class ImageLoading:
             self._fail(images, ImageFailure(reason, f"{which} cannot be used: {answer.error}"))
             return
         request.result = answer.image
+        images.sources[request.index] = ImageSource("")  # it may be megabytes
         if images.loaded:
             self._tell(images)
 

@@ -12,6 +12,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 EXPECTED = "PNG, JPEG, WebP or GIF was expected"
 # The longest side of a picture, and OpenAI's size of one with `detail: low`.
 MAX_SIDE, LOW_DETAIL_SIDE = 32_768, 512
+# Processors that scale the shorter side to a size would make gigabytes of a line.
+MAX_ASPECT = 200
 ORIENTATION = 0x0112  # in EXIF
 # The beginning of files that are taken for images and are none, after white space and in lower case.
 OTHERS = {b"<svg": "SVG", b"<?xml": "SVG", b"<!doctype svg": "SVG", b"%pdf": "PDF", b"<!doctype html": "HTML",
@@ -34,6 +36,8 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
                 width, height = image.size
                 if width * height > max_pixels or max(width, height) > MAX_SIDE:
                     raise ImageError(_too_large(max_pixels, f"it has {width} x {height}"))
+                if max(width, height) > MAX_ASPECT * min(width, height):
+                    raise ImageError(f"an image may be {MAX_ASPECT} times as long as wide: it has {width} x {height}")
                 image.load()
                 return _to_rgb(_upright(image))
     except ImageError:
