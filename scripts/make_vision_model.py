@@ -93,6 +93,12 @@ KINDS: dict[str, Kind] = {
     "llava_next": Kind("llama", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "llava_onevision": Kind("qwen2", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "mistral3": Kind("mistral", SMALL_TOWER | {"head_dim": 16}, {**IMAGE_INDEX, "vision_feature_layer": -1}),
+    # Pixtral-12B, whose model_type is llava.
+    "pixtral": Kind(
+        "mistral",
+        {**SMALL_TOWER, "model_type": "pixtral", "head_dim": 16},
+        {**IMAGE_INDEX, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
     "qwen2_5_vl": Kind(
         "qwen2",
         {**DEEP_TOWER, "out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1]},
@@ -118,6 +124,9 @@ KINDS: dict[str, Kind] = {
 }
 
 
+MODEL_TYPES = {"pixtral": "llava"}  # of kinds that are named otherwise
+
+
 def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype: str = "float32") -> Path:
     """Writes a model of `kind` (one of KINDS) to `directory` and returns it."""
     import torch
@@ -132,7 +141,7 @@ def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype:
     if name := more.get("text_type"):
         part["model_type"] = name
     more = {key: value for key, value in more.items() if key != "text_type"}
-    config = transformers.CONFIG_MAPPING[kind](text_config=part, vision_config=tower, **more)
+    config = transformers.CONFIG_MAPPING[MODEL_TYPES.get(kind, kind)](text_config=part, vision_config=tower, **more)
     config.dtype = getattr(torch, dtype)
     model = transformers.AutoModelForImageTextToText.from_config(config).to(config.dtype)
     fill(model, seed)

@@ -25,6 +25,13 @@ _SPLIT = {
     "max_image_size": {"longest_edge": 56},
 }
 _MERGED = _QWEN | {"patch_size": 14}
+_PIXTRAL = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 56}, "patch_size": 14}
+_PIXTRAL_MARKS = {
+    "patch_size": 14,
+    "image_token": "<image>",
+    "image_break_token": "<row>",
+    "image_end_token": "<|vision_end|>",
+}
 # By kind: preprocessor_config.json, then the class of the processor and what processor_config.json has besides.
 PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "glm4v": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
@@ -51,17 +58,8 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "LlavaOnevisionProcessor",
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"},
     ),
-    "mistral3": (
-        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 56}, "patch_size": 14},
-        "PixtralProcessor",
-        {
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "image_token": "<image>",
-            "image_break_token": "<row>",
-            "image_end_token": "<|vision_end|>",
-        },
-    ),
+    "mistral3": (_PIXTRAL, "PixtralProcessor", {**_PIXTRAL_MARKS, "spatial_merge_size": 2}),
+    "pixtral": (_PIXTRAL, "PixtralProcessor", _PIXTRAL_MARKS),
     "qwen2_5_vl": (_QWEN, "Qwen2_5_VLProcessor", {}),
     "qwen2_vl": (_QWEN, "Qwen2VLProcessor", {}),
     "qwen3_5": (_MERGED, "Qwen3VLProcessor", {}),

@@ -1,8 +1,10 @@
 """Every vision family against transformers in float32: alone, batched, chunked, cached, preempted and resumed."""
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,8 @@ from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import build_attention
 from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.layers.rotary import inverse_frequencies
+from tgi.worker.models.config_reader import read_config, read_decoder_config
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.planning.deployment_plan import read_planned_model
@@ -82,6 +86,7 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "llava_next": tiles,
     "llava_onevision": tiles,
     "mistral3": lambda number: picture(number, [3, 3], 1, 3, 56, 84, image_sizes=[[56, 84]]),
+    "pixtral": lambda number: picture(number, [3, 3], 1, 3, 28, 42, image_sizes=[[28, 42]]),
     "qwen2_5_vl": grid,
     "qwen2_vl": grid,
     "qwen3_5": grid,
@@ -90,7 +95,7 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "qwen3_vl_moe": grid,
     "smolvlm": masked,
 }
-assert PICTURES.keys() == VISION_FAMILIES.keys()
+assert PICTURES.keys() == VISION_FAMILIES.keys() | {"pixtral"}
 
 
 class Prompt(NamedTuple):
@@ -133,7 +138,7 @@ def reference(directory: Path) -> Any:
 def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
     """Greedy tokens of transformers and their logprobs, each from the whole text before it."""
     kind, names = kind_of(directory), given.pictures[0].tensors.keys() if given.pictures else ()
-    along = 1 if PICTURES[kind](1).tensors["pixel_values"].ndim == 5 and kind.startswith(("idefics", "smolvlm")) else 0
+    along = 1 if kind.startswith(("idefics", "smolvlm")) else 0
     tensors = {name: torch.cat([one.tensors[name] for one in given.pictures], along) for name in names}
     ids, found, logprobs = list(given.ids), [], []
     for _ in range(COUNT):
@@ -210,7 +215,7 @@ def agrees(served: Served, wanted: tuple[list[int], list[float]]) -> None:
     assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind", VISION_FAMILIES)
+@pytest.mark.parametrize("kind", PICTURES)
 def test_family(kind: str, tmp_path: Path) -> None:
     """Alone, then in a batch whose chunks end inside images; on torch's kernels and on ours."""
     directory = make(kind)
@@ -344,6 +349,28 @@ def test_the_plan_counts_the_tower() -> None:
     tower = load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)
     assert read_planned_model(directory, Settings()).tower == tower.nbytes
     assert read_planned_model(directory, Settings(media_workers=0)).tower == 0
+
+
+def test_configuration_as_published(tmp_path: Path) -> None:
+    """Those of Qwen2-VL have their text part in no part of its own."""
+    directory = make("qwen2_vl")
+    config = json.loads((directory / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    for path in directory.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    found, expected = (read_decoder_config(read_config(path)) for path in (tmp_path, directory))
+    assert [(one.dim, one.axes, inverse_frequencies(one.dim, one.parameters).tolist()) for one in found.ropes] == [
+        (one.dim, one.axes, inverse_frequencies(one.dim, one.parameters).tolist()) for one in expected.ropes
+    ]
+    assert replace(found, ropes=()) == replace(expected, ropes=())
+    towers = [load_tower(path, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU) for path in (tmp_path, directory)]
+    given = PICTURES["qwen2_vl"](1).tensors
+    assert torch.equal(*(tower.compute(given).embeddings for tower in towers))
 
 
 def test_rope_positions() -> None:

@@ -324,7 +324,8 @@ class StepPlanner:
         if not request.images or not (positions := request.encoder_positions(start, end)):
             return tokens
         builder.encoder_positions += positions
-        request.share.served += request.share.input_cost * positions
+        if start >= charged:
+            request.share.served += request.share.input_cost * positions
         return tokens + positions
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:

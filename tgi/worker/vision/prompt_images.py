@@ -94,11 +94,11 @@ class PromptImages:
                         features.append(found)
                 except BadImage as error:
                     faults[slot] = str(error)
-            if own is None or own.rope is None:
-                axes.append(np.broadcast_to(np.arange(start, end), (3, length)))
-            else:
+            if own is not None and own.rope is not None:
                 axes.append(own.rope.select(start, end))
                 turned = True
+            elif self.tower.family.rope is not None:
+                axes.append(np.broadcast_to(np.arange(start, end), (3, length)))
             row_begin += length
         device = batch.tokens.device
         if features:
