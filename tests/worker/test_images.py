@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scripts.make_vision_model import IMAGE_TOKEN_ID
@@ -20,6 +22,7 @@ from tests.models import vision_model as make
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.scheduled import ScheduledEngine, Served
 from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
+from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups
 from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
 from tgi.microkernel.settings.table import Settings
@@ -371,6 +374,29 @@ def test_configuration_as_published(tmp_path: Path) -> None:
     towers = [load_tower(path, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU) for path in (tmp_path, directory)]
     given = PICTURES["qwen2_vl"](1).tensors
     assert torch.equal(*(tower.compute(given).embeddings for tower in towers))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.pop("visual.patch_embed.proj.weight"), "1 tensors are missing"),
+        (lambda tensors: tensors.update({"visual.merger.ln_q.weight": torch.ones(7)}), "have another shape"),
+        (
+            lambda tensors: tensors.update({"visual.merger.mlp.0.weight": torch.ones(128, 128, dtype=torch.int8)}),
+            "is quantized (visual.merger.mlp.0.weight is int8)",
+        ),
+    ],
+)
+def test_vision_parts_that_cannot_be_loaded(change: Callable[[Any], object], reason: str, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(make("qwen2_vl"), tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)  # which is plain, beside any text part
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=re.escape(reason)):
+        load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)
 
 
 def test_rope_positions() -> None:

@@ -78,11 +78,18 @@ def load_tower(
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         without_decoder(config.get_text_config())
+        vars(config).pop("quantization_config", None)  # of the decoder
         with Checkpoint(directory) as checkpoint:
-            made = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
+            made = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
             weights = checkpoint.outside_text()
+            _require_plain(directory, weights)
             model, report = made.from_pretrained(
-                None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+                None,
+                config=config,
+                state_dict=weights,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below
             )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError) as error:
         raise UserError(f"transformers cannot load the vision part of the model in {directory}: {error}") from error
@@ -96,6 +103,18 @@ def load_tower(
         )
     base = model.model.eval().requires_grad_(False).to(device)
     return VisionTower(base, family, dtype, device)
+
+
+def _require_plain(directory: Path, weights: dict[str, Tensor]) -> None:
+    """Raises UserError if weights of the vision part are quantized, which transformers would take for plain ones."""
+    for name, tensor in weights.items():
+        if name.endswith(".weight") and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"The vision part of the model in {directory} is quantized ({name} is {kind}), which is not served. "
+                "Choose a model whose text part alone is quantized, or start with --media-workers 0, which serves it "
+                "without images."
+            )
 
 
 def without_decoder(config: Any) -> None:
