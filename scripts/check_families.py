@@ -4,6 +4,7 @@
     scripts/check_families.py              # all types: about three minutes
     scripts/check_families.py phimoe gptj
     scripts/check_families.py --table      # the table of docs/models.md
+    scripts/check_families.py --variants   # the tests of families, each with all kernels, types and numbers of ranks
 
 For each type one line: right (with the largest difference of logprobs), refused (with the sentence), WRONG, or not made
 (the default configuration with small sizes gives no tiny model). Exits with 1 if a type is wrong or fails without a
@@ -11,6 +12,8 @@ sentence.
 """
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -66,6 +69,8 @@ FURTHER: dict[str, dict[str, Any]] = {  # entries of single types
     "phimoe": {"sliding_window": 24},
     "xmod": {"default_language": "en_XX"},
 }
+# The tests of which a run has one variant of each family (tests/families.py).
+VARIED = ("tests/worker/test_families.py", "tests/worker/test_planning.py", "tests/worker/distributed/test_models.py")
 RESULTS = (  # title, and how the lines begin and end
     ("agree, built-in decoder", "right", "built-in decoder"),
     ("agree, transformers' code", "right", "transformers' code"),
@@ -141,7 +146,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="TYPE")
     parser.add_argument("--table", action="store_true", help="print lists of types by result")
+    parser.add_argument("--variants", action="store_true", help="run all variants of the tests of families instead")
     arguments = parser.parse_args()
+    if arguments.variants:
+        command, root = [sys.executable, "-P", "-m", "pytest", *VARIED], Path(__file__).resolve().parents[1]
+        sys.exit(subprocess.run(command, cwd=root, env=os.environ | {"TGI_ALL_VARIANTS": "1"}).returncode)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     found: dict[str, str] = {}

@@ -21,7 +21,7 @@ from tgi import INTERRUPTED, __version__
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.loading import load_settings
 from tgi.microkernel.settings.options import SettingOption, boolean, counts, flag
-from tgi.microkernel.settings.table import DEFAULTS, GROUPS, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
+from tgi.microkernel.settings.table import DEFAULTS, GROUPS, MTP, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {
@@ -725,6 +725,12 @@ def plan(devices: str, requests: int, tokens: int, as_json: bool, **given: Any) 
     except ValueError as error:
         raise UserError(f"{error}.", code=2) from error
     draft = settings.draft_model_id
+    if draft == MTP:
+        raise UserError(
+            f"--draft-model-id {MTP} is not planned: a layer for multi-token prediction takes as much as the last "
+            "layer of the model. Plan without it.",
+            code=2,
+        )
     request = PlanRequest(
         plannable_model(settings.model_id, settings.revision),
         settings,

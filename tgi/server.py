@@ -34,7 +34,7 @@ from tgi.microkernel.processes.fork_server import ForkServer, start_fork_servers
 from tgi.microkernel.processes.supervisor import Supervisor, listening_socket, raise_file_limit
 from tgi.microkernel.settings.loading import ineffective_flags, non_default_settings, with_reloaded
 from tgi.microkernel.settings.lora_adapters import named_adapters
-from tgi.microkernel.settings.table import GENERATION_CONFIGS, Settings
+from tgi.microkernel.settings.table import GENERATION_CONFIGS, MTP, Settings
 from tgi.worker.preload import Preload
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 RAY_PORT_OFFSET = 100
 
 # The packages of requirements/worker.txt.
-WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf")
+WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf", "typing_extensions")
 # Of these, and PIL, those that load images.
 MEDIA_PACKAGES = ("safetensors", "numpy", "transformers", "PIL")
 
@@ -365,10 +365,11 @@ def _source(settings: Settings, directory: Path, sha: str | None) -> str:
 
 def _with_draft(settings: Settings, fetch: Callable[[str, str | None], Path]) -> Settings:
     """Adds the directory of the draft model, if one is named."""
-    if settings.draft_model_id is None:
+    if settings.draft_model_id in (None, MTP):
         return settings
     from tgi.hub.model_config import read_model_config
 
+    assert settings.draft_model_id is not None
     directory = fetch(settings.draft_model_id, settings.draft_model_revision)
     read_model_config(directory, weights=settings.needs_weights)
     return replace(settings, draft_model_dir=directory)

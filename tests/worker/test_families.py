@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from scripts.make_model import fill
+from tests.families import with_variants
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tests.worker.cpu_kernels.available import our_kernels
@@ -182,7 +183,7 @@ def test_against_transformers_in_other_shapes(kind: str, more: tuple[tuple[str, 
 @pytest.mark.parametrize(
     ("kind", "native", "dtype"),
     [
-        *((kind, False, ("bfloat16", "float32")[at % 2]) for at, kind in enumerate(OTHERS)),
+        *((kind, False, dtype) for kind, dtype in with_variants(OTHERS, ("bfloat16", "float32"))),
         *((kind, True, dtype) for kind in RECURRENT for dtype in ("float32", "bfloat16")),
     ],
 )

@@ -12,10 +12,11 @@ import torch
 from click.testing import CliRunner
 
 from scripts.make_gguf import write_gguf
+from tests.families import with_variants
 from tests.models import model as make
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.loras import make_adapter
-from tests.worker.quantization.checkpoints import Awq, Compressed, Form, Fp8, Gptq, write
+from tests.worker.quantization.checkpoints import Awq, Compressed, Float4, Form, Fp8, Gptq, write
 from tgi.cli import main
 from tgi.hub.gguf.convert import convert
 from tgi.microkernel.settings.table import Settings
@@ -47,7 +48,6 @@ from tgi.worker.quantization.quantize import quantize_weight
 
 pytestmark = pytest.mark.slow
 
-RANKS = (1, 2, 4)
 CPU, GPU = Devices(4, "cpu", 1 << 36, False, is_cpu=True), Devices(4, "gpu", 1 << 36, True)
 # Tensors of this device have shapes and types only. The loader treats it as it treats a GPU.
 META = torch.device("meta")
@@ -167,12 +167,10 @@ def check(
         assert found.state == (0 if model.kv.state is None else model.kv.state.bytes)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_family_as_on_a_gpu(kind: str, ranks: int) -> None:
-    check(make(kind), ranks, native=False)
-    if ranks == 2:
-        check(make(kind, tie=True), ranks, native=False, dtype="auto", quantize="int4")
+@pytest.mark.parametrize(("kind", "variant"), with_variants(FAMILIES, ((1, None), (2, None), (4, None), (2, "int4"))))
+def test_every_family_as_on_a_gpu(kind: str, variant: tuple[int, str | None]) -> None:
+    ranks, quantize = variant
+    check(make(kind, tie=quantize is not None), ranks, native=False, quantize=quantize)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -203,6 +201,8 @@ def test_quantized_at_load(quantize: str | None, native: bool) -> None:
         (Compressed("int-quantized", 8, -1), ("lm_head",)),
         (Fp8(), ("lm_head",)),
         (Fp8(outputs=32, inputs=32), ("lm_head",)),
+        (Float4(), ("lm_head",)),
+        (Float4("modelopt", "MXFP4"), ("lm_head",)),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, tuple) or hasattr(value, "_fields") else "",
 )
@@ -519,6 +519,12 @@ def test_memory_of_devices() -> None:
         ({"quantization_config": {"quant_method": "gguf"}}, [], "has no weights"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "does not follow from the config"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, [], "group_size is missing"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},
+            [],
+            "does not follow from the config",
+        ),
+        ({}, ["--draft-model-id", "mtp"], "a layer for multi-token prediction takes as much as the last layer"),
         ({}, ["--quantize", "gptq"], "is for weights that are quantized already"),
         ({}, ["--kv-cache-dtype", "int8"], "a type of the KV cache for CPU"),
         ({}, ["--quantize", "fp8", "--devices", "A100-80GB"], "which A100-80GB does not multiply"),

@@ -2,7 +2,6 @@
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Protocol
 
@@ -67,6 +66,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "block_hash",
         "cache_salt",
         "cached_tokens",
         "capacity",
@@ -87,7 +87,6 @@ class Request:
         "partition_index",
         "planned",
         "pooling",
-        "prefix",
         "prompt_logprobs_from",
         "prompt_tokens",
         "prompt_top_n",
@@ -118,7 +117,7 @@ class Request:
     planned: int  # positions below this are computed by the steps sent so far; while it decodes, see `partition.starts`
     shares_pages: bool  # whether it uses the prefix cache: finds pages of other requests, and they find its pages
     published_pages: int  # of each table: its first pages, which are in the prefix cache
-    prefix: bytes  # the name of the prefix in these pages
+    block_hash: bytes  # of the last of these pages in the first group
     snapshot_at: list[int]  # positions of its prompt at which a snapshot of its recurrent state is to be taken
     partition_index: int  # its index in the columns of its partition
     decodes_since: int  # the step after which it entered the partition
@@ -137,7 +136,7 @@ class Request:
         self.context = add.context
         self.sampling = add.sampling
         self.cache_salt = add.cache_salt
-        self.extras = page_extras(add.cache_salt, add.extras)
+        self.extras = [PageExtra(0, add.cache_salt), *add.extras] if add.cache_salt else add.extras
         self.images = add.images
         self.pooling = add.pooling
         self.tokenizer = tokenizer
@@ -153,7 +152,7 @@ class Request:
         self.prompt_top_n = 0
         if add.prompt_logprobs_from or add.prompt_top_n:
             self._set_prompt_logprobs(add.prompt_logprobs_from, add.prompt_top_n)
-        if fault := extras_out_of_range(self.extras, tokens):
+        if self.extras and (fault := extras_out_of_range(self.extras, tokens)):
             raise ValueError(fault)
         if self.images and (fault := images_out_of_range(self.images, self.extras, tokens)):
             raise ValueError(fault)
@@ -232,11 +231,6 @@ class Request:
         )
 
 
-def page_extras(cache_salt: bytes, extras: Iterable[PageExtra]) -> list[PageExtra]:
-    """All that the content of pages depends on besides ids, in the order of positions."""
-    return [*([PageExtra(0, cache_salt)] if cache_salt else []), *extras]
-
-
 def extras_out_of_range(extras: list[PageExtra], tokens: int) -> str:
     """Why pages of this many tokens cannot have these extras, in words; "" if they can."""
     last = 0
@@ -282,10 +276,9 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
         return "`max_new_tokens` must be strictly positive"
     if limits is None:
         return ""
-    if total > limits.max_total_tokens or limits.pages_needed(total) > limits.pages:
-        most = limits.longest_request()
+    if total > limits.max_total_tokens:
         return (
-            f"`inputs` tokens + `max_new_tokens` must be <= {most}. "
+            f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
             f"Given: {tokens} `inputs` tokens and {total - tokens} `max_new_tokens`"
         )
     if tokens > limits.max_input_tokens and not (request.prompt_only and tokens == limits.max_input_tokens + 1):

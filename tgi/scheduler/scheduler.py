@@ -435,13 +435,13 @@ class Scheduler:
         waited: list[Request] = []
         running: list[Request] = []
         for request, _ in ended:
-            state = request.state
+            state, context = request.state, request.context
             (waited if state is QUEUED else running).append(request)
             request.state = END[state]
-            self._recorder.stamp(Event.ENDED, request.context, b=request.generated_tokens)
+            self._recorder.stamp(Event.ENDED, context, b=request.generated_tokens)
             del request.tokenizer.requests[request.rid]
-            if self._generations.get(request.context.generation_id) is request:
-                del self._generations[request.context.generation_id]
+            if context.generation_id and self._generations.get(context.generation_id) is request:
+                del self._generations[context.generation_id]
         if running and self._planner is not None:
             self._planner.release(running)
         on_trial = self._discard_suspects(ended) if self._isolation.suspects else ()

@@ -159,9 +159,13 @@ class StepPlanner:
         """Adds drafts to the decode rows, within the pages that are available beyond the spare ones. While prompts
         wait, drafts get at most half of the tokens that a step may compute."""
         rows = builder.sampling_requests
-        most = self.size_limit.tokens - len(rows)
+        most, snapshots = self.size_limit.tokens - len(rows), self.kv_cache.snapshots
+        if snapshots is not None:
+            most = min(most, snapshots.drafts)
         counts = speculation.draft_counts(rows, most // 2 if self.batch.prefilling or self.queue else most)
         for request, start, wanted in zip(rows, builder.starts, counts, strict=False):  # no counts: nothing is drafted
+            if snapshots is not None:  # a snapshot is taken between two steps
+                wanted = min(wanted, snapshots.tokens_before_next(start) - 1)
             missing = -(-(start + 1 + wanted - request.capacity) // self._page_size)
             if missing > 0 and self.kv_cache.ensure_available(missing * self._tables + self._spare_pages):
                 self.kv_cache.append_pages([request], missing)
@@ -356,12 +360,10 @@ class StepPlanner:
         if kv_cache.snapshots is not None:
             kv_cache.restore_state(kv_cache.snapshots, request)
         request.found_tokens = request.planned
-        if found := request.planned:
-            self._counters.cache_hit_tokens += found
-            if request.first_planned_at is None:
-                request.cached_tokens = min(found, request.prompt_tokens)
+        self._counters.cache_hit_tokens += request.planned
         if request.first_planned_at is None:
             request.first_planned_at = now
+            request.cached_tokens = min(request.planned, request.prompt_tokens)
         if self._speculation is not None:
             self._speculation.slot_assigned(request)
         self._recorder.stamp(Event.ADMITTED, request.context, request.planned, len(self.batch) - 1)

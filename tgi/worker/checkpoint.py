@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from typing_extensions import override
 
 from tgi.hub.weight_files import OF_DECODER, text_name
 from tgi.microkernel.errors import UserError
@@ -146,12 +147,12 @@ class RandomCheckpoint(Checkpoint):
         made = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         return made.normal_(0, shape[-1] ** -0.5, generator=generator)
 
+    @override
     def raw_tensor(self, name: str) -> Tensor:
-        """See Checkpoint."""
         raise UserError(f"--load-format dummy makes plain weights, and has no tensor {name!r}.")
 
+    @override
     def file_of(self, name: str) -> Path:
-        """See Checkpoint."""
         return self.directory
 
 

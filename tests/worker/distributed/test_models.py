@@ -1,4 +1,4 @@
-"""Every family of DecoderModel on several ranks against one rank, on torch's kernels and on our own."""
+"""Every family of DecoderModel on several ranks against one rank, on torch's kernels or on our own."""
 
 import shutil
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.benchmarks.rank_processes import RankCall, Ranks, rank_group
+from tests.families import with_variants
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant, our_kernels
@@ -99,8 +100,7 @@ def check(
     torch.testing.assert_close(logprobs, expected[3], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "native"), with_variants(FAMILIES, (False, True)))
 def test_families(kind: str, native: bool, two: Ranks) -> None:
     check(two, make(kind), native)
 

@@ -199,10 +199,10 @@ class DeploymentLimits(NamedTuple):
 
     @property
     def state_slots(self) -> int:
-        """Recurrent states that the worker keeps: of the slots, of rows that pad a batch, and snapshots; 0: its model
-        has no recurrent layers."""
+        """Recurrent states that the worker keeps: of the slots, of rows that pad a batch, snapshots, and those before
+        the drafts of a step; 0: its model has no recurrent layers."""
         recurrent = recurrent_group(self.groups)
-        return 0 if recurrent is None else self.max_batch_size + 1 + recurrent.snapshots
+        return 0 if recurrent is None else self.max_batch_size + 1 + recurrent.snapshots + recurrent.drafts
 
     @property
     def cache_bytes(self) -> int:
@@ -229,7 +229,11 @@ def limits_out_of_range(limits: DeploymentLimits) -> str:
         for name, value in numbers.items()
         if not 1 <= value <= LARGEST_LIMITS.get(name, LARGEST_OTHER_LIMIT)
     ]
-    return "; ".join([*faults, *(fault for fault in [groups_out_of_range(limits.groups)] if fault)])
+    if fault := groups_out_of_range(limits.groups):
+        faults.append(fault)
+    if not faults and limits.pages_needed(1) > limits.pages:
+        faults.append(f"pages is {limits.pages}, {limits.pages_needed(1)} are needed for one token")
+    return "; ".join(faults)
 
 
 # What a request was promised with its tokens and pages; the same for every worker that may compute it.
@@ -719,6 +723,8 @@ class Step(NamedTuple):
     Speculation: row k also computes drafts[k] draft tokens after the known ones. It samples after each draft token as
     long as the draft matches the sampled token, so it yields 1 to drafts[k] + 1 tokens (StepResult.counts). The length
     of the row is unknown until then: the step after a step with drafts is sent only when that has been answered.
+    The worker takes the states of recurrent layers back to the first rejected draft. A step has no more drafts than
+    the group of such layers (KVGroup.drafts) tells.
     """
 
     number: int  # counts up from 1 in an epoch

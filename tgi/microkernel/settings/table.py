@@ -99,6 +99,8 @@ ONE_SHARD = "there is one shard"
 
 # Draft tokens per step: the default with a draft model, and the maximum (longer drafts gain little).
 DEFAULT_SPECULATED_TOKENS, MAX_SPECULATED_TOKENS = 4, 16
+# The draft_model_id that means the served model's own layer for multi-token prediction.
+MTP = "mtp"
 
 # Defaults per device. Steps are not interrupted: on CPU a long prefill would delay the next token of all requests.
 DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -529,8 +531,8 @@ class Settings:
     draft_model_id: str | None = setting(
         SPECULATION,
         None,
-        "Draft model with the same vocabulary: Hub id, local directory or .gguf file. Without it, n-grams of the "
-        "request are drafted.",
+        "Draft model with the same vocabulary: Hub id, local directory or .gguf file; or mtp: the served model's own "
+        "layer for multi-token prediction. Without it, n-grams of the request are drafted.",
         text,
         env=("TGI_DRAFT_MODEL_ID",),
         unset="none",

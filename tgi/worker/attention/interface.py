@@ -53,6 +53,9 @@ class ForwardBatch(NamedTuple):
     # int32 [R]: the slot of the StateCache that each row reads and overwrites; no two rows of one. A row without tokens
     # before this step starts from zeros, whatever its slot holds. None: the model has no recurrent layers.
     state_slots: Tensor | None = None
+    # int32 [T]: the slot that keeps the state as it is after each token, for the tokens before the drafts of a row; 0
+    # for all others. None: the step has no drafts, or the model no recurrent layers.
+    kept_states: Tensor | None = None
     images: ImageRows | None = None
     # int64 [3, T], or [T] if they are the same on each axis: what the rotary embedding takes in place of `positions`.
     rope_positions: Tensor | None = None
@@ -200,4 +203,4 @@ def state_rows(batch: ForwardBatch, attention: AttentionBackend) -> StateRows | 
         return None
     assert batch.state_slots is not None
     columns = batch.state_slots, batch.cu_query_lens, batch.context_lens, batch.query_lens_host
-    return StateRows(attention.state, *columns)
+    return StateRows(attention.state, *columns, batch.kept_states)

@@ -148,8 +148,9 @@ void tgi_norm(ThreadPool* pool, const Element* x, const float* weight, const flo
 
 void tgi_causal_conv(ThreadPool* pool, const Element* x, Element* y, Element* window, const float* weight,
     const float* bias, int64_t channels, int64_t kernel, int64_t x_step, int64_t y_step, int64_t form,
-    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes) {
-    causal_conv(*pool, {slots, bounds, contexts, rows, slot_bytes},
+    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes,
+    const int32_t* kept) {
+    causal_conv(*pool, {slots, bounds, contexts, rows, slot_bytes, kept},
         {x, y, window, weight, bias, channels, kernel, x_step, y_step, ConvForm(form)});
 }
 
@@ -158,8 +159,9 @@ void tgi_sigmoid_gate(ThreadPool* pool, const Element* x, Element* y, int64_t si
 // `sizes`: key_heads, value_heads, key_dim, value_dim, x_step, z_step.
 void tgi_delta_rule(ThreadPool* pool, const Element* x, const Element* z, const Element* ba, Element* y, float* state,
     const float* decay, const float* offset, const float* norm, const int64_t* sizes, float epsilon,
-    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes) {
-    delta_rule(*pool, {slots, bounds, contexts, rows, slot_bytes},
+    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes,
+    const int32_t* kept) {
+    delta_rule(*pool, {slots, bounds, contexts, rows, slot_bytes, kept},
         {x, z, ba, y, state, decay, offset, norm, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], epsilon});
 }
 

@@ -58,6 +58,7 @@ struct StateStep {
     const int32_t* slots;  // [rows]
     int64_t slot_bytes;
     void* const* tensors;  // the address in slot 0 of each tensor of each recurrent layer
+    const int32_t* kept;  // as in StateRows
 };
 
 struct StepInputs {
@@ -112,7 +113,8 @@ class Program {
 
         StateRows state_rows() const {
             const AttentionBatch& step = inputs.step;
-            return {inputs.state->slots, step.bounds, step.context_lengths, step.rows, inputs.state->slot_bytes};
+            const StateStep& state = *inputs.state;
+            return {state.slots, step.bounds, step.context_lengths, step.rows, state.slot_bytes, state.kept};
         }
 
         // The weight of the product after this one; the last product is followed by the next step.

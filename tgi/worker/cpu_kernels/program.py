@@ -83,12 +83,14 @@ class StateStep(NamedTuple):
     referenced: object  # keeps the memory alive whose addresses are in the struct
 
 
-def state_step(tensors: Sequence[Tensor], slot_bytes: int, slots: Tensor) -> StateStep:
+def state_step(tensors: Sequence[Tensor], slot_bytes: int, slots: Tensor, kept: Tensor | None) -> StateStep:
     """The struct of a step whose rows have these slots, int32 [rows]. `tensors` [slots, ...] are those of all recurrent
-    layers, `slot_bytes` from one slot to the next."""
+    layers, `slot_bytes` from one slot to the next; `kept` is ForwardBatch.kept_states."""
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-    fields = torch.tensor([slots.data_ptr(), slot_bytes, addresses.data_ptr()])
-    return StateStep(fields, (tensors, slots, addresses))
+    fields = torch.tensor(
+        [slots.data_ptr(), slot_bytes, addresses.data_ptr(), kept.data_ptr() if kept is not None else 0]
+    )
+    return StateStep(fields, (tensors, slots, addresses, kept))
 
 
 _GreedyRows = c_int64 * 6  # struct GreedyRows of program.h

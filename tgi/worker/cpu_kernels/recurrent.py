@@ -16,8 +16,8 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 MAX_CONV_KERNEL, MAX_STATE_DIM = 8, 256
 
 # Argument types of the functions in interface.cpp.
-_CAUSAL_CONV: Sequence[Any] = (*[c_void_p] * 6, *[c_int64] * 5, *[c_void_p] * 3, c_int64, c_int64)
-_DELTA_RULE: Sequence[Any] = (*[c_void_p] * 10, c_float, *[c_void_p] * 3, c_int64, c_int64)
+_CAUSAL_CONV: Sequence[Any] = (*[c_void_p] * 6, *[c_int64] * 5, *[c_void_p] * 3, c_int64, c_int64, c_void_p)
+_DELTA_RULE: Sequence[Any] = (*[c_void_p] * 10, c_float, *[c_void_p] * 3, c_int64, c_int64, c_void_p)
 
 _SIGMOID_GATE: Sequence[Any] = (*[c_void_p] * 3, c_int64)
 
@@ -37,6 +37,7 @@ class StateAddresses(NamedTuple):
     contexts: int
     rows: int
     slot_bytes: int
+    kept: int | None
 
 
 def causal_conv(

@@ -18,6 +18,7 @@ from tgi.worker.engine.decode_fast_path import DecodeFastPath
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
 from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
+from tgi.worker.engine.mtp_runner import MtpRunner
 from tgi.worker.engine.prompt_logprobs import (
     PromptLogprobReader,
     PromptLogprobTensors,
@@ -25,7 +26,9 @@ from tgi.worker.engine.prompt_logprobs import (
     prompt_logprobs_columns,
 )
 from tgi.worker.lora.registry import AdapterRegistry
+from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
+from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.grammar import GrammarManager
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import SampledTokens, sample_head
@@ -76,7 +79,8 @@ class GraphCaptureConfig(NamedTuple):
 
 class TorchEngine:
     """A model with its KV cache and slots. Steps are launched in order; on CPU, `launch` computes the step. A step that
-    follows one with drafts may have rows of the same slots only after the latter is collected.
+    follows one with drafts may have rows of the same slots, or drafts if the model has recurrent layers, only after the
+    latter is collected.
 
     `load_token_table` makes the table that grammars need, when the first one arrives. `draft_model` proposes drafts.
     `watermark` serves the rows that ask for it. `graph_capture` enables CUDA graphs. `images`: the model has a vision
@@ -119,7 +123,7 @@ class TorchEngine:
         watermark = watermark or Watermark(model.vocab_size, model.device)
         self._batch_builder = BatchBuilder(self._slots, watermark, attention.state is not None)
         self._decode_fast_path = DecodeFastPath(model, attention, self._slots)
-        self._draft_runner = draft_model and DraftRunner(draft_model, self._slots, self._batch_builder, self._noise)
+        self._draft_runner = draft_model and self._make_draft_runner(*draft_model)
         self._decode_graphs = graph_capture and DecodeGraphs(
             model,
             graph_capture.attention,
@@ -128,6 +132,13 @@ class TorchEngine:
             limits.max_total_tokens,
             graph_capture.capturer,
         )
+
+    def _make_draft_runner(self, model: Model | MtpModel, attention: AttentionBackend) -> DraftRunner | MtpRunner:
+        rest = self._slots, self._batch_builder, self._noise
+        if not isinstance(model, MtpModel):
+            return DraftRunner(DraftModel(model, attention), *rest)
+        assert isinstance(self._model, DecoderModel)
+        return MtpRunner(model, attention, self._model, *rest)
 
     def capture_decode_graphs(self, limit: int | None = None) -> int:
         """Captures the decode graphs, or only the `limit` largest (see DecodeGraphs.capture). Returns how many there
@@ -192,6 +203,19 @@ class TorchEngine:
             for source, target in copies:
                 self._attention.state.copy(source, target)
 
+    def _take_back_states(self, drafts: DraftBatch, kept: Ints) -> None:
+        """Copies the states before the first rejected drafts to the slots of their rows. `kept` counts the tokens that
+        are kept of each row: that is one more than its accepted drafts."""
+        if (state := self._attention.state) is None:
+            return
+        counts = drafts.lengths - 1
+        rejected = kept - 1 < counts
+        sources = self._slots.kept_state(row_offsets(counts) + kept - 1)[rejected]
+        targets = self._slots.state_slots(drafts.slots)[rejected]
+        with torch.inference_mode():
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                state.copy(source, target)
+
     def is_done(self, pending: PendingStep | StepResult) -> bool:
         """Whether the step's result is on the host."""
         return isinstance(pending, StepResult) or pending.end_event is None or pending.end_event.query()
@@ -211,6 +235,7 @@ class TorchEngine:
         if pending.drafts is not None:
             kept = count_accepted(pending.drafts, sampled.ids, bitmask and bitmask.reach)
             self._slots.commit_accepted_drafts(pending.drafts.slots, kept - 1)
+            self._take_back_states(pending.drafts, kept)
             sampled, counts = keep_accepted(pending.drafts, sampled, kept), kept.astype(np.uint8).tobytes()
         faults = pending.faults
         if pending.bad_word_rows is not None:
@@ -272,6 +297,8 @@ class TorchEngine:
             bad_word_rows = _find_bad_word_rows(rows, sampling_batch)
         # Ids after a rejected draft are overwritten before they are read.
         self._batch_builder.write_ids(indices, sampled.ids)
+        if isinstance(self._draft_runner, MtpRunner):
+            self._draft_runner.follow(rows)
         prompt_logprobs = None if reader is None else reader.finish()
         self._slots.commit_rows(rows)
         if end_event is not None:

@@ -167,6 +167,11 @@ class Slots:
         last slot come the snapshots."""
         return (slots + 1) % (self.padding_slot + 1)
 
+    def kept_state(self, draft: IntsOrTensor) -> IntsOrTensor:
+        """The slot of the StateCache that keeps the state before each of these drafts, counted over all rows of a step.
+        They come after the snapshots."""
+        return self.padding_slot + 1 + len(self._snapshots) + draft
+
     def apply_step(self, step: Step) -> None:
         """Assigns the step's new requests to their slots and appends its pages. Raises BadStep."""
         self._steps += 1
@@ -216,6 +221,8 @@ class Slots:
             raise BadStep("a slot has two rows")
         ends, pages = starts + counts, self._tables(self.num_pages)[slots].min(axis=1)
         drafts = _validate_drafts(step, samples, self.vocab_size) if step.drafts else None
+        if drafts is not None and self._recurrent is not None and drafts.counts.sum() > self._recurrent.drafts:
+            raise BadStep(f"{drafts.counts.sum()} drafts; states are kept for {self._recurrent.drafts}")
         draft_ends = ends if drafts is None else ends + drafts.counts
         computed, known = self.num_computed[slots], self.num_known[slots]
         new, sampled = computed == NEW, samples != 0
@@ -422,7 +429,18 @@ class BatchBuilder:
             context_lens_host=rows.ends.tolist(),
             lora_spans=self._lora_spans(rows.slots, bounds) if state.adapters else (),
             state_slots=self.to_device(state.state_slots(rows.slots))[0].int() if self._recurrent else None,
+            kept_states=self._kept_states(rows, bounds) if self._recurrent and rows.drafts is not None else None,
         )
+
+    def _kept_states(self, rows: StepRows, bounds: Ints) -> Tensor:
+        """ForwardBatch.kept_states of rows with drafts whose tokens begin at `bounds`."""
+        assert rows.drafts is not None
+        counts = rows.drafts.counts
+        number = np.arange(counts.sum())
+        kept = np.zeros(bounds[-1], np.int32)
+        # The last known token of a row comes before its first draft.
+        kept[np.repeat(bounds[1:] - counts - 1 - row_offsets(counts), counts) + number] = self._slots.kept_state(number)
+        return self.to_device(kept)[0].int()
 
     def build_sampling_batch(self, slots: Ints, positions: Ints, bitmask: GrammarBitmask | None) -> SamplingBatch:
         """The sampler's input for slots [E] that sample the tokens of these positions [E]. All earlier ids are

@@ -33,6 +33,9 @@ FEATURE_BYTES = 256 << 20
 # But the pages take at least this multiple of the memory of the snapshots.
 POSITIONS_PER_SNAPSHOT = 256
 PAGES_TO_SNAPSHOTS = 3
+# States are kept before this many drafts of a step, or before those of one request if these are more. Speculation gains
+# with few requests.
+DRAFT_STATES = 32
 
 
 class CacheRequirements(NamedTuple):
@@ -56,14 +59,15 @@ class CacheRequirements(NamedTuple):
         """The snapshots of recurrent states for this number of pages."""
         return 1 + pages // self._pages_per_snapshot
 
-    def state_bytes_in_all(self, rows: int, pages: int) -> int:
-        """Bytes of the recurrent states of this many requests, of rows that pad a batch, and of snapshots."""
-        return (rows + 1 + self.snapshots(pages)) * self.state_bytes
+    def state_bytes_in_all(self, rows: int, pages: int, drafts: int) -> int:
+        """Bytes of the recurrent states of this many requests, of rows that pad a batch, of snapshots, and before this
+        many drafts."""
+        return (rows + 1 + self.snapshots(pages) + drafts) * self.state_bytes
 
-    def pages_within(self, memory: int, rows: int) -> int:
+    def pages_within(self, memory: int, rows: int, drafts: int) -> int:
         """The pages that fit into this number of bytes next to the recurrent states; negative if those do not fit."""
         each = self._pages_per_snapshot
-        left = memory - self.state_bytes_in_all(rows, 0)
+        left = memory - self.state_bytes_in_all(rows, 0, drafts)
         return left * each // (self.page_bytes * each + self.state_bytes)
 
 
@@ -82,6 +86,12 @@ def max_batch_size(settings: Settings, device: str) -> int:
 def max_prefill_tokens(settings: Settings, device: str) -> int:
     """The number of tokens computed in one step; by default at least one for each running request."""
     return settings.max_batch_prefill_tokens or max(DEFAULT_PREFILL_TOKENS[device], max_batch_size(settings, device))
+
+
+def max_draft_states(settings: Settings, device: str) -> int:
+    """The drafts of a step before which the states of recurrent layers are kept."""
+    each = settings.speculate or 0
+    return min(each * max_batch_size(settings, device), max(each, DRAFT_STATES))
 
 
 def require_kv_cache_dtype(name: str | None, device: str) -> None:
@@ -152,14 +162,6 @@ def choose_limits(
             f"`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {settings.max_batch_prefill_tokens} and {capacity}"
         )
-    states = [
-        KVGroup(
-            GroupKind.RECURRENT,
-            page_bytes=required.state_bytes,
-            snapshots=required.snapshots(pages),
-            interval=SNAPSHOT_INTERVAL,
-        )
-    ] * (required.state_bytes > 0)
     log.debug(
         "KV cache of %d tokens, %.2f GB at most, in %d groups; requests of up to %d tokens, %d at once",
         *(capacity, pages * required.page_bytes / 1e9, len(groups), longest, rows),
@@ -175,8 +177,23 @@ def choose_limits(
         vocab_size=required.vocab_size,
         dtype=required.dtype,
         device=required.device,
-        groups=[group._replace(page_bytes=required.page_bytes) for group in groups] + states,
+        groups=[
+            *(group._replace(page_bytes=required.page_bytes) for group in groups),
+            *recurrent_groups(settings, required, required.snapshots(pages)),
+        ],
     )
+
+
+def recurrent_groups(settings: Settings, required: CacheRequirements, snapshots: int) -> list[KVGroup]:
+    """The group of the recurrent layers, if there are any, with this many snapshots."""
+    group = KVGroup(
+        GroupKind.RECURRENT,
+        page_bytes=required.state_bytes,
+        snapshots=snapshots,
+        interval=SNAPSHOT_INTERVAL,
+        drafts=max_draft_states(settings, required.device),
+    )
+    return [group] if required.state_bytes else []
 
 
 def _pages(
@@ -189,24 +206,24 @@ def _pages(
 ) -> int:
     """The number of pages: the settings' choice, else as many as fit, at most what all requests at full length use."""
     rows, size = max_batch_size(settings, required.device), required.page_size
-    step_tokens = max_prefill_tokens(settings, required.device)
+    step_tokens, drafts = max_prefill_tokens(settings, required.device), max_draft_states(settings, required.device)
     if settings.max_batch_total_tokens is not None:
         longest = min(longest, settings.max_batch_total_tokens)
         tokens = -(-settings.max_batch_total_tokens // size)
         pages = -(-tokens * pages_needed(groups, longest, step_tokens, size) // -(-longest // size))
-        if (taken := pages * required.page_bytes + required.state_bytes_in_all(rows, pages)) > memory.available:
+        if (taken := pages * required.page_bytes + required.state_bytes_in_all(rows, pages, drafts)) > memory.available:
             raise UserError(
                 f"Not enough memory to handle `max_batch_total_tokens={settings.max_batch_total_tokens}`: that "
                 f"takes {taken / 1e9:.2f} GB and {memory.available / 1e9:.2f} GB are free. "
                 "Lower --max-batch-total-tokens."
             )
         return pages
-    if previous_pages is not None and previous_pages <= required.pages_within(memory.available, rows):
+    if previous_pages is not None and previous_pages <= required.pages_within(memory.available, rows, drafts):
         return previous_pages
-    if (fitting := required.pages_within(memory.default, rows)) < 1 and required.state_bytes:
+    if (fitting := required.pages_within(memory.default, rows, drafts)) < 1 and required.state_bytes:
         raise UserError(
             f"Not enough memory for the recurrent states of {rows} requests: they take "
-            f"{required.state_bytes_in_all(rows, 0) / 1e9:.2f} GB of the {memory.default / 1e9:.2f} GB for the KV "
-            "cache. Lower --max-batch-size."
+            f"{required.state_bytes_in_all(rows, 0, drafts) / 1e9:.2f} GB of the {memory.default / 1e9:.2f} GB for the "
+            f"KV cache. Lower --max-batch-size{' or --speculate' * bool(drafts)}."
         )
     return min(fitting, rows * pages_needed(groups, longest, step_tokens, size))

@@ -21,11 +21,11 @@ from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.host.rundir import media_directory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
-from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups, recurrent_group
 from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
-from tgi.microkernel.settings.table import Settings
+from tgi.microkernel.settings.table import MTP, Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
 from tgi.worker.cpu_kernels.kernels import CpuKernels
@@ -44,7 +44,8 @@ from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.config_reader import read_config
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
-from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.models.loader import build_model, build_mtp, read_model_spec
+from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
 from tgi.worker.vision.prompt_images import PromptImages
@@ -65,16 +66,16 @@ class LoadedModels(NamedTuple):
     """The served model and the draft model."""
 
     served: Model
-    draft: Model | None
+    draft: Model | MtpModel | None
     kv_cache_dtype: torch.dtype | None = None  # None: the dtype of each model
     kernels: str = ""  # which kernels compute, for the start summary
     communicator: Communicator | None = None  # of the served model's ranks; the draft model is whole on each of them
 
-    def all(self) -> list[Model]:
+    def all(self) -> list[Model | MtpModel]:
         """The models that are loaded."""
         return [self.served] if self.draft is None else [self.served, self.draft]
 
-    def cache_spec(self, model: Model, groups: Sequence[KVGroup] = ONE_FULL_GROUP) -> KVCacheSpec:
+    def cache_spec(self, model: Model | MtpModel, groups: Sequence[KVGroup] = ONE_FULL_GROUP) -> KVCacheSpec:
         """The KV cache of one of them, in the chosen dtype."""
         return model.kv._replace(stored_dtype=self.kv_cache_dtype, groups=groups)
 
@@ -99,10 +100,11 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
                 *(nodes, nodes),
             )
     models = _load_models(settings, device, progress, place)
-    _require_no_drafts(settings, models)
+    _require_draft_pages(models)
     images = _load_images(settings, models, progress, place)
     progress("sizing the KV cache", 96)
-    graph_sizes = _graph_batch_sizes(settings, models.served)
+    # A captured step has no hidden states for an MTP layer.
+    graph_sizes = [] if isinstance(models.draft, MtpModel) else _graph_batch_sizes(settings, models.served)
     required = _cache_requirements(models)
     previous_pages, step_bytes = _read_previous_cache(settings.run_dir)
     if models.served.device.type == "cpu":
@@ -136,12 +138,12 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     return engine
 
 
-def _require_no_drafts(settings: Settings, models: LoadedModels) -> None:
-    """Raises UserError if drafts are wanted of a model with recurrent layers, or from one."""
-    if (settings.speculate or models.draft is not None) and any(model.kv.state is not None for model in models.all()):
+def _require_draft_pages(models: LoadedModels) -> None:
+    """Raises UserError if the draft model has recurrent layers: it computes some tokens twice, and others later."""
+    if models.draft is not None and models.draft.kv.state is not None:
         raise UserError(
-            "Speculation needs to take back rejected drafts, which models with recurrent layers cannot yet. Start "
-            "without --speculate and --draft-model-id."
+            "A model with recurrent layers cannot draft: a draft model computes positions again, for which the state "
+            "of such layers is gone. Choose another --draft-model-id, or --speculate without one."
         )
 
 
@@ -238,6 +240,15 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
         )
 
     served = build(settings.model_dir, progress, communicator)
+    if settings.draft_model_id == MTP:
+        if communicator is not None or not settings.needs_weights:
+            raise UserError(
+                f"--draft-model-id {MTP} is for one rank, with the weights of the model. Start without --num-shard and "
+                "--load-format dummy, or with --speculate alone."
+            )
+        progress("loading the layer for multi-token prediction", 95)
+        mtp = build_mtp(settings.model_dir, served, dtype, kernels, quantize[settings.model_dir], gpu)
+        return LoadedModels(served, mtp, kv_cache_dtype, words)
     if settings.draft_model_dir is None:
         return LoadedModels(served, None, kv_cache_dtype, words, communicator)
     draft = build(settings.draft_model_dir, lambda stage, percent: progress(f"draft model: {stage}", percent))
@@ -324,9 +335,7 @@ def _build_engine(
     """The engine with KV caches of `limits.pages` pages, which can capture decode graphs of these batch sizes."""
     served, draft = models.served, models.draft
     groups = paged_groups(limits.groups)
-    # To measure a step, before it is known how much memory there is for snapshots, none are needed.
-    states = limits.state_slots or limits.max_batch_size + 1
-    attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, states)
+    attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, limits.state_slots)
     draft_model = (
         None
         if draft is None
@@ -465,6 +474,7 @@ def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[in
         vocab_size=required.vocab_size,
         dtype=required.dtype,
         device="cuda",
+        groups=[*ONE_FULL_GROUP, *memory.recurrent_groups(settings, required, 0)],
     )
     torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -536,7 +546,9 @@ def warm_up(
     _run_step(engine, _step(1, rows, 0, tokens, slots, pages))
     _run_step(engine, _step(2, rows, tokens, 1))
     if drafts:
-        draft_rows = max(1, min(rows, limits.max_batch_prefill_tokens // (1 + drafts)))
+        recurrent = recurrent_group(limits.groups)
+        most = limits.max_batch_prefill_tokens if recurrent is None else recurrent.drafts
+        draft_rows = max(1, min(rows, limits.max_batch_prefill_tokens // (1 + drafts), most // drafts))
         draft_step = _step(3, draft_rows, tokens + 1, 1)
         draft_ids = [0] * (0 if draft_model else draft_rows * drafts)
         _run_step(

@@ -81,6 +81,7 @@ class GatedDelta(NamedTuple):
                 delta = (values[:, token] - (state * key).sum(-2)) * weights[:, token, :, None]
                 state = state + key * delta[:, :, None]
                 out.append((state * query).sum(-2))
+                rows.keep(matrix, group, token, state)
             rows.write(matrix, group, state)
             mixed[own] = torch.stack(out, 1).flatten(0, 1)
         normed = F.rms_norm(mixed, (value_dim,), self.rule.norm, self.rule.epsilon)

@@ -22,6 +22,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, rows: StateRows, wi
     for group in rows.groups:
         own = x[group.tokens].view(-1, group.each, x.shape[1])
         inputs = torch.cat((rows.read(window, group), own), 1)
+        for token in range(group.each if rows.kept is not None else 0):
+            rows.keep(window, group, token, inputs[:, token + 1 : token + len(weight)])
         rows.write(window, group, inputs[:, group.each :])
         wide = inputs.to(torch.float32)
         sums = reduce(torch.add, (wide[:, n : n + group.each] * tap for n, tap in enumerate(weight)))

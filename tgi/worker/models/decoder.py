@@ -5,6 +5,7 @@ by layer on tensors.
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +26,14 @@ from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
+from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LoraDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
 from tgi.worker.lora.projections import projection_parts, projection_shapes
 from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderStep, DecoderWeights, run_layer, write_program
-from tgi.worker.models.interface import LogitsReader, PreparedDecode
+from tgi.worker.models.interface import LogitsReader, PreparedDecode, WeightFootprint
 from tgi.worker.state_cache import StateSpec, StateTensor
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,9 @@ class DecoderModel:
         if config.latent is not None and gpu is not None:
             log.warning("latent attention is computed by torch's kernels, row by row: our own GPU kernels lack it")
             gpu = None
+        # Receives the output of the last norm [T, hidden] of each step.
+        self.hidden_reader: Callable[[Tensor], None] | None = None
+        self.hidden_size = config.hidden
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.kv = KVCacheSpec(
@@ -159,6 +164,18 @@ class DecoderModel:
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
 
+    def run_inputs(
+        self, batch: ForwardBatch, attention: AttentionBackend, inputs: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The output [T, hidden] of the last norm, where `inputs` of the tokens (int64 [rows], padded) takes the place
+        of the embedding."""
+        return self._weights.norm(self._run_layers(batch, attention, None, inputs=inputs)[0][: len(batch.tokens)])
+
+    def head_logits(self, normed: Tensor) -> Tensor:
+        """Logits float32 [n, vocab] of outputs [n, hidden] of the last norm."""
+        logits = self._weights.head.logits(normed, *self._logits_options)
+        return logits if self._communicator is None else self._communicator.all_gather(logits, self._vocabulary_widths)
+
     def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
         """See Model."""
         weights = read_adapter(directory, self._whole_config, self._adapter_dtype, self.device)
@@ -183,8 +200,10 @@ class DecoderModel:
         attention: AttentionBackend,
         reader: LogitsReader | None,
         logits_indices: Tensor | None = None,
+        inputs: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, GreedyTokens | None]:
-        """Runs embedding and layers: the hidden states [rows, hidden], of which the first T belong to the batch.
+        """Runs embedding, or `inputs`, and layers: the hidden states [rows, hidden], of which the first T belong to the
+        batch.
 
         A program also computes the greedy tokens at `logits_indices`. Pads the tokens once, to a row count that all
         linear layers accept.
@@ -194,9 +213,7 @@ class DecoderModel:
         turns = batch.positions if batch.rope_positions is None else batch.rope_positions
         tokens, positions, turns = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions, turns))
         angles = self._angles(turns, max(batch.context_lens_host))
-        hidden = self._embed(tokens)
-        if self._embedding_scale != 1.0:
-            hidden = hidden * self._embedding_scale
+        hidden = self.embed(tokens) if inputs is None else inputs(tokens)
         if batch.images is not None:
             hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
         if self._weights.positions is not None:
@@ -242,6 +259,8 @@ class DecoderModel:
         if reader is not None:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
+        if self.hidden_reader is not None:
+            self.hidden_reader(self._weights.norm(hidden[:count]))
         return hidden, greedy
 
     def _add_positions(self, hidden: Tensor, positions: Tensor) -> None:
@@ -249,16 +268,24 @@ class DecoderModel:
         assert self._weights.positions is not None
         hidden += self._weights.positions.index_select(0, positions)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings [rows, hidden] of the tokens. Each comes from the rank that has it; the others add zeros."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The scaled embeddings [rows, hidden] of the tokens. Each comes from the rank that has it; the others add
+        zeros."""
         hidden = self._weights.embedding(tokens)
         if self._communicator is not None:
             self._communicator.all_reduce(hidden)
-        return hidden
+        return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
     def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:
         """RotaryEmbedding.angles of each rope, at positions [rows] or [3, rows] below `longest`."""
         return [rotary.angles(positions, longest, self.kv.heads + self.kv.kv_heads) for rotary in self._rotaries]
+
+    def with_layers(
+        self, config: DecoderConfig, layers: list[DecoderLayer], norm: Norm, size: WeightFootprint
+    ) -> "DecoderModel":
+        """A decoder of other layers with the embedding and the head of this one. `size` is what they take."""
+        weights = self._weights._replace(layers=layers, norm=norm, footprint=size)
+        return DecoderModel(config, weights, self.kv.dtype, self.device, self.kv.cpu_kernels, self.kv.gpu_kernels)
 
     def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas:
         shapes, kernels = projection_shapes(self._config), self.kv.cpu_kernels
@@ -289,7 +316,7 @@ def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
 def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateStep | None:
     """The state of a step's rows for a program."""
     rows = state_rows(batch, attention)
-    return None if rows is None else state_step(rows.cache.tensors, rows.cache.slot_bytes, rows.slots)
+    return None if rows is None else state_step(rows.cache.tensors, rows.cache.slot_bytes, rows.slots, rows.kept)
 
 
 def _activated_linear(mlp: Mlp | Experts) -> Linear | None:

@@ -13,13 +13,14 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.communicator import Communicator
-from tgi.worker.distributed.sharding import shard_decoder
+from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.models.config_reader import IS_PART, read_config, read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.dtype import resolve_dtype, warn_of_emulation
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.interface import Model
+from tgi.worker.models.mtp import MtpModel, find_names, layer_config
 from tgi.worker.models.stacked_experts import open_checkpoint
 from tgi.worker.models.weight_loader import DecoderWeightLoader, read_kv_scales, stored_embedding
 from tgi.worker.quantization import float8
@@ -120,6 +121,33 @@ def build_model(
     )
 
     return build_transformers_model(directory, spec.dtype, torch.device(device), progress, trust_code, gpu)
+
+
+def build_mtp(
+    directory: Path,
+    served: Model,
+    dtype: str,
+    kernels: CpuKernels | None = None,
+    quantize: str | None = None,
+    gpu: GpuKernels | None = None,
+) -> MtpModel:
+    """Loads the MTP layer of the served model, which is that of this directory; all as in `build_model`. Raises
+    UserError if it has none."""
+    spec = read_model_spec(directory, dtype, quantize)
+    if spec.decoder is None or not isinstance(served, DecoderModel):
+        raise UserError(
+            f"The model in {directory} runs through transformers, where its layer for multi-token prediction is not "
+            "computed. Start with --speculate and without --draft-model-id."
+        )
+    config, device = layer_config(spec.decoder), served.device
+    with open_checkpoint(directory, spec.decoder) as checkpoint, torch.inference_mode():
+        names = find_names(checkpoint, spec.decoder)
+        quantizer = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
+        exact = spec.dtype is torch.float32
+        source = spec.scheme.source(checkpoint, quantizer, float8.stays_float8_on(device), exact=exact)
+        loader = DecoderWeightLoader(source, config, whole_model(config), spec.dtype, device, kernels, gpu)
+        parts, layer, norm, size = loader.load_mtp(names)
+    return MtpModel(served.with_layers(config, [layer], norm, size), parts)
 
 
 def _build_decoder(

@@ -36,6 +36,7 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.short_conv import ShortConv
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights, LatentProjections, RecurrentMixer
 from tgi.worker.models.interface import WeightFootprint
+from tgi.worker.models.mtp import MtpNames, MtpParts
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 from tgi.worker.quantization.weight_sources import WeightSource
@@ -143,8 +144,20 @@ class DecoderWeightLoader:
         self._count(weight)
         return weight
 
-    def _layer(self, number: int) -> DecoderLayer:
-        config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
+    def load_mtp(self, names: MtpNames) -> tuple[MtpParts, DecoderLayer, Norm, WeightFootprint]:
+        """The MTP layer of these names: its first parts, its decoder layer, which is the only one of the config, its
+        last norm, and their size."""
+        size = self._config.hidden
+        parts = MtpParts(
+            self._norm(names.embedding_norm, size),
+            self._norm(names.hidden_norm, size),
+            self._linear(False, 2 * size, StoredMatrix(names.projection, size, range(size))),
+        )
+        layer, norm = self._layer(0, names.layer), self._norm(names.norm, size)
+        return parts, layer, norm, WeightFootprint(self._bytes, self._parameters)
+
+    def _layer(self, number: int, prefix: str = "") -> DecoderLayer:
+        config, names, prefix = self._config, self._config.names, prefix or f"model.layers.{number}."
         layer = config.layers[number]
 
         def norm(name: str | None) -> Norm | None:
