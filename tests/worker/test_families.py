@@ -19,6 +19,7 @@ from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tests.worker.cpu_kernels.available import our_kernels
 from tgi.hub import model_config
+from tgi.hub.vision_towers import VISION_FAMILIES
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.checkpoint import SINGLE_FILE
@@ -232,20 +233,9 @@ def test_results_do_not_depend_on_the_thread_count(kind: str) -> None:
     assert torch.equal(prefill(model, memory(model), ids, pages(3)), one)
 
 
-TEXT_PARTS = {
-    "gemma3": "gemma3_text",
-    "idefics3": "llama",
-    "internvl": "qwen2",
-    "kimi_k25": "deepseek_v3",
-    "llava": "llama",
-    "llava_next": "mistral",
-    "llava_onevision": "qwen2",
-    "mistral3": "mistral",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "smolvlm": "llama",
-}
-assert tuple(TEXT_PARTS) == WITH_TEXT_PART
+# Those whose images are served are tested in test_images.py, with prompts of text alone, too.
+TEXT_PARTS = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2"}
+assert {*TEXT_PARTS, *VISION_FAMILIES} == {*WITH_TEXT_PART}
 assert set(RECURRENT) == set(model_config.RECURRENT_LAYERS)
 
 

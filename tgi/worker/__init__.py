@@ -7,6 +7,7 @@ Read main.py first, then engine/loop.py and engine/engine.py.
 - sampling: logits processors, sampler, grammars, speculative verification
 - models, layers, attention: the forward pass
 - mixers: the sizes and tensors of recurrent layers
+- vision: images of prompts
 - quantization: weights of few bits
 - lora: adapters
 - distributed: tensor parallelism

@@ -39,6 +39,7 @@ class RopeConfig:
     # A pair is elements 2 i and 2 i + 1 if interleaved (GPT-J style), else i and i + dim / 2 (GPT-NeoX style).
     interleaved: bool = False
     start: int = 0  # elements of a head before the rotated ones
+    axes: tuple[int, ...] | None = None  # for each pair, which of a token's positions turns it; None: it has one
 
 
 def rope_type(parameters: dict[str, Any]) -> str:

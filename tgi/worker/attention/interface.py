@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from tgi.worker.lora.deltas import AdapterSpan
 
 
+class ImageRows(NamedTuple):
+    """The tokens of a step that stand for parts of images, as the vision tower computed them."""
+
+    indices: Tensor  # int64 [n] into T, distinct
+    embeddings: Tensor  # [n, hidden], in place of those of the tokens
+    deeper: tuple[Tensor, ...] = ()  # [n, hidden] each: added to the result of each of the first layers
+
+
 class ForwardBatch(NamedTuple):
     """Input of one forward pass: R rows (sequences) with T tokens in all, and D tokens whose logits are wanted.
 
@@ -50,6 +58,9 @@ class ForwardBatch(NamedTuple):
     # for all others. None: the step has no drafts, or the model no recurrent layers.
     kept_states: Tensor | None = None
     lora_runs: LoraRuns | None = None  # instead of `lora_spans` in a captured step
+    images: ImageRows | None = None
+    # int64 [3, T], or [T] if they are the same on each axis: what the rotary embedding takes in place of `positions`.
+    rope_positions: Tensor | None = None
 
 
 class KVCacheSpec(NamedTuple):

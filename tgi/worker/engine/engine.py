@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, Step, StepResult
 from tgi.microkernel.observability.progress import WorkerFacts
-from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, PrefaultingBackend
+from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, ForwardBatch, PrefaultingBackend
 from tgi.worker.device_copies import copy_to_device, copy_to_host
 from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
 from tgi.worker.engine.decode_fast_path import DecodeFastPath
@@ -43,6 +43,7 @@ from tgi.worker.sampling.verification import (
     row_offsets,
 )
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.vision.prompt_images import PromptImages
 
 # The operating system takes long to hand out KV memory, so idle time is used to fault in memory for this many tokens.
 PREFAULT_TOKENS = 4096
@@ -82,7 +83,8 @@ class TorchEngine:
     latter is collected.
 
     `load_token_table` makes the table that grammars need, when the first one arrives. `draft_model` proposes drafts.
-    `watermark` serves the rows that ask for it. `graph_capture` enables CUDA graphs.
+    `watermark` serves the rows that ask for it. `graph_capture` enables CUDA graphs. `images`: the model has a vision
+    tower.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class TorchEngine:
         draft_model: DraftModel | None = None,
         watermark: Watermark | None = None,
         graph_capture: GraphCaptureConfig | None = None,
+        images: PromptImages | None = None,
     ) -> None:
         self.limits = limits
         self.served: WorkerFacts | None = None  # for the start summary; set by start_engine
@@ -104,6 +107,7 @@ class TorchEngine:
         self._cuda = model.device.type == "cuda"
         self._noise = Noise(model.vocab_size, model.device)
         self._grammars = GrammarManager(load_token_table or _no_token_table)
+        self._images = images
         self._slots = Slots(
             limits.max_batch_size,
             limits.max_total_tokens,
@@ -114,6 +118,7 @@ class TorchEngine:
             self._grammars,
             self.adapters,
             limits.groups,
+            images,
         )
         watermark = watermark or Watermark(model.vocab_size, model.device)
         self._batch_builder = BatchBuilder(self._slots, watermark, attention.state is not None)
@@ -271,17 +276,20 @@ class TorchEngine:
         slots = sampling_slots if drafts is None else drafts.slots
         indices = self._batch_builder.id_indices(sampling_slots, rows.sampling_positions)
         bitmask, bad_word_rows = None, None
-        logits = self._decode_graphs.try_replay(rows) if self._decode_graphs is not None and reader is None else None
+        logits = None
+        images = self._images is not None and self._images.concern(rows.slots, rows.starts)
+        if self._decode_graphs is not None and reader is None and not images:
+            logits = self._decode_graphs.try_replay(rows)
         gpu_sample = None if self._model.kv.gpu_kernels is None else self._model.kv.gpu_kernels.sample
         if logits is None and gpu_sample is None and self._slots.params.greedy[sampling_slots].all():
-            batch = self._batch_builder.build_forward_batch(rows)
+            batch = self._forward_batch(rows)
             greedy = self._model.forward_greedy(batch, self._attention, reader)
             sampled = SampledTokens(greedy.ids, greedy.logprobs, None)
             if self._draft_runner is None:  # a draft runner needs every step
                 self._decode_fast_path.remember_greedy_step(step, rows, batch, greedy)
         else:
             if logits is None:
-                batch = self._batch_builder.build_forward_batch(rows)
+                batch = self._forward_batch(rows)
                 logits = self._model.forward_head(batch, self._attention, reader)
             bitmask = self._grammars.wait_for_bitmask(slots, drafts)
             sampling_batch = self._batch_builder.build_sampling_batch(sampling_slots, rows.sampling_positions, bitmask)
@@ -316,6 +324,13 @@ class TorchEngine:
             begin_event=begin_event,
             end_event=end_event,
         )
+
+    def _forward_batch(self, rows: StepRows) -> ForwardBatch:
+        """The model's input, with the images of the rows."""
+        batch = self._batch_builder.build_forward_batch(rows)
+        if self._images is None:
+            return batch
+        return self._images.add_to(batch, rows.slots, rows.starts, self._slots.faults)
 
     def _row_faults(self, step: Step, rows: StepRows, bitmask: GrammarBitmask | None) -> list[str]:
         """StepResult.faults: rows whose adapter is not loaded, or whose grammar allows no token."""

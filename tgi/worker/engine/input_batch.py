@@ -36,6 +36,8 @@ from tgi.worker.sampling.sampling_batch import SamplingBatch, SamplingColumns
 from tgi.worker.sampling.token_bitmask import GrammarBitmask
 from tgi.worker.sampling.verification import row_offsets
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.vision.image_file import BadImage
+from tgi.worker.vision.prompt_images import PromptImages
 
 # Values of Slots.num_computed that are not counts.
 EMPTY = -2  # no request occupies the slot
@@ -92,6 +94,7 @@ class Slots:
         grammars: GrammarManager,
         adapter_registry: AdapterRegistry,
         groups: Sequence[KVGroup] = ONE_FULL_GROUP,
+        images: PromptImages | None = None,
     ) -> None:
         self.width = tokens + 1
         self._groups = paged_groups(groups)
@@ -127,6 +130,7 @@ class Slots:
         self.faults: dict[int, str] = {}  # by slot: why the request cannot continue
         self._grammars = grammars
         self._adapter_registry = adapter_registry
+        self._images = images  # None: the model has no vision tower
         self._device_page_table: Tensor | None = None
 
     def mirror_page_table(self, padding_page: int) -> Tensor:
@@ -143,6 +147,8 @@ class Slots:
         self.adapters.clear()
         self.faults.clear()
         self._grammars.reset()
+        if self._images is not None:
+            self._images.reset()
 
     def state_copies(self, step: Step) -> list[tuple[int, int]]:
         """The source and target of each of the step's copies of states, as slots of the StateCache. Raises BadStep. To
@@ -344,6 +350,19 @@ class Slots:
         self._extras[slot] = new.extras
         self._grammars.assign_slot(slot, params, ids[new.prompt_tokens :].tolist())
         self._assign_adapter(slot, params)
+        if self._images is not None:
+            self._images.discard(slot)
+        if new.images:
+            self._assign_images(new, ids)
+
+    def _assign_images(self, new: SlotAssignment, ids: Ints) -> None:
+        """Records a fault if the images do not fit the prompt. Raises BadStep if the model takes none."""
+        if self._images is None:
+            raise BadStep(f"slot {new.slot} gets images, but the model has no vision tower")
+        try:
+            self._images.assign(new.slot, new.images, ids[: new.prompt_tokens])
+        except BadImage as error:
+            self.faults[new.slot] = str(error)
 
     def _assign_adapter(self, slot: int, params: SamplingParams) -> None:
         """Keeps a reference to the request's adapter, so that unloading its name does not affect it. Records a fault if

@@ -27,6 +27,8 @@ CPU_SHARE = 0.25
 MAX_CPU_CACHE_BYTES = 4 << 30
 # Of recurrent layers: positions of a long prompt from one snapshot of the state to the next.
 SNAPSHOT_INTERVAL = 1024
+# Of images that the vision tower has computed, kept until others need the memory.
+FEATURE_BYTES = 256 << 20
 # There is a snapshot for this number of positions that the pages hold, since most prompts are shorter than an interval.
 # But the pages take at least this multiple of the memory of the snapshots.
 POSITIONS_PER_SNAPSHOT = 256

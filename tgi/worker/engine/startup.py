@@ -15,9 +15,11 @@ from llguidance import LLTokenizer
 from tgi.hub.llguidance_tables import token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
+from tgi.hub.vision_towers import VisionFamily, vision_family
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.host.heap import release_freed_memory
+from tgi.microkernel.host.rundir import media_directory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups, recurrent_group
 from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
@@ -46,6 +48,8 @@ from tgi.worker.models.loader import build_model, build_mtp, read_model_spec
 from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.vision.prompt_images import PromptImages
+from tgi.worker.vision.tower import load_tower
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,9 @@ Progress = Callable[[str, int], None]
 # In the run directory, for the worker that replaces this one: the supervisor's pid and what was chosen.
 PAGES_FILE = "worker.pages"  # the number of pages, and the bytes of a step on a GPU
 DTYPE_FILE = "worker.dtype"  # the quickest dtype
+
+
+TEXT_ALONE = "Start with --media-workers 0, which serves the model without images."
 
 
 class LoadedModels(NamedTuple):
@@ -94,6 +101,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
             )
     models = _load_models(settings, device, progress, place)
     _require_draft_pages(models)
+    images = _load_images(settings, models, progress, place)
     progress("sizing the KV cache", 96)
     # A captured step has no hidden states for an MTP layer.
     graph_sizes = [] if isinstance(models.draft, MtpModel) else _graph_batch_sizes(settings, models.served)
@@ -103,7 +111,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
         step_bytes = _measure_step(settings, models, graph_sizes, progress)
-    available = _cache_memory(settings, models.served.device, step_bytes)
+    available = _cache_memory(settings, models.served.device, step_bytes + (memory.FEATURE_BYTES if images else 0))
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
         required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
@@ -111,7 +119,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
-    engine = _build_engine(models, limits, graph_sizes, load_token_table, watermark)
+    engine = _build_engine(models, limits, graph_sizes, load_token_table, watermark, images)
     progress("warming up", 98)
     rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
     tokens = min(WARMUP_PROMPT_TOKENS, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
@@ -125,7 +133,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
-    engine.served = _worker_facts(settings, models, limits)
+    engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.tower.nbytes)
     if device == "cpu":
         release_freed_memory()
     return engine
@@ -140,7 +148,35 @@ def _require_draft_pages(models: LoadedModels) -> None:
         )
 
 
-def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLimits) -> WorkerFacts:
+def _load_images(
+    settings: Settings, models: LoadedModels, progress: Progress, place: RankPlace | None
+) -> PromptImages | None:
+    """The model's vision tower, if requests have images. Raises UserError if it cannot be served."""
+    family = vision_family(settings.model_dir) if settings.sees_images else None
+    if family is None:
+        return None
+    if fault := _image_obstacle(settings, family, place):
+        raise UserError(f"The images of {settings.model_dir} cannot be served: {fault}. {TEXT_ALONE}")
+    served = models.served
+    tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress)
+    return PromptImages(tower, media_directory(settings.run_dir), memory.FEATURE_BYTES)
+
+
+def _image_obstacle(settings: Settings, family: VisionFamily, place: RankPlace | None) -> str:
+    """Why the images of a model of this family cannot be computed here, in words; "" if they can."""
+    decoder = read_model_spec(settings.model_dir, "auto", settings.quantize).decoder
+    if decoder is None:
+        return "its text part runs through transformers"
+    if family.rope is not None and any(rope.axes is None for rope in decoder.ropes):
+        return "mrope_section in its config.json does not fit the rotary embedding"
+    if not settings.needs_weights:
+        return "--load-format dummy makes no weights for a vision tower"
+    if place is not None and place.local_ranks < place.ranks:
+        return "the ranks of a worker on several hosts do not all have the files of images"
+    return ""
+
+
+def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLimits, tower_bytes: int) -> WorkerFacts:
     """The facts that the start summary shows."""
     footprints = [model.footprint for model in models.all()]
     served = models.served
@@ -149,7 +185,7 @@ def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLi
         limits,
         device="cpu" if served.device.type == "cpu" else torch.cuda.get_device_name(served.device),
         kernels=models.kernels,
-        weight_bytes=sum(footprint.bytes for footprint in footprints),
+        weight_bytes=sum(footprint.bytes for footprint in footprints) + tower_bytes,
         weight_bits=round(8 * served.footprint.bytes / max(1, served.footprint.numbers), 1),
         kv_cache_bytes=limits.cache_bytes,
     )
@@ -298,6 +334,7 @@ def _build_engine(
     graph_sizes: list[int],
     load_token_table: Callable[[], LLTokenizer] | None = None,
     watermark: Watermark | None = None,
+    images: PromptImages | None = None,
 ) -> TorchEngine:
     """The engine with KV caches of `limits.pages` pages, which can capture decode graphs of these batch sizes."""
     served, draft = models.served, models.draft
@@ -319,6 +356,7 @@ def _build_engine(
         draft_model=draft_model,
         watermark=watermark,
         graph_capture=graph_capture,
+        images=images,
     )
 
 

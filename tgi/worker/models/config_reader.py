@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tgi.hub.model_config import scaled_context
+from tgi.hub.vision_towers import VISION_FAMILIES, rope_axes
 from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import (
     QUERY_SCALE,
@@ -27,7 +28,15 @@ from tgi.worker.mixers.gated_delta import GatedDeltaConfig
 from tgi.worker.mixers.interface import MixerConfig
 from tgi.worker.mixers.mamba2 import GatedNormKind, Mamba2Config
 from tgi.worker.mixers.short_conv import ShortConvConfig
-from tgi.worker.models.families import COMMON_KEYS, FAMILIES, SAME_FAMILY, WITH_TEXT_PART, ModelFamily
+from tgi.worker.models.families import (
+    COMMON_KEYS,
+    FAMILIES,
+    OTHER_DEFAULTS,
+    OTHER_NAMES,
+    SAME_FAMILY,
+    WITH_TEXT_PART,
+    ModelFamily,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +50,8 @@ EPILOGUES = {
     "relu": "relu",
     "relu2": "relu2",
 }
-IS_PART = "is_text_part"
+# Keys that read_config adds: of the text part of a multimodal model, and the model types that config.json names.
+IS_PART, TEXT_TYPE, WHOLE_TYPE = "is_text_part", "text_model_type", "whole_model_type"
 SLIDING = "sliding_attention"
 FULL = ("full_attention", "attention")  # names of a layer's kind
 # The kinds of one-part layers by their letters, and their former names.
@@ -76,14 +86,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a multimodal model's text part, if the built-in decoder has its family; of a text model the
     whole. The model_type is one of FAMILIES, if it has another name."""
-    text, kind = config.get("text_config"), config["model_type"]
-    if kind not in WITH_TEXT_PART or not isinstance(text, dict):
-        return config | {"model_type": SAME_FAMILY.get(kind, kind)}
-    kind = SAME_FAMILY.get(text.get("model_type"), text.get("model_type"))  # type: ignore[arg-type]
+    text, whole = config.get("text_config"), config["model_type"]
+    if whole not in WITH_TEXT_PART or not isinstance(text, dict):
+        return config | {"model_type": SAME_FAMILY.get(whole, whole), WHOLE_TYPE: whole}
+    name = text.get("model_type", "")
+    kind = SAME_FAMILY.get(name, name)
     if kind not in FAMILIES:
         return config
-    whole = {key: value for key, value in config.items() if key != "text_config"}
-    return whole | text | {"model_type": kind, IS_PART: True}
+    others = {key: value for key, value in config.items() if key != "text_config"}
+    added = {"model_type": kind, IS_PART: True, TEXT_TYPE: name, WHOLE_TYPE: whole}
+    return others | OTHER_DEFAULTS.get(name, {}) | text | added
 
 
 def stored_dtype(config: Mapping[str, Any]) -> Any:
@@ -114,6 +126,9 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     ropes = _ropes(family, values, latent.rope_dim if latent else head_dim)
     if latent:
         ropes = tuple(replace(rope, start=latent.rank) for rope in ropes)
+    vision = VISION_FAMILIES.get(config.get(WHOLE_TYPE, kind))
+    if vision is not None and vision.rope is not None:
+        ropes = tuple(replace(one, axes=rope_axes(vision.rope, one.parameters, one.dim // 2)) for one in ropes)
     context = _context_length(config, values, ropes)
     scaling = ropes[0].parameters
     if scaling.get("llama_4_scaling_beta"):
@@ -122,6 +137,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     bias = any(values.get(key) for key in ATTENTION_BIAS)
     parallel = bool(values.get("use_parallel_residual"))
     two_norms = values.get("new_decoder_architecture") and values.get("num_ln_in_parallel_attn") != 1
+    names = OTHER_NAMES.get(config.get(TEXT_TYPE, kind), family.names)
     one_norm = parallel and not (family.parallel_norms or two_norms)
     kinds = _one_part_kinds(config) if family.one_part else None
     count = len(kinds) if kinds is not None else config["num_hidden_layers"]
@@ -138,7 +154,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "layers": layers,
         "ropes": ropes if any(layer.rope is not None for layer in layers) else (),
         "tied": bool(config.get("tie_embedding", values["tie_word_embeddings"])),
-        "names": replace(family.names, mlp_before=None) if one_norm else family.names,
+        "names": replace(names, mlp_before=None) if one_norm else names,
         "norm_epsilon": next(values[key] for key in NORM_EPSILON if key in values),
         "query_key_norm": family.optional_query_key_norm if values.get("use_qk_norm") else None,
         "attention_scale": scores
@@ -478,6 +494,7 @@ def _rope(
     if partial != 1.0 and "partial_rotary_factor" not in family.keys:
         raise UnsupportedConfig("partial_rotary_factor")
     scaling = rope_type(parameters)
+    scaling = "default" if scaling == "mrope" else scaling  # whose positions have axes: RopeConfig.axes
     scaling = family.aliases.get(scaling, scaling)
     if scaling not in ROPE_TYPES:
         raise UnsupportedConfig(f"rope_type {scaling!r}")

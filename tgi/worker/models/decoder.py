@@ -154,10 +154,11 @@ class DecoderModel:
             calls.append(partial(hidden.mul_, self._embedding_scale))
         if self._weights.positions is not None:
             calls.append(partial(self._add_positions, hidden, batch.positions))
-        angles = self._angles(batch.positions, batch.page_table.shape[-1] * attention.page_size)
+        turns = batch.positions if batch.rope_positions is None else batch.rope_positions
+        angles = self._angles(turns, batch.page_table.shape[-1] * attention.page_size)
         rows = attention.plan(batch).rows[0]
         ready = program.prepare(
-            *(hidden, batch.positions, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
+            *(hidden, turns, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
             _program_state(batch, attention),
         )
         assert ready.best is not None
@@ -211,19 +212,23 @@ class DecoderModel:
         """
         count = batch.tokens.shape[0]
         pad = (0, self._row_counts.padded(count) - count)
-        tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
-        angles = self._angles(positions, max(batch.context_lens_host))
+        turns = batch.positions if batch.rope_positions is None else batch.rope_positions
+        tokens, positions, turns = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions, turns))
+        angles = self._angles(turns, max(batch.context_lens_host))
         hidden = self.embed(tokens) if inputs is None else inputs(tokens)
+        if batch.images is not None:
+            hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
         if self._weights.positions is not None:
             self._add_positions(hidden, positions)
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
-        if self._program is not None and isinstance(attention, CpuKernelAttention):
+        deeper = () if batch.images is None else batch.images.deeper
+        if self._program is not None and not deeper and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             greedy = self._program.run(
                 self._program.prepare(
                     hidden,
-                    positions,
+                    angles[0][1] if angles else positions,
                     angles,
                     attention.caches,
                     attention.kv_form,
@@ -250,6 +255,9 @@ class DecoderModel:
             )
             for number, layer in enumerate(self._weights.layers):
                 hidden = run_layer(layer, self._config, step.layer(number), hidden)
+                if number < len(deeper):
+                    assert batch.images is not None
+                    hidden.index_add_(0, batch.images.indices, deeper[number])
         if reader is not None:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
@@ -271,7 +279,7 @@ class DecoderModel:
         return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
     def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:
-        """RotaryEmbedding.angles of each rope, at positions [rows] below `longest`."""
+        """RotaryEmbedding.angles of each rope, at positions [rows] or [3, rows] below `longest`."""
         return [rotary.angles(positions, longest, self.kv.heads + self.kv.kv_heads) for rotary in self._rotaries]
 
     def with_layers(

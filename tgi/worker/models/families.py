@@ -25,14 +25,34 @@ COMMON_KEYS: dict[str, Any] = {
     "original_max_position_embeddings": None,
 }
 
-# Multimodal models whose text part computes what a model of text alone does; their requests have no images.
+# Multimodal models whose text part computes what a model of text alone does. Their images: hub/vision_towers.py.
 WITH_TEXT_PART = (
-    "gemma3", "idefics3", "internvl", "kimi_k25", "llava", "llava_next", "llava_onevision", "mistral3", "qwen3_5",
-    "qwen3_5_moe", "smolvlm",
+    "gemma3", "glm4v", "glm4v_moe", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llava", "llava_next",
+    "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+    "smolvlm",
 )  # fmt: skip
 
-# Names under which models of a family are published, too.
-SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
+# Names under which models of a family are published, too. Those of Qwen2-VL have their text part in no part of its own.
+SAME_FAMILY = {
+    "glm4v_moe_text": "glm4_moe",
+    "glm4v_text": "glm4",
+    "kimi_k2": "deepseek_v3",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
+# Of these the keys that have other defaults than in the family.
+OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "glm4v_moe_text": {"head_dim": None, "attention_bias": True},
+    "glm4v_text": {"head_dim": None, "rms_norm_eps": 1e-5},
+    "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+    "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+    "qwen3_vl_moe_text": {"rope_theta": 500000.0},
+    "qwen3_vl_text": {"rope_theta": 500000.0},
+}
 
 LLAMA = TensorNames()
 
@@ -1066,5 +1086,12 @@ FAMILIES: dict[str, ModelFamily] = {
             "moe_intermediate_size": 768,
         },
         {"query_key_norm": "head"},
+    ),
+}
+
+# Tensor names of text parts that differ from those of their family.
+OTHER_NAMES: dict[str, TensorNames] = {
+    "qwen3_vl_moe_text": TensorNames(
+        stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj", inputs_first=True)
     ),
 }

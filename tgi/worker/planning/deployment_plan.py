@@ -6,13 +6,15 @@ worker allocates is a reserve, which is estimated here and measured by the worke
 """
 
 import json
+import math
 import shlex
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tgi.hub.weight_files import StoredTensor, stored_tensors
+from tgi.hub.vision_towers import vision_family
+from tgi.hub.weight_files import OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
 from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.host.interpreter import require_packages
 from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD, Settings
@@ -63,6 +65,7 @@ class PlannedModel(NamedTuple):
     checkpoint: QuantizationConfig | None = None  # how the files are quantized
     # Of weights in the bits of a GGUF file: the tensors that its import writes.
     tensors: dict[str, StoredTensor] | None = None
+    tower: int = 0  # bytes of a vision tower; 0: it has none, or its weights are not here
 
     def forms(self, device: Devices) -> StoredForms | None:
         """The forms of the layers in the files; None: all are plain."""
@@ -222,7 +225,17 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
             f"--quantize {asked} is for weights that are quantized already, and those in {path} are not. Choose "
             "int8 or int4, which are made at load, or leave out --quantize."
         )
-    return PlannedModel(decoder, dtype, stored, made, found, tensors)
+    return PlannedModel(decoder, dtype, stored, made, found, tensors, _tower_bytes(path, dtype, settings))
+
+
+def _tower_bytes(path: Path, dtype: str, settings: Settings) -> int:
+    """Bytes of the vision tower of a model directory, by its weight files."""
+    if path.is_file() or not settings.media_workers or vision_family(path) is None:
+        return 0
+    if not choose_weight_files([one.name for one in path.iterdir()]):
+        return 0
+    others = (tensor for name, tensor in stored_tensors(path).items() if not name.startswith(OF_DECODER))
+    return sum(math.prod(tensor.shape) * ITEM_SIZES[dtype] for tensor in others)
 
 
 def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -256,7 +269,8 @@ def rank_memory(deployment: PlannedDeployment, shard: Shard, device: Devices, se
         for adapter in deployment.adapters
     )
     state = _state_bytes(local_config(served.config, shard), ITEM_SIZES[served.dtype])
-    return RankMemory(weights, adapters, _reserve(deployment, shard, device, settings), kv_token, state)
+    reserve = _reserve(deployment, shard, device, settings) + (memory.FEATURE_BYTES if served.tower else 0)
+    return RankMemory(weights + served.tower, adapters, reserve, kv_token, state)
 
 
 def _state_bytes(config: DecoderConfig, itemsize: int) -> int:
