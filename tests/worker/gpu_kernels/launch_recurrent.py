@@ -1,5 +1,7 @@
 """Launches the mixers of recurrent layers and latent attention with the sizes of real models."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
@@ -12,10 +14,12 @@ from tgi.worker.gpu_kernels.paged_attention import COUNTERS, paged_attention
 from tgi.worker.state_cache import StateTensor
 
 CPU = torch.device("cpu")
-# Of latent attention, type of the cache and heads (of DeepSeek-V3 and GLM-4.7-Flash), by capability and type.
+# Rows and longest queries: few rows, many rows, and prompts.
+STEPS = (1, 1), (300, 1), (100, 700)
+# Of latent attention, type of the cache, heads (of DeepSeek-V3 and GLM-4.7-Flash) and steps, by capability and type.
 LATENT = {
-    (90, torch.bfloat16): [(torch.bfloat16, 128), (torch.float8_e4m3fn, 128)],
-    (90, torch.float32): [(torch.float32, 20)],
+    (90, torch.bfloat16): [(torch.bfloat16, 128, STEPS), (torch.float8_e4m3fn, 128, STEPS[:1])],
+    (90, torch.float32): [(torch.float32, 20, STEPS[2:])],
 }
 
 
@@ -23,11 +27,12 @@ def launches(dtype: torch.dtype) -> None:
     """See compile_launches.py. How many rows there are, and where a step puts them, compiles nothing more. A selection,
     since the longest take several seconds."""
     capability = triton.runtime.driver.active.get_current_device()
-    for counts in ([1], [1, 1, 1], [1, 40]) if capability != 100 else ():
+    for counts in ([1, 1, 1], [1, 40]) if capability == 90 or dtype is torch.float16 else ():
         _lfm2(dtype, counts)
-        _qwen3_next(dtype, counts)
-    for kept, heads in LATENT.get((capability, dtype), ()):
-        _latent(dtype, kept, heads, divmod(capability, 10))
+        if capability == 90:
+            _qwen3_next(dtype, counts)
+    for kept, heads, steps in LATENT.get((capability, dtype), ()):
+        _latent(dtype, kept, heads, steps, divmod(capability, 10))
 
 
 def _lfm2(dtype: torch.dtype, counts: list[int]) -> None:
@@ -52,10 +57,12 @@ def _qwen3_next(dtype: torch.dtype, counts: list[int]) -> None:
         delta_rule(rule, mixed, z, ba, matrix, rows, batch_invariant=invariant)
 
 
-def _latent(dtype: torch.dtype, kept: torch.dtype, heads: int, capability: tuple[int, int]) -> None:
-    """Keys of 512 latent and 64 rotated elements; few rows and many, and prompts."""
+def _latent(
+    dtype: torch.dtype, kept: torch.dtype, heads: int, steps: Sequence[tuple[int, int]], capability: tuple[int, int]
+) -> None:
+    """Keys of 512 latent and 64 rotated elements."""
     keys, counters = torch.empty(9, 16, 1, 576, dtype=kept), torch.zeros(COUNTERS, dtype=torch.int32)
-    for count, longest in ((1, 1), (300, 1), (100, 700)):
+    for count, longest in steps:
         positions = torch.zeros(1 + count, dtype=torch.int64)[1:]
         qkv = torch.empty(count, heads + 1, 576, dtype=dtype)
         query = rotate_and_write_latent(
