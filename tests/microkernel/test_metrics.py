@@ -109,7 +109,7 @@ def test_own_counters_and_histograms_are_0_from_the_start(here: Path) -> None:
     found = samples(metrics.render())
     assert not any(found.values())
     assert found["tgi_worker_losses"] == found["tgi_time_to_first_token_duration_count"] == 0
-    roles = "api", "tokenizer", "scheduler", "worker"
+    roles = "api", "media", "tokenizer", "scheduler", "worker"
     restarts = dict.fromkeys((f'tgi_process_restarts{{role="{role}"}}' for role in roles), 0)
     dropped = dict.fromkeys(
         (f'tgi_encoding_jobs_dropped{{cause="{cause}"}}' for cause in ("cancelled", "overloaded")), 0

@@ -123,9 +123,10 @@ def test_an_8_bit_kv_cache_is_rejected_on_cpu(tmp_path: Path) -> None:
         start_engine(settings, lambda stage, percent: None)
 
 
-def test_drafts_are_rejected_with_recurrent_layers(tmp_path: Path) -> None:
-    settings = Settings(model_dir=model("lfm2"), run_dir=tmp_path, device="cpu", speculate=2)
-    with pytest.raises(UserError, match="Start without --speculate"):
+def test_a_draft_model_with_recurrent_layers_is_rejected(tmp_path: Path) -> None:
+    models = {"model_dir": model("llama"), "draft_model_dir": model("lfm2")}
+    settings = Settings(**models, run_dir=tmp_path, device="cpu", speculate=2)
+    with pytest.raises(UserError, match="A model with recurrent layers cannot draft"):
         start_engine(settings, lambda stage, percent: None)
 
 

@@ -370,7 +370,7 @@ class Settings:
     max_batch_size: int | None = setting(
         LIMITS,
         None,
-        "Requests computed concurrently; by default fewer of models with large recurrent states.",
+        "Requests computed concurrently. If it is not given: fewer of a model with large recurrent states.",
         count,
         unset=_per_device(DEFAULT_BATCH_SIZE),
     )
