@@ -170,6 +170,9 @@ OTHER_SHAPES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
     ("falcon", (("new_decoder_architecture", False), ("parallel_attn", False))),
     ("falcon", (("num_ln_in_parallel_attn", 1),)),
     ("gpt_bigcode", (("multi_query", False),)),
+    ("bloom", (("n_head", 6), ("hidden_size", 48))),
+    ("gemma4_text", (("enable_moe_block", False), ("attention_k_eq_v", False), ("num_global_key_value_heads", None))),
+    ("gemma4_text", (("hidden_size_per_layer_input", 0), ("num_kv_shared_layers", 0))),
 ]
 
 
@@ -215,9 +218,11 @@ def test_results_do_not_depend_on_the_thread_count(kind: str) -> None:
 
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "idefics3": "llama",
     "internvl": "qwen2",
     "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "mistral",
     "llava_onevision": "qwen2",

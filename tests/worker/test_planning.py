@@ -25,9 +25,10 @@ from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE
 from tgi.worker.layers.gated_delta import GatedDelta
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
+from tgi.worker.layers.norm import Norm
 from tgi.worker.lora.packed_deltas import PackedWeights
 from tgi.worker.lora.weights import LoraWeights
-from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.decoder import DecoderModel, layer_mlps
 from tgi.worker.models.decoder_layer import DecoderWeights
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.loader import read_model_spec
@@ -74,7 +75,8 @@ def test_shapes_are_those_of_the_checkpoint(kind: str, tie: bool) -> None:
         name = f"{matrix.name}.weight"
         found[name] = found.get(name, 0) + matrix.outputs * matrix.inputs
     for vector in vectors(config, whole_model(config)):
-        found[vector.name] = found.get(vector.name, 0) + vector.numbers
+        if vector.numbers:
+            found[vector.name] = found.get(vector.name, 0) + vector.numbers
     with open_checkpoint(directory, config) as checkpoint:
         stored = {name: checkpoint.raw_tensor(name).numel() for name in checkpoint}
     assert found == stored
@@ -118,15 +120,21 @@ def load(
 def vector_bytes(weights: DecoderWeights) -> int:
     """Bytes of all norms and biases."""
     norms, linears, routers = [weights.norm], [weights.head], []
+    norms += [weights.embedding_norm] + ([] if weights.inputs is None else [weights.inputs.norm])
     for layer in weights.layers:
         norms += [layer.attention_before, layer.attention_after, layer.mlp_before, layer.mlp_after]
         norms += layer.query_key_norms
-        mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else list(layer.mlp.experts)
-        if isinstance(layer.mlp, MixtureOfExperts):
-            routers.append(layer.mlp.router)
-            shared = layer.mlp.shared
-            mlps += [] if shared is None else [shared.mlp]
-            linears += [] if shared is None or shared.gate is None else [shared.gate]
+        mlps = [mlp for mlp in layer_mlps(layer) if isinstance(mlp, Mlp)]
+        for mixture in layer_mlps(layer):
+            if isinstance(mixture, MixtureOfExperts):
+                mlps += mixture.experts
+                routers.append(mixture.router)
+                shared = mixture.shared
+                mlps += [] if shared is None else [shared.mlp]
+                linears += [] if shared is None or shared.gate is None else [shared.gate]
+        if layer.experts is not None:
+            norms += [norm for norm in layer.experts if isinstance(norm, Norm)]
+        norms += [] if layer.layer_input is None else [layer.layer_input.after]
         if layer.latent is not None:
             norms += [layer.latent.query_norm, layer.latent.key_norm]
             linears += [one for one in (layer.latent.query_down, layer.latent.query) if one is not None]
@@ -134,6 +142,7 @@ def vector_bytes(weights: DecoderWeights) -> int:
     linears += [router.linear for router in routers]
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]
     held += [linear._bias for linear in linears] + [router.bias for router in routers]
+    held += [router.expert_scales for router in routers]
     held += [layer.sinks for layer in weights.layers]
     mixers = [layer.mixer for layer in weights.layers if layer.mixer is not None]
     rules = [mixer.rule for mixer in mixers if isinstance(mixer, GatedDelta)]

@@ -17,7 +17,7 @@ class _DecoderConfig(Protocol):
     """What is needed of decoder_config.DecoderConfig."""
 
     @property
-    def head_dim(self) -> int: ...
+    def widest_head(self) -> int: ...
 
 
 class CpuModelCandidate(Protocol):
@@ -74,5 +74,5 @@ def _require_fit(model: CpuModelCandidate) -> None:
     config = model.decoder
     if config is None:
         raise KernelsUnavailable("the model runs through transformers")
-    if config.head_dim > MAX_HEAD_DIM:
-        raise KernelsUnavailable(f"the model's head_dim of {config.head_dim} is over {MAX_HEAD_DIM}")
+    if config.widest_head > MAX_HEAD_DIM:
+        raise KernelsUnavailable(f"the model's head_dim of {config.widest_head} is over {MAX_HEAD_DIM}")

@@ -16,7 +16,7 @@ from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec, TransformingBackend, state_rows
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.cpu_kernels.program import StateStep, state_step
-from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.decoder_config import DecoderConfig, Mixer
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
@@ -30,7 +30,14 @@ from tgi.worker.lora.deltas import LoraDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
 from tgi.worker.lora.projections import projection_parts, projection_shapes
 from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
-from tgi.worker.models.decoder_layer import DecoderLayer, DecoderStep, DecoderWeights, run_layer, write_program
+from tgi.worker.models.decoder_layer import (
+    DecoderLayer,
+    DecoderStep,
+    DecoderWeights,
+    InputWeights,
+    run_layer,
+    write_program,
+)
 from tgi.worker.models.interface import LogitsReader, PreparedDecode
 from tgi.worker.state_cache import StateSpec, StateTensor
 
@@ -59,8 +66,8 @@ class DecoderModel:
         self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
         self._whole_config, config = config, local_config(config, self._shard)
-        if config.latent is not None and gpu is not None:
-            log.warning("latent attention is computed by torch's kernels, row by row: our own GPU kernels lack it")
+        if gpu is not None and (missing := _missing_on_gpu(config)):
+            log.warning("%s is computed by torch's kernels, row by row: our own GPU kernels lack it", missing)
             gpu = None
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
@@ -78,10 +85,15 @@ class DecoderModel:
             value_dim=None if config.latent is None else config.latent.rank,
             sinks=tuple(layer.sinks for layer in weights.layers if layer.sinks is not None),
             state=_state_spec(config, dtype),
+            shapes=tuple(config.head_shapes) if len(set(config.head_shapes)) > 1 else (),
+            chunked=frozenset(at for at, number in enumerate(config.attention_layers) if config.layers[number].chunked),
+            slopes=torch.tensor(config.alibi, device=device) if config.alibi else None,
         )
         self.footprint = weights.footprint
         self.device = device
         self.cuda_graph_obstacle = None if gpu is not None else "torch's kernels need the contexts on the host"
+        if any(isinstance(mlp, MixtureOfExperts) for layer in weights.layers for mlp in layer_mlps(layer)):
+            self.cuda_graph_obstacle = "the host sorts the tokens by their experts"
         if self.kv.state is not None:
             self.cuda_graph_obstacle = "the state of recurrent layers is not part of captured steps"
         self._config = config
@@ -102,6 +114,7 @@ class DecoderModel:
         # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in layer_linears(layer)]
+        linears += [] if weights.inputs is None else [weights.inputs.projection]
         self._row_counts = choose_row_counts([*linears, weights.head])
         # For LoRA on torch's kernels: per layer, the matrix with the activation, without its epilogue. Made on demand.
         self._without_epilogue: list[Linear | None] = []
@@ -147,13 +160,20 @@ class DecoderModel:
             calls.append(partial(self._communicator.all_reduce, hidden))
         if self._embedding_scale != 1.0:
             calls.append(partial(hidden.mul_, self._embedding_scale))
+        if (norm := self._weights.embedding_norm) is not None:
+            calls.append(partial(norm.normalize_in_place, hidden))
         if self._weights.positions is not None:
             calls.append(partial(self._add_positions, hidden, batch.positions))
+        inputs = None
+        if (of_layers := self._weights.inputs) is not None:
+            inputs = of_layers(batch.tokens, hidden)
+            calls.append(partial(_write_inputs, of_layers, batch.tokens, hidden, inputs))
         angles = self._angles(batch.positions, batch.page_table.shape[-1] * attention.page_size)
         rows = attention.plan(batch).rows[0]
         ready = program.prepare(
             *(hidden, batch.positions, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
             _program_state(batch, attention),
+            inputs,
         )
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
@@ -195,8 +215,11 @@ class DecoderModel:
         hidden = self._embed(tokens)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
+        if self._weights.embedding_norm is not None:
+            hidden = self._weights.embedding_norm(hidden)
         if self._weights.positions is not None:
             self._add_positions(hidden, positions)
+        inputs = None if self._weights.inputs is None else self._weights.inputs(tokens, hidden)
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.lora_spans else None
         if self._program is not None and isinstance(attention, CpuKernelAttention):
@@ -212,6 +235,7 @@ class DecoderModel:
                     adapted,
                     logits_indices,
                     _program_state(batch, attention),
+                    inputs,
                 )
             )
         else:
@@ -228,6 +252,7 @@ class DecoderModel:
                 deltas=deltas,
                 communicator=self._communicator,
                 state=state_rows(batch, attention),
+                layer_inputs=inputs,
             )
             for number, layer in enumerate(self._weights.layers):
                 hidden = run_layer(layer, self._config.parallel, step.layer(number), hidden)
@@ -250,7 +275,8 @@ class DecoderModel:
 
     def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:
         """RotaryEmbedding.angles of each rope, at positions [rows] below `longest`."""
-        return [rotary.angles(positions, longest, self.kv.heads + self.kv.kv_heads) for rotary in self._rotaries]
+        heads = self.kv.heads + max((shape.kv_heads for shape in self._config.head_shapes), default=0)
+        return [rotary.angles(positions, longest, heads) for rotary in self._rotaries]
 
     def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas:
         shapes, kernels = projection_shapes(self._config), self.kv.cpu_kernels
@@ -275,7 +301,7 @@ def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
         return None
     kept = config.recurrent.state
     tensors = {name: StateTensor(one.shape, torch.float32 if one.wide else dtype) for name, one in kept.items()}
-    return StateSpec((tensors,) * (len(config.layers) - len(config.attention_layers)))
+    return StateSpec((tensors,) * (sum(layer.mixer != Mixer.ATTENTION for layer in config.layers)))
 
 
 def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateStep | None:
@@ -289,19 +315,49 @@ def _activated_linear(mlp: Mlp | Experts) -> Linear | None:
     return mlp.gate or mlp.up if isinstance(mlp, Mlp) else None
 
 
+def _write_inputs(weights: InputWeights, tokens: Tensor, hidden: Tensor, out: Tensor) -> None:
+    out.copy_(weights(tokens, hidden))
+
+
+def _missing_on_gpu(config: DecoderConfig) -> str:
+    """What attention needs and our own GPU kernels do not have; "" if they have all of it."""
+    if config.latent is not None:
+        return "latent attention"
+    if config.alibi:
+        return "attention with ALiBi"
+    if any(layer.chunked for layer in config.layers):
+        return "attention in chunks"
+    if (
+        len(set(config.head_shapes)) > 1
+        or config.value_norm
+        or any(layer.shares is not None for layer in config.layers)
+    ):
+        return "attention with heads of several sizes, normed values or shared keys"
+    return ""
+
+
+def layer_mlps(layer: DecoderLayer) -> list[Mlp | Experts]:
+    """The dense MLP of a layer, or its experts, or both."""
+    return [layer.mlp, *([] if layer.experts is None else [layer.experts.experts])]
+
+
 def layer_linears(layer: DecoderLayer) -> list[Linear]:
     """All linear layers of a decoder layer."""
-    if isinstance(layer.mlp, Mlp):
-        mlps, router = [layer.mlp], []
-    else:
-        mlps = list(layer.mlp.experts) if isinstance(layer.mlp, MixtureOfExperts) else []
-        shared, router = layer.mlp.shared, [layer.mlp.router.linear]
-        if shared is not None:
-            mlps.append(shared.mlp)
-            router += [] if shared.gate is None else [shared.gate]
+    mlps: list[Mlp] = []
+    router: list[Linear] = []
+    for one in layer_mlps(layer):
+        if isinstance(one, Mlp):
+            mlps.append(one)
+            continue
+        mlps += one.experts if isinstance(one, MixtureOfExperts) else []
+        router.append(one.router.linear)
+        if one.shared is not None:
+            mlps.append(one.shared.mlp)
+            router += [] if one.shared.gate is None else [one.shared.gate]
     inside = [linear for mlp in mlps for linear in mlp if linear is not None]
     mixing = [layer.qkv, layer.output, *([] if layer.output_gate is None else [layer.output_gate])]
     mixing += [] if layer.mixer is None else layer.mixer.linears
     queries = () if layer.latent is None else (layer.latent.query_down, layer.latent.query)
     mixing += [one for one in queries if one is not None]
+    mixing += [] if layer.layer_input is None else layer.layer_input[:2]
     return [*mixing, *router, *inside]
