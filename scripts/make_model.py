@@ -112,6 +112,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 5.0,
         },
     ),
+    "gemma4_unified_text": (
+        "Gemma4UnifiedTextConfig",
+        {
+            "layer_types": [SLIDING, SLIDING, FULL],
+            "sliding_window": 40,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+    ),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"sliding_window": 40}),
     "exaone4": ("Exaone4Config", {"sliding_window": 40, "sliding_window_pattern": 2}),
@@ -289,7 +298,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Where it need not be hidden / heads.
 HEAD_DIM = (
-    *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "gemma4_text", "qwen3_moe"),
+    *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "qwen3_moe"),
     *("gpt_oss", "seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text"),
 )
@@ -428,7 +437,7 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
         arguments["head_dim"] = shape["head_dim"] or 2 * shape["hidden"] // shape["heads"]
     if kind == "helium":  # its class would set 128, and expect what it does not check
         arguments["head_dim"] = shape["hidden"] // shape["heads"]
-    if kind == "gemma4_text":
+    if kind in ("gemma4_text", "gemma4_unified_text"):
         arguments["global_head_dim"] = 2 * arguments["head_dim"]
     name, options = CONFIGS[kind]
     if "kv_lora_rank" in options:

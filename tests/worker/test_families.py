@@ -219,6 +219,7 @@ def test_results_do_not_depend_on_the_thread_count(kind: str) -> None:
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "idefics3": "llama",
     "internvl": "qwen2",
     "kimi_k25": "deepseek_v3",

@@ -28,7 +28,6 @@ STATE_SPACE = {
     "nemotron_h", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba", "zamba2",
 }
 # fmt: on
-DISTANCE_BIAS = {"bloom", "mpt"}
 ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 # Kinds of layers without attention that the built-in decoder computes, by model_type.
 RECURRENT_LAYERS = {
@@ -201,11 +200,6 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         raise UserError(f"{directory / 'config.json'} does not say its model_type. Is it a model's configuration?")
     if kind in ENCODER_DECODERS or config.get("is_encoder_decoder"):
         raise UserError(f"{kind} is an encoder-decoder model. Only decoder-only language models are served.")
-    if kind in DISTANCE_BIAS:
-        raise UserError(
-            f"{kind} adds a bias by distance (ALiBi) to its attention scores, which the paged cache does not compute. "
-            "Serve a model of another type."
-        )
     layers = text.get("layer_types")
     others = {str(layer) for layer in layers} - ATTENTION if isinstance(layers, list) else set()
     others -= RECURRENT_LAYERS.get(str(text.get("model_type", kind)), set())

@@ -190,6 +190,8 @@ def _own_sizes(
     if shape is None:
         return {}
     slides = [_has_sliding_window(values, other) for other in range(len(shapes))]
+    if slides[-1]:  # transformers would leave out that window
+        raise UnsupportedConfig("a last layer with a sliding window")
     first = len(shapes) - values["num_kv_shared_layers"]  # of those that share
     shares = None
     if number >= first:

@@ -25,8 +25,8 @@ COMMON_KEYS: dict[str, Any] = {
 
 # Multimodal models whose text part computes what a model of text alone does; their requests have no images.
 WITH_TEXT_PART = (
-    "gemma3", "gemma4", "idefics3", "internvl", "kimi_k25", "llama4", "llava", "llava_next", "llava_onevision",
-    "mistral3", "qwen3_5", "qwen3_5_moe", "smolvlm",
+    "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "kimi_k25", "llama4", "llava", "llava_next",
+    "llava_onevision", "mistral3", "qwen3_5", "qwen3_5_moe", "smolvlm",
 )  # fmt: skip
 
 # Names under which models of a family are published, too.
@@ -88,6 +88,34 @@ _GEMMA2 = {
     "sliding_window": 4096,
     "layer_types": None,
 }
+_GEMMA4 = {
+    **_GEMMA,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": None,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "layer_types": None,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        "sliding_attention": {},
+    },
+    "per_layer_config": None,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "enable_moe_block": False,
+    "num_experts": None,
+    "top_k_experts": None,
+    "moe_intermediate_size": None,
+    "norm_topk_prob": True,
+}
+_GEMMA4_FIXED = {"query_key_norm": "head", "value_norm": True, "attention_scale": 1.0, "layer_scales": True}
 _GLM = {
     "rms_norm_eps": 1.5625e-7,
     "attention_bias": True,
@@ -284,34 +312,8 @@ FAMILIES: dict[str, ModelFamily] = {
         scale_embedding_by_width=True,
     ),
     "gemma4_text": ModelFamily(
-        {
-            **_GEMMA,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "final_logit_softcapping": None,
-            "sliding_window": 512,
-            "sliding_window_pattern": 6,
-            "layer_types": None,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
-                "sliding_attention": {},
-            },
-            "per_layer_config": None,
-            "global_head_dim": 512,
-            "num_global_key_value_heads": None,
-            "attention_k_eq_v": False,
-            "num_kv_shared_layers": 0,
-            "use_double_wide_mlp": False,
-            "hidden_size_per_layer_input": 256,
-            "vocab_size_per_layer_input": 262144,
-            "enable_moe_block": False,
-            "num_experts": None,
-            "top_k_experts": None,
-            "moe_intermediate_size": None,
-            "norm_topk_prob": True,
-        },
-        {"query_key_norm": "head", "value_norm": True, "attention_scale": 1.0, "layer_scales": True},
+        _GEMMA4,
+        _GEMMA4_FIXED,
         replace(
             _FOUR_NORMS,
             router="router.proj",
@@ -323,6 +325,17 @@ FAMILIES: dict[str, ModelFamily] = {
         scale_embedding_by_width=True,
         router={"expert_scaled": True},
         parallel_experts=True,
+    ),
+    "gemma4_unified_text": ModelFamily(
+        {
+            **_GEMMA4,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262144,
+            "hidden_size_per_layer_input": 0,
+        },
+        _GEMMA4_FIXED,
+        _FOUR_NORMS,
+        scale_embedding_by_width=True,
     ),
     "olmo2": ModelFamily({**_RMS5, "attention_bias": False}, {"query_key_norm": "all"}, _NORMS_AFTER),
     "olmo3": ModelFamily(
