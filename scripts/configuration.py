@@ -30,7 +30,7 @@ TAIL = """## API keys
 
 Clients send a key as `Authorization: Bearer KEY`. Valid keys are those of the file and those of the flag or the
 variable. If there are any, all POST routes but Vertex AI's configured one need a key. GET routes answer without, as
-TGI's do, among them `/info`, `/v1/models` and `/metrics`; a [proxy](deployment.md#behind-a-reverse-proxy) can hide
+TGI's do, among them `/info`, `/v1/models` and `/metrics`; a [proxy](reverse-proxy.md) can hide
 them.
 
 1. `--api-key-file FILE` or `TGI_API_KEY_FILE`: one key per line, with the [weight and the limits](fairness.md) of its

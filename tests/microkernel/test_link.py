@@ -13,7 +13,7 @@ import zmq
 
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, end_sessions
-from tgi.microkernel.messages.protocol import PROTOCOL, Cancel, Hello
+from tgi.microkernel.messages.protocol import PROTOCOL, Cancel, Hello, LastExit
 
 
 def hello(role: str, replica: int = 0, model: str = "", protocol: int = PROTOCOL) -> Hello:
@@ -189,6 +189,22 @@ def test_restarted_dealer_replaces_its_predecessor(address: str, links: Any) -> 
     at_low, _ = until([low, second], lambda received: all(received))
     assert [message for _, message in at_low] == [PeerDisconnected(), second.own_hello]
     assert at_low[0][0] == old
+
+
+def test_a_delayed_hello_does_not_replace_the_successor(address: str, links: Any) -> None:
+    """What a process sent just before its end may arrive after the Hello of the one that has replaced it."""
+    low = links(Link.bind(address, hello("scheduler")))
+    dead = hello("worker")
+    successor = links(Link.connect(address, hello("worker")._replace(last_exit=LastExit(dead.boot, "SIGKILL", True))))
+    until([low, successor], lambda received: all(received))
+    (peer,) = low.peers
+    late = links(Link.connect(address, dead))
+    until([low, late], lambda received: bool(received[1]))  # it has answered the scheduler's Hello
+    successor.send(*successor.peers, Cancel(7))
+    successor.flush()
+    received, _ = until([low, late], lambda received: any(isinstance(message, Cancel) for _, message in received[0]))
+    assert received == [(peer, Cancel(7))]
+    assert [*low.peers] == [peer]
 
 
 def test_failed_send_reports_a_disconnect(address: str, links: Any) -> None:

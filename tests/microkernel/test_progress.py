@@ -89,6 +89,7 @@ def test_summary_as_text_and_as_fields(settings: Settings) -> None:
         "  context   8,192 tokens a request, 128 requests at once",
         "  KV cache  186,400 tokens, 4.29 GB at most",
         f"  network   {OPEN}",
+        f"  page      {URL}/ui",
         f"  docs      {URL}/docs",
     ]
     assert f"curl {URL}/v1/chat/completions -H 'Content-Type: application/json' -d" in shown[-1]
@@ -97,6 +98,7 @@ def test_summary_as_text_and_as_fields(settings: Settings) -> None:
         "model": "some/model",
         "network": OPEN,
         "url": URL,
+        "page": f"{URL}/ui",
         "docs": f"{URL}/docs",
     }
 
@@ -106,6 +108,8 @@ def test_summary_without_some_facts(settings: Settings) -> None:
     assert summary_lines(settings, {CHAT_TEMPLATE: True}, "") == []
     assert summary_fields(settings, {}, "") == {"model": "some/model"}
     assert summary_lines(settings, SERVED._asdict(), "")[-1].startswith("  KV cache")
+    assert "/ui" not in "".join(summary_lines(replace(settings, ui=False), facts := {CHAT_TEMPLATE: True}, URL))
+    assert "page" not in summary_fields(replace(settings, ui=False), facts, URL)
     keyed = replace(settings, api_key=("secret",))
     asked = summary_lines(keyed, {CHAT_TEMPLATE: False}, URL)[-1]
     assert f"{URL}/generate -H 'Content-Type: application/json' -H 'Authorization: Bearer YOUR_KEY' -d" in asked

@@ -117,13 +117,13 @@ class RequestsResource(Resource):
         """Answers with `in_flight`, or with `generations`, each with `seconds` by phase and `lines` as `tgi why` prints
         them. 404 if no process remembers the request."""
         async with self._reading:
-            told = await asyncio.to_thread(self._explain if name else self._list, name)
+            told = await (asyncio.to_thread(self._explain, name) if name else asyncio.to_thread(self._list))
         if name and not told:
             raise Rejection(404, "No process remembers a request with this id: it is in the header x-request-id.")
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode({"generations" if name else "in_flight": told})
 
-    def _list(self, _: str) -> list[dict[str, Any]]:
+    def _list(self) -> list[dict[str, Any]]:
         stamps = flight_recorder.read_stamps(self._service.run_dir)
         return [one._asdict() for one in request_timeline.in_flight(stamps, time.monotonic())[:MAX_REQUESTS]]
 

@@ -388,8 +388,11 @@ class Link:
                     self._disconnect(previous)
                 return
         place = (hello.role, hello.replica, hello.site)
-        for old in [other for other, its in self.peers.items() if (its.role, its.replica, its.site) == place]:
-            self._disconnect(old)
+        for old, its in list(self.peers.items()):
+            if (its.role, its.replica, its.site) == place:
+                if its.last_exit is not None and its.last_exit.boot == hello.boot:
+                    return  # a delayed Hello: that process has ended, and the one with a session has replaced it
+                self._disconnect(old)
         if peer in self._routes:  # it was silent, and has a new connection
             self._disconnect(peer)
         if (other := self._peer_of_route.get(route)) is not None:

@@ -209,7 +209,8 @@ def summary_fields(settings: Settings, facts: dict[str, Any], url: str) -> dict[
     if not url:
         return found
     network = {"network": text} if (text := exposure(settings)) else {}
-    return found | network | {"url": url, "docs": f"{url}/docs"}
+    page = {"page": f"{url}/ui"} if settings.ui else {}
+    return found | network | {"url": url} | page | {"docs": f"{url}/docs"}
 
 
 def summary_lines(settings: Settings, facts: dict[str, Any], url: str) -> list[str]:
@@ -228,6 +229,7 @@ def summary_lines(settings: Settings, facts: dict[str, Any], url: str) -> list[s
     if url:
         chats = bool(facts.get(CHAT_TEMPLATE))
         rows += [("network", text)] if (text := exposure(settings)) else []
+        rows += [("page", f"{url}/ui")] if settings.ui else []
         rows += [("docs", f"{url}/docs"), ("ask", example_request(settings, chats, url, facts.get(TASK, "")))]
     return [f"  {name:<9} {value}" for name, value in rows]
 
