@@ -4,6 +4,7 @@
     scripts/check_families.py              # all types: about three minutes
     scripts/check_families.py phimoe gptj
     scripts/check_families.py --table      # the table of docs/models.md
+    scripts/check_families.py --variants   # the tests of families, each with all kernels, types and numbers of ranks
 
 For each type one line: right (with the largest difference of logprobs), refused (with the sentence), WRONG, or not made
 (the default configuration with small sizes gives no tiny model). Exits with 1 if a type is wrong or fails without a
@@ -11,6 +12,8 @@ sentence.
 """
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -54,7 +57,27 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"head_dim": 8, "num_key_value_heads": 4},
     {"head_dim": None},
 )
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8}
 FURTHER: dict[str, dict[str, Any]] = {  # entries of single types
+    "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
+    "granitemoehybrid": {
+        **MAMBA2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "shared_intermediate_size": 16,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        **{"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8},
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    # As many keys as values: transformers saves thirds of a convolution.
+    "olmo_hybrid": {
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
@@ -66,6 +89,8 @@ FURTHER: dict[str, dict[str, Any]] = {  # entries of single types
     "phimoe": {"sliding_window": 24},
     "xmod": {"default_language": "en_XX"},
 }
+# The tests of which a run has one variant of each family (tests/families.py).
+VARIED = ("tests/worker/test_families.py", "tests/worker/test_planning.py", "tests/worker/distributed/test_models.py")
 RESULTS = (  # title, and how the lines begin and end
     ("agree, built-in decoder", "right", "built-in decoder"),
     ("agree, transformers' code", "right", "transformers' code"),
@@ -141,7 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="TYPE")
     parser.add_argument("--table", action="store_true", help="print lists of types by result")
+    parser.add_argument("--variants", action="store_true", help="run all variants of the tests of families instead")
     arguments = parser.parse_args()
+    if arguments.variants:
+        command, root = [sys.executable, "-P", "-m", "pytest", *VARIED], Path(__file__).resolve().parents[1]
+        sys.exit(subprocess.run(command, cwd=root, env=os.environ | {"TGI_ALL_VARIANTS": "1"}).returncode)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     found: dict[str, str] = {}

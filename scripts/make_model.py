@@ -48,6 +48,12 @@ QWEN_DELTA_EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "time_step_limit": (0.3, 2.0),
+}
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -284,6 +290,69 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", {**QWEN_DELTA, **QWEN_DELTA_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3_5_text": ("Qwen3_5TextConfig", QWEN_DELTA),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**QWEN_DELTA, **QWEN_DELTA_EXPERTS}),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {
+            **QWEN_DELTA,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 20,  # as many keys as values: transformers saves thirds of a convolution
+        },
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {"num_heads": 4, "n_groups": 2, "state_size": 20, "time_step_limit": (0.3, 2.0), "use_bias": True},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 20,
+            "n_groups": 2,
+            "ssm_state_size": 20,
+            "time_step_min": 0.3,
+            "mlp_bias": False,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.8,
+        },
+    ),
+    "bamba": ("BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **MAMBA2,
+            "mamba_d_ssm": 120,
+            "mamba_rms_norm": True,
+            "lm_head_multiplier": 0.7,
+            "embedding_multiplier": 1.6,
+            "mlp_multipliers": [0.8, 1.3],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.8, 1.3, 0.9, 1.2, 0.7],
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA2,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 48,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -300,7 +369,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 HEAD_DIM = (
     *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "qwen3_moe"),
     *("gpt_oss", "seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "nemotron_h"),
 )
 KINDS = (*CONFIGS, "gpt2")
 # Names that configurations have for those of others.
@@ -446,6 +515,8 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
         del arguments["num_key_value_heads"]
     if kind in ("bloom", "mpt"):  # always four times as wide
         del arguments["intermediate_size"]
+    if kind == "mamba2":  # whose class wants to know
+        arguments["head_dim"] = 2 * shape["hidden"] // options["num_heads"]
     if kind == "opt":
         arguments["word_embed_proj_dim"] = shape["hidden"]
     arguments |= {own: arguments.pop(name) for name, own in OTHER_NAMES.get(kind, {}).items()}

@@ -14,7 +14,12 @@ Do not edit it: a test compares them. -->
 of this host. Names, types and labels of the first table are TGI's, so its dashboards work.
 
 - TGI's series appear with their first sample; this server's own counters and histograms are 0 from the start, with all
-  values of their labels. Counters have no suffix `_total`.
+  values of their labels, but for `tgi_energy_joules`. Counters have no suffix `_total`.
+- `tgi_energy_joules` is measured once a second where NVML (`source` is `gpu`: the devices of a worker's ranks on this
+  host) or RAPL (`cpu`: all processor packages) tell, and counts all that a device takes, whatever uses it. RAPL's
+  files can be read by root alone on most systems; without them the series is absent. Divided by the tokens of the
+  same time it is the joules per token that `tgi top` shows. Neither NVML nor RAPL of a real machine has been read
+  yet.
 - Counters, histograms and the summary are sums over all processes since the server started, including processes that
   have ended. Gauges are of running processes.
 - A request counts once, whatever its number of prompts and choices; `tgi_generation_count` and `tgi_generation_success`

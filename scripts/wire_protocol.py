@@ -58,6 +58,8 @@ def page() -> str:
         protocol.SuspectRecord,
         protocol.LoadedAdapter,
         SamplingDefaults,
+        protocol.ImageInput,
+        protocol.ImageSegment,
         protocol.AnswerPart,
         protocol.SlotAssignment,
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 from scripts import make_model as maker
 from scripts import make_pooling_model as pooling_maker
+from scripts import make_vision_model as vision_maker
 from tgi.hub.default_model import Wheel, fetch
 from tgi.hub.gguf_import import cached_directory
 from tgi.hub.resolver import model_directory
@@ -35,6 +36,16 @@ def pooling_model(kind: str, **options: Any) -> Path:
         return pooling_maker.make_pooling_model(kind, directory, **given)
 
     return _made(f"pooling-{kind}", options, make, scripts)
+
+
+def vision_model(kind: str, **options: Any) -> Path:
+    """The same of a multimodal model; the arguments are those of scripts/make_vision_model.py."""
+    scripts = Path(maker.__file__).read_bytes() + Path(vision_maker.__file__).read_bytes()
+
+    def make(name: str, directory: Path, **given: Any) -> Path:
+        return vision_maker.make_vision_model(kind, directory, **given)
+
+    return _made(f"vision-{kind}", options, make, scripts)
 
 
 def _made(kind: str, options: dict[str, Any], make: Callable[..., Path], script: bytes) -> Path:

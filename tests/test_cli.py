@@ -22,7 +22,7 @@ from tgi.cli import COMMANDS_OF_OTHERS, FLAGS_OF_OTHERS, SECTIONS, main, setting
 from tgi.launcher import main as launcher
 from tgi.microkernel.settings.options import flag
 from tgi.microkernel.settings.table import DEFAULTS, GROUPS, OPTIONS, Settings
-from tgi.server import WORKER_PACKAGES
+from tgi.server import MEDIA_PACKAGES, WORKER_PACKAGES
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,7 +55,7 @@ FLAGS: list[tuple[str, list[str], Any]] = [
     ("--usage-stats", ["no-stack"], "no-stack"),
     ("--payload-limit", ["1000"], 1000), ("--enable-prefill-logprobs", [], True),
     ("--graceful-termination-timeout", ["5"], 5.0), ("-g", ["5"], 5.0), ("--max-image-fetch-size", ["7"], 7),
-    ("--api-key-file", ["f"], "f"), ("--kserve", [], True), ("--allow-image-urls", ["h"], ("h",)),
+    ("--api-key-file", ["f"], "f"), ("--kserve", [], True), ("--allowed-image-hosts", ["h"], ("h",)),
 ]
 MISTAKES = [
     (["--nonsense"], 2, "No such option"),
@@ -321,7 +321,8 @@ def test_help_imports_no_heavy_modules() -> None:
 
 def test_worker_packages_match_the_requirements() -> None:
     lines = (ROOT / "requirements" / "worker.txt").read_text().splitlines()
-    assert {line.partition(">")[0] for line in lines if not line.startswith("#")} == set(WORKER_PACKAGES)
+    packages = {line.partition(">")[0].replace("pillow", "PIL") for line in lines if not line.startswith("#")}
+    assert packages == {*WORKER_PACKAGES, *MEDIA_PACKAGES}
 
 
 def test_flags_and_variables_are_unique() -> None:
@@ -330,7 +331,7 @@ def test_flags_and_variables_are_unique() -> None:
     assert len(set(shorts)) == len(shorts)
     assert len(set(variables)) == len(variables)
     derived = {"run_dir", "model_dir", "model_sha", "model_source", "model_pipeline_tag", "sampling_defaults"}
-    derived |= {"draft_model_dir", "adapters", "given_api_keys", "pipeline", "replica_index"}
+    derived |= {"draft_model_dir", "adapters", "given_api_keys", "pipeline", "replica_index", "sees_images"}
     assert set(OPTIONS) | derived == set(vars(Settings()))
 
 

@@ -29,7 +29,7 @@ from tgi.tokenizer.structured_output import answer_grammar, grammar, json_schema
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 COMPATIBILITY, MIGRATING = PAGES["compatibility.md"], PAGES["migrating.md"]
-OURS = {"--max-image-fetch-size", "--api-key-file", "--kserve", "--allow-image-urls"}  # flags that TGI does not have
+OURS = {"--max-image-fetch-size", "--api-key-file", "--kserve", "--allowed-image-hosts"}  # flags that TGI does not have
 LAUNCHER = {name for name, _, _ in FLAGS if name.startswith("--")} - OURS
 # Flags of docker and lm-eval, the latter cut at the underscore of their names.
 OTHERS_FLAGS = {"--gpus", "--shm-size", "--model", "--tasks", "--batch"}

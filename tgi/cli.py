@@ -21,12 +21,12 @@ from tgi import INTERRUPTED, __version__
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.loading import load_settings
 from tgi.microkernel.settings.options import SettingOption, boolean, counts, flag
-from tgi.microkernel.settings.table import DEFAULTS, GROUPS, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
+from tgi.microkernel.settings.table import DEFAULTS, GROUPS, MTP, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {
     "Server": ("up", "ps", "top", "restart", "scale", "reload", "down", "why", "keys"),
-    "Single roles": ("api", "tokenizer", "scheduler", "worker"),
+    "Single roles": ("api", "media", "tokenizer", "scheduler", "worker"),
     "Models": ("plan", "download-weights", "import"),
     "Tools": ("chat", "doctor", "bench", "batch", "replay", "print-schema", "watermark", "completion"),
 }
@@ -305,6 +305,8 @@ def _role_command(role: str, help: str) -> None:
 
 _role_command("api", "Run only the front ends; the other roles are started separately with the same TGI_RUN.")
 
+_role_command("media", "Run only the processes that load images.")
+
 _role_command("tokenizer", "Run only the tokenizer pool.")
 
 _role_command("scheduler", "Run only the scheduler.")
@@ -507,12 +509,12 @@ def restart(process: str, port: int | None) -> None:
 
 
 @main.command()
-@click.argument("role", type=click.Choice(["api", "tokenizer", "replica"]))
+@click.argument("role", type=click.Choice(["api", "tokenizer", "replica", "media"]))
 @click.argument("count", type=click.IntRange(min=1))
 @click.option("--supervisor", type=int, help="Pid of the supervisor, if several run this role.")
 @port_option
 def scale(role: str, count: int, supervisor: int | None, port: int | None) -> None:
-    """Change the number of front ends, tokenizers or replicas (schedulers with a worker each).
+    """Change the number of front ends, media processes, tokenizers or replicas (schedulers with a worker each).
 
     Requests in flight continue. The number holds until the server ends.
     """
@@ -723,6 +725,12 @@ def plan(devices: str, requests: int, tokens: int, as_json: bool, **given: Any) 
     except ValueError as error:
         raise UserError(f"{error}.", code=2) from error
     draft = settings.draft_model_id
+    if draft == MTP:
+        raise UserError(
+            f"--draft-model-id {MTP} is not planned: a layer for multi-token prediction takes as much as the last "
+            "layer of the model. Plan without it.",
+            code=2,
+        )
     request = PlanRequest(
         plannable_model(settings.model_id, settings.revision),
         settings,

@@ -211,4 +211,8 @@ def _load_line(deployment: Deployment) -> str:
         parts.append(f"KV cache {load['kv_cache_used']:.0%}")
     if load["prefix_hit_rate"] is not None:
         parts.append(f"prefix hits {load['prefix_hit_rate']:.0%}")
+    if load["watts"] is not None:
+        parts.append(f"{load['watts']:.0f} W")
+    if load["joules_per_token"] is not None:
+        parts.append(f"{load['joules_per_token']:.2f} J/token")
     return " | ".join(parts)

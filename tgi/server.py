@@ -34,7 +34,7 @@ from tgi.microkernel.processes.fork_server import ForkServer, start_fork_servers
 from tgi.microkernel.processes.supervisor import Supervisor, listening_socket, raise_file_limit
 from tgi.microkernel.settings.loading import ineffective_flags, non_default_settings, with_reloaded
 from tgi.microkernel.settings.lora_adapters import named_adapters
-from tgi.microkernel.settings.table import GENERATION_CONFIGS, Settings
+from tgi.microkernel.settings.table import GENERATION_CONFIGS, MTP, Settings
 from tgi.worker.preload import Preload
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,9 @@ logger = logging.getLogger(__name__)
 RAY_PORT_OFFSET = 100
 
 # The packages of requirements/worker.txt.
-WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf")
+WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf", "typing_extensions")
+# Of these, and PIL, those that load images.
+MEDIA_PACKAGES = ("safetensors", "numpy", "transformers", "PIL")
 
 
 def run_server(settings: Settings, roles: Sequence[str]) -> None:
@@ -68,7 +70,11 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     rundir.create_run_dir(settings.run_dir)
     first = not rundir.lock_holders(settings.run_dir)
     settings = replace(settings, pipeline=0 if first else rundir.read_pipeline(settings.run_dir))
-    counts = {"api": settings.api_workers, "tokenizer": settings.validation_workers}
+    counts = {
+        "api": settings.api_workers,
+        "media": settings.media_workers,
+        "tokenizer": settings.validation_workers,
+    }
     # The single roles first, which reject a second server.
     claims = [
         rundir.claim_process(settings.run_dir, role)
@@ -101,6 +107,14 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if "api" in roles and settings.compute_type is None:
         settings = replace(settings, compute_type=compute_type(settings))
     settings = progress.settings = _with_model(settings, roles, progress)
+    # Also for a model that reads text alone: `tgi reload` may follow with another one.
+    media_lock = rundir.create_media_directory(settings.run_dir) if "media" in roles else None
+    if "media" in roles and settings.sees_images:
+        interpreter.require_packages(MEDIA_PACKAGES, "Loading images")
+    else:
+        for claim in [claim for claim in claims if claim.role == "media"]:
+            claim.lock.release()
+            claims.remove(claim)
     specs = [
         ProcessSpec(
             role,
@@ -129,6 +143,8 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
             metrics_server.close()
         for started in fork_servers.values():
             started.close()
+        if media_lock is not None:
+            media_lock.release()
         for lock in [claim.lock for claim in claims] + [spec.lock for spec in specs if spec.lock is not None]:
             lock.release()
 
@@ -276,9 +292,10 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     from tgi.hub.overrides import ModelOverrides, overridden_directory
     from tgi.hub.pooling import read_pooling_config
     from tgi.hub.resolver import DEFAULT_MODEL, model_directory
+    from tgi.hub.vision_towers import vision_family
 
     named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
-    if not {"tokenizer", "worker"} & set(roles):
+    if not {"media", "tokenizer", "worker"} & set(roles):
         return named
     fetch = partial(
         model_directory,
@@ -308,7 +325,9 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     read_model_config(directory, weights=reads_weights)  # rejects an unsupported model before any process starts
     if read_pooling_config(directory) is not None:
         _require_no_generation_settings(settings)
-    known = replace(known, model_dir=directory)
+    known = replace(
+        known, model_dir=directory, sees_images=settings.media_workers > 0 and vision_family(directory) is not None
+    )
     if generation != "tgi":
         known = replace(known, sampling_defaults=read_sampling_defaults(directory))
     logger.debug("Sampling defaults of /v1: %s", known.sampling_defaults.given)
@@ -346,10 +365,11 @@ def _source(settings: Settings, directory: Path, sha: str | None) -> str:
 
 def _with_draft(settings: Settings, fetch: Callable[[str, str | None], Path]) -> Settings:
     """Adds the directory of the draft model, if one is named."""
-    if settings.draft_model_id is None:
+    if settings.draft_model_id in (None, MTP):
         return settings
     from tgi.hub.model_config import read_model_config
 
+    assert settings.draft_model_id is not None
     directory = fetch(settings.draft_model_id, settings.draft_model_revision)
     read_model_config(directory, weights=settings.needs_weights)
     return replace(settings, draft_model_dir=directory)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tgi.microkernel.messages.codec import INT32, UINT8, pack_column
+from tgi.microkernel.messages.kv_groups import paged_groups
 from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, SlotAssignment, Step, StepResult, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.engine import PendingStep, TorchEngine
@@ -32,7 +33,9 @@ class Requests:
         self._slots = slots
         self._prompt = self._known = prompt
         self._samplings = samplings or [SamplingParams(0)] * len(slots)
-        self._pages = -(-(prompt + further) // engine.limits.page_size)  # of each
+        self._groups = len(paged_groups(engine.limits.groups))
+        self._pages = -(-(prompt + further) // engine.limits.page_size)  # of each page table
+        assert slots.stop * self._groups * self._pages <= engine.limits.pages, "the KV cache is too small"
         self._numbers = numbers(1)
 
     def prompts(self) -> Iterator[Step]:
@@ -61,7 +64,8 @@ class Requests:
         return SlotAssignment(slot, ids, self._prompt, encode(self._samplings[at]))
 
     def _step(self, slots: range, start: int, count: int, new: list[SlotAssignment]) -> Step:
-        given = [(one.slot, one.slot * self._pages + page) for one in new for page in range(self._pages)]
+        tables = [one.slot * self._groups + group for one in new for group in range(self._groups)]
+        given = [(table, table * self._pages + page) for table in tables for page in range(self._pages)]
         owners, pages = (pack_column(INT32, [pair[at] for pair in given]) for at in range(2))
         samples = [int(start + count >= self._prompt)] * len(slots)
         starts, counts = (pack_column(INT32, [value] * len(slots)) for value in (start, count))

@@ -78,7 +78,9 @@ def compare(kind: str, directory: Path, run: Path, device: str) -> Compared:
         max_batch_total_tokens=2048,
     )
     engine = start_engine(settings, lambda stage, percent: None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+    # By its name, since not every class can be found by its config.
+    (name,) = json.loads((directory / "config.json").read_text())["architectures"]
+    model = getattr(transformers, name).from_pretrained(directory, dtype=torch.float32).to(device).eval()
     different = 0
     worst = 0.0
     for prompt in PROMPTS:

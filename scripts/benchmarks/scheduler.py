@@ -31,7 +31,7 @@ from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
 from tgi.microkernel.messages.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.scheduler.kv_cache import ROOT_PREFIX, PagePool
+from tgi.scheduler.kv_cache import ROOT_HASH, PagePool
 from tgi.scheduler.main import GC_THRESHOLD
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -156,12 +156,12 @@ def prefix(tokens: int, page_size: int) -> None:
     pool = PagePool(pages, page_size)
     column = pack_column(INT32, [random.randrange(40000) for _ in range(tokens)])
     held = pool.allocate(pages)
-    published = _seconds(lambda: pool.publish(ROOT_PREFIX, held, column))
+    published = _seconds(lambda: pool.publish(ROOT_HASH, held, column))
     released = _seconds(lambda: pool.release(held))
     times = []
     for _ in range(50):
         keys = _seconds(lambda: _keys(column, 4 * page_size))
-        times.append((_seconds(lambda: pool.find_prefix(ROOT_PREFIX, column, pages)), keys))
+        times.append((_seconds(lambda: pool.find_prefix(ROOT_HASH, column, pages)), keys))
         pool.release(held)
     found, hashed = (1e6 * min(column) for column in zip(*times, strict=True))
     print(f"{page_size:>9} {found:>9.0f} {hashed:>12.0f} {1e6 * published:>12.0f} {1e6 * released:>12.0f}")

@@ -216,8 +216,8 @@ def test_state_space_models_are_rejected_by_name(copy: Path, values: dict[str, A
 
 
 def test_models_with_other_layers_than_attention_are_rejected(copy: Path) -> None:
-    change(copy / "config.json", model_type="olmo_hybrid", layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(UserError, match="olmo_hybrid has layers of kind linear_attention"):
+    change(copy / "config.json", model_type="zaya", layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UserError, match="zaya has layers of kind linear_attention"):
         read_model_config(copy)
     for kind, layer in (("qwen2", "sliding_attention"), ("lfm2", "conv"), ("qwen3_next", "linear_attention")):
         change(copy / "config.json", model_type=kind, layer_types=[layer, "full_attention"])

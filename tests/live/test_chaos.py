@@ -28,7 +28,8 @@ def run_chaos(tmp_path: Path, *arguments: str) -> str:
 
 
 def test_every_answer_is_exact_while_processes_are_killed_and_stopped(tmp_path: Path) -> None:
-    """Each second a random process gets a signal, for half a minute. More clients than a neighbour submits at once."""
+    """Each second a random process gets a signal. More clients than a neighbour submits at once. Longer runs belong to
+    `scripts/chaos`."""
     run_chaos(tmp_path, "--clients", "300", "--seconds", "30")
 
 

@@ -108,14 +108,18 @@ def test_addresses_of_a_name_come_and_go(hosts: NamedHosts) -> None:
             assert tokens_of(events) == expected
             return found
 
+        def wait_until_working(which: list[bool], description: str) -> None:
+            """Asks once in a while: each time all requests run, and names are looked up every few seconds."""
+            front.wait_until(lambda: working() == which, description, poll_seconds=1)
+
         assert working() == [True, False, False]
         hosts.name(schedulers=[1, 2], tokenizers=[2])
-        front.wait_until(lambda: working() == [True, True, False], "the second one is used")
+        wait_until_working([True, True, False], "the second one is used")
         hosts.name(schedulers=[2, 3], tokenizers=[2])  # the first one is still connected
-        front.wait_until(lambda: working() == [True, True, True], "the third one is used")
+        wait_until_working([True, True, True], "the third one is used")
         assert tokens_of(front.stream_all(REQUESTS, lambda: first.kill("scheduler-0"), 20)) == expected
         first.wait_until(lambda: "worker-0" in first.processes(), "its worker waits")
-        front.wait_until(lambda: working() == [False, True, True], "the first one is used no more")
+        wait_until_working([False, True, True], "the first one is used no more")
         hosts.name(schedulers=[1, 2, 3], tokenizers=[2])
-        front.wait_until(lambda: working() == [True, True, True], "the first one has returned")
+        wait_until_working([True, True, True], "the first one has returned")
         assert front.output_text().count("cannot be resolved") == 2

@@ -327,3 +327,31 @@ def test_a_directory_in_place_of_a_file_is_a_user_error(run: Path, name: str, re
     assert rundir.read_states(run) == []
     with pytest.raises(UserError, match=f"{name}: .*Remove it"):
         remove(run)
+
+
+def test_media_directories_go_with_their_last_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(rundir, "SHARED_MEMORY", memory)
+    first, second = (rundir.create_media_directory(tmp_path / "run") for _ in range(2))
+    path = rundir.media_directory(tmp_path / "run")
+    assert path.stat().st_mode & 0o777 == 0o700
+    (path / "file").touch()
+    left = memory / (path.name[:-3] + "xyz")  # of a server that was killed
+    left.mkdir(mode=0o700)
+    other = rundir.create_media_directory(tmp_path / "other")
+    assert not left.exists()
+    first.release()
+    assert (path / "file").exists()
+    second.release()
+    assert [one.name for one in memory.iterdir()] == [other.path.name]
+    other.release()
+
+
+def test_a_media_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "SHARED_MEMORY", tmp_path)
+    path = rundir.media_directory(tmp_path / "run")
+    path.mkdir()
+    path.chmod(0o777)
+    with pytest.raises(UserError, match="can be written by others"):
+        rundir.create_media_directory(tmp_path / "run")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tgi.microkernel.messages.codec import INT32, pack_column
-from tgi.scheduler.kv_cache import ROOT_PREFIX, PagePool
+from tgi.scheduler.kv_cache import ROOT_HASH, PagePool
 
 pytestmark = pytest.mark.fuzz
 
@@ -39,7 +39,7 @@ class Pages(RuleBasedStateMachine):
         self.contents: dict[int, tuple[bytes, list[int]]] = {}
 
     def find(self, salt: bytes, ids: list[int]) -> tuple[list[int], bytes]:
-        found, prefix = self.pool.find_prefix(ROOT_PREFIX + salt, pack_column(INT32, ids), len(ids) // SIZE)
+        found, prefix = self.pool.find_prefix(ROOT_HASH + salt, pack_column(INT32, ids), len(ids) // SIZE)
         assert len(found) <= len(ids) // SIZE
         for number, page in enumerate(found):
             assert self.contents[page] == (salt, ids[: (number + 1) * SIZE])
@@ -124,7 +124,7 @@ def test_exactly_the_common_pages_are_found(
     full = len(ids) // size
     split = min(split, full)
     pages = pool.allocate(full)
-    prefix = pool.publish(ROOT_PREFIX + salts[0], pages[:split], pack_column(INT32, ids[: split * size]))
+    prefix = pool.publish(ROOT_HASH + salts[0], pages[:split], pack_column(INT32, ids[: split * size]))
     pool.publish(prefix, pages[split:], pack_column(INT32, ids[split * size : full * size]))
     wanted = ids[:common] + other
     same = 0
@@ -132,5 +132,5 @@ def test_exactly_the_common_pages_are_found(
         if ids[: (same + 1) * size] != wanted[: (same + 1) * size]:
             break
         same += 1
-    found, _ = pool.find_prefix(ROOT_PREFIX + salts[1], pack_column(INT32, wanted), len(wanted) // size)
+    found, _ = pool.find_prefix(ROOT_HASH + salts[1], pack_column(INT32, wanted), len(wanted) // size)
     assert found == pages[:same]

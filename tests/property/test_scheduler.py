@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.scheduler.adapter_updates import PATHS
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, expected_answer, replay
-from tgi.microkernel.messages.kv_groups import GroupKind, KVGroup, paged_groups, recurrent_group
+from tgi.microkernel.messages.kv_groups import GroupKind, KVGroup, paged_groups
 from tgi.microkernel.messages.protocol import Cancel, FinishReason, StepResult, Stop
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -28,7 +28,8 @@ FULL, SLIDING = KVGroup(), KVGroup(GroupKind.SLIDING, 5)
 KV_GROUPS = [(FULL,)] * 3 + [(FULL, SLIDING), (FULL, SLIDING, SLIDING), (FULL, FULL, SLIDING), (SLIDING,)]
 KV_GROUPS += [(FULL, KVGroup(GroupKind.SLIDING, 1), KVGroup(GroupKind.SLIDING, 12))]
 STATES = [
-    KVGroup(GroupKind.RECURRENT, snapshots=count, interval=each) for count, each in ((0, 8), (1, 4), (3, 8), (20, 16))
+    KVGroup(GroupKind.RECURRENT, snapshots=count, interval=each, drafts=drafts)
+    for count, each, drafts in ((0, 8, 9), (1, 4, 2), (3, 8, 0), (20, 16, 30))
 ]
 KV_GROUPS += [*((FULL, state) for state in STATES), (FULL, SLIDING, STATES[2])]
 
@@ -62,8 +63,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         **config: Any,
     ) -> None:
         pages *= len(paged_groups(groups))
-        if recurrent_group(groups) is not None:
-            config["max_drafts"] = 0  # a worker with recurrent layers takes no drafts
         self.worker_config = FakeWorkerConfig(pages, 4, slots, vocab_size, LIMIT, budget, groups=groups)
         self.sim = Simulation(self.worker_config, SchedulerConfig(step_target=step_target, **config), tokenizers=2)
         self.sim.commits_after_plan = commits

@@ -62,6 +62,12 @@ def test_groups_that_no_worker_has_are_named(groups: list[KVGroup], fault: str) 
     assert limits_out_of_range(LIMITS._replace(groups=groups)).startswith(fault)
 
 
+def test_pages_that_hold_no_token_are_named() -> None:
+    two_groups = LIMITS._replace(groups=[KVGroup(), KVGroup("sliding", 8)])
+    assert limits_out_of_range(two_groups._replace(pages=1)) == "pages is 1, 2 are needed for one token"
+    assert limits_out_of_range(two_groups._replace(pages=2)) == ""
+
+
 def test_a_worker_with_another_page_size_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
     """Workers that compute differently have different page sizes: see tests/worker/test_native_models.py."""
     sim = Simulation(FakeWorkerConfig())

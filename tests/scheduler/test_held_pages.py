@@ -4,7 +4,7 @@ from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import PROTOCOL, HeldPages, Hello, PageExtra
-from tgi.scheduler.kv_cache import EXTRA_HEAD, ROOT_PREFIX, KVCacheManager
+from tgi.scheduler.kv_cache import EXTRA_HEAD, ROOT_HASH, KVCacheManager
 from tgi.scheduler.peers import HELD_MESSAGE_BYTES, MAX_HELD_BYTES
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
@@ -88,10 +88,10 @@ def test_pages_are_adopted_once_and_contradictions_are_dropped() -> None:
     cache.pool.check()
     assert cache.pool.available == CONFIG.pages
     column = pack_column(INT32, first + second + second)
-    found, _ = cache.pool.find_prefix(ROOT_PREFIX, column, 3)
+    found, _ = cache.pool.find_prefix(ROOT_HASH, column, 3)
     assert found == [10, 11]
     cache.pool.release(found)
-    found, _ = cache.pool.find_prefix(ROOT_PREFIX + EXTRA_HEAD.pack(0, 7) + b"adapter", column, 3)
+    found, _ = cache.pool.find_prefix(ROOT_HASH + EXTRA_HEAD.pack(0, 7) + b"adapter", column, 3)
     assert found == [20]
     cache.pool.release(found)
     everything = cache.pool.allocate(CONFIG.pages)

@@ -3,7 +3,7 @@
 import pytest
 
 from tgi.microkernel.messages.codec import INT32, pack_column
-from tgi.scheduler.kv_cache import ROOT_PREFIX, PagePool
+from tgi.scheduler.kv_cache import ROOT_HASH, PagePool
 
 A, B, C = pack_column(INT32, [1, 2]), pack_column(INT32, [3, 4]), pack_column(INT32, [5, 6])
 
@@ -15,12 +15,12 @@ def pool() -> PagePool:
 
 def publish(pool: PagePool, pages: list[int], column: bytes, salt: bytes = b"") -> bytes:
     """As for a request that finds no cached page. Returns the name of the prefix."""
-    return pool.publish(ROOT_PREFIX + salt, pages, column)
+    return pool.publish(ROOT_HASH + salt, pages, column)
 
 
 def found(pool: PagePool, column: bytes, salt: bytes = b"") -> list[int]:
     """The cached pages of a prefix, without keeping a reference."""
-    pages, _ = pool.find_prefix(ROOT_PREFIX + salt, column, len(column) // len(A))
+    pages, _ = pool.find_prefix(ROOT_HASH + salt, column, len(column) // len(A))
     pool.release(pages)
     return pages
 

@@ -12,7 +12,7 @@ from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import Add, HeldPages, PageExtra, SlotAssignment, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.scheduler.kv_cache import ROOT_PREFIX, KVCacheManager, PagePool
+from tgi.scheduler.kv_cache import ROOT_HASH, KVCacheManager, PagePool
 from tgi.scheduler.request import Request, TokenizerPeer
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -240,7 +240,7 @@ def test_instructions_per_page() -> None:
     one takes its key, the same lookup and a name."""
     pool = PagePool(2000, 16)
     column = pack_column(INT32, range(16 * 1000))
-    prefix = ROOT_PREFIX
+    prefix = ROOT_HASH
     pages = pool.allocate(1000)
     made = per_item(lambda count: partial(pool.publish, prefix, pages[:count], column), 100, 900)
     pool.publish(prefix, pages, column)

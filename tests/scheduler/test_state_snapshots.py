@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
+from tgi.microkernel.messages.codec import unpack_int32
 from tgi.microkernel.messages.kv_groups import GroupKind, KVGroup
 from tgi.scheduler.kv_cache import KVCacheManager
 from tgi.scheduler.scheduler import SchedulerConfig
@@ -57,6 +58,20 @@ def test_a_state_is_cached_while_tokens_are_generated() -> None:
     request = sim.add(prompt, 62)  # the last row begins at position 65
     sim.run()
     assert run(sim, [*prompt, *request.ids, 1]) == 64
+
+
+def test_drafts_keep_the_number_of_states_and_leave_out_no_snapshot() -> None:
+    groups = (KVGroup(), STATE._replace(drafts=3))
+    sim = Simulation(CONFIG._replace(groups=groups, vocab_size=5), SchedulerConfig(max_drafts=4, draft_model=True))
+    sim.worker_up()
+    prompts = [[number, 1, 2, 3, 4] for number in range(2)]
+    requests = [sim.add(prompt, 62) for prompt in prompts]
+    sim.run()
+    drafted = [sum(unpack_int32(step.drafts)) for step in sim.sent if step.drafts]
+    assert max(drafted) == 3
+    assert sim.scheduler.counters.accepted_draft_tokens > 0
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert run(sim, [*prompt, *request.ids, 1]) == 64
 
 
 def test_short_prompts_are_computed_in_one_step() -> None:

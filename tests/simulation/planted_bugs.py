@@ -297,7 +297,7 @@ PLANTED_BUGS = {
         Scheduler, "_handle_tokenizer_message", ignoring(PeerDisconnected), seed=8
     ),
     "scheduler ignores lost workers": PlantedBug(
-        Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=8
+        Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=13
     ),
     "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing, seed=1),
     "scheduler does not notice a stalled worker": PlantedBug(
@@ -327,6 +327,6 @@ PLANTED_BUGS = {
         Link, "_begin_new_session", does_nothing, seed=2, faults=STOPS_ABOVE_THE_SCHEDULER
     ),
     "link reports no loss before a second Hello": PlantedBug(
-        Link, "_handle_hello", no_loss_before_a_second_hello, seed=7
+        Link, "_handle_hello", no_loss_before_a_second_hello, seed=4
     ),
 }

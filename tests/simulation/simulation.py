@@ -104,15 +104,16 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         sliding = KVGroup(GroupKind.SLIDING, groups.choice((3, 10, 33)))
         chosen = groups.choice(((KVGroup(), sliding), (KVGroup(), sliding, sliding), (sliding,)))
         worker = worker._replace(groups=chosen, pages=worker.pages * len(chosen))
-    recurrent = groups.random() < 0.3  # some of its layers
-    if recurrent:
-        states = KVGroup(GroupKind.RECURRENT, snapshots=groups.choice((1, 4, 20)), interval=groups.choice((4, 16)))
+    if groups.random() < 0.3:  # some of its layers are recurrent
+        states = KVGroup(
+            GroupKind.RECURRENT, snapshots=groups.choice((1, 4, 20)), interval=groups.choice((4, 16)), drafts=6
+        )
         worker = worker._replace(groups=(*worker.groups, states))
     scheduler = SchedulerConfig(
         prefix_caching=random.random() < 0.7,
         step_target=random.choice((0.2, 0.01)),
         stall_limit=2.0,
-        max_drafts=random.choice((0, 0, 1, 4)) * (not recurrent),
+        max_drafts=random.choice((0, 0, 1, 4)),
         draft_model=random.random() < 0.5,
     )
     config = SimulationConfig(

@@ -55,7 +55,12 @@ class PoolHarness:
         """`options`: of the pool."""
         self.now = 0.0
         templates = ChatTemplates({"default": template} if template else {}, {"bos_token": "<|bos|>"})
-        self.pool = TokenizerPool(vocabulary or byte_level(), ChatRenderer(templates), self._tick, **options)
+        self.pool = TokenizerPool(
+            vocabulary or byte_level(),
+            ChatRenderer(templates, image_token=options.get("image_token", "")),
+            self._tick,
+            **options,
+        )
         self.lives = 0
         self.sent: dict[PeerId, list[Any]] = {}
         for api in (API, OTHER):

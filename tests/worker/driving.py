@@ -9,6 +9,7 @@ import torch
 from tests.tops import split_tops
 from tests.worker.test_fake_worker import slot, step
 from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup
 from tgi.microkernel.messages.protocol import DeploymentLimits, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
@@ -16,7 +17,9 @@ from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.engine.draft_runner import DraftModel
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.models.interface import Model
+from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.state_cache import StateCache
 
 # (request, number of its sampled tokens) -> its drafts, or the number of drafts that the draft model proposes.
 Guess = Callable[[int, int], "list[int] | int"]
@@ -34,15 +37,22 @@ def make_engine(
     model: Model,
     slots: int = 16,
     pages: int = 256,
-    draft: Model | None = None,
+    draft: Model | MtpModel | None = None,
     mark: Watermark | None = None,
     attention: AttentionBackend | None = None,
     recording: GraphCaptureConfig | None = None,
 ) -> TorchEngine:
-    attention = attention or build_attention(model.kv, pages, model.device, slots + 1)
+    states = [KVGroup(GroupKind.RECURRENT, interval=1 << 20, drafts=8 * slots)] * (model.kv.state is not None)
+    groups = [*ONE_FULL_GROUP, *states]
+    state_slots = (1 + 8) * slots + 1
+    attention = attention or build_attention(model.kv, pages, model.device, state_slots)
+    if model.kv.state is not None and attention.state is None:
+        attention.state = StateCache(model.kv.state, state_slots, model.device)
     size, dtype = attention.page_size, str(model.kv.dtype).removeprefix("torch.")
     total = min(model.context_length, pages * size)
-    limits = DeploymentLimits(total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu")
+    limits = DeploymentLimits(
+        total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu", groups
+    )
     second = draft and DraftModel(draft, build_attention(draft.kv, pages, draft.device))
     return TorchEngine(model, attention, limits, draft_model=second, watermark=mark, graph_capture=recording)
 

@@ -169,7 +169,7 @@ def test_the_draft_model_continues_after_a_failed_step(monkeypatch: pytest.Monke
     assert unpack_int32(result.token_ids) == truth.ids[1:5]
 
 
-def start(draft: Path, run: Path, served: Path | None = None, **settings: Any) -> tuple[TorchEngine, list[str]]:
+def start(draft: Path | None, run: Path, served: Path | None = None, **settings: Any) -> tuple[TorchEngine, list[str]]:
     """An engine started with a draft model, and the reported stages of start-up."""
     told: list[str] = []
     values = {"max_batch_size": 4, "max_total_tokens": 64, "speculate": 3, "device": "cpu"} | settings

@@ -14,10 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from scripts.make_model import fill
+from tests.families import with_variants
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tests.worker.cpu_kernels.available import our_kernels
 from tgi.hub import model_config
+from tgi.hub.vision_towers import VISION_FAMILIES
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.checkpoint import SINGLE_FILE
@@ -32,7 +34,10 @@ CPU = torch.device("cpu")
 FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)
 # Their results do not depend on the batch on our kernels either.
-RECURRENT = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+    *("mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid"),
+)
 LENGTHS = (90, 1, 17, 44)  # the sliding windows have 40 tokens
 DECODED = 6  # tokens after each prompt, in decode steps
 
@@ -102,7 +107,8 @@ def check_against_transformers(directory: Path, native: bool = False) -> None:
 )
 def test_against_transformers(kind: str, native: bool) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
-    hidden = 96 if kind in ("phi", "phi3", "nemotron", "glm4_moe") or kind.startswith(("qwen3_next", "qwen3_5")) else 72
+    wide = ("phi", "phi3", "nemotron", "glm4_moe", "bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    hidden = 96 if kind in wide else 72
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native)
 
 
@@ -150,6 +156,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"use_parallel_residual": False}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
     ("smollm3", {"sliding_window": 40, "use_sliding_window": True, "layer_types": None, "no_rope_layers": None}),
+    ("granitemoehybrid", {"position_embedding_type": "rope", "layer_types": ["mamba", "attention", "mamba"]}),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "ME*-ME"}),  # as on the Hub
+    ("mamba2", dict.fromkeys(("max_position_embeddings", "num_attention_heads", "num_key_value_heads"))),  # the same
+    ("falcon_h1", {"mamba_norm_before_gate": False, "ssm_multipliers": None}),
+    (
+        "olmo_hybrid",
+        {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    ),
 ]
 
 
@@ -173,6 +187,12 @@ OTHER_SHAPES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
     ("bloom", (("n_head", 6), ("hidden_size", 48))),
     ("gemma4_text", (("enable_moe_block", False), ("attention_k_eq_v", False), ("num_global_key_value_heads", None))),
     ("gemma4_text", (("hidden_size_per_layer_input", 0), ("num_kv_shared_layers", 0))),
+    ("granitemoehybrid", (("num_local_experts", 0), ("mamba_n_groups", 1))),  # granite-4.0-h-micro
+    (
+        "granitemoehybrid",  # granite-4.0-micro
+        (("num_local_experts", 0), ("layer_types", ["full_attention"] * 3), ("position_embedding_type", "rope")),
+    ),
+    ("falcon_h1", (("mamba_rms_norm", False), ("mamba_conv_bias", False))),
 ]
 
 
@@ -184,7 +204,7 @@ def test_against_transformers_in_other_shapes(kind: str, more: tuple[tuple[str, 
 @pytest.mark.parametrize(
     ("kind", "native", "dtype"),
     [
-        *((kind, False, ("bfloat16", "float32")[at % 2]) for at, kind in enumerate(OTHERS)),
+        *((kind, False, dtype) for kind, dtype in with_variants(OTHERS, ("bfloat16", "float32"))),
         *((kind, True, dtype) for kind in RECURRENT for dtype in ("float32", "bfloat16")),
     ],
 )
@@ -216,23 +236,16 @@ def test_results_do_not_depend_on_the_thread_count(kind: str) -> None:
     assert torch.equal(prefill(model, memory(model), ids, pages(3)), one)
 
 
+# Those whose images are served are tested in test_images.py, with prompts of text alone, too.
 TEXT_PARTS = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
-    "idefics3": "llama",
-    "internvl": "qwen2",
     "kimi_k25": "deepseek_v3",
+    "lfm2_vl": "lfm2",
     "llama4": "llama4_text",
-    "llava": "llama",
-    "llava_next": "mistral",
-    "llava_onevision": "qwen2",
-    "mistral3": "mistral",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "smolvlm": "llama",
 }
-assert tuple(TEXT_PARTS) == WITH_TEXT_PART
+assert {*TEXT_PARTS, *VISION_FAMILIES} == {*WITH_TEXT_PART}
 assert set(RECURRENT) == set(model_config.RECURRENT_LAYERS)
 
 

@@ -12,6 +12,7 @@ from tests.scheduler import simulation
 from tests.scheduler.simulation import Simulation
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.driving import drive, make_engine
+from tests.worker.test_sampling import bias
 from tgi.microkernel.messages.kv_groups import (
     GroupKind,
     KVGroup,
@@ -23,6 +24,7 @@ from tgi.microkernel.messages.kv_groups import (
     recurrent_group,
 )
 from tgi.microkernel.messages.protocol import HeldPages, Step, StepResult
+from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.attention import build_attention, page_size
 from tgi.worker.engine.engine import TorchEngine
@@ -34,9 +36,11 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 LONGEST, CHUNK, NEW = 320, 48, 30
+# Of a few ids a text repeats itself, so that drafts are proposed, and not all of them are right.
+FEW_IDS = SamplingParams(0, **bias(dict.fromkeys(range(20, 24), 100.0)))
 # The sliding windows have 40 tokens. With our kernels or not.
 MODELS = [("gemma2", False), ("gemma2", True), ("gemma3_text", True), ("starcoder2", True)]
-MODELS += [("lfm2", True), ("qwen3_next", True)]
+MODELS += [("lfm2", True), ("qwen3_next", True), ("mamba2", True), ("falcon_h1", True)]
 
 
 class RealWorker:
@@ -75,7 +79,7 @@ def worker_config(model: DecoderModel, rows: float) -> FakeWorkerConfig:
     groups, size = make_groups(model.kv.sliding_windows, LONGEST), page_size(model.kv, CPU)
     pages = int(rows * pages_needed(groups, LONGEST, CHUNK, size))
     if model.kv.state is not None:
-        groups = [*groups, KVGroup(GroupKind.RECURRENT, snapshots=5, interval=2 * size)]
+        groups = [*groups, KVGroup(GroupKind.RECURRENT, snapshots=5, interval=2 * size, drafts=6)]
     return FakeWorkerConfig(pages, size, 4, model.vocab_size, LONGEST, CHUNK, groups=tuple(groups))
 
 
@@ -97,9 +101,10 @@ def test_answers_have_the_bits_of_one_group(kind: str, native: bool, monkeypatch
     recurrent = recurrent_group(config.groups) is not None
     assert recurrent or any(group.slides for group in config.groups)
     prompts = requests()
-    expected = drive(make_engine(model), prompts, NEW)
     monkeypatch.setattr(simulation, "FakeWorker", lambda config: RealWorker(model, config))
-    for changes in ({}, {"prefix_caching": False} if recurrent else {"max_drafts": 4}):
+    for changes, asked in (({}, SamplingParams(0)), ({"max_drafts": 4, "prefix_caching": not recurrent}, FEW_IDS)):
+        monkeypatch.setattr(simulation, "GREEDY", asked)
+        expected = drive(make_engine(model), prompts, NEW, [asked] * len(prompts))
         sim = Simulation(config, SchedulerConfig(**changes))
         sim.worker_up()
         for prompt in prompts:
@@ -119,7 +124,9 @@ def test_answers_have_the_bits_of_one_group(kind: str, native: bool, monkeypatch
         assert len(sim.requests) == 2 * len(prompts) - 1
         for request in sim.requests:
             assert request.ids == expected[prompts.index(request.prompt)].ids
-        assert (sim.scheduler.counters.cache_hit_tokens > 0) is sim.scheduler.config.prefix_caching
+        counters = sim.scheduler.counters
+        assert (counters.cache_hit_tokens > 0) is sim.scheduler.config.prefix_caching
+        assert (counters.draft_tokens > counters.accepted_draft_tokens > 0) is (asked is FEW_IDS)
 
 
 def test_preempted_states_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

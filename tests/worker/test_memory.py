@@ -1,5 +1,6 @@
 """The deployment's limits: derived from memory and settings, with errors for settings that do not fit."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tgi.worker.engine.memory import (
     MAX_CPU_CACHE_BYTES,
     CacheMemory,
     CacheRequirements,
+    PreviousCache,
     cache_memory_on_cuda,
     cache_memory_on_host,
     choose_limits,
@@ -34,6 +36,8 @@ def test_limits_follow_from_memory() -> None:
     assert (limits.page_size, limits.vocab_size, limits.dtype, limits.device) == (16, 100, "bfloat16", "cpu")
     # Two requests of 64 tokens never fill more than 8 pages.
     assert choose_limits(Settings(max_batch_size=2, max_total_tokens=64), CPU, room(GB)).pages == 8
+    # On a GPU the rest keeps prefixes.
+    assert choose_limits(Settings(max_batch_size=2, max_total_tokens=64), CUDA, room(GB)).pages == 1024
     limits = choose_limits(Settings(), CUDA, room(20 * GB))
     assert (limits.pages, limits.max_total_tokens) == (20 << 10, 131072)
     assert (limits.max_batch_prefill_tokens, limits.max_batch_size) == (4096, 256)
@@ -41,9 +45,9 @@ def test_limits_follow_from_memory() -> None:
 
 
 def test_a_restarted_worker_keeps_the_pages_of_its_deployment() -> None:
-    assert choose_limits(Settings(), CPU, CacheMemory(90 << 20, GB), previous_pages=100).pages == 100
-    assert choose_limits(Settings(), CPU, CacheMemory(110 << 20, GB), previous_pages=100).pages == 100
-    assert choose_limits(Settings(), CPU, CacheMemory(90 << 20, 99 << 20), previous_pages=100).pages == 90
+    assert choose_limits(Settings(), CPU, CacheMemory(90 << 20, GB), PreviousCache(100, 128)).pages == 100
+    assert choose_limits(Settings(), CPU, CacheMemory(110 << 20, GB), PreviousCache(100, 128)).pages == 100
+    assert choose_limits(Settings(), CPU, CacheMemory(90 << 20, 99 << 20), PreviousCache(100, 128)).pages == 90
 
 
 def test_cache_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +88,28 @@ def test_pages_and_recurrent_states_share_the_memory(state: int) -> None:
     assert (group.kind, group.page_bytes, limits.state_slots) == ("recurrent", state, 10 + group.snapshots)
     assert GB - required.page_bytes - state < limits.cache_bytes <= GB
     assert group.snapshots == 1 + min(limits.pages // 16, limits.pages * required.page_bytes // (3 * state))
-    assert choose_limits(settings, required, CacheMemory(GB // 2, GB), limits.pages) == limits
+    assert choose_limits(settings, required, CacheMemory(GB // 2, GB), PreviousCache(limits.pages, 9)) == limits
     with pytest.raises(UserError, match="recurrent states of 128 requests"):
-        choose_limits(Settings(), required, room(129 * state))
+        choose_limits(Settings(max_batch_size=128), required, room(129 * state))
+
+
+@pytest.mark.parametrize("page_bytes", [CPU.page_bytes, 0])
+def test_fewer_requests_run_at_once_where_their_states_are_large(
+    page_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages of models without attention take no memory; what the states leave is for snapshots."""
+    required = CPU._replace(page_bytes=page_bytes, state_bytes=GB // 40)
+    with caplog.at_level(logging.INFO):
+        limits = choose_limits(Settings(), required, room(GB))
+    assert limits.max_batch_size == 20 - 2
+    assert "18 requests run at once instead of 128" in caplog.text
+    assert (limits.max_total_tokens, limits.groups[0].page_bytes) == (CPU.context, page_bytes)
+    assert limits.state_slots * required.state_bytes + limits.pages * page_bytes == limits.cache_bytes <= GB
+    if not page_bytes:
+        assert limits.pages == 18 * CPU.context // CPU.page_size  # all requests at full length
+        assert limits.cache_bytes > GB * 0.85
+    again = choose_limits(Settings(), required, CacheMemory(GB * 9 // 10, GB), PreviousCache(limits.pages, 18))
+    assert (again.pages, again.max_batch_size) == (limits.pages, 18)
 
 
 @pytest.mark.parametrize(

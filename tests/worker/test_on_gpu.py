@@ -130,7 +130,17 @@ def test_a_gpu_samples_the_same_tokens_as_a_cpu(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("kind", "cache"),
-    [("llama", None), ("gemma2", None), ("qwen3_moe", None), ("llama", "fp8_e4m3fn"), ("gemma2", "fp8_e5m2")],
+    [
+        ("llama", None),
+        ("gemma2", None),
+        ("qwen3_moe", None),
+        ("deepseek_v3", None),
+        ("lfm2", None),
+        ("qwen3_5_text", None),
+        ("llama", "fp8_e4m3fn"),
+        ("deepseek_v3", "fp8_e4m3fn"),
+        ("gemma2", "fp8_e5m2"),
+    ],
 )
 def test_replayed_steps_sample_the_same_tokens(kind: str, cache: str | None, tmp_path: Path) -> None:
     """In bfloat16, with our kernels and torch's. Where two tokens have nearly equal logits, the texts may diverge."""
@@ -262,14 +272,17 @@ def test_real_vocabularies_are_sampled_as_torch_does(gpu: GpuKernels) -> None:
             assert (int(alone.ids), float(alone.logprobs)) == (int(found.ids[row]), float(found.logprobs[row]))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "qwen3", "cohere", "starcoder2", "qwen3_moe", "gpt_oss", "apertus", "deepseek_v3", "lfm2", "qwen3_next"],
+)
 def test_models_with_our_kernels_are_what_torch_computes(gpu: GpuKernels, kind: str) -> None:
     batch = make_batch([Row(list(range(5, 75)), 0, range(8)), Row([8, 30], 0, range(8, 16))])
     there = moved(batch, GPU)
     found = []
     for ours in (gpu, None):
         made = build_model(model(kind), "float32", GPU, lambda stage, percent: None, gpu=ours)
-        found.append(made.forward(there, build_attention(made.kv, 20, made.device)).log_softmax(-1))
+        found.append(made.forward(there, build_attention(made.kv, 20, made.device, 10)).log_softmax(-1))
     torch.testing.assert_close(*found, rtol=0, atol=1e-3)
 
 

@@ -12,23 +12,24 @@ import torch
 from click.testing import CliRunner
 
 from scripts.make_gguf import write_gguf
+from tests.families import with_variants
 from tests.models import model as make
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.loras import make_adapter
-from tests.worker.quantization.checkpoints import Awq, Compressed, Form, Fp8, Gptq, write
+from tests.worker.quantization.checkpoints import Awq, Compressed, Float4, Form, Fp8, Gptq, write
 from tgi.cli import main
 from tgi.hub.gguf.convert import convert
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import page_size
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
+from tgi.worker.cpu_kernels.recurrent import DeltaRule, GatedNorm, Ssd
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE
-from tgi.worker.layers.gated_delta import GatedDelta
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.lora.packed_deltas import PackedWeights
 from tgi.worker.lora.weights import LoraWeights
-from tgi.worker.models.decoder import DecoderModel, layer_mlps
+from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.decoder_layer import DecoderWeights
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.loader import read_model_spec
@@ -48,7 +49,6 @@ from tgi.worker.quantization.quantize import quantize_weight
 
 pytestmark = pytest.mark.slow
 
-RANKS = (1, 2, 4)
 CPU, GPU = Devices(4, "cpu", 1 << 36, False, is_cpu=True), Devices(4, "gpu", 1 << 36, True)
 # Tensors of this device have shapes and types only. The loader treats it as it treats a GPU.
 META = torch.device("meta")
@@ -120,12 +120,11 @@ def load(
 def vector_bytes(weights: DecoderWeights) -> int:
     """Bytes of all norms and biases."""
     norms, linears, routers = [weights.norm], [weights.head], []
-    norms += [weights.embedding_norm] + ([] if weights.inputs is None else [weights.inputs.norm])
+    norms += [weights.embedding_norm] + ([] if weights.layer_inputs is None else [weights.layer_inputs.norm])
     for layer in weights.layers:
         norms += [layer.attention_before, layer.attention_after, layer.mlp_before, layer.mlp_after]
-        norms += layer.query_key_norms
-        mlps = [mlp for mlp in layer_mlps(layer) if isinstance(mlp, Mlp)]
-        for mixture in layer_mlps(layer):
+        mlps = [mlp for mlp in layer.mlps if isinstance(mlp, Mlp)]
+        for mixture in layer.mlps:
             if isinstance(mixture, MixtureOfExperts):
                 mlps += mixture.experts
                 routers.append(mixture.router)
@@ -135,18 +134,23 @@ def vector_bytes(weights: DecoderWeights) -> int:
         if layer.experts is not None:
             norms += [norm for norm in layer.experts if isinstance(norm, Norm)]
         norms += [] if layer.layer_input is None else [layer.layer_input.after]
-        if layer.latent is not None:
-            norms += [layer.latent.query_norm, layer.latent.key_norm]
-            linears += [one for one in (layer.latent.query_down, layer.latent.query) if one is not None]
-        linears += [layer.qkv, layer.output, *(linear for mlp in mlps for linear in mlp if linear is not None)]
+        if layer.attention is not None:
+            norms += layer.attention.query_key_norms
+            linears += [layer.attention.qkv, layer.attention.output]
+            if (latent := layer.attention.latent) is not None:
+                norms += [latent.query_norm, latent.key_norm]
+                linears += [one for one in (latent.query_down, latent.query) if one is not None]
+        if layer.recurrence is not None:
+            linears += [layer.recurrence.input, layer.recurrence.output]
+        linears += [linear for mlp in mlps for linear in mlp if linear is not None]
     linears += [router.linear for router in routers]
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]
     held += [linear._bias for linear in linears] + [router.bias for router in routers]
     held += [router.expert_scales for router in routers]
-    held += [layer.sinks for layer in weights.layers]
-    mixers = [layer.mixer for layer in weights.layers if layer.mixer is not None]
-    rules = [mixer.rule for mixer in mixers if isinstance(mixer, GatedDelta)]
-    held += [column for one in (*mixers, *rules) for column in one if isinstance(column, torch.Tensor)]
+    held += [layer.attention.sinks for layer in weights.layers if layer.attention is not None]
+    mixers = [layer.recurrence.mixer for layer in weights.layers if layer.recurrence is not None]
+    parts = [part for mixer in mixers for part in mixer if isinstance(part, DeltaRule | Ssd | GatedNorm)]
+    held += [column for one in (*mixers, *parts) for column in one if isinstance(column, torch.Tensor)]
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
@@ -176,12 +180,10 @@ def check(
         assert found.state == (0 if model.kv.state is None else model.kv.state.bytes)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_family_as_on_a_gpu(kind: str, ranks: int) -> None:
-    check(make(kind), ranks, native=False)
-    if ranks == 2:
-        check(make(kind, tie=True), ranks, native=False, dtype="auto", quantize="int4")
+@pytest.mark.parametrize(("kind", "variant"), with_variants(FAMILIES, ((1, None), (2, None), (4, None), (2, "int4"))))
+def test_every_family_as_on_a_gpu(kind: str, variant: tuple[int, str | None]) -> None:
+    ranks, quantize = variant
+    check(make(kind, tie=quantize is not None), ranks, native=False, quantize=quantize)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -212,6 +214,8 @@ def test_quantized_at_load(quantize: str | None, native: bool) -> None:
         (Compressed("int-quantized", 8, -1), ("lm_head",)),
         (Fp8(), ("lm_head",)),
         (Fp8(outputs=32, inputs=32), ("lm_head",)),
+        (Float4(), ("lm_head",)),
+        (Float4("modelopt", "MXFP4"), ("lm_head",)),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, tuple) or hasattr(value, "_fields") else "",
 )
@@ -528,6 +532,12 @@ def test_memory_of_devices() -> None:
         ({"quantization_config": {"quant_method": "gguf"}}, [], "has no weights"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "does not follow from the config"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, [], "group_size is missing"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},
+            [],
+            "does not follow from the config",
+        ),
+        ({}, ["--draft-model-id", "mtp"], "a layer for multi-token prediction takes as much as the last layer"),
         ({}, ["--quantize", "gptq"], "is for weights that are quantized already"),
         ({}, ["--kv-cache-dtype", "int8"], "a type of the KV cache for CPU"),
         ({}, ["--quantize", "fp8", "--devices", "A100-80GB"], "which A100-80GB does not multiply"),

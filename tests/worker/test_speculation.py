@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 
 from tests.models import model as make
 from tests.parameters import accepted
+from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.driving import Drawn, Guess, drive, make_engine
 from tests.worker.test_fake_worker import slot, step
 from tests.worker.test_sampling import bad_words, bias
@@ -22,7 +23,8 @@ from tgi.microkernel.messages.sampling_params import NEUTRAL, PARAMETERS, Sampli
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.interface import BadStep
 from tgi.worker.models.interface import Model
-from tgi.worker.models.loader import build_model
+from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.grammar import GrammarManager
 from tgi.worker.sampling.sampler import SampledTokens as Draws
 from tgi.worker.sampling.token_bitmask import allows_token
@@ -33,11 +35,13 @@ COUNT = 40
 VOCAB = 512
 
 
-def load(kind: str = "llama", dtype: str = "float32", **options: Any) -> Model:
-    return build_model(make(kind, **options), dtype, "cpu", lambda stage, percent: None)
+def load(kind: str = "llama", dtype: str = "float32", native: bool = False, **options: Any) -> Model:
+    directory = make(kind, **options)
+    kernels = our_kernels(read_model_spec(directory, dtype)) if native else None
+    return build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
 
 
-def engine_of(model: Model, draft: Model | None = None, **how: int) -> TorchEngine:
+def engine_of(model: Model, draft: Model | MtpModel | None = None, **how: int) -> TorchEngine:
     """An engine with a token table for grammars."""
     engine = make_engine(model, draft=draft, **how)
     card = read_model_config(make("llama"))
@@ -84,9 +88,20 @@ def guesses(kind: str, truth: list[Drawn], most: int = 7) -> Guess:
     return guess
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16")])
-def test_drafts_change_no_token(kind: str, dtype: str) -> None:
-    engine = engine_of(load(kind, dtype))
+@pytest.mark.parametrize(
+    ("kind", "dtype", "native"),
+    [
+        ("llama", "float32", False),
+        ("qwen3", "bfloat16", False),
+        ("lfm2", "bfloat16", True),  # the rest have recurrent layers, whose state is taken back
+        ("mamba2", "float32", True),
+        ("falcon_h1", "float32", False),
+        ("qwen3_next", "float32", False),
+        ("qwen3_5_text", "float32", True),
+    ],
+)
+def test_drafts_change_no_token(kind: str, dtype: str, native: bool) -> None:
+    engine = engine_of(load(kind, dtype, native))
     prompts, samplings = requests(5)
     truth = drive(engine, prompts, COUNT, samplings)
     for how, chunk, stagger in (("right", 4096, 0), ("wrong", 7, 1), ("partly", 9, 3), ("some", 4096, 2)):
@@ -220,6 +235,14 @@ def test_bad_drafts_are_rejected_and_other_steps_continue(how: dict[str, Any], f
     with pytest.raises(BadStep, match=fault):
         engine.launch(step(2, [(0, 3, 1, 1)], **how))
     assert unpack_int32(engine.collect(engine.launch(step(3, [(0, 3, 1, 1)]))).token_ids) == truth.ids[1:]
+
+
+def test_drafts_are_no_more_than_states_are_kept_before() -> None:
+    engine = make_engine(load("lfm2"), slots=1)
+    most = engine.limits.groups[-1].drafts
+    engine.collect(engine.launch(step(1, [(0, 0, 3, 1)], [slot(0, [7, 8, 9])], [(0, 0)])))
+    with pytest.raises(BadStep, match=f"{most + 1} drafts; states are kept for {most}"):
+        engine.launch(step(2, [(0, 3, 1, 1)], drafts=[most + 1], draft_ids=[5] * (most + 1)))
 
 
 def test_drafts_need_a_sampling_row() -> None:

@@ -2,11 +2,19 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tgi.api import errors
 from tgi.api.custom_tools import CustomFormat, custom_call, custom_tool
-from tgi.api.shapes.chat import ChatRequest, FunctionName, ImageChunk, NamedTool, Tool, ToolChoiceObject
+from tgi.api.shapes.chat import (
+    ChatRequest,
+    FunctionName,
+    ImagePart,
+    ImageSource,
+    NamedTool,
+    Tool,
+    ToolChoiceObject,
+)
 
 
 class ToolSelection(NamedTuple):
@@ -43,13 +51,18 @@ class ToolSelection(NamedTuple):
         return selection._replace(tools=[_function_tool(tool) for tool in selection.tools])
 
 
-def chat_prompt_json(request: ChatRequest, selection: ToolSelection) -> bytes:
-    """The chat as JSON (tokenizer/chat.py names its keys), with calls of custom tools as those of functions. Raises
-    ApiError: 422 for images."""
+def chat_prompt_json(request: ChatRequest, selection: ToolSelection, images: list[ImageSource] | None = None) -> bytes:
+    """The chat as JSON (tokenizer/chat.py names its keys), with calls of custom tools as those of functions. Appends
+    where its images are to `images`; None: the model reads text alone. Raises ApiError: 422 for images then."""
     for message in request.messages:
-        if isinstance(message.content, list) and any(isinstance(part, ImageChunk) for part in message.content):
-            text = "`image_url` parts are not supported: this model reads text alone"
-            raise errors.validation_error(text, param="messages")
+        parts: list[Any] = message.content if isinstance(message.content, list) else []
+        for at, part in enumerate(parts):
+            if isinstance(part, ImagePart) and part.source is not None:
+                if images is None:
+                    text = f"{part.kind} are not supported: this model reads text alone"
+                    raise errors.validation_error(text, param=part.param)
+                images.append(part.source)
+                parts[at] = ImagePart()
         if message.tool_calls:
             message.tool_calls = [
                 call if call.custom is None else custom_call(call.id, call.custom.name, call.custom.input)

@@ -10,11 +10,13 @@ from tgi.api import errors, request_metrics
 from tgi.api.asgi import is_probe
 from tgi.api.clients import Client
 from tgi.api.errors import ApiError
+from tgi.api.images import ImageSet, check_images, markdown_images
 from tgi.api.request_metrics import RequestTimings
 from tgi.api.request_parameters import RequestedSampling, encode_grammar
 from tgi.api.requests import Generation, WakeEvent
 from tgi.api.resumption import KEY_BYTES, event_numbering, response_key
 from tgi.api.service import Service
+from tgi.api.shapes.chat import ImageSource
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import EventFormatter, EventStream
 from tgi.api.validation import RULES_BEFORE_ADMISSION, RuleContext, check_rules, rules_after_admission
@@ -35,6 +37,7 @@ class PromptInput(NamedTuple):
     chat: bytes = b""
     ids: Sequence[int] | None = None
     add_special_tokens: bool = True  # to a text
+    images: Sequence[ImageSource] = ()  # in the order of their placeholders
 
     @property
     def size(self) -> int:
@@ -97,6 +100,8 @@ def create_generations(
         for prompt in prompts
     ]
     check_rules(contexts[0], RULES_BEFORE_ADMISSION, names)
+    for prompt in prompts:
+        check_images(prompt.images, service.settings)
     best_of = max(1, parameters.best_of or 1)
     probe = is_probe(req)
     count = len(prompts) * best_of * choices
@@ -129,6 +134,7 @@ def create_generations(
     req.context.generations = first + count
     for prompt in prompts:
         seed = random_source.draw_seed() if parameters.seed is None else parameters.seed
+        images: ImageSet | None = None
         for index in range(best_of * choices):
             if index and best_of > 1:
                 seed = random_source.draw_seed()  # the choices of one seed differ by `choice`, those of best_of not
@@ -147,8 +153,18 @@ def create_generations(
                 message = message._replace(resume_key=resume_key, resume_window_ms=window_ms, resume_limit=resume_limit)
             if prompt_top_n is not None:
                 message = message._replace(prompt_logprobs_from=0, prompt_top_n=prompt_top_n)
-            generations.append(Generation(message, stream, wake_event, probe, client, timeout))
+            if prompt.images and images is None:
+                images = ImageSet(prompt.images, asked)
+            generations.append(Generation(message, stream, wake_event, probe, client, timeout, images=images))
     return generations
+
+
+def text_prompt(service: Service, inputs: str, add_special_tokens: bool = True) -> PromptInput:
+    """A text as a prompt. As in TGI, `![](URL)` in it is an image if the model sees images."""
+    if not (token := service.router.source.image_token) or "![](" not in inputs:
+        return PromptInput(inputs, add_special_tokens=add_special_tokens)
+    inputs, images = markdown_images(inputs, token)
+    return PromptInput(inputs, add_special_tokens=add_special_tokens, images=images)
 
 
 def check_count(service: Service, count: int) -> None:

@@ -25,6 +25,7 @@ from tgi.api.tokenizers import TokenizerConnection
 from tgi.microkernel.admission.permits import Permits
 from tgi.microkernel.admission.token_rates import TokenRates
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.host.rundir import media_directory
 from tgi.microkernel.links.discovery import Discovery, DownstreamLinks
 from tgi.microkernel.links.link import Link
 from tgi.microkernel.observability import tracing
@@ -64,6 +65,8 @@ async def serve(process: Process) -> None:
         partial(work_in_progress, process.run_dir),
         settings.stall_limit,
         TokenRates(process.run_dir / "token-rates"),
+        media_directory(process.run_dir),
+        f"{process.name}-{process.boot.hex()[:8]}",
     )
     assert settings.model_id is not None  # the command line has set the default
     assert process.listen_fd is not None  # and opened the port
@@ -167,7 +170,8 @@ async def reload_files(service: Service) -> None:
 
 
 async def follow_tokenizers(router: Router, process: Process) -> None:
-    """Keeps the router's links equal to the sockets of tokenizers in the run directory, or to what --connect names.
+    """Keeps the router's links equal to the sockets of tokenizers in the run directory, or to what --connect names, and
+    to those of media processes here.
 
     A tokenizer that ends leaves its socket, which the process that replaces it binds again; the supervisor removes that
     of one that is not replaced.
@@ -181,7 +185,13 @@ async def follow_tokenizers(router: Router, process: Process) -> None:
         Discovery(elsewhere).addresses if elsewhere else find, partial(process.connect_link, hello=process.hello())
     )
     tokenizers: dict[Link, TokenizerConnection] = {}
+
+    def find_media() -> list[str]:
+        return [process.link_address(name) for name in process.media_sockets()]
+
+    media = DownstreamLinks(find_media, partial(process.connect_link, hello=process.hello()))
     while True:
+        router.images.follow(media)
         added, removed = links.follow()
         tokenizers |= {link: router.add_tokenizer(link) for link in added}
         for link in removed:

@@ -12,6 +12,7 @@ from falcon.asgi import Request
 from tgi.api.asgi import RECORD_KEY
 from tgi.api.clients import ANONYMOUS, Client
 from tgi.api.errors import ApiError
+from tgi.api.images import ImageFailure, ImageSet
 from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenColumns
 from tgi.microkernel.links.link import ReplicaId
 from tgi.microkernel.messages.codec import ITEM_BYTES
@@ -92,6 +93,7 @@ class LiveRequest:
         self.active = True  # neither ended nor cancelled
         self.on_trial = False  # a tokenizer works on it only while it has nothing else in progress
         self.record: RequestRecord | None = None  # of the HTTP request
+        self.images: ImageSet | None = None  # of its prompt; loaded before it is submitted to a tokenizer
 
     @property
     def adapter(self) -> str:
@@ -108,6 +110,10 @@ class LiveRequest:
 
     def fail(self, error: str) -> None:
         """Ends the request with an error of the router: it has crashed tokenizers."""
+        raise NotImplementedError
+
+    def reject(self, failure: ImageFailure) -> None:
+        """Ends the request, whose images cannot be loaded."""
         raise NotImplementedError
 
     @property
@@ -152,9 +158,11 @@ class Generation(LiveRequest):
         client: Client = ANONYMOUS,
         timeout: float | None = None,
         holds_permit: bool = True,
+        images: ImageSet | None = None,
     ) -> None:
         """`holds_permit`: while it is active; otherwise its HTTP request has one for all of its generations."""
         super().__init__(wake_event, message.context._replace(generation_id=secrets.randbits(63) + 1))
+        self.images = images
         self.client = client
         self.holds_permit = holds_permit and not probe
         self.timeout = timeout  # seconds from `arrival_time` on
@@ -211,6 +219,7 @@ class Generation(LiveRequest):
             prompt_logprobs_from=prompt_from,
             alone=self.on_trial,
             context=self.context,
+            images=[] if self.images is None else self.images.inputs,
         )
 
     def expire(self) -> None:
@@ -220,6 +229,10 @@ class Generation(LiveRequest):
     def fail(self, error: str) -> None:
         """Ends the request with this error and wakes its waiter."""
         self.complete(End(0, FinishReason.QUARANTINED, error))
+
+    def reject(self, failure: ImageFailure) -> None:
+        """Ends the request with this failure and wakes its waiter."""
+        self.complete(End(0, *failure))
 
     @property
     def ended(self) -> bool:
@@ -326,8 +339,10 @@ class TokenizationRequest(SingleReplyRequest[Tokenized]):
         chat: bytes = b"",
         context: RequestContext = NO_CONTEXT,
         ids: bytes = b"",
+        images: ImageSet | None = None,
     ) -> None:
         super().__init__(wake_event, context)
+        self.images = images
         self.quarantined = False  # it has failed because it crashes tokenizers
         self.inputs = inputs
         self.add_special_tokens = add_special_tokens
@@ -336,12 +351,20 @@ class TokenizationRequest(SingleReplyRequest[Tokenized]):
 
     def to_message(self, rid: int) -> Tokenize:
         """The message that submits this request, under `rid`."""
-        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat, self.on_trial, self.context, self.ids)
+        images = [] if self.images is None else self.images.inputs
+        return Tokenize(
+            rid, self.inputs, self.add_special_tokens, self.chat, self.on_trial, self.context, self.ids, images
+        )
 
     def fail(self, error: str) -> None:
         """Ends the request with this error and wakes its waiter."""
         self.quarantined = True
         self.complete(Tokenized(0, b"", b"", b"", b"", error=error))
+
+    def reject(self, failure: ImageFailure) -> None:
+        """Ends the request with this failure and wakes its waiter."""
+        self.quarantined = failure.reason is FinishReason.QUARANTINED
+        self.complete(Tokenized(0, b"", b"", b"", b"", error=failure.message, reason=failure.reason))
 
 
 class AdapterUpdateRequest(SingleReplyRequest[AdapterUpdated]):

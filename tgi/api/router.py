@@ -6,10 +6,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from tgi.api import request_metrics
 from tgi.api.admission import Admission
 from tgi.api.health import Health
+from tgi.api.images import ImageFailure, ImageLoading
 from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, TokenizationRequest
 from tgi.api.token_delivery import TokenDelivery
 from tgi.api.tokenizers import TokenizerConnection, choose_tokenizer
@@ -64,10 +67,12 @@ class Router:
         work_in_progress: Callable[[PeerId], bytes | None] = lambda peer: b"",
         stall_limit: float = 60.0,
         token_rates: TokenRates | None = None,
+        media_directory: Path = Path("media"),
+        name: str = "api-0-0",
     ) -> None:
         """`work_in_progress`: the fingerprints of the requests that a dead process had in progress, as far as they are
         known before its successor reports them. `stall_limit`: upper bound of the seconds without progress of any
-        request."""
+        request. `name`: of this process and its life, for its files in the `media_directory`."""
         self.recorder = recorder
         self.quarantine = quarantine
         self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
@@ -81,6 +86,7 @@ class Router:
         self.tokenizers = [TokenizerConnection(link) for link in links]
         self.health = Health(self.tokenizers, stall_limit)
         self.admission = Admission(permits, token_rates, self.health)
+        self.images = ImageLoading(media_directory, name, work_in_progress, self._refuse)
         self._rids = itertools.count(1)
         self._delivery = TokenDelivery(recorder)
         self._resubmission_timer: asyncio.TimerHandle | None = None
@@ -96,12 +102,16 @@ class Router:
         return sum(request.active for request in self.assignments)
 
     def submit(self, request: LiveRequest) -> None:
-        """Sends a request to the tokenizer that has the fewest, or keeps it until one connects.
+        """Sends a request to the tokenizer that has the fewest, or keeps it until one connects. One with images is sent
+        when they are loaded.
 
         Raises ApiError: 429 if there is no permit for a generation.
         """
         if isinstance(request, Generation) and request.holds_permit:
             self.admission.take_permit(request.client)
+        if request.images is not None:
+            self.images.load(request.images, partial(self._on_images, request))
+            return
         try:
             self._submit(request)
         except Exception:  # a defect: its message cannot be encoded
@@ -109,12 +119,25 @@ class Router:
             raise
         self._exchange_with_all_soon()
 
+    def _on_images(self, request: LiveRequest, failure: ImageFailure | None) -> None:
+        """The images of a request are loaded, or cannot be."""
+        if not request.active:
+            return
+        if failure is not None:
+            self._deactivate(request)
+            self._stamp(Event.ANSWERED, request)
+            request.reject(failure)
+            return
+        self._submit(request)
+        self._exchange_with_all_soon()
+
     def cancel(self, request: LiveRequest, client_lost: bool = False) -> None:
         """Cancels an active request; a Cancel is sent at once. The record stays until the End. `client_lost`: because
         its client has disconnected."""
         if not request.active:
             return
-        self._deactivate(request)
+        kept_ms = request.message.resume_window_ms if client_lost and isinstance(request, Generation) else 0
+        self._deactivate(request, kept_ms)
         self._stamp(Event.LEFT, request)
         request.wake_event.wake()
         if isinstance(request, Generation) and request.parked:  # no End follows
@@ -149,6 +172,7 @@ class Router:
         """Registers the links with the running loop."""
         self._loop = loop
         self.admission.attach(loop)
+        self.images.attach(loop)
         for tokenizer in self.tokenizers:
             self._register(tokenizer)
         self._exchange_with_all_soon()
@@ -178,6 +202,7 @@ class Router:
                 timer.cancel()
         for tokenizer in self.tokenizers:
             self._close_link(tokenizer)
+        self.images.close()
 
     def _require_model(self, model: str) -> None:
         """Has all links reject tokenizers with another model than this one: requests may move to any tokenizer."""
@@ -215,6 +240,7 @@ class Router:
             self._exchange_messages(tokenizer)
             tokenizer.link.exchange_beats(self.health.beat)
             self._exchange_messages(tokenizer)
+        self.images.tick(self.health.beat)
         self._submit_waiting()
         self.health.tick(time.monotonic(), self.in_flight)
         if self._loop is not None:
@@ -385,10 +411,13 @@ class Router:
         if isinstance(request, Generation):
             self.recorder.stamp(event, request.context, number, request.generated_count)
 
-    def _deactivate(self, request: LiveRequest) -> None:
+    def _deactivate(self, request: LiveRequest, kept_ms: int = 0) -> None:
+        """`kept_ms`: how long a tokenizer may go on with it, and need its images."""
         request.active = False
         if isinstance(request, Generation) and request.holds_permit:
             self.admission.release_permit(request.client)
+        if request.images is not None:
+            self.images.release(request.images, kept_ms)
 
     def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId, planned: bool) -> None:
         """Submits the requests of a tokenizer that has ended again, to another one or to its replacement."""

@@ -25,6 +25,7 @@ from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest, RequestRecord
 from tgi.api.response_store import ResponseStore
 from tgi.api.router import Router
+from tgi.api.shapes.chat import ImageSource
 from tgi.microkernel.messages.protocol import ModelTask, RequestContext
 from tgi.microkernel.recovery.work_register import FINGERPRINT_BYTES
 from tgi.microkernel.settings.options import MAX_SECONDS, seconds
@@ -91,6 +92,15 @@ class Service:
         if (served := self.router.source.task) not in tasks:
             words = ROUTES_OF_TASKS.get(ModelTask(served), "")
             raise errors.other_task(f"The model {self.model_id} does not serve this route: {words}")
+
+    def new_images(self) -> list[ImageSource] | None:
+        """A list for the images of a prompt; None: the model reads text alone. Raises ApiError: 503 while that is not
+        known."""
+        if self.router.source.image_token:
+            return []
+        if not self.router.health.probe_passed and self.settings.sees_images:
+            raise errors.unhealthy(self.router.health.stage)
+        return None
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that belongs to no connection. What it raises is logged."""

@@ -24,19 +24,25 @@ ENCODER_DECODERS = {
     "t5", "t5gemma", "udop", "umt5", "whisper",
 }
 STATE_SPACE = {
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "minimax",
-    "nemotron_h", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba", "zamba2",
+    "falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba",
+    "zamba2",
 }
 # fmt: on
 ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 # Kinds of layers without attention that the built-in decoder computes, by model_type.
-RECURRENT_LAYERS = {
+RECURRENT_LAYERS: dict[str, set[str]] = {
     "lfm2": {"conv"},
     "lfm2_moe": {"conv"},
     "qwen3_next": {"linear_attention"},
     "qwen3_5_text": {"linear_attention"},
     "qwen3_5_moe_text": {"linear_attention"},
+    "olmo_hybrid": {"linear_attention"},
+    "granitemoehybrid": {"linear_attention", "mamba"},
+    "nemotron_h": {"linear_attention", "mamba", "mlp", "moe"},
+    **{kind: {"linear_attention"} for kind in ("bamba", "falcon_h1", "mamba2")},
 }
+# The longest sequence of a model without positions whose config.json names none.
+UNLIMITED_CONTEXT = 131072
 
 
 FINGERPRINTED = (
@@ -129,11 +135,13 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
         model_type=str(config.get("model_type", "")),
         architecture=str((config.get("architectures") or [""])[0]),
         vocab_size=numbers.first(("vocab_size",)),
-        max_position_embeddings=scaled_context(numbers.first(CONTEXT), text),
+        max_position_embeddings=scaled_context(
+            numbers.first(CONTEXT, UNLIMITED_CONTEXT if config["model_type"] == "mamba2" else None), text
+        ),
         eos_token_ids=_eos(directory, text, tokenizer_config),
         dtype=_dtype(config, text),
         hidden_size=hidden,
-        num_layers=numbers.first(LAYERS),
+        num_layers=numbers.first(LAYERS, _named_layers(text)),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=numbers.first(("head_dim",), hidden // heads),
@@ -190,6 +198,12 @@ class _Numbers:
         if default is None:
             raise UserError(f"{self.path} does not say {names[0]}, which serving a language model needs.")
         return default
+
+
+def _named_layers(config: dict[str, Any]) -> int | None:
+    """The number of layers of a configuration that names the kind of each (Nemotron-H)."""
+    kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    return len(kinds) if isinstance(kinds, list | str) else None
 
 
 def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str, Any]) -> None:

@@ -77,6 +77,8 @@ def files_of_index(path: Path) -> list[str]:
         raise UserError(f"{path} is damaged: {error}. Download the model again.") from error
 
 
+# How the names of the decoder's tensors begin in a model of text alone, and those of layers for drafts.
+OF_DECODER = ("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head.", "mtp.")
 # Prefixes of the text part of multimodal models, and what stands there in a model of text alone.
 TEXT_PREFIXES = (("model.language_model.", "model."), ("model.text_model.", "model."), ("language_model.", ""))
 

@@ -44,6 +44,7 @@ class InFlightStep(NamedTuple):
     pooled: list[Request]  # those of `prefilling` that end in a vector, in the order of the step's rows
     decode_rows: int
     prefill_tokens: int
+    encoder_positions: int  # of images, which the vision tower computes
     admitted: int  # requests that came from the queue
     joined: bool  # whether admitted requests joined others that ran already
     sent_at: float

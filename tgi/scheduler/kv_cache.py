@@ -6,12 +6,13 @@ references, finds prefixes and evicts.
 A request has a page table for each KV group of the model (messages/kv_groups.py), nearly always one. All groups take
 their pages from one pool. A group with a sliding window gives the pages behind it back while the request runs.
 
-The prefix cache. A full page of the first group that may be found has a name, a number that is never reused. Its key is
-the name of the page before it, what its content depends on besides ids (`extra`: an adapter, an image), and its own
-token ids. So a key stands for all ids up to the end of its page, compared exactly and not by hash, and a prefix is
-found page by page. In the other groups the key of a page is the number of its group and the name of the first group's
-page of the same positions. A prefix is found if all groups hold what they need after it: a group with a sliding window
-needs the last pages only. Recurrent layers need a snapshot of their state at its end (state_snapshots.py).
+The prefix cache. A full page of the first group that may be found has a block hash, as in vLLM. Here it is a number
+that is never reused, so that two prefixes never have the same one. The key of a page is its parent's block hash, its
+extra key (what its content depends on besides ids: an adapter, an image), and its own token ids. So a key stands for
+all ids up to the end of its page, compared exactly, and a prefix is found page by page. In the other groups the key of
+a page is the number of its group and the block hash of the first group's page of the same positions. A prefix is found
+if all groups hold what they need after it: a group with a sliding window needs the last pages only. Recurrent layers
+need a snapshot of their state at its end (state_snapshots.py).
 """
 
 from array import array
@@ -48,6 +49,8 @@ class KVCacheManager:
         self.slides = any(group.slides for group in self._groups)
         recurrent = recurrent_group(limits.groups)
         self.snapshots = None if recurrent is None else StateSnapshots(recurrent, limits.page_size)
+        # Whether a request needs more of its prefix than the pages of the first group.
+        self._needs_more = self._tables > 1 or self.slides or recurrent is not None
         self._free_target = int(limits.pages * FREE_PAGES_SHARE)
         self._filled: list[Request] = []  # may have full pages that are not published yet
         self._ended: list[Request] = []  # have left their slots; their pages are released by `commit`
@@ -71,12 +74,15 @@ class KVCacheManager:
         """Gives pages for all its tokens, which are `column`, to a request that has none: at most `max_cached` found in
         the prefix cache, the rest new. A group with a sliding window gets the pages of the first steps, and by `slide`
         the others in exchange for these. False if then fewer than `spare` pages would be available."""
-        pool = self.pool
-        size = self._page_size
-        tables, prefix, found = self._find_prefix(request, column, max_cached)
+        pool, size = self.pool, self._page_size
+        lead, block_hash = self._find_prefix(request, column, max_cached)
+        tables, found = [lead], len(lead)
+        if self._needs_more:
+            tables, block_hash = self._common_prefix(lead)
         cached = len(tables[0])
         request.planned = cached * size
-        wanted = self._wanted_pages(request, request.planned)
+        pages = (len(request.token_ids) - 1) // size + 1
+        wanted = self._wanted_pages(pages, request.planned) if self.slides else [pages] * self._tables
         missing = sum(wanted) - cached * self._tables
         if missing + spare > len(pool.free) and not self.ensure_available(missing + spare):
             available = pool.available
@@ -84,12 +90,12 @@ class KVCacheManager:
             # The pages just released count as available but are part of the request's prefix.
             request.missing_pages = missing + spare + pool.available - available
             return False
-        for table, pages in zip(tables, wanted, strict=True):
-            table += pool.allocate(pages - cached)
+        for table, count in zip(tables, wanted, strict=True):
+            table += pool.allocate(count - cached)
         request.tables = tables
         request.capacity = min(wanted) * size
         request.published_pages = cached
-        request.prefix = prefix
+        request.block_hash = block_hash
         if self.snapshots is not None:
             positions = self.snapshots.positions(request.planned, found * size, len(request.token_ids))
             request.snapshot_at = positions if request.shares_pages else NO_SNAPSHOTS
@@ -98,7 +104,7 @@ class KVCacheManager:
     def restore_state(self, snapshots: StateSnapshots, request: Request) -> None:
         """A request with recurrent state has got its slot: the state goes on from the end of its cached prefix."""
         if request.planned:
-            snapshots.restore(request.prefix, request.slot)
+            snapshots.restore(request.block_hash, request.slot)
 
     def snapshot_prompt(self, request: Request, budget: int) -> int:
         """Takes the snapshot that is due where the next chunk of a prompt begins. Returns how many tokens the chunk may
@@ -122,14 +128,12 @@ class KVCacheManager:
         if request.shares_pages:
             self._publish(request)
             if self.snapshots is not None and request.published_pages * self._page_size == request.planned:
-                self.snapshots.take(request.prefix, request.slot)
+                self.snapshots.take(request.block_hash, request.slot)
 
-    def _wanted_pages(self, request: Request, start: int) -> list[int]:
-        """The length of each page table of a request whose positions from `start` on are to be computed."""
-        pages, size = (len(request.token_ids) - 1) // self._page_size + 1, self._page_size
-        if not self.slides:
-            return [pages] * self._tables
-        step = self._limits.max_batch_prefill_tokens
+    def _wanted_pages(self, pages: int, start: int) -> list[int]:
+        """The length of each page table of a request with this many pages of tokens whose positions from `start` on are
+        to be computed."""
+        step, size = self._limits.max_batch_prefill_tokens, self._page_size
         return [
             min(pages, group.first_kept(start, size) + group.most_pages(pages * size, step, size))
             for group in self._groups
@@ -187,7 +191,7 @@ class KVCacheManager:
         """Of a prompt that is partly computed, and has pages for a part only: how many pages each of its tables lacks
         for the next steps, when it has given back what it no longer needs."""
         self.give_back(request, request.planned)
-        wanted = self._wanted_pages(request, request.planned)
+        wanted = self._wanted_pages((len(request.token_ids) - 1) // self._page_size + 1, request.planned)
         return [pages - len(table) for pages, table in zip(wanted, request.tables, strict=True)]
 
     def slide(self, request: Request, missing: list[int]) -> None:
@@ -253,53 +257,53 @@ class KVCacheManager:
             last = known
         if (last := last // size) > first:
             lead, *followers = request.tables
-            for begin, end, extra in _runs(request.extras, first, last, size):
+            for begin, end, extra_key in _runs(request.extras, first, last, size):
                 column = request.token_ids[begin * size : end * size].tobytes()
-                prefix = request.prefix + extra
-                request.prefix = self.pool.publish(prefix, lead[begin:end], column)
+                parent = request.block_hash + extra_key
+                request.block_hash = self.pool.publish(parent, lead[begin:end], column)
                 if followers:
-                    names = self.pool.find_names(prefix, column, end - begin)
+                    hashes = self.pool.find_hashes(parent, column, end - begin)
                     for number, table in enumerate(followers, 1):
-                        self.pool.publish_followers(number, table[begin:end], names)
+                        self.pool.publish_followers(number, table[begin:end], hashes)
             request.published_pages = last
 
-    def _find_prefix(self, request: Request, column: bytes, max_cached: int) -> tuple[list[list[int]], bytes, int]:
-        """The pages of the longest cached prefix that all groups hold, at most `max_cached` in each table, each with
-        one more reference; the name of the prefix; and how many pages the first group holds."""
+    def _find_prefix(self, request: Request, column: bytes, max_cached: int) -> tuple[list[int], bytes]:
+        """The pages of the longest cached prefix in the first group, at most `max_cached`, each with one more
+        reference, and the block hash of the last one."""
         pool, size = self.pool, self._page_size
+        if not request.extras:
+            return pool.find_prefix(ROOT_HASH, column, max_cached)
         lead: list[int] = []
-        prefix = ROOT_PREFIX
-        for begin, end, extra in _runs(request.extras, 0, max_cached, size):
-            found, name = pool.find_prefix(prefix + extra, column[begin * size * ID_BYTES :], end - begin)
+        block_hash = ROOT_HASH
+        for begin, end, extra_key in _runs(request.extras, 0, max_cached, size):
+            found, last = pool.find_prefix(block_hash + extra_key, column[begin * size * ID_BYTES :], end - begin)
             if found:
-                lead, prefix = lead + found, name
+                lead, block_hash = lead + found, last
             if len(lead) < end:
                 break
-        if not lead or (self._tables == 1 and not self.slides and self.snapshots is None):
-            return [lead, *([] for _ in self._groups[1:])], prefix, len(lead)
-        return *self._common_prefix(lead), len(lead)
+        return lead, block_hash
 
     def _common_prefix(self, lead: list[int]) -> tuple[list[list[int]], bytes]:
-        """As `_find_prefix`, for the pages of the first group: the part of them after which every group has what it
-        needs."""
-        pool, size, names = self.pool, self._page_size, self.pool.names(lead)
+        """Of the cached prefix with these pages in the first group: the part after which every group has what it needs,
+        as the pages of each group and the block hash of its last page."""
+        pool, size, hashes = self.pool, self._page_size, self.pool.block_hashes(lead)
         pages = page = len(lead)
         # From the end: where a group lacks a page that it needs, the prefix ends before that page.
         needed = self._followers_need(pages)
         while page > min(needed, default=page):
             page -= 1
             for number, first in enumerate(needed, 1):
-                if page >= first and not self._has_follower(number, names[page]):
+                if page >= first and not self._has_follower(number, hashes[page]):
                     pages, needed = page, self._followers_need(page)
                     break
         tables = []
         for number, group in enumerate(self._groups):
             first = group.first_kept(pages * size, size)
-            kept = lead[first:pages] if number == 0 else pool.take_followers(number, names[first:pages])
+            kept = lead[first:pages] if number == 0 else pool.take_followers(number, hashes[first:pages])
             tables.append([NO_PAGE] * first + kept)
         pool.release(lead[pages:])
         pool.release(lead[: self._groups[0].first_kept(pages * size, size)])
-        return tables, names[pages - 1] if pages else ROOT_PREFIX
+        return tables, hashes[pages - 1] if pages else ROOT_HASH
 
     def _followers_need(self, pages: int) -> list[int]:
         """For each group but the first one, the first page that it needs after a prefix of this many pages. Recurrent
@@ -307,10 +311,10 @@ class KVCacheManager:
         needed = [group.first_kept(pages * self._page_size, self._page_size) for group in self._groups[1:]]
         return needed if self.snapshots is None else [*needed, max(0, pages - 1)]
 
-    def _has_follower(self, group: int, name: bytes) -> bool:
+    def _has_follower(self, group: int, block_hash: bytes) -> bool:
         if group == self._tables:
-            return self.snapshots is not None and name in self.snapshots
-        return self.pool.has_follower(group, name)
+            return self.snapshots is not None and block_hash in self.snapshots
+        return self.pool.has_follower(group, block_hash)
 
     def worker_state_lost(self) -> None:
         """The worker's tensors are gone: all pages are empty, and no prefix is cached."""
@@ -346,19 +350,19 @@ class KVCacheManager:
             if not whole or extras_out_of_range(one.extras, count * size):
                 continue
             columns = [pages[number * count : (number + 1) * count] for number in range(tables)]
-            prefix = ROOT_PREFIX
+            parent = ROOT_HASH
             own: list[int] = []
-            for begin, end, extra in _runs(one.extras, 0, count, size):
+            for begin, end, extra_key in _runs(one.extras, 0, count, size):
                 column = one.token_ids[begin * size * ID_BYTES : end * size * ID_BYTES]
-                taken, names = self.pool.adopt(prefix + extra, columns[0][begin:end], column, free)
+                taken, hashes = self.pool.adopt(parent + extra_key, columns[0][begin:end], column, free)
                 own += taken
                 for number in range(1, self._tables):
-                    own += self.pool.adopt_followers(number, columns[number][begin : begin + len(names)], names, free)
+                    own += self.pool.adopt_followers(number, columns[number][begin : begin + len(hashes)], hashes, free)
                 if self.snapshots is not None:
-                    self.snapshots.adopt(names, columns[-1][begin : begin + len(names)])
-                if len(names) < end - begin:
+                    self.snapshots.adopt(hashes, columns[-1][begin : begin + len(hashes)])
+                if len(hashes) < end - begin:
                     break
-                prefix = names[-1]
+                parent = hashes[-1]
             self.pool.release(own)
             adopted += len(own)
         self.pool.free = [page for page in self.pool.free if page in free]
@@ -375,8 +379,8 @@ class KVCacheManager:
 
 
 def _runs(extras: list[PageExtra], first: int, last: int, page_size: int) -> Iterator[tuple[int, int, bytes]]:
-    """Divides the pages `first` to `last` - 1 before each page with an extra: first and last of each part, and what the
-    key of its first page includes."""
+    """Divides the pages `first` to `last` - 1 before each page with an extra key: first and last of each part, and the
+    extra key of its first page."""
     if not extras:
         if last > first:
             yield first, last, b""
@@ -393,12 +397,12 @@ def _runs(extras: list[PageExtra], first: int, last: int, page_size: int) -> Ite
 
 ID_BYTES = array(INT32).itemsize
 EXTRA_HEAD = Struct("<IH")  # before each extra in a key: its position in the page, and its length
-# Names and keys are bytes. Tuples would be tracked by the garbage collector and make its passes slow. All names have
-# the same length and begin with 0, and all keys of the first group end with the same number of ids: so keys of
+# Block hashes and keys are bytes. Tuples would be tracked by the garbage collector and make its passes slow. All hashes
+# have the same length and begin with 0, and all keys of the first group end with the same number of ids: so keys of
 # different prefixes differ. Keys of the other groups begin with the number of the group, which is neither 0 nor 255.
-NAME_BYTES = 8
-ROOT_PREFIX = b"\xff"
-NO_NAME = b""  # of a page that cannot be found
+HASH_BYTES = 8
+ROOT_HASH = b"\xff"
+NO_HASH = b""  # of a page that cannot be found
 GROUP_TAGS = [bytes([number]) for number in range(MAX_GROUPS + 1)]
 
 
@@ -419,8 +423,8 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._by_key: dict[bytes, int] = {}
         self._key_of = [b""] * pages
-        self._name_of = [NO_NAME] * pages
-        self._names = 0  # names given so far
+        self._hash_of = [NO_HASH] * pages
+        self._hashes = 0  # given so far
 
     @property
     def available(self) -> int:
@@ -457,27 +461,27 @@ class PagePool:
         for page in evicted:
             del self._by_key[self._key_of[page]]
             self._key_of[page] = b""
-            self._name_of[page] = NO_NAME
+            self._hash_of[page] = NO_HASH
             self._references[page] = 1
         return evicted
 
-    def find_prefix(self, prefix: bytes, column: bytes, max_pages: int) -> tuple[list[int], bytes]:
+    def find_prefix(self, parent: bytes, column: bytes, max_pages: int) -> tuple[list[int], bytes]:
         """Finds the longest cached continuation of a prefix by the ids in `column` (int32), of at most `max_pages`
-        pages. `prefix` is ROOT_PREFIX or the name of a page, and what the key of the next page includes. Returns the
-        pages, each with one more reference, and the name of the last of them; of none, `prefix`."""
+        pages. `parent` is ROOT_HASH or a page's block hash, and the extra key of the next page. Returns the pages, each
+        with one more reference, and the block hash of the last of them; of none, `parent`."""
         size, by_key = self._page_bytes, self._by_key
-        if not max_pages or prefix + column[:size] not in by_key:  # the usual case of a new prompt
-            return [], prefix
+        if not max_pages or parent + column[:size] not in by_key:  # the usual case of a new prompt
+            return [], parent
         found: list[int] = []
-        name_of, append, get = self._name_of, found.append, by_key.get
+        hash_of, append, get = self._hash_of, found.append, by_key.get
         for begin in range(0, max_pages * size, size):
-            page = get(prefix + column[begin : begin + size])
+            page = get(parent + column[begin : begin + size])
             if page is None:
                 break
             append(page)
-            prefix = name_of[page]
+            parent = hash_of[page]
         self._retain(found)
-        return found, prefix
+        return found, parent
 
     def _retain(self, pages: list[int]) -> None:
         """Adds a reference to each page."""
@@ -487,79 +491,79 @@ class PagePool:
             if references[page] == 1:
                 del idle[page]
 
-    def publish(self, prefix: bytes, pages: list[int], column: bytes) -> bytes:
-        """Adds held pages without names, full of the ids in `column` that follow `prefix`, to the prefix cache. Where
-        another page is cached under the same key, that one stays, and the next pages follow it. Returns the name of
-        the prolonged prefix."""
-        size, by_key, key_of, name_of = self._page_bytes, self._by_key, self._key_of, self._name_of
+    def publish(self, parent: bytes, pages: list[int], column: bytes) -> bytes:
+        """Adds held pages without block hashes, full of the ids in `column` that follow `parent`, to the prefix cache.
+        Where another page is cached under the same key, that one stays, and the next pages follow it. Returns the block
+        hash of the last page."""
+        size, by_key, key_of, hash_of = self._page_bytes, self._by_key, self._key_of, self._hash_of
         begin = 0
-        names = self._names
+        hashes = self._hashes
         for page in pages:
-            key = prefix + column[begin : begin + size]
+            key = parent + column[begin : begin + size]
             begin += size
-            prefix = name_of[by_key.setdefault(key, page)]
-            if not prefix:  # this page is new under its key, and has no name yet
-                names += 1
-                name_of[page] = prefix = names.to_bytes(NAME_BYTES)
+            parent = hash_of[by_key.setdefault(key, page)]
+            if not parent:  # this page is new under its key, and has no block hash yet
+                hashes += 1
+                hash_of[page] = parent = hashes.to_bytes(HASH_BYTES)
                 key_of[page] = key
-        self._names = names
-        return prefix
+        self._hashes = hashes
+        return parent
 
-    def adopt(self, prefix: bytes, pages: list[int], column: bytes, free: set[int]) -> tuple[list[int], list[bytes]]:
-        """Publishes pages with known content, the ids of `column` (int32) after `prefix`, that are in `free`, which is
-        what `self.free` will be. Returns those that it has taken from there, which are held, and the names of all that
-        are cached now."""
+    def adopt(self, parent: bytes, pages: list[int], column: bytes, free: set[int]) -> tuple[list[int], list[bytes]]:
+        """Publishes pages with known content, the ids of `column` (int32) after `parent`, that are in `free`, which is
+        what `self.free` will be. Returns those that it has taken from there, which are held, and the block hashes of
+        all that are cached now."""
         size = self._page_bytes
-        taken, names = [], []
+        taken, hashes = [], []
         for index, page in enumerate(pages):
             ids = column[index * size : (index + 1) * size]
-            if prefix + ids not in self._by_key:
+            if parent + ids not in self._by_key:
                 if page not in free:
                     break  # by an earlier prefix it has other content
                 free.remove(page)
                 taken.append(page)
-            prefix = self.publish(prefix, [page], ids)
-            names.append(prefix)
-        return taken, names
+            parent = self.publish(parent, [page], ids)
+            hashes.append(parent)
+        return taken, hashes
 
     # --- the groups after the first ---
 
-    def names(self, pages: list[int]) -> list[bytes]:
-        """The names of cached pages of the first group."""
-        return [self._name_of[page] for page in pages]
+    def block_hashes(self, pages: list[int]) -> list[bytes]:
+        """The block hashes of cached pages of the first group."""
+        return [self._hash_of[page] for page in pages]
 
-    def find_names(self, prefix: bytes, column: bytes, count: int) -> list[bytes]:
-        """The names of the cached pages with the ids in `column` that follow `prefix`."""
-        names, size = [], self._page_bytes
+    def find_hashes(self, parent: bytes, column: bytes, count: int) -> list[bytes]:
+        """The block hashes of the cached pages with the ids in `column` that follow `parent`."""
+        hashes, size = [], self._page_bytes
         for begin in range(0, count * size, size):
-            prefix = self._name_of[self._by_key[prefix + column[begin : begin + size]]]
-            names.append(prefix)
-        return names
+            parent = self._hash_of[self._by_key[parent + column[begin : begin + size]]]
+            hashes.append(parent)
+        return hashes
 
-    def has_follower(self, group: int, name: bytes) -> bool:
-        """Whether this group has a cached page next to the first group's page of this name."""
-        return GROUP_TAGS[group] + name in self._by_key
+    def has_follower(self, group: int, block_hash: bytes) -> bool:
+        """Whether this group has a cached page next to the first group's page of this block hash."""
+        return GROUP_TAGS[group] + block_hash in self._by_key
 
-    def take_followers(self, group: int, names: list[bytes]) -> list[int]:
-        """The group's cached pages next to those of these names, each with one more reference."""
-        pages = [self._by_key[GROUP_TAGS[group] + name] for name in names]
+    def take_followers(self, group: int, hashes: list[bytes]) -> list[int]:
+        """The group's cached pages next to those of these hashes, each with one more reference."""
+        pages = [self._by_key[GROUP_TAGS[group] + block_hash] for block_hash in hashes]
         self._retain(pages)
         return pages
 
-    def publish_followers(self, group: int, pages: list[int], names: list[bytes]) -> None:
-        """Adds held pages of this group to the prefix cache, next to those of these names, unless others are there."""
-        for page, name in zip(pages, names, strict=True):
-            if page != NO_PAGE and self._by_key.setdefault(key := GROUP_TAGS[group] + name, page) == page:
+    def publish_followers(self, group: int, pages: list[int], hashes: list[bytes]) -> None:
+        """Adds held pages of this group to the prefix cache, next to those of these hashes, unless others are there."""
+        for page, block_hash in zip(pages, hashes, strict=True):
+            if page != NO_PAGE and self._by_key.setdefault(key := GROUP_TAGS[group] + block_hash, page) == page:
                 self._key_of[page] = key
 
-    def adopt_followers(self, group: int, pages: list[int], names: list[bytes], free: set[int]) -> list[int]:
-        """As `adopt`, of the pages next to those of these names. Returns those taken from `free`."""
+    def adopt_followers(self, group: int, pages: list[int], hashes: list[bytes], free: set[int]) -> list[int]:
+        """As `adopt`, of the pages next to those of these hashes. Returns those taken from `free`."""
         taken = []
-        for page, name in zip(pages, names, strict=True):
-            if page in free and not self.has_follower(group, name):
+        for page, block_hash in zip(pages, hashes, strict=True):
+            if page in free and not self.has_follower(group, block_hash):
                 free.remove(page)
                 taken.append(page)
-                self.publish_followers(group, [page], [name])
+                self.publish_followers(group, [page], [block_hash])
         return taken
 
     def release(self, pages: list[int]) -> None:
@@ -582,7 +586,7 @@ class PagePool:
                 continue
             del self._idle[page]
             del self._by_key[self._key_of[page]]
-            self._key_of[page], self._name_of[page], self._references[page] = b"", NO_NAME, 1
+            self._key_of[page], self._hash_of[page], self._references[page] = b"", NO_HASH, 1
             self.free.append(page)
 
     def check(self, tables: Iterable[list[int]] = ()) -> None:
@@ -601,9 +605,9 @@ class PagePool:
         assert free | idle == {page for page, count in enumerate(references) if count == 0}, "a page is lost"
         keys = {page: key for page, key in enumerate(self._key_of) if key}
         assert {page: key for key, page in self._by_key.items()} == keys, "keys and pages disagree"
-        names = [name for name in self._name_of if name]
-        assert len(set(names)) == len(names), "a name is given twice"
-        lead = {page for page, key in keys.items() if key[0] in (0, ROOT_PREFIX[0])}
-        assert {page for page, name in enumerate(self._name_of) if name} == lead, "a page has a name and no key"
+        hashes = [one for one in self._hash_of if one]
+        assert len(set(hashes)) == len(hashes), "a block hash is given twice"
+        lead = {page for page, key in keys.items() if key[0] in (0, ROOT_HASH[0])}
+        assert {page for page, one in enumerate(self._hash_of) if one} == lead, "a page has a block hash and no key"
         assert idle <= set(keys), "an idle page is not cached"
         assert not free & set(keys), "a free page is cached"

@@ -275,7 +275,8 @@ class WorkerPeer:
             status = LIMITS_NOT_MET
         elif status.ready and status.limits is not None and not self.status.ready:
             if self.limits is None:
-                self.limits = status.limits
+                # A request that no step could ever hold would wait for ever.
+                self.limits = status.limits._replace(max_total_tokens=status.limits.longest_request())
             elif fault := limits_shortfall(self.limits, status.limits, MINIMUM_LIMITS, SAME_LIMITS):
                 log.error(
                     "The restarted worker does not meet this deployment's limits: %s. Free the memory that it lacks, "

@@ -2,21 +2,23 @@
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Protocol
 
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, UINT32, unpack_int32
 from tgi.microkernel.messages.protocol import (
+    IMAGE_DIGEST_BYTES,
     MAX_PROMPT_TOP_TOKENS,
     QUEUED,
     Add,
     DeploymentLimits,
     End,
     FinishReason,
+    ImageSegment,
     PageExtra,
     decode,
+    valid_file_name,
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.recovery.work_register import fingerprint_number
@@ -64,6 +66,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "block_hash",
         "cache_salt",
         "cached_tokens",
         "capacity",
@@ -75,6 +78,8 @@ class Request:
         "extras",
         "fingerprint",
         "first_planned_at",
+        "found_tokens",
+        "images",
         "last_start",
         "max_total_tokens",
         "missing_pages",
@@ -82,7 +87,6 @@ class Request:
         "partition_index",
         "planned",
         "pooling",
-        "prefix",
         "prompt_logprobs_from",
         "prompt_tokens",
         "prompt_top_n",
@@ -109,10 +113,11 @@ class Request:
     # These mean something only while it holds a slot.
     tables: list[list[int]]  # its page tables, one for each KV group: pages in the order of positions, or NO_PAGE
     capacity: int  # tokens that its pages hold: those of the shortest table
+    found_tokens: int  # positions that were computed when it got its slot: its first pages were in the prefix cache
     planned: int  # positions below this are computed by the steps sent so far; while it decodes, see `partition.starts`
     shares_pages: bool  # whether it uses the prefix cache: finds pages of other requests, and they find its pages
     published_pages: int  # of each table: its first pages, which are in the prefix cache
-    prefix: bytes  # the name of the prefix in these pages
+    block_hash: bytes  # of the last of these pages in the first group
     snapshot_at: list[int]  # positions of its prompt at which a snapshot of its recurrent state is to be taken
     partition_index: int  # its index in the columns of its partition
     decodes_since: int  # the step after which it entered the partition
@@ -131,7 +136,8 @@ class Request:
         self.context = add.context
         self.sampling = add.sampling
         self.cache_salt = add.cache_salt
-        self.extras = page_extras(add.cache_salt, add.extras)
+        self.extras = [PageExtra(0, add.cache_salt), *add.extras] if add.cache_salt else add.extras
+        self.images = add.images
         self.pooling = add.pooling
         self.tokenizer = tokenizer
         self.charged_tokens = 0  # positions that its client's counter includes
@@ -146,7 +152,9 @@ class Request:
         self.prompt_top_n = 0
         if add.prompt_logprobs_from or add.prompt_top_n:
             self._set_prompt_logprobs(add.prompt_logprobs_from, add.prompt_top_n)
-        if fault := extras_out_of_range(self.extras, tokens):
+        if self.extras and (fault := extras_out_of_range(self.extras, tokens)):
+            raise ValueError(fault)
+        if self.images and (fault := images_out_of_range(self.images, self.extras, tokens)):
             raise ValueError(fault)
         if add.resume_ids:
             token_ids.frombytes(add.resume_ids)
@@ -192,6 +200,14 @@ class Request:
         """Whether no token is sampled: it ends when all logprobs of its prompt are sent, or with its vector."""
         return self.max_total_tokens == self.prompt_tokens
 
+    def encoder_positions(self, start: int, end: int) -> int:
+        """Positions of the images that the vision tower computes for a chunk of these positions: those that begin in
+        it, and one whose begin was found in the prefix cache."""
+        first = 0 if start == self.found_tokens else start
+        return sum(
+            one.length for one in self.images if first <= one.position < end and one.position + one.length > start
+        )
+
     def finish_reason(self) -> FinishReason | None:
         """LENGTH or EOS if it is complete. LENGTH takes precedence, as in TGI."""
         if len(self.token_ids) >= self.max_total_tokens:
@@ -215,11 +231,6 @@ class Request:
         )
 
 
-def page_extras(cache_salt: bytes, extras: Iterable[PageExtra]) -> list[PageExtra]:
-    """All that the content of pages depends on besides ids, in the order of positions."""
-    return [*([PageExtra(0, cache_salt)] if cache_salt else []), *extras]
-
-
 def extras_out_of_range(extras: list[PageExtra], tokens: int) -> str:
     """Why pages of this many tokens cannot have these extras, in words; "" if they can."""
     last = 0
@@ -229,6 +240,20 @@ def extras_out_of_range(extras: list[PageExtra], tokens: int) -> str:
         if len(digest) > MAX_EXTRA_BYTES:
             return f"an extra of a page has {len(digest)} bytes, at most {MAX_EXTRA_BYTES} are possible"
         last = position
+    return ""
+
+
+def images_out_of_range(images: list[ImageSegment], extras: list[PageExtra], tokens: int) -> str:
+    """Why a prompt of this many tokens, whose pages have these extras, cannot have these images; "" if it can."""
+    end, known = 0, set(extras)
+    for position, length, digest, name in images:
+        if not (end <= position < position + length <= tokens):
+            return f"an image has positions {position} to {position + length - 1} of {tokens}, after one to {end - 1}"
+        if len(digest) != IMAGE_DIGEST_BYTES or PageExtra(position, digest) not in known:
+            return f"the image at position {position} has no digest among the extras of the pages"
+        if not valid_file_name(name):
+            return f"{name!r} is not the name of a file of the media directory"
+        end = position + length
     return ""
 
 
@@ -251,10 +276,9 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
         return "`max_new_tokens` must be strictly positive"
     if limits is None:
         return ""
-    if total > limits.max_total_tokens or limits.pages_needed(total) > limits.pages:
-        most = limits.longest_request()
+    if total > limits.max_total_tokens:
         return (
-            f"`inputs` tokens + `max_new_tokens` must be <= {most}. "
+            f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
             f"Given: {tokens} `inputs` tokens and {total - tokens} `max_new_tokens`"
         )
     if tokens > limits.max_input_tokens and not (request.prompt_only and tokens == limits.max_input_tokens + 1):

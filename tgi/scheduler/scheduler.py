@@ -435,13 +435,13 @@ class Scheduler:
         waited: list[Request] = []
         running: list[Request] = []
         for request, _ in ended:
-            state = request.state
+            state, context = request.state, request.context
             (waited if state is QUEUED else running).append(request)
             request.state = END[state]
-            self._recorder.stamp(Event.ENDED, request.context, b=request.generated_tokens)
+            self._recorder.stamp(Event.ENDED, context, b=request.generated_tokens)
             del request.tokenizer.requests[request.rid]
-            if self._generations.get(request.context.generation_id) is request:
-                del self._generations[request.context.generation_id]
+            if context.generation_id and self._generations.get(context.generation_id) is request:
+                del self._generations[context.generation_id]
         if running and self._planner is not None:
             self._planner.release(running)
         on_trial = self._discard_suspects(ended) if self._isolation.suspects else ()
@@ -487,7 +487,14 @@ class Scheduler:
             self._requeue_running()
             self._begin_trial(in_progress, quarantined, now, f"Server error: {fault}")
             return
-        self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us)
+        if result.row_errors and any(
+            error and request.images
+            for request, error in zip(step.requests_in_row_order, result.row_errors, strict=True)
+        ):
+            self._handle_faulty_images(step, planner, result, now)
+            return
+        prefilled = step.prefill_tokens + step.encoder_positions
+        self._prefill_budget.record_step(step.decode_rows, prefilled, result.forward_us)
         self._step_limits.record(step.size, seconds)
         if was_alone and 0 < result.forward_us < 1e6 * seconds:
             self._step_limits.record_transit(seconds - result.forward_us / 1e6)
@@ -528,7 +535,7 @@ class Scheduler:
         steps = [step, *self.pipeline.steps]
         self.pipeline.step_failed()
         self._send_adapter_updates()
-        planner.steps_lacked_memory(steps)
+        planner.steps_failed(steps)
         tokens = step.decode_rows + step.prefill_tokens + sum(step.drafts)
         if planner.size_limit.reduce(tokens, step.requests):
             most = planner.size_limit.tokens
@@ -537,6 +544,21 @@ class Scheduler:
         (request,) = step.requests
         if request.state is not ENDED:
             self._end_request(request, FinishReason.FAILED, now, f"{LACKS_MEMORY} ({fault})")
+
+    def _handle_faulty_images(self, step: InFlightStep, planner: StepPlanner, result: StepResult, now: float) -> None:
+        """Ends the requests whose images could not be computed, and computes the others again: what the step has
+        written for an image is not what its pages are named after, and other requests may have found them."""
+        faulty = [
+            (request, error)
+            for request, error in zip(step.requests_in_row_order, result.row_errors, strict=True)
+            if error and step.message.number >= request.valid_from_step
+        ]
+        steps = [step, *self.pipeline.steps]
+        self.pipeline.step_failed()
+        self._send_adapter_updates()
+        planner.steps_failed(steps)
+        for request, error in faulty:
+            self._end_request(request, FinishReason.FAILED, now, error)
 
     def _end_faulty_rows(self, step: InFlightStep, result: StepResult, now: float) -> None:
         for request, fault in zip(step.requests_in_row_order, result.row_errors, strict=True):

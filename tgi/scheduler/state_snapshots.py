@@ -16,7 +16,7 @@ LEAST_SHARE = 1 / 8
 
 
 class StateSnapshots:
-    """A snapshot is found by the name of the page at whose end it was taken, so under the same key as that page.
+    """A snapshot is found by the block hash of the page at whose end it was taken, so under the same key as that page.
 
     No request holds one: the worker makes all copies in the order in which they are planned, and those of a step before
     its rows. So a snapshot may be overwritten as soon as its copy is planned. The least recently used goes first.
@@ -24,6 +24,7 @@ class StateSnapshots:
 
     def __init__(self, group: KVGroup, page_size: int) -> None:
         self._count = group.snapshots
+        self.drafts = group.drafts  # the most of a step
         self._page_size = page_size
         self._interval = max(1, group.interval // page_size) * page_size
         self.clear()
@@ -31,14 +32,14 @@ class StateSnapshots:
     def clear(self) -> None:
         """Drops all snapshots, and the copies that no step has."""
         self._free = [*range(self._count - 1, -1, -1)]
-        self._number_of = OrderedDict[bytes, int]()  # by the name of the page; the least recently used first
+        self._number_of = OrderedDict[bytes, int]()  # by the block hash of the page; the least recently used first
         self._copies: list[int] = []  # each a source and a target
 
     def __len__(self) -> int:
         return len(self._number_of)
 
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._number_of
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._number_of
 
     def positions(self, start: int, shared: int, tokens: int) -> list[int]:
         """Where snapshots of a prompt of this many tokens are taken that is computed from `start` on: after each
@@ -52,38 +53,42 @@ class StateSnapshots:
                 start = position
         return chosen
 
+    def tokens_before_next(self, position: int) -> int:
+        """The tokens of a request that generates tokens from this position to that where its next snapshot is taken."""
+        return self._interval - position % self._interval
+
     def due(self, position: int) -> bool:
         """Whether a snapshot is taken of a request that generates tokens, at this page border."""
         return position % self._interval == 0
 
-    def take(self, name: bytes, slot: int) -> None:
-        """Has the next step copy the state of this slot, at the end of the page of this name, before its rows."""
-        if name in self._number_of:
-            self._number_of.move_to_end(name)
+    def take(self, block_hash: bytes, slot: int) -> None:
+        """Has the next step copy the state of this slot, at the end of the page of this hash, before its rows."""
+        if block_hash in self._number_of:
+            self._number_of.move_to_end(block_hash)
         elif self._count:
             number = self._free.pop() if self._free else self._number_of.popitem(last=False)[1]
-            self._number_of[name] = number
+            self._number_of[block_hash] = number
             self._copies += slot, -1 - number
 
-    def restore(self, name: bytes, slot: int) -> None:
+    def restore(self, block_hash: bytes, slot: int) -> None:
         """Has the next step copy the snapshot to this slot, before its rows."""
-        self._number_of.move_to_end(name)
-        self._copies += -1 - self._number_of[name], slot
+        self._number_of.move_to_end(block_hash)
+        self._copies += -1 - self._number_of[block_hash], slot
 
     def take_copies(self) -> bytes:
         """The copies of the step that is planned (Step.state_copies)."""
         copies, self._copies = self._copies, []
         return pack_column(INT32, copies)
 
-    def adopt(self, names: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """The worker holds these snapshots, at the ends of the pages of these names; -1: none."""
+    def adopt(self, hashes: Sequence[bytes], numbers: Sequence[int]) -> None:
+        """The worker holds these snapshots, at the ends of the pages of these block hashes; -1: none."""
         free = set(self._free)
-        for name, number in zip(names, numbers, strict=True):
-            if number in free and name not in self._number_of:
+        for block_hash, number in zip(hashes, numbers, strict=True):
+            if number in free and block_hash not in self._number_of:
                 free.remove(number)
-                self._number_of[name] = number
+                self._number_of[block_hash] = number
         self._free = [number for number in self._free if number in free]
 
     def check(self) -> None:
-        """Raises AssertionError unless each snapshot is free or found under one name. For tests."""
+        """Raises AssertionError unless each snapshot is free or found under one block hash. For tests."""
         assert sorted([*self._free, *self._number_of.values()]) == [*range(self._count)], "a snapshot is lost, or twice"

@@ -159,9 +159,13 @@ class StepPlanner:
         """Adds drafts to the decode rows, within the pages that are available beyond the spare ones. While prompts
         wait, drafts get at most half of the tokens that a step may compute."""
         rows = builder.sampling_requests
-        most = self.size_limit.tokens - len(rows)
+        most, snapshots = self.size_limit.tokens - len(rows), self.kv_cache.snapshots
+        if snapshots is not None:
+            most = min(most, snapshots.drafts)
         counts = speculation.draft_counts(rows, most // 2 if self.batch.prefilling or self.queue else most)
         for request, start, wanted in zip(rows, builder.starts, counts, strict=False):  # no counts: nothing is drafted
+            if snapshots is not None:  # a snapshot is taken between two steps
+                wanted = min(wanted, snapshots.tokens_before_next(start) - 1)
             missing = -(-(start + 1 + wanted - request.capacity) // self._page_size)
             if missing > 0 and self.kv_cache.ensure_available(missing * self._tables + self._spare_pages):
                 self.kv_cache.append_pages([request], missing)
@@ -281,7 +285,8 @@ class StepPlanner:
         return (*self._prefill_order(head), head.share.load) < (*self._prefill_order(begun), begun.share.load)
 
     def _add_chunk(self, builder: "StepBuilder", request: Request, budget: int) -> int:
-        """Adds a row of at most `budget` prompt tokens. Returns how many it has."""
+        """Adds a row of at most `budget` prompt tokens. Returns how many it has, and the positions of the images that
+        are computed for it: these pay twice, for the vision tower and for the decoder."""
         start, known = request.planned, len(request.token_ids)
         if request.capacity < known and request.capacity - start < budget:  # see `_slide_prompts`
             budget = request.capacity - start
@@ -320,7 +325,12 @@ class StepPlanner:
             builder.prefilling.append(request)
             self.batch.prefilling[request] = None
         builder.chunks.append((request.slot, start, tokens, samples))
-        return tokens
+        if not request.images or not (positions := request.encoder_positions(start, end)):
+            return tokens
+        builder.encoder_positions += positions
+        if start >= charged:
+            request.share.served += request.share.input_cost * positions
+        return tokens + positions
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
         """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available.
@@ -349,12 +359,11 @@ class StepPlanner:
         request.valid_from_step = number
         if kv_cache.snapshots is not None:
             kv_cache.restore_state(kv_cache.snapshots, request)
-        if found := request.planned:
-            self._counters.cache_hit_tokens += found
-            if request.first_planned_at is None:
-                request.cached_tokens = min(found, request.prompt_tokens)
+        request.found_tokens = request.planned
+        self._counters.cache_hit_tokens += request.planned
         if request.first_planned_at is None:
             request.first_planned_at = now
+            request.cached_tokens = min(request.planned, request.prompt_tokens)
         if self._speculation is not None:
             self._speculation.slot_assigned(request)
         self._recorder.stamp(Event.ADMITTED, request.context, request.planned, len(self.batch) - 1)
@@ -364,7 +373,7 @@ class StepPlanner:
                 prompt_logprobs_from=request.prompt_logprobs_from, prompt_top_n=request.prompt_top_n
             )
         if request.extras:
-            assignment = assignment._replace(extras=request.extras)
+            assignment = assignment._replace(extras=request.extras, images=request.images)
         builder.slots.append(assignment)
         for table, pages in enumerate(request.tables, slot * self._tables):
             builder.page_tables.append(self._table_columns[table] * len(pages))
@@ -430,7 +439,7 @@ class StepPlanner:
             self._requeue(request, WORKER_LOST)
         self.kv_cache.worker_state_lost()
 
-    def steps_lacked_memory(self, steps: list[InFlightStep]) -> None:
+    def steps_failed(self, steps: list[InFlightStep]) -> None:
         """These steps have computed nothing: returns all running requests to the queue. The pages stay that earlier
         steps have filled; all are lost if the pages that these steps had for a request are not known, since it has left
         or has given them back."""
@@ -499,6 +508,7 @@ class StepBuilder:
         self.prefilling: list[Request] = []
         self.prompt_logprob_rows: list[PromptLogprobRow] = []
         self.pooled: list[Request] = []
+        self.encoder_positions = 0
 
     def add_decode_row(self, request: Request) -> None:
         """A row for one request in a partition."""
@@ -548,7 +558,7 @@ class StepBuilder:
             samples += bytes(chunk_samples)
             prefill_tokens = sum(chunk_tokens)
             attended += sum(tokens * (start + tokens) for _, start, tokens, _ in self.chunks)
-        computed = decode_rows + prefill_tokens
+        computed = decode_rows + prefill_tokens + self.encoder_positions
         if self.drafts:
             computed += sum(self.drafts)
         size = SizeClass(computed.bit_length(), attended.bit_length())
@@ -579,6 +589,7 @@ class StepBuilder:
             pooled=self.pooled,
             decode_rows=decode_rows,
             prefill_tokens=prefill_tokens,
+            encoder_positions=self.encoder_positions,
             admitted=len(self.slots),
             joined=joined and bool(self.slots),
             sent_at=now,

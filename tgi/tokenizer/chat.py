@@ -58,6 +58,8 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 EFFORT_SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
 # The name of arguments that are no object, for templates that list their names and values.
 MALFORMED_ARGUMENTS = "arguments"
+# An image, as front ends send it.
+IMAGE_PART = {"type": "image"}
 # Messages of a chat whose text is looked for in the prompt.
 MAX_SOUGHT_MESSAGES = 32
 
@@ -99,15 +101,17 @@ class RenderedChat(NamedTuple):
 class ChatRenderer:
     """Renders the chats of one model."""
 
-    def __init__(self, templates: ChatTemplates, formats: FormatDetector | None = None) -> None:
+    def __init__(self, templates: ChatTemplates, formats: FormatDetector | None = None, image_token: str = "") -> None:
+        """`image_token`: what a template that knows no image parts gets in place of one."""
+        self._image_token = image_token
         self._templates = templates
         self.formats = formats or FormatDetector()
         self._incomplete: set[str] = set()  # templates of which a lost text was logged
 
     @classmethod
-    def load(cls, config: ModelConfig, formats: FormatDetector | None = None) -> "ChatRenderer":
+    def load(cls, config: ModelConfig, formats: FormatDetector | None = None, image_token: str = "") -> "ChatRenderer":
         """Loads the templates and special tokens of a model directory."""
-        return cls(ChatTemplates(config.chat_templates, special_tokens(config.directory)), formats)
+        return cls(ChatTemplates(config.chat_templates, special_tokens(config.directory)), formats, image_token)
 
     def render_chat(self, chat: bytes) -> RenderedChat:
         """Renders a chat (JSON). Its text must be encoded without further special tokens. Raises TemplateError."""
@@ -131,7 +135,7 @@ class ChatRenderer:
         template = self._templates.source(tools is not None)
         original_messages = _object_list(chat, "messages")
         add_generation_prompt, continue_final = _ending(chat, original_messages)
-        messages = adapt_messages(original_messages, features, template)
+        messages = adapt_messages(original_messages, features, template, self._image_token)
         has_later_system = any(message.get("role") == "system" for message in messages[1:])
         if has_later_system and self._templates.refuses_later_system(tools is not None):
             messages = _with_one_system_message(messages)
@@ -337,7 +341,9 @@ class CallArguments(JsonObject):
         return other + str(self)
 
 
-def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, template: str) -> list[JsonObject]:
+def adapt_messages(
+    messages: list[JsonObject], features: TemplateFeatures, template: str, image_token: str = ""
+) -> list[JsonObject]:
     """Adapts messages to a template with these features. Raises TemplateError."""
     adapted = [_adapt_message(message, features.iterates_arguments) for message in messages]
     _add_tool_names(adapted)
@@ -345,7 +351,7 @@ def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, templ
         content = message.get("content") if features.renders_calls else _content_with_calls(message)
         if content is None and not message.get("tool_calls") and not features.tests_for_none:
             content = ""
-        message["content"] = _adapt_content(content, features.iterates_parts, features.tests_for_string)
+        message["content"] = _adapt_content(content, features.iterates_parts, features.tests_for_string, image_token)
         if message.get("role") == "developer" and "developer" not in template:
             message["role"] = "system"
     if THINKING_KEY.search(template) and "reasoning_content" not in template:
@@ -505,14 +511,17 @@ def _short_id(call_id: str) -> str:
     return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]
 
 
-def _adapt_content(content: Any, iterates_parts: bool, tests_for_string: bool) -> Any:
+def _adapt_content(content: Any, iterates_parts: bool, tests_for_string: bool, image_token: str) -> Any:
     """A message's content as the template expects it: a string, or a list of parts if it iterates over parts."""
     if isinstance(content, str) and iterates_parts and not tests_for_string:
         return [{"type": "text", "text": content}]
     if isinstance(content, list) and not iterates_parts:
-        if not all(_is_text_part(part) for part in content):
+        texts = [part["text"] if _is_text_part(part) else image_token for part in content]
+        if not all(
+            _is_text_part(part) or (text and part == IMAGE_PART) for part, text in zip(content, texts, strict=True)
+        ):
             raise TemplateError("the template takes text only, but a message has a part without `text`")
-        return "".join(part["text"] for part in content)
+        return "".join(texts)
     return content
 
 

@@ -12,6 +12,7 @@ from tgi.microkernel.messages.protocol import (
     DeploymentLimits,
     FinishReason,
     Generate,
+    ImageSegment,
     PoolingInput,
     Tokenize,
     Tokenized,
@@ -21,6 +22,7 @@ from tgi.tokenizer.answers.formats import MARKED_FORMATS, AnswerFormat, FormatTo
 from tgi.tokenizer.chat import ChatRenderer, ReasoningLimit, RenderedChat
 from tgi.tokenizer.chat_template import TemplateError
 from tgi.tokenizer.detokenizer import create_detokenizer
+from tgi.tokenizer.images import ImagePlaceholders, PlaceholderError, expanded_column, without_first
 from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -67,6 +69,7 @@ class EncodedPrompt(NamedTuple):
     listed_ids: list[int] = []  # of Generate.listed_texts
     text: str = ""  # the decoded text, if the prompt came as ids
     reasoning_limit: ReasoningLimit | None = None  # of an answer that may have reasoning
+    images: list[ImageSegment] = []
 
 
 class UnconstrainedPrompt(NamedTuple):
@@ -93,10 +96,12 @@ class PromptEncoder:
         chats: ChatRenderer,
         tracer: "Tracer | None" = None,
         pooling: PoolingConfig | None = None,
+        image_token: str = "",
     ) -> None:
-        """`pooling`: of a model that ends in a vector."""
+        """`pooling`: of a model that ends in a vector. `image_token`: of one that sees images."""
         self._vocabulary = vocabulary
         self._chats = chats
+        self._placeholders = ImagePlaceholders(vocabulary, image_token)
         self._tracer = tracer
         self.format_tokens = FormatTokens(vocabulary, chats.formats.described)
         self._pooled = PooledPrompts(vocabulary, pooling)
@@ -114,6 +119,8 @@ class PromptEncoder:
                 with tracing.trace_span(self._tracer, "apply_chat_template", generate.context.traceparent):
                     chat = self._chats.render_chat(generate.chat)
                 text, add_special_tokens = chat.text, False
+            if generate.images:
+                text = self._placeholders.with_margins(text, generate.images)
             with tracing.trace_span(self._tracer, "tokenize", generate.context.traceparent):
                 if generate.pooling is not None:
                     return self._pooled.encode(generate, generate.pooling)
@@ -121,7 +128,10 @@ class PromptEncoder:
                     prompt = prompt_from_ids(self._vocabulary, generate.input_ids, generate.truncate)
                 else:
                     with_starts = generate.prompt_logprobs_from is not None
-                    prompt = encode_prompt(self._vocabulary, text, add_special_tokens, generate.truncate, with_starts)
+                    truncate = None if generate.images else generate.truncate
+                    prompt = encode_prompt(self._vocabulary, text, add_special_tokens, truncate, with_starts)
+            if generate.images:
+                prompt = self._with_images(prompt, generate)
             if chat is not None and chat.answer_format is not None:
                 prompt = prompt._replace(answer_format=chat.answer_format, reasoning_limit=chat.reasoning_limit)
             if generate.bad_words:
@@ -131,10 +141,23 @@ class PromptEncoder:
             if generate.grammar or (chat is not None and chat.tools):
                 return UnconstrainedPrompt(prompt, chat)
             return prompt
-        except EncodeError as error:
+        except (EncodeError, PlaceholderError) as error:
             return PromptRejection(FinishReason.INVALID, str(error))
         except TemplateError as error:
             return PromptRejection(FinishReason.TEMPLATE, str(error))
+
+    def _with_images(self, prompt: EncodedPrompt, generate: Generate) -> EncodedPrompt:
+        """A prompt with its images, truncated. Raises PlaceholderError."""
+        expanded = self._placeholders.expand(prompt.ids, generate.images)
+        cut = _truncate(expanded.ids, prompt.characters, [], generate.truncate)
+        dropped = len(expanded.origins) - cut.token_count
+        starts = expanded_column(prompt.token_starts, expanded.origins[dropped:])
+        return prompt._replace(
+            ids=cut.ids,
+            token_count=cut.token_count,
+            token_starts=starts,
+            images=without_first(expanded.images, dropped),
+        )
 
     def compile_grammar(
         self, unconstrained: UnconstrainedPrompt, generate: Generate, build: BuildGrammar
@@ -164,13 +187,34 @@ class PromptEncoder:
             text = self._vocabulary.tokenizer.decode(unpack_int32(tokenize.ids), skip_special_tokens=False)
             return Tokenized(tokenize.rid, b"", b"", b"", b"", text=text)
         if not tokenize.chat:
-            return tokenize_text(self._vocabulary, tokenize.rid, tokenize.inputs, tokenize.add_special_tokens)
+            return self._tokenize(tokenize, tokenize.inputs, tokenize.add_special_tokens)
         try:
             text = self._chats.render_chat(tokenize.chat).text
         except TemplateError as error:
             return Tokenized(tokenize.rid, b"", b"", b"", b"", str(error), reason=FinishReason.TEMPLATE)
-        answer = tokenize_text(self._vocabulary, tokenize.rid, text, False)
-        return answer if answer.error else answer._replace(text=text)
+        answer = self._tokenize(tokenize, text, False)
+        return answer if answer.error else answer._replace(text=answer.text or text)
+
+    def _tokenize(self, tokenize: Tokenize, text: str, add_special_tokens: bool) -> Tokenized:
+        """The tokens of a text with its images. All of an image are at its placeholder in the text, which is returned
+        if there are images: their processor may have added to it."""
+        if not tokenize.images:
+            return tokenize_text(self._vocabulary, tokenize.rid, text, add_special_tokens)
+        try:
+            text = self._placeholders.with_margins(text, tokenize.images)
+            answer = tokenize_text(self._vocabulary, tokenize.rid, text, add_special_tokens)
+            if answer.error:
+                return answer
+            ids, origins, _ = self._placeholders.expand(answer.token_ids, tokenize.images)
+        except PlaceholderError as error:
+            return Tokenized(tokenize.rid, b"", b"", b"", b"", str(error))
+        return answer._replace(
+            token_ids=ids,
+            byte_starts=expanded_column(answer.byte_starts, origins),
+            byte_stops=expanded_column(answer.byte_stops, origins),
+            special=bytes(answer.special[at] for at in origins),
+            text=text,
+        )
 
 
 class PooledPrompts:

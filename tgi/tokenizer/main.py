@@ -9,6 +9,7 @@ from functools import partial
 
 from tgi.hub.model_config import ModelConfig, read_model_config
 from tgi.hub.pooling import read_pooling_config
+from tgi.hub.vision import read_vision_config
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.rundir import scheduler_socket, tokenizer_socket
 from tgi.microkernel.links import curve
@@ -48,9 +49,10 @@ def main(process: Process) -> None:
     tracer = tracing.create_tracer(process.settings, process.name)
     compiler = GrammarCompiler(config.directory, process.settings.grammar_compile_limit)
     vocabulary = Vocabulary.load(config)
+    image_token = read_vision_config(config).image_token if process.settings.sees_images else ""
     pool = TokenizerPool(
         vocabulary,
-        ChatRenderer.load(config, load_formats(process.settings, config, vocabulary)),
+        ChatRenderer.load(config, load_formats(process.settings, config, vocabulary), image_token),
         tracer=tracer,
         recorder=RingRecorder(ring_path(process.run_dir, process.name)),
         build_grammar=compiler.build,
@@ -59,10 +61,13 @@ def main(process: Process) -> None:
         tokenizers=process.settings.validation_workers,
         allow_adapter_updates=process.settings.allow_adapter_updates,
         pooling=pooling,
+        image_token=image_token,
     )
     hello = process.hello(config.fingerprint)
     settings = process.settings
-    source = ModelSource(settings.model_sha or "", settings.model_pipeline_tag or "", sorted(vocabulary.eos_ids))
+    source = ModelSource(
+        settings.model_sha or "", settings.model_pipeline_tag or "", sorted(vocabulary.eos_ids), image_token=image_token
+    )
     if pooling is not None:
         source = source._replace(
             task=pooling.task, normalizes=pooling.normalizes, labels=list(pooling.labels),

@@ -12,6 +12,7 @@ from tgi.microkernel.messages.protocol import (
     End,
     FinishReason,
     Generate,
+    PageExtra,
     PoolingInput,
     Prompted,
     PromptLogprobs,
@@ -100,7 +101,7 @@ class TokenizerRequestState:
         self.prompt = prompt
         sampling = self.generate.sampling._replace(grammar=prompt.grammar)
         self.generate = self.generate._replace(
-            inputs="", chat=b"", grammar=b"", input_ids=b"", bad_words=[], listed_texts=[], sampling=sampling
+            inputs="", chat=b"", grammar=b"", input_ids=b"", bad_words=[], listed_texts=[], sampling=sampling, images=[]
         )
         if self.generate.pooling is not None:
             self.generate = self.generate._replace(pooling=PoolingInput())
@@ -250,6 +251,8 @@ class TokenizerRequestState:
             prompt_top_n=self.generate.prompt_top_n,
             context=self.generate.context.after(int((now - self.received) * 1000)),
             pooling=self.generate.pooling is not None,
+            extras=[PageExtra(image.position, image.digest) for image in self.prompt.images],
+            images=self.prompt.images,
         )
 
     def end_message(self, reason: str, message: str = "", scheduler_end: End | None = None) -> End:

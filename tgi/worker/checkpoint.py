@@ -10,8 +10,9 @@ from zlib import crc32
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from typing_extensions import override
 
-from tgi.hub.weight_files import text_name
+from tgi.hub.weight_files import OF_DECODER, text_name
 from tgi.microkernel.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
@@ -88,6 +89,11 @@ class Checkpoint:
             raise UserError(f"Tensor {name!r} cannot be read from {path}: {error}. {_AGAIN}") from error
         return tensor
 
+    def outside_text(self) -> dict[str, Tensor]:
+        """The tensors that do not belong to the decoder of a multimodal model, by their stored names."""
+        others = (name for name in self if not name.startswith(OF_DECODER))
+        return {self._stored_names[name]: self.raw_tensor(name) for name in others}
+
     def file_of(self, name: str) -> Path:
         """The file of a tensor; the directory, if no tensor has this name."""
         return self._file_by_name.get(name, self.directory)
@@ -141,12 +147,12 @@ class RandomCheckpoint(Checkpoint):
         made = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         return made.normal_(0, shape[-1] ** -0.5, generator=generator)
 
+    @override
     def raw_tensor(self, name: str) -> Tensor:
-        """See Checkpoint."""
         raise UserError(f"--load-format dummy makes plain weights, and has no tensor {name!r}.")
 
+    @override
     def file_of(self, name: str) -> Path:
-        """See Checkpoint."""
         return self.directory
 
 

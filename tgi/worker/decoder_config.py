@@ -5,12 +5,15 @@ With x the hidden state of a token and r the residual scale, a layer computes
     x = x + r * attention_after(attention(attention_before(x)))
     x = x + r * mlp_after(mlp(mlp_before(x)))
 
-Each of the four norms may be absent. In a recurrent layer another mixer stands in the place of attention.
+Each of the four norms may be absent, and so may either part. In a recurrent layer another mixer stands in the place of
+attention, or next to it: their results are added.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from tgi.worker.mixers.interface import MixerConfig
 
 # Not a rotation but a factor of queries (Llama 4, Ministral 3), 1 + beta ln(1 + floor(position / original)). beta is
 # llama_4_scaling_beta, original is original_max_position_embeddings, and the first position is counted_from, or 0.
@@ -36,6 +39,7 @@ class RopeConfig:
     # A pair is elements 2 i and 2 i + 1 if interleaved (GPT-J style), else i and i + dim / 2 (GPT-NeoX style).
     interleaved: bool = False
     start: int = 0  # elements of a head before the rotated ones
+    axes: tuple[int, ...] | None = None  # for each pair, which of a token's positions turns it; None: it has one
 
 
 def rope_type(parameters: dict[str, Any]) -> str:
@@ -47,14 +51,16 @@ class Mixer(StrEnum):
     """What mixes the tokens of a sequence in a layer."""
 
     ATTENTION = "attention"
-    SHORT_CONV = "short_conv"
-    GATED_DELTA = "gated_delta"
+    RECURRENT = "recurrent"  # DecoderConfig.recurrent
+    BOTH = "both"  # of the same input
+    NONE = "none"
 
 
 class LayerConfig(NamedTuple):
     """What may differ between layers."""
 
     mixer: str = Mixer.ATTENTION  # a Mixer
+    has_mlp: bool = True
     window: int | None = None  # sliding window in tokens, including the query's own; None = full attention
     rope: int | None = 0  # index into DecoderConfig.ropes; None = no rotary embedding
     query_scale: int | None = None  # index of a rope of QUERY_SCALE, which applies to the queries alone, at last
@@ -66,6 +72,16 @@ class LayerConfig(NamedTuple):
     intermediate: int | None = None
     keys_as_values: bool = False  # values are the keys, before these are normed and rotated
     shares: int | None = None  # number of the earlier layer whose keys and values it attends to, in place of its own
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention."""
+        return self.mixer in (Mixer.ATTENTION, Mixer.BOTH)
+
+    @property
+    def recurs(self) -> bool:
+        """Whether it has a recurrent mixer."""
+        return self.mixer in (Mixer.RECURRENT, Mixer.BOTH)
 
 
 class HeadShape(NamedTuple):
@@ -115,71 +131,6 @@ class ExpertsConfig:
     # Next to the dense MLP of the layer, with norms of their own before and after them: see ParallelExperts in
     # models/decoder_layer.py.
     parallel: bool = False
-
-
-class StateShape(NamedTuple):
-    """A tensor that a recurrent layer keeps of a request."""
-
-    shape: tuple[int, ...]
-    wide: bool = False  # in float32, else in the model's dtype
-
-
-@dataclass(frozen=True)
-class ShortConvConfig:
-    """A gated convolution over the last `kernel` tokens (LFM2): with b, c and u the three parts of a projection of the
-    input, y = out(c * conv(b * u)), where conv weighs each of its channels by itself."""
-
-    channels: int
-    kernel: int
-    bias: bool = False  # of the convolution and of both projections
-
-    @property
-    def state(self) -> dict[str, StateShape]:
-        """What a layer keeps of a request: the last inputs, the oldest first."""
-        return {"window": StateShape((self.kernel - 1, self.channels))}
-
-    def part(self, channels: range) -> "ShortConvConfig":
-        """That of a rank with these channels."""
-        return replace(self, channels=len(channels))
-
-
-@dataclass(frozen=True)
-class GatedDeltaConfig:
-    """The gated delta rule of cpu_kernels/delta_rule.h (Qwen3-Next), of a convolution of q, k and v over the last
-    `kernel` tokens. Each key head belongs to as many neighbouring value heads."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int  # elements of a head
-    value_dim: int
-    kernel: int
-    # One tensor of the checkpoint holds q, k, v and z of each key head, another one b and a; otherwise one holds q, k
-    # and v, one after the other, and three hold z, b and a.
-    by_key_head: bool = False
-
-    @property
-    def keys(self) -> int:
-        """Elements of all key heads."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Elements of all value heads."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def state(self) -> dict[str, StateShape]:
-        """What a layer keeps of a request: the last inputs of the convolution, the oldest first, and a matrix of each
-        value head."""
-        return {
-            "window": StateShape((self.kernel - 1, 2 * self.keys + self.values)),
-            "matrix": StateShape((self.value_heads, self.key_dim, self.value_dim), wide=True),
-        }
-
-    def part(self, key_heads: range) -> "GatedDeltaConfig":
-        """That of a rank with these key heads."""
-        values = len(key_heads) * self.value_heads // self.key_heads
-        return replace(self, key_heads=len(key_heads), value_heads=values)
 
 
 @dataclass(frozen=True)
@@ -271,8 +222,9 @@ class TensorNames:
     router_bias: str = "mlp.gate.e_score_correction_bias"
     router_bias_is_row: bool = False  # it is stored as a matrix of one row
     shared_expert: str = "mlp.shared_experts"
+    shared_mlp: tuple[str, str, str] | None = None  # gate, up and down of the shared expert, if named otherwise
     shared_gate: str = "mlp.shared_expert_gate"
-    mixer: str = "conv"  # prefix of the tensors of a recurrent layer
+    mixer: str = "conv"  # prefix of the tensors of a recurrent mixer
     # "{}" stands for the number of the expert.
     expert_gate: str = "mlp.experts.{}.gate_proj"
     expert_up: str = "mlp.experts.{}.up_proj"
@@ -305,7 +257,7 @@ class TensorNames:
     def shared_parts(self) -> tuple[str, str, str]:
         """Gate, up and down of the shared expert."""
         name = self.shared_expert
-        return f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"
+        return self.shared_mlp or (f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj")
 
 
 @dataclass(frozen=True)
@@ -354,7 +306,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None  # of the routed layers
 
-    recurrent: ShortConvConfig | GatedDeltaConfig | None = None  # the mixer of the layers that have no attention
+    recurrent: MixerConfig | None = None  # the mixer of recurrent layers; None: there are none
+    recurrent_names: TensorNames | None = None  # of recurrent layers, where not `names`
 
     # Residual stream and logits.
     # x + attention(attention_before(x)) + mlp(mlp_before(x)); without mlp_before, mlp(attention_before(x))
@@ -365,7 +318,9 @@ class DecoderConfig:
     head_bias: bool = False
     embedding_scale: float = 1.0  # the embedding is multiplied by this
     embedding_norm: bool = False  # it is normed
-    residual_scale: float = 1.0  # r above
+    residual_scale: float = 1.0  # r above, of both parts
+    attention_output_scale: float = 1.0  # of the result of attention, besides r
+    mlp_scales: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the result, besides r
     logit_scale: float = 1.0  # logits = logit_scale * head(norm(x)),
     logit_cap: float | None = None  # then c * tanh(logits / c), if set
 
@@ -373,23 +328,31 @@ class DecoderConfig:
     def attention_layers(self) -> list[int]:
         """The numbers of the layers that have attention with keys and values of their own. The KV cache counts these
         alone."""
-        return [
-            number
-            for number, layer in enumerate(self.layers)
-            if layer.mixer == Mixer.ATTENTION and layer.shares is None
-        ]
+        return [number for number, layer in enumerate(self.layers) if layer.attends and layer.shares is None]
+
+    @property
+    def recurrent_layers(self) -> int:
+        """How many layers are recurrent."""
+        return sum(layer.recurs for layer in self.layers)
 
     @property
     def attention_windows(self) -> list[int | None]:
         """The sliding windows of these layers."""
         return [self.layers[number].window for number in self.attention_layers]
 
+    def layer_names(self, layer: int) -> TensorNames:
+        """The names of a layer's tensors."""
+        return self.recurrent_names if self.recurrent_names and self.layers[layer].recurs else self.names
+
     def cache_number(self, layer: int) -> int:
-        """The number of a layer among those that have attention or, of a recurrent layer, among the recurrent ones. One
-        without keys of its own has that of the layer whose keys it reads."""
+        """The number of a layer among those that have attention with keys of their own. One without has that of the
+        layer whose keys it reads."""
         shared = self.layers[layer].shares
-        layer = layer if shared is None else shared
-        return sum(one.mixer == self.layers[layer].mixer and one.shares is None for one in self.layers[:layer])
+        return sum(one.attends and one.shares is None for one in self.layers[: layer if shared is None else shared])
+
+    def state_number(self, layer: int) -> int:
+        """The number of a layer among the recurrent ones."""
+        return sum(one.recurs for one in self.layers[:layer])
 
     def head_shape(self, layer: int) -> HeadShape:
         """The sizes of the keys and values that a layer attends to."""

@@ -19,6 +19,7 @@ from tgi.microkernel.processes.process import Process
 from tgi.microkernel.settings.loading import VISIBLE, replica_devices
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.distributed.rank_place import RankPlace
+from tgi.worker.energy import EnergyMeter, find_counters, gpu_uuids
 from tgi.worker.engine.host_group import HostGroup, join_group
 from tgi.worker.engine.interface import Engine, Poisoned
 from tgi.worker.engine.loop import WorkerLoop
@@ -78,7 +79,7 @@ def main(process: Process) -> None:
                 engine = LeadingEngine(engine, group)
             if isinstance(group, HostGroup):
                 engine.adapters.on_fetch = group.confirm_adapter
-            loop.serve(engine)
+            loop.serve(engine, _energy_meter(settings, place))
         end_sessions([link])
     except Poisoned:
         log.critical("the worker cannot continue; its supervisor starts another", exc_info=True)
@@ -88,6 +89,11 @@ def main(process: Process) -> None:
             group.close()
         if link is not None:
             link.close()
+
+
+def _energy_meter(settings: Settings, place: RankPlace | None) -> EnergyMeter:
+    """The meter of the devices of this worker's ranks on this host. The first replica measures the processors."""
+    return EnergyMeter(find_counters(gpu_uuids(1 if place is None else place.local_ranks), not settings.replica_index))
 
 
 def _serve_host_rank(process: Process) -> None:

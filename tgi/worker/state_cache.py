@@ -2,7 +2,8 @@
 
 A recurrent layer keeps no keys and values but, say, the last inputs of a convolution and a matrix. A step reads and
 overwrites the slot of each row (ForwardBatch.state_slots). A copy of a slot is a snapshot: a request goes on from it as
-from the tokens that lead there.
+from the tokens that lead there. A row with drafts also writes the state before each draft to a slot of its own
+(ForwardBatch.kept_states), from which it is copied back if that draft is rejected.
 """
 
 import math
@@ -44,7 +45,7 @@ class StateSpec(NamedTuple):
 class StateCache:
     """Memory for `slots` slots. The bytes of a slot follow each other, so that a copy of it is one copy of memory.
 
-    Slot 0 belongs to no request: rows that pad a batch may write to it.
+    Slot 0 belongs to no request: rows that pad a batch may write to it, and tokens whose state is not kept.
     """
 
     def __init__(self, spec: StateSpec, slots: int, device: torch.device) -> None:
@@ -98,12 +99,14 @@ class StateRows(NamedTuple):
     cu_query_lens: Tensor
     context_lens: Tensor
     query_lens_host: list[int]
+    kept: Tensor | None = None  # int32 [T], ForwardBatch.kept_states
 
     @property
     def addresses(self) -> StateAddresses:
         """As the CPU kernels take them."""
         slots, bounds, contexts = (x.data_ptr() for x in (self.slots, self.cu_query_lens, self.context_lens))
-        return StateAddresses(slots, bounds, contexts, len(self.slots), self.cache.slot_bytes)
+        kept = None if self.kept is None else self.kept.data_ptr()
+        return StateAddresses(slots, bounds, contexts, len(self.slots), self.cache.slot_bytes, kept)
 
     @property
     def groups(self) -> Iterator[RowGroup]:
@@ -125,3 +128,9 @@ class StateRows(NamedTuple):
     def write(self, state: Tensor, group: RowGroup, values: Tensor) -> None:
         """Overwrites the state of a group with `values` [rows, ...]."""
         state.index_copy_(0, self.slots[group.rows].long(), values)
+
+    def keep(self, state: Tensor, group: RowGroup, token: int, values: Tensor) -> None:
+        """Writes `values` [rows, ...], the state of a group after token number `token` of each row, to the slots that
+        keep it."""
+        if self.kept is not None:
+            state.index_copy_(0, self.kept[group.tokens].view(-1, group.each)[:, token].long(), values)

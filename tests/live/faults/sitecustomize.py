@@ -1,6 +1,6 @@
 """Faults for tests of crash isolation, in any server that has this directory on its PYTHONPATH: a request crashes or
-hangs the process that handles it, by its seed. Python imports this module at start, and a fork server has imported the
-roles when it forks their processes.
+hangs the process that handles it, by its seed, or by a text in its image. Python imports this module at start, and a
+fork server has imported the roles when it forks their processes.
 """
 
 import os
@@ -12,6 +12,8 @@ import time
 ENCODING, DETOKENIZING, ADDED, PLANNED, EVERY_FOURTH_TOKEN, FATAL_EXIT = 6661, 6662, 6663, 6664, 6665, 6666
 # The seed of a request that hangs a process.
 HANGS_ENCODING, HANGS_ADDED, HANGS_WORKER = 6671, 6672, 6673
+# In the file of an image that crashes or hangs its decoder.
+CRASHES_DECODER, HANGS_DECODER = b"crash the decoder", b"hang the decoder"
 
 
 def crash() -> None:
@@ -23,6 +25,21 @@ def hang() -> None:
     """As an endless loop does."""
     while True:
         time.sleep(60)
+
+
+def _in_media() -> None:
+    from tgi.media import loader
+
+    decode = loader.decode
+
+    def crashing_decode(data, max_pixels):
+        if CRASHES_DECODER in data:
+            crash()
+        if HANGS_DECODER in data:
+            hang()
+        return decode(data, max_pixels)
+
+    loader.decode = crashing_decode
 
 
 def _in_tokenizer() -> None:
@@ -97,6 +114,6 @@ def _in_forked_process() -> None:
             install()
 
 
-ROLES = {"tokenizer": _in_tokenizer, "scheduler": _in_scheduler, "worker": _in_worker}
+ROLES = {"media": _in_media, "tokenizer": _in_tokenizer, "scheduler": _in_scheduler, "worker": _in_worker}
 installed: set[str] = set()
 os.register_at_fork(after_in_child=_in_forked_process)

@@ -21,7 +21,8 @@ from tgi.worker.cpu_kernels.kernels import PAGE_SIZE
 pytestmark = pytest.mark.slow
 
 BEST = next(iter(VARIANTS))
-LONG, OTHER, SHORT = (640, 120, 60) if EMULATED else (1100, 400, 150)  # positions: several parts of the sums
+# Positions of the sequences of a case: several parts of the sums (PART_SIZE in attention.cpp).
+FEW, MANY = (640, 120, 60), (1100, 400, 150)
 # By the type of queries, keys, values and results.
 CLOSE = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -77,7 +78,7 @@ class Case(NamedTuple):
         (2 if EMULATED else 4, 1 if EMULATED else 2, 256, 513, 30.0, True, None),
         # Values are parts of keys: of sizes that are no multiples of 32, and of the largest.
         (2 if EMULATED else 20, 1, 72, 40, None, False, 44),
-        (2 if EMULATED else 40, 1, 64 if EMULATED else 576, 700, None, True, 32 if EMULATED else 512),
+        (2 if EMULATED else 40, 1, 64 if EMULATED else 576, 400, None, True, 32 if EMULATED else 512),
     ],
     ids=str,
 )
@@ -87,7 +88,9 @@ def case(request: pytest.FixtureRequest) -> Case:
     sinks = draw_sinks(heads) if with_sinks else ()
     sizes = heads, kv_heads, head_dim
     kv = KVCacheSpec(2, *sizes, torch.bfloat16, (None, window), cap, sinks=sinks, value_dim=value_dim)
-    sequences = Sequence(LONG, kv, 0), Sequence(SHORT, kv, 1, seed=1), Sequence(OTHER, kv, 2, seed=2)
+    # Keys of 576 numbers cost as much as all other cases, which have more positions.
+    most, other, short = FEW if EMULATED or head_dim > 256 else MANY
+    sequences = Sequence(most, kv, 0), Sequence(short, kv, 1, seed=1), Sequence(other, kv, 2, seed=2)
     if head_dim > 256:  # scores of the size that those of the other cases have, whose rounding the results show
         for one in sequences:
             one.query = one.query / 4
@@ -101,6 +104,7 @@ def test_a_token_is_correct_and_the_same_in_any_chunk_and_batch(variant: str, ca
     kv = shape(case.heads, case.kv_heads, case.head_dim, variant, case.window, case.cap, threads=2)
     kv = kv._replace(sinks=case.sinks, value_dim=case.value_dim)
     long, short, other = case.sequences_in(kv.dtype)
+    end, short_end, other_end = (len(one.query) for one in (long, short, other))
     for layer, right in enumerate(case.right):
         attention = build_attention(kv, 300, CPU)
         assert isinstance(attention, CpuKernelAttention)
@@ -108,18 +112,18 @@ def test_a_token_is_correct_and_the_same_in_any_chunk_and_batch(variant: str, ca
         for found, wanted in zip(whole, right, strict=True):
             torch.testing.assert_close(found.double(), wanted, **CLOSE[kv.dtype])
         again = build_attention(kv, 300, CPU)
-        half = LONG // 2 - 30
-        for start, stop in ((0, 7), (7, half), (half, half + 1), (half + 1, LONG - 10), (LONG - 10, LONG - 1)):
+        half = end // 2 - 30
+        for start, stop in ((0, 7), (7, half), (half, half + 1), (half + 1, end - 10), (end - 10, end - 1)):
             assert torch.equal(run(again, (long, start, stop), layer=layer)[0], whole[0][start:stop])
-        run(again, (short, 0, 33), (other, 0, OTHER - 20), layer=layer)
-        last, rest, few = (long, LONG - 1, LONG), (short, 33, SHORT), (other, OTHER - 20, OTHER)
+        run(again, (short, 0, 33), (other, 0, other_end - 20), layer=layer)
+        last, rest, few = (long, end - 1, end), (short, 33, short_end), (other, other_end - 20, other_end)
         decode, chunk, few_found = run(again, last, rest, few, layer=layer)
-        assert torch.equal(decode, whole[0][LONG - 1 :])
+        assert torch.equal(decode, whole[0][end - 1 :])
         assert torch.equal(chunk, whole[1][33:])
-        assert torch.equal(few_found, whole[2][OTHER - 20 :])
-        one, two = run(again, (long, half + 80, half + 81), (short, SHORT - 1, SHORT), layer=layer)
+        assert torch.equal(few_found, whole[2][other_end - 20 :])
+        one, two = run(again, (long, half + 80, half + 81), (short, short_end - 1, short_end), layer=layer)
         assert torch.equal(one, whole[0][half + 80 : half + 81])
-        assert torch.equal(two, whole[1][SHORT - 1 :])
+        assert torch.equal(two, whole[1][short_end - 1 :])
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

@@ -1,4 +1,4 @@
-"""Every family of DecoderModel on several ranks against one rank, on torch's kernels and on our own."""
+"""Every family of DecoderModel on several ranks against one rank, on torch's kernels or on our own."""
 
 import shutil
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.benchmarks.rank_processes import RankCall, Ranks, rank_group
+from tests.families import with_variants
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant, our_kernels
@@ -99,17 +100,17 @@ def check(
     torch.testing.assert_close(logprobs, expected[3], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "native"), with_variants(FAMILIES, (False, True)))
 def test_families(kind: str, native: bool, two: Ranks) -> None:
     check(two, make(kind), native)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 def test_four_ranks(native: bool, four: Ranks) -> None:
-    """With 4 query heads and 2 KV heads, two ranks have the same KV head."""
+    """With 4 query heads and 2 KV heads, two ranks have the same KV head. Each computes both groups of Mamba2."""
     check(four, make("llama"), native)
     check(four, make("qwen3_moe"), native)
+    check(four, make("falcon_h1"), native)
 
 
 def test_a_lesser_instruction_set(two: Ranks) -> None:

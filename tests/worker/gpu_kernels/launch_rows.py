@@ -3,7 +3,9 @@
 import torch
 
 from tgi.worker.activations import ACTIVATIONS
-from tgi.worker.gpu_kernels.gated_activation import gated_activation
+from tgi.worker.gpu_kernels.gated_activation import activation, gated_activation, sigmoid_gate
+from tgi.worker.gpu_kernels.lora import add_lora
+from tgi.worker.gpu_kernels.lora_arguments import LoraRuns
 from tgi.worker.gpu_kernels.matmul import matmul
 from tgi.worker.gpu_kernels.norm import norm, norm_in_place
 
@@ -27,3 +29,18 @@ def _of_a_step(tokens: int, dtype: torch.dtype) -> None:
         norm_in_place(part, torch.empty(40, head_dim), None, 1e-5, head_dim == 64)
     for then in ACTIVATIONS:
         gated_activation(torch.empty(tokens, 2 * 8192, dtype=dtype), then)
+    for then in ("relu2", "xielu"):
+        activation(torch.empty(tokens, 8192, dtype=dtype), then, (0.7, 0.4))
+    if tokens == 3:
+        _lora(dtype)
+    sigmoid_gate(torch.empty(tokens, 8192, dtype=dtype), torch.empty(tokens, 8192, dtype=dtype))
+
+
+def _lora(dtype: torch.dtype) -> None:
+    """Queries, keys and values; and one projection, of runs of one token, as in a captured step."""
+    y, table = torch.empty(40, 6144, dtype=dtype), torch.zeros(2, 32, 7, 3, dtype=torch.int64)
+    bounds = torch.zeros(41, dtype=torch.int32)
+    three = (0, 0, 4096), (1, 4096, 1024), (2, 5120, 1024)
+    for runs, longest, rank, projections in ((1, 40, 16, three), (40, 1, 64, ((3, 0, 4096),))):
+        given = LoraRuns(table, bounds, bounds, runs, longest, rank, dtype)
+        add_lora(torch.empty(40, 4096, dtype=dtype), y, given, 5, projections)

@@ -16,6 +16,7 @@ LAUNCHES = (
     "tests.worker.gpu_kernels.launch_rows",
     "tests.worker.gpu_kernels.launch_products",
     "tests.worker.gpu_kernels.launch_experts",
+    "tests.worker.gpu_kernels.launch_recurrent",
     "tests.worker.gpu_kernels.launch_sampling",
 )
 
@@ -33,4 +34,4 @@ def test_every_kernel_compiles_to_machine_code() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(LAUNCHES)
-    assert "tests.worker.gpu_kernels.launch_rows 65\n" in done.stdout  # 13 for each type and capability
+    assert "tests.worker.gpu_kernels.launch_rows 100\n" in done.stdout  # 20 for each type and capability

@@ -1,6 +1,7 @@
 """Whole engines with the GPU kernels' attention, in Triton's interpreter, compared with torch's attention."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from tests.models import model as make
 from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.gpu_kernels.count_operations import counted
-from tests.worker.gpu_kernels.test_cuda_graphs import Again
+from tests.worker.gpu_kernels.test_cuda_graphs import Again, Tapes
+from tests.worker.loras import ALL, make_adapter
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
@@ -18,6 +20,7 @@ from tgi.worker.engine.engine import GraphCaptureConfig
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, warm_up
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.loader import build_model
 
 CPU, PAGES = torch.device("cpu"), 24
@@ -114,3 +117,49 @@ def test_attention_of_a_layer_takes_two_launches() -> None:
         "_rotate_and_write_kv": 1,
         "_attend": 1,
     }
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "lfm2", "qwen3_5_text"])
+def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str) -> None:
+    """Prompts of one chunk and of several, decode rows beside them, and decode steps that are recorded and padded. On
+    torch's kernels no step is recorded."""
+    found = []
+    prompts, samplings = [[5, 9, 3], [7] * 40], [SamplingParams(0)] * 2
+    for gpu in (GPU, None):
+        model = build_model(make(kind), "float32", "cpu", lambda stage, percent: None, gpu=gpu)
+        assert (model.cuda_graph_obstacle is None) == (gpu is not None)
+        attention, tapes = CudaAttention(model.kv, PAGES, CPU), Tapes()
+        recording = GraphCaptureConfig(tapes, attention, [3]) if gpu is not None else None
+        engine = make_engine(model, slots=3, pages=PAGES, attention=attention, recording=recording)
+        assert engine.capture_decode_graphs() == (gpu is not None)
+        found.append(drive(engine, prompts, 4, samplings, chunk=36, stagger=1))
+        assert (tapes.played > 2) == (gpu is not None)
+    for ours, torchs in zip(*found, strict=True):
+        assert ours.ids == torchs.ids
+        assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)
+
+
+def test_steps_with_adapters_are_recorded(tmp_path: Path) -> None:
+    """Adapters of two ranks and none in one step, whose slots later rows with another adapter and without one get.
+    Compared with torch's products of each adapter."""
+    directory, found = make("llama", layers=1), []
+    for gpu in (GPU, None):
+        model = build_model(directory, "float32", "cpu", lambda stage, percent: None, gpu=gpu)
+        attention, tapes = CudaAttention(model.kv, PAGES, CPU), Tapes()
+        recording = GraphCaptureConfig(tapes, attention, [3]) if gpu is not None else None
+        engine = make_engine(model, slots=3, pages=PAGES, attention=attention, recording=recording)
+        for name, rank, targets in (("a", 4, ALL), ("b", 20, ("q_proj", "v_proj"))):
+            path = make_adapter(tmp_path / name, directory, rank, targets, seed=rank)
+            load_adapters(engine.adapters, ((name, str(path)),))
+        digests = {one.name: one.digest for one in engine.adapters.loaded_adapters}
+        assert engine.capture_decode_graphs() == (gpu is not None)
+        for names in (("a", None, "b"), (None, "b", "a")):
+            samplings = [SamplingParams(0, adapter=name or "", adapter_digest=digests.get(name, b"")) for name in names]
+            found.append(drive(engine, [[5, 9, 3], [7] * 20, [1, 2]], 3, samplings))
+        if gpu is not None:
+            assert engine._decode_graphs is not None
+            assert sorted(engine._decode_graphs._graphs) == [(3, 0), (3, 32)]
+            assert tapes.played == 2 + 2 * 2  # each once to be checked, and the steps behind the prompts
+    for ours, torchs in zip(found[0] + found[1], found[2] + found[3], strict=True):
+        assert ours.ids == torchs.ids
+        assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)

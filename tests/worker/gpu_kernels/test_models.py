@@ -16,16 +16,20 @@ from tests.worker.loras import make_adapter
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import ForwardBatch
 from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.gpu_kernels.self_test import random_tensor
+from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.lora.deltas import AdapterSpan
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model
+from tgi.worker.state_cache import StateCache
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 # Norms of heads, gelu and norms behind parts; layer norms, neighbouring pairs and one input for both parts; a bias, no
-# gate; part of a head turned, joined matrices; experts; layers of transformers; latent attention, by torch.
+# gate; part of a head turned, joined matrices; experts; layers of transformers; latent attention; clamped and learned
+# activations; convolutions; the delta rule.
 KINDS = (
     "gemma3_text",
     "cohere",
@@ -40,6 +44,9 @@ KINDS = (
     "deepseek_v2",
     "gpt_oss",
     "apertus",
+    "mistral4",
+    "lfm2",
+    "qwen3_next",
 )
 
 
@@ -50,6 +57,8 @@ def load(directory: Path, gpu: GpuKernels | None, device: str = "cpu", dtype: st
 def logprobs(model: Model, adapters: tuple[Any, ...] = (None, None)) -> Tensor:
     """Logits after two prompts, [2, vocab]."""
     attention = CudaAttention(model.kv, 12, CPU)
+    if model.kv.state is not None:
+        attention.state = StateCache(model.kv.state, 6, CPU)
     batch = make_batch([Row([5, 9, 3, 7, 7], 0, range(4)), Row([8, 30], 0, range(4, 8))], attention.page_size)
     spans = [AdapterSpan(one, *ends) for one, ends in zip(adapters, ((0, 5), (5, 7)), strict=True) if one is not None]
     return model.forward(batch._replace(lora_spans=spans), attention).log_softmax(-1)
@@ -57,7 +66,8 @@ def logprobs(model: Model, adapters: tuple[Any, ...] = (None, None)) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_matches_torch(kind: str) -> None:
-    ours, torchs = (load(make(kind, layers=2), gpu) for gpu in (GPU, None))
+    directory = make(kind) if kind == "qwen3_next" else make(kind, layers=2)  # whose three layers have their kinds
+    ours, torchs = (load(directory, gpu) for gpu in (GPU, None))
     torch.testing.assert_close(logprobs(ours), logprobs(torchs), rtol=0, atol=1e-4)
 
 
@@ -84,7 +94,7 @@ class Absent:
     state = None
 
     def __init__(self, model: Model) -> None:
-        self._shape = model.kv.heads, model.kv.head_dim
+        self._shape = model.kv.heads, model.kv.result_dim
 
     def plan(self, batch: ForwardBatch) -> None:
         return None
@@ -114,6 +124,23 @@ def test_a_layer_takes_few_operations_besides_attention() -> None:
     ours = {"mm": 2, "addmm_": 2, "_norm": 2, "_gated_activation": 1}
     assert of_a_layer("llama", GPU) == of_a_layer("qwen3", GPU) == ours
     assert of_a_layer("llama", None).total() == 21
+
+
+def test_new_kinds_of_layers_take_few_operations() -> None:
+    """Latent attention: three products before it and one behind it, two of the heads, two copies of what these keep,
+    and three norms; attention adds two launches. With experts, a shared one too. An MLP with a learned activation: one
+    launch for that."""
+    experts = {"_choose": 1, "_grouped_matmul": 2, "_combine": 1, "_gated_activation": 1, "add": 1, "add_": 1}
+    latent = {"mm": 3 + 3, "addmm_": 1, "bmm": 2, "copy_": 2, "_norm": 4}
+    assert of_a_layer("deepseek_v3", GPU) == experts | latent
+    assert of_a_layer("apertus", GPU) == {"mm": 2, "addmm_": 2, "_norm": 2, "_plain_activation": 1}
+
+
+def test_products_of_heads_are_written_where_they_are_needed() -> None:
+    """As on a GPU: without tiles."""
+    weight, x, last = random_tensor(CPU, 3, 10, 6), random_tensor(CPU, 5, 3 * 8, seed=1), random_tensor(CPU, 5, 12)
+    found, expected = (HeadProducts(weight, 2, None, any_rows)(x, last) for any_rows in (True, False))
+    torch.testing.assert_close(found, expected)
 
 
 def test_experts_take_six_launches() -> None:

@@ -13,7 +13,7 @@ from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.gpu_kernels import paged_attention as module
 from tgi.worker.gpu_kernels.attention_arguments import Rows
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.gpu_kernels.paged_attention import Tile, splits_for, tile_for
+from tgi.worker.gpu_kernels.paged_attention import Tile, latent_heads, latent_tile, splits_for, tile_for
 from tgi.worker.gpu_kernels.self_test import random_tensor
 
 CPU = torch.device("cpu")
@@ -208,3 +208,12 @@ def test_few_rows_are_divided_into_splits(monkeypatch: pytest.MonkeyPatch) -> No
             tile = tile_for(queries, width, dtype)
             assert tile.keys * width * dtype.itemsize <= 32 << 10
             assert tile.queries in (16, 64, 128)
+
+
+def test_heads_of_latent_attention_are_divided_among_programs() -> None:
+    """Into more while rows are few; never unevenly, and never into more than half of shared memory has room for."""
+    assert [latent_heads(rows, 128, (9, 0)) for rows in (1, 31, 32, 300)] == [16, 16, 64, 64]
+    assert [latent_heads(rows, 20, (8, 0)) for rows in (1, 300)] == [10, 20]
+    assert latent_heads(1, 128, (9, 0), batch_invariant=True) == 64
+    assert latent_heads(300, 128, (8, 9)) == 32
+    assert latent_tile(700, BRAIN, (8, 9)).queries == 32

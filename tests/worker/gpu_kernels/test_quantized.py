@@ -41,7 +41,9 @@ def computed(directory: Path, quantize: str | None, bits: int) -> Tensor:
             lambda percent: None
         )
         model = DecoderModel(recipe.decoder, weights, HALF, CPU, None, GPU)
-    held = weights.layers[0].qkv._weight
+    attention = weights.layers[0].attention
+    assert attention is not None
+    held = attention.qkv._weight
     assert (held.bits if isinstance(held, QuantizedWeight) else 16) == bits
     return logprobs(model)
 

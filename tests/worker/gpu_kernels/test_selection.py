@@ -93,6 +93,14 @@ def test_only_what_a_model_uses_is_tested() -> None:
     assert dense == (*selection.EVERY_MODEL, *selection.DECODER)
     experts = selection.needed_modules([plain, spec_of("mixtral")], True)
     assert experts == (*dense, *selection.INVARIANT, *selection.EXPERTS)
+    assert set(selection.needed_modules([spec_of("deepseek_v2")], False)) == {
+        *dense,
+        *selection.EXPERTS,
+        *selection.LATENT,
+    }
+    assert selection.needed_modules([spec_of("lfm2")], False) == (*dense, selection.RECURRENT[0])
+    assert selection.needed_modules([spec_of("qwen3_5_text")], False) == (*dense, *selection.RECURRENT)
+    assert selection.needed_modules([spec_of("mamba2")], False) == dense
     quantized = plain._replace(scheme=QuantizationScheme(made="int4"))
     assert selection.needed_modules([quantized], False) == (*dense, *selection.QUANTIZED)
 

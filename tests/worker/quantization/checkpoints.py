@@ -200,7 +200,51 @@ class Fp8(NamedTuple):
         return {"weight": stored, self.name: scales}, stored.float() * factors
 
 
-Form = Gptq | Awq | Compressed | Fp8
+class Float4(NamedTuple):
+    """4-bit floats with a factor for each 16 (NVFP4) or 32 inputs (MXFP4)."""
+
+    tool: str = "compressed-tensors"
+    kind: str = "NVFP4"
+
+    @property
+    def size(self) -> int:
+        return 16 if self.kind == "NVFP4" else 32
+
+    def config(self) -> dict[str, Any]:
+        if self.tool == "modelopt":
+            return {"quant_method": "modelopt", "quant_algo": self.kind, "ignore": ["lm_head"]}
+        weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": self.size}
+        return compressed(f"{self.kind.lower()}-pack-quantized", weights, weights | {"dynamic": "local"})
+
+    def columns(self, weight: Tensor) -> tuple[Columns, Tensor]:
+        """The number of a code is (-1)^sign * 2^(exponent - 1) * (1 + mantissa / 2), or mantissa / 2 if the exponent
+        is 0, of one, two and one bits."""
+        numbers = torch.tensor(
+            [float(m) / 2 if e == 0 else 2.0 ** (e - 1) * (1 + m / 2) for e in range(4) for m in (0, 1)]
+        )
+        numbers = torch.cat((numbers, -numbers))
+        outputs, inputs = weight.shape
+        grouped = weight.view(outputs, -1, self.size)
+        largest = grouped.abs().amax(2) / 6
+        if self.kind == "NVFP4":
+            whole = largest.max().reshape(1) / 448
+            scales = (largest / whole).to(torch.float8_e4m3fn)
+            factors = scales.float() * whole
+            if self.tool == "compressed-tensors":
+                whole = 1 / whole
+                factors = scales.float() / whole
+            name, whole = ("weight_scale_2", whole[0]) if self.tool == "modelopt" else ("weight_global_scale", whole)
+            stored = {"weight_scale": scales, name: whole, "input_scale": torch.ones(())}
+        else:
+            exponents = largest.log2().ceil()
+            stored, factors = {"weight_scale": (exponents + 127).to(torch.uint8)}, exponents.exp2()
+        codes = (grouped[..., None] / factors[:, :, None, None] - numbers).abs().argmin(-1).view(outputs, inputs)
+        packed = "weight" if self.tool == "modelopt" else "weight_packed"
+        stored[packed] = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        return stored, numbers[codes] * factors.repeat_interleave(self.size, 1)
+
+
+Form = Gptq | Awq | Compressed | Fp8 | Float4
 
 
 def compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:

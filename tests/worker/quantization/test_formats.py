@@ -14,6 +14,7 @@ from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.quantization.checkpoints import (
     Awq,
     Compressed,
+    Float4,
     Form,
     Fp8,
     Gptq,
@@ -46,6 +47,10 @@ INTEGERS: list[tuple[Form, int, int, bool]] = [  # format, bits, group and shift
     (Compressed(bits=8, symmetric=False), 8, 32, True),
     (Compressed("int-quantized", 8, -1), 8, 128, False),
     (Compressed("naive-quantized", 8, -1, symmetric=False), 8, 128, True),
+    (Float4(), 8, 16, False),
+    (Float4("modelopt"), 8, 16, False),
+    (Float4("compressed-tensors", "MXFP4"), 8, 32, False),
+    (Float4("modelopt", "MXFP4"), 8, 32, False),
 ]
 
 
@@ -158,13 +163,26 @@ def test_one_scale_for_the_whole_weight(tmp_path: Path) -> None:
     assert torch.equal(found.scales, torch.full((OUTPUTS, 2), 0.25, dtype=torch.float16))
 
 
-@pytest.mark.parametrize(("file", "form"), [("quantize_config.json", Gptq()), ("quant_config.json", Awq())])
-def test_the_config_may_be_a_separate_file(file: str, form: Gptq | Awq, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "form"),
+    [
+        ("quantize_config.json", Gptq()),
+        ("quant_config.json", Awq()),
+        ("hf_quant_config.json", Float4("modelopt")),
+        ("hf_quant_config.json", Fp8("modelopt")),
+    ],
+)
+def test_the_config_may_be_a_separate_file(file: str, form: Form, tmp_path: Path) -> None:
     meant = write_layer(form, some_weight(), tmp_path)
     config = form.config()
     del config["quant_method"]
     if file == "quant_config.json":  # with the entry names of its tool
         config = {"zero_point": True, "q_group_size": config["group_size"], "w_bit": 4, "version": "GEMM"}
+    if file == "hf_quant_config.json":
+        algorithm = config.get("quant_algo", "FP8")
+        config = {
+            "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+        }
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(json.dumps(config))
     assert torch.equal(as_plain(read(tmp_path), torch.float32), meant)
@@ -206,6 +224,9 @@ def served(directory: Path, native: bool) -> list[Drawn]:
         ("llama", Compressed("int-quantized", 8, -1), ("lm_head", "v_proj", "layers.1.mlp")),
         ("phi3", Fp8("fp8", 32, 32, "weight_scale_inv"), ("lm_head",)),
         ("deepseek_v3", Fp8("fp8", 32, 32, "weight_scale_inv"), ("lm_head", "mlp.gate.")),
+        ("qwen3", Float4(), ("lm_head", "o_proj")),
+        ("mixtral", Float4("modelopt"), ("lm_head", "block_sparse_moe.gate.")),
+        ("llama", Float4("modelopt", "MXFP4"), ()),
     ],
 )
 def test_a_checkpoint_is_served_like_its_dequantized_twin(
@@ -264,7 +285,7 @@ def test_fp8_is_made_at_load_on_a_device_that_multiplies_it(tmp_path: Path) -> N
 
 def test_the_log_names_the_format_and_dequantized_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    for form in (Gptq(scattered=True), Compressed("int-quantized"), Fp8()):
+    for form in (Gptq(scattered=True), Compressed("int-quantized"), Fp8(), Float4(), Float4("modelopt")):
         write_layer(form, some_weight(), tmp_path)
         scheme = resolve_scheme(tmp_path, {"quantization_config": form.config()}, None)
         with Checkpoint(tmp_path) as checkpoint:
@@ -275,7 +296,9 @@ def test_the_log_names_the_format_and_dequantized_weights(tmp_path: Path, caplog
         "GPTQ's, of 4 bits in groups of 32 inputs",
         "the weight of some.layer, and others like it, is dequantized at load: its groups are scattered",
         "int-quantized of compressed-tensors",
-        "activations are not quantized",
+        "activations are not quantized, though",
+        "modelopt's NVFP4",
+        "activations are not quantized to 4 bits, though the checkpoint may provide for it",
         "kv_cache_scheme is not used",
         "8-bit floats, which a GPU from compute capability 8.9 on multiplies",
     ):

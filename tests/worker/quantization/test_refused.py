@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.worker.quantization.checkpoints import (
     Awq,
     Compressed,
+    Float4,
     Form,
     Fp8,
     Gptq,
@@ -20,7 +21,7 @@ from tests.worker.quantization.checkpoints import (
     write,
     write_layer,
 )
-from tests.worker.quantization.reading import read, some_weight
+from tests.worker.quantization.reading import INPUTS, read, some_weight
 from tgi.microkernel.errors import UserError
 from tgi.worker.models.loader import build_model
 from tgi.worker.quantization.scheme import find_format, resolve_scheme
@@ -64,6 +65,20 @@ def beyond(order: Tensor) -> Tensor:
         (Fp8(), dropped("weight_scale"), "no tensor 'some.layer.weight_scale'"),
         (Fp8("fp8", 32, 32), cut("weight_scale"), "'some.layer.weight_scale' in .*safetensors has shape"),
         (Fp8("fbgemm_fp8", 1), changed("weight_scale", Tensor.int), "has dtype int32; float16 or"),
+        (Float4(), dropped("weight_global_scale"), "no tensor 'some.layer.weight_global_scale'"),
+        (
+            Float4(),
+            changed("weight_global_scale", torch.zeros_like),
+            "weight_scale' .* with weight_global_scale, numbers",
+        ),
+        (Float4("modelopt"), dropped("weight_scale_2"), "no tensor 'some.layer.weight_scale_2'"),
+        (Float4("modelopt"), changed("weight_scale", Tensor.float), "has dtype float32; float8_e4m3fn is expected"),
+        (Float4("modelopt", "MXFP4"), cut("weight_scale"), "'some.layer.weight_scale' in .*safetensors has shape"),
+        (
+            Float4("modelopt"),
+            lambda tensors: tensors.update({"some.layer.pre_quant_scale": torch.ones(INPUTS)}),
+            "pre_quant_scale' in .* changes the layer's activations",
+        ),
     ],
 )
 def test_bad_tensors_are_named(
@@ -119,6 +134,13 @@ def scheme(**weights: Any) -> dict[str, Any]:
         (Compressed(), scheme(num_bits=4, type="float"), "floats of 4 bits"),
         (Compressed(), scheme(num_bits=4, group_size=20), "groups of 20"),
         (Fp8(), {"weight_block_size": [128]}, "blocks are \\[128\\], but two sizes"),
+        (
+            Compressed(),
+            scheme(num_bits=4, type="float", group_size=64),
+            "floats of 4 bits, but .* 16 \\(NVFP4\\) and 32",
+        ),
+        (Float4("modelopt"), {"quant_algo": "W4A16_AWQ"}, "quant_algo is W4A16_AWQ, but NVFP4"),
+        (Float4("modelopt"), {"quant_algo": None}, "quant_algo is NONE, but NVFP4"),
     ],
 )
 def test_bad_configs_are_rejected(form: Form, entries: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -200,14 +200,14 @@ def create_chat_generations(
     not those of a ChatRequest. Raises ApiError as create_generations, and 422 for its tools."""
     apply_model_defaults(request, service.router.defaults)
     selection = ToolSelection.from_request(request)
-    chat = chat_prompt_json(request, selection)
+    chat = chat_prompt_json(request, selection, images := service.new_images())
     check_rules(request, OPENAI_RULES)
     if selection.tools and service.settings.disable_grammar_support:
         raise errors.validation_error("grammar is not supported", param="tools")
     return create_generations(
         service,
         req,
-        [PromptInput("", chat)],
+        [PromptInput("", chat, images=images or ())],
         openai_generate_parameters(request, service.router.adapters),
         stream=bool(request.stream),
         choices=request.n or 1,

@@ -18,6 +18,7 @@ from tgi.api.generation import (
     PromptInput,
     answer_generations,
     create_generations,
+    text_prompt,
 )
 from tgi.api.json_body import JsonBody
 from tgi.api.openai_output import (
@@ -246,7 +247,7 @@ class CompletionsResource(Resource):
         check_rules(request, COMPLETION_RULES)
         parameters = openai_generate_parameters(request, service.router.adapters)
         prompts = [
-            PromptInput(prompt, add_special_tokens=request.add_special_tokens is not False)
+            text_prompt(service, prompt, request.add_special_tokens is not False)
             if isinstance(prompt, str)
             else PromptInput("", ids=prompt)
             for prompt in request.prompts

@@ -6,7 +6,7 @@ from falcon.asgi import Request, Response
 import tgi
 from tgi.api import errors, request_metrics
 from tgi.api.errors import ApiError
-from tgi.api.generation import PromptInput, create_generations, run_generations
+from tgi.api.generation import create_generations, run_generations, text_prompt
 from tgi.api.json_body import JsonBody
 from tgi.api.routes.native import mean_logprob
 from tgi.api.service import Resource
@@ -76,7 +76,7 @@ class InferResource(Resource):
         """The text for each input: the best of its generations. Raises ApiError."""
         if not inputs:
             return []
-        prompts = [PromptInput(text) for text in inputs]
+        prompts = [text_prompt(self._service, text) for text in inputs]
         generations = create_generations(self._service, req, prompts, parameters, stream=False)
         try:
             finished = await run_generations(self._service, req, generations)

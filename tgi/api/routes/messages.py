@@ -19,7 +19,17 @@ from tgi.api.routes.chat import create_chat_generations
 from tgi.api.routes.tokenize import input_tokens
 from tgi.api.service import Resource
 from tgi.api.shapes import messages as shapes
-from tgi.api.shapes.chat import ChatRequest, FunctionDefinition, Message, Tool, ToolCall, ToolInMessages
+from tgi.api.shapes.chat import (
+    ChatRequest,
+    FunctionDefinition,
+    ImagePart,
+    ImageSource,
+    Message,
+    TextChunk,
+    Tool,
+    ToolCall,
+    ToolInMessages,
+)
 from tgi.api.shapes.messages import CountTokensRequest, MessagesRequest
 from tgi.api.shapes.native import GrammarType
 from tgi.api.sse import named_event
@@ -114,14 +124,16 @@ class OfferedTools:
 
 def _chat_messages(message: shapes.InputMessage, tools: OfferedTools) -> Iterator[Message]:
     """A turn as messages of a chat: each result of a call is one of its own, before the text that follows it."""
-    texts: list[str] = []
+    said: list[TextChunk | ImagePart] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     blocks = [shapes.TextBlock(message.content)] if isinstance(message.content, str) else message.content
     for block in blocks:
         match block:
             case shapes.TextBlock(text):
-                texts.append(text)
+                said.append(TextChunk(text))
+            case shapes.ImageBlock(source):
+                said.append(_image(source))
             case shapes.ThinkingBlock(thinking):
                 thoughts.append(thinking)
             case shapes.RedactedThinkingBlock():
@@ -129,36 +141,64 @@ def _chat_messages(message: shapes.InputMessage, tools: OfferedTools) -> Iterato
             case shapes.ToolUseBlock(id=call_id, name=name, input=given):
                 calls.append(ToolCall(call_id, "function", FunctionDefinition(name, arguments=given)))
             case shapes.ToolResultBlock(tool_use_id=call_id, content=content):
-                if texts:
-                    yield Message(message.role, "\n".join(texts))
-                    texts = []
-                yield Message("tool", _result_text(content, tools), tool_call_id=call_id)
+                if said:
+                    yield Message(message.role, _content(said))
+                    said = []
+                yield Message("tool", _result(content, tools), tool_call_id=call_id)
             case shapes.ToolAdditionBlock(tool=shapes.DefinedTool(tool) | shapes.ReferencedTool(tool)):
-                texts.append(tools.load(tool))
+                said.append(TextChunk(tools.load(tool)))
             case shapes.ToolRemovalBlock(tool=shapes.ReferencedTool(name)):
-                texts.append(tools.remove(name))
+                said.append(TextChunk(tools.remove(name)))
             case _:
                 raise _unsupported(block)
-    if texts or calls or thoughts:
-        content = "\n".join(texts) if texts or not calls else None
+    if said or calls or thoughts:
+        content = _content(said) if said or not calls else None
         yield Message(
             message.role, content, tool_calls=calls or None, reasoning_content="\n".join(thoughts) if thoughts else None
         )
 
 
-def _result_text(content: str | Sequence[shapes.ResultBlock] | None, tools: OfferedTools) -> str:
+def _result(content: str | Sequence[shapes.ResultBlock] | None, tools: OfferedTools) -> Any:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    said: list[TextChunk | ImagePart] = []
     for block in content:
         match block:
             case shapes.TextBlock(text):
-                texts.append(text)
+                said.append(TextChunk(text))
+            case shapes.ImageBlock(source):
+                said.append(_image(source))
             case shapes.ToolReferenceBlock(name):
-                texts.append(tools.load(name))
+                said.append(TextChunk(tools.load(name)))
             case _:
                 raise _unsupported(block)
-    return "\n".join(texts)
+    return _content(said)
+
+
+def _content(said: Sequence[TextChunk | ImagePart]) -> Any:
+    """One text, or parts if some are images. Adjacent texts are lines of one."""
+    parts: list[TextChunk | ImagePart] = []
+    for part in said:
+        before = parts[-1] if parts else None
+        if isinstance(part, TextChunk) and isinstance(before, TextChunk):
+            parts[-1] = TextChunk(f"{before.text}\n{part.text}")
+        else:
+            parts.append(part)
+    if not parts:
+        return ""
+    return parts[0].text if len(parts) == 1 and isinstance(parts[0], TextChunk) else parts
+
+
+def _image(source: Any) -> ImagePart:
+    """Raises ApiError: 422 for a source that is neither a URL nor base64."""
+    match source:
+        case {"type": "url", "url": str(url)}:
+            return ImagePart(ImageSource(url), "`image` blocks")
+        case {"type": "base64", "data": str(data)}:
+            return ImagePart(ImageSource(f"data:{source.get('media_type')};base64,{data}"), "`image` blocks")
+    raise errors.validation_error(
+        "the `source` of an `image` block must have the type `base64` or `url`", param="messages"
+    )
 
 
 def _unsupported(block: msgspec.Struct) -> ApiError:
@@ -180,10 +220,11 @@ def _merged(turns: Iterable[Iterable[Message]]) -> list[Message]:
         ):
             merged.append(message)
             continue
-        texts = [text for text in (before.content, message.content) if isinstance(text, str)]
+        contents = [one.content for one in (before, message) if one.content is not None]
+        said = [part for one in contents for part in ([TextChunk(one)] if isinstance(one, str) else one)]
         merged[-1] = Message(
             message.role,
-            "\n".join(texts) if texts else None,
+            _content(said) if said else None,  # type: ignore[arg-type]
             tool_calls=message.tool_calls,
             reasoning_content=before.reasoning_content,
         )

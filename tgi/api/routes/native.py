@@ -8,11 +8,11 @@ from tgi.api import page, request_metrics
 from tgi.api.errors import ApiError
 from tgi.api.generation import (
     FinishedGeneration,
-    PromptInput,
     create_generations,
     run_generations,
     set_result_headers,
     stream_generations,
+    text_prompt,
 )
 from tgi.api.json_body import JsonBody
 from tgi.api.requests import Generation
@@ -129,8 +129,9 @@ class _NativeResource(Resource):
         request_metrics.count_request(req)
         prompt_top_n = 0 if parameters.decoder_input_details else None
         generations = create_generations(
-            self._service, req, [PromptInput(inputs)], parameters, stream=False, prompt_top_n=prompt_top_n
-        )
+            self._service, req, [text_prompt(self._service, inputs)], parameters, stream=False,
+            prompt_top_n=prompt_top_n,
+        )  # fmt: skip
         finished = await run_generations(self._service, req, generations)
         finished.sort(key=mean_logprob, reverse=True)  # stable: the first among equals
         set_result_headers(self._service, resp, finished[:1])
@@ -141,7 +142,8 @@ class _NativeResource(Resource):
         self, req: Request, resp: Response, inputs: str, parameters: GenerateParameters, with_prompt: bool
     ) -> None:
         request_metrics.count_request(req)
-        generations = create_generations(self._service, req, [PromptInput(inputs)], parameters, stream=True)
+        prompts = [text_prompt(self._service, inputs)]
+        generations = create_generations(self._service, req, prompts, parameters, stream=True)
         formatter = NativeEvents(generations[0], bool(parameters.details), inputs if with_prompt else "")
         await stream_generations(self._service, req, resp, generations, formatter)
 

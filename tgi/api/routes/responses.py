@@ -39,6 +39,8 @@ from tgi.api.shapes.chat import (
     ChatRequest,
     FunctionDefinition,
     FunctionName,
+    ImagePart,
+    ImageSource,
     Message,
     NamedTool,
     TextChunk,
@@ -121,10 +123,7 @@ def chat_messages(instructions: str | None, items: Sequence[InputItem], kept: in
                 texts.append(_text(item.content, where))
             case "message":
                 end_turn()
-                parts = [item.content] if isinstance(item.content, str) else item.content or []
-                said = [part if isinstance(part, str) else _part_text(part, where) for part in parts]
-                content: Any = said[0] if len(said) == 1 else [TextChunk(text) for text in said]
-                messages.append(Message(item.role or "user", content))
+                messages.append(Message(item.role or "user", _content(item.content, where)))
             case "reasoning":
                 thoughts.append(_reasoning(item, where))
             case "function_call":
@@ -141,7 +140,10 @@ def chat_messages(instructions: str | None, items: Sequence[InputItem], kept: in
                 calls.append(custom_call(item.call_id or item.id or "", name, item.input or ""))
             case "function_call_output" | "custom_tool_call_output":
                 end_turn()
-                messages.append(Message("tool", _text(item.output, where), tool_call_id=item.call_id))
+                output = _content(item.output, where)
+                if isinstance(output, list) and all(isinstance(part, TextChunk) for part in output):
+                    output = "".join(part.text for part in output)
+                messages.append(Message("tool", output, tool_call_id=item.call_id))
             case kind:
                 text = f"items of type `{kind[:64]}` are not supported by this server"
                 raise errors.validation_error(text, param=f"{where}.type")
@@ -153,6 +155,19 @@ def _text(content: str | list[shapes.InputPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(_part_text(part, where) for part in content)
+
+
+def _content(content: str | list[shapes.InputPart] | None, where: str) -> Any:
+    """Text, or parts of which some may be images."""
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = [
+        TextChunk(_part_text(part, where))
+        if part.type != "input_image" or part.image_url is None
+        else ImagePart(ImageSource(part.image_url, part.detail or ""), "`input_image` parts", where)
+        for part in content or []
+    ]
+    return parts[0].text if len(parts) == 1 and isinstance(parts[0], TextChunk) else parts
 
 
 def _part_text(part: shapes.InputPart, where: str) -> str:

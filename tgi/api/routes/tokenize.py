@@ -1,7 +1,7 @@
 """POST /tokenize and /chat_tokenize: the token ids of a text or a chat, with the position of each token. POST
 /detokenize: the reverse. POST /v1/chat/completions/input_tokens: the number of a chat's tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring as quote
 
 import msgspec
@@ -9,11 +9,13 @@ from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
 from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
+from tgi.api.generation import text_prompt
+from tgi.api.images import ImageSet, check_images
 from tgi.api.json_body import JsonBody
 from tgi.api.requests import TokenizationRequest, WakeEvent
 from tgi.api.routes.chat import ChatResource
 from tgi.api.service import Resource, Service
-from tgi.api.shapes.chat import ChatRequest
+from tgi.api.shapes.chat import ChatRequest, ImageSource
 from tgi.api.shapes.native import DetokenizeRequest, TokenizeRequest
 from tgi.api.shapes.native_responses import DetokenizeResponse
 from tgi.api.shapes.openai_responses import InputTokens
@@ -30,13 +32,16 @@ async def tokenize(
     add_special_tokens: bool = False,
     chat: bytes = b"",
     ids: bytes = b"",
+    images: Sequence[ImageSource] | None = None,
 ) -> Tokenized:
     """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has passed,
     424 as Service.next_contexts."""
     if not service.router.health.probe_passed:
         raise errors.unhealthy(service.router.health.stage)
+    check_images(images or (), service.settings)
     (context,) = service.next_contexts(req, 1)
-    request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, context, ids)
+    image_set = ImageSet(images, context) if images else None
+    request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, context, ids, image_set)
     await service.run_requests([request], req)
     assert request.result is not None
     if request.quarantined:
@@ -55,8 +60,8 @@ async def input_tokens(service: Service, req: Request, request: ChatRequest) -> 
     """The number of tokens of a chat's prompt, without generating. Raises ApiError as `tokenize`, and 422 for what
     the chat itself would be refused for: a parameter out of range, invalid tools."""
     check_rules(request, OPENAI_RULES)
-    chat = chat_prompt_json(request, ToolSelection.from_request(request))
-    count = len((await tokenize(service, req, chat=chat)).token_ids) // ITEM_BYTES
+    chat = chat_prompt_json(request, ToolSelection.from_request(request), images := service.new_images())
+    count = len((await tokenize(service, req, chat=chat, images=images)).token_ids) // ITEM_BYTES
     kept = request.truncate_prompt_tokens
     return count if kept is None else min(count, kept)
 
@@ -69,9 +74,10 @@ class TokenizeResource(Resource):
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with an array of {id, text, start, stop, special}."""
         request = await self._service.read_body(req, self.body)
-        tokenized = await tokenize(self._service, req, request.inputs, request.add_special_tokens is not False)
+        prompt = text_prompt(self._service, request.inputs, request.add_special_tokens is not False)
+        tokenized = await tokenize(self._service, req, prompt.inputs, prompt.add_special_tokens, images=prompt.images)
         resp.content_type = "application/json"
-        resp.text = f"[{await join_in_turns(token_items(request.inputs, tokenized))}]"
+        resp.text = f"[{await join_in_turns(token_items(prompt.inputs, tokenized))}]"
 
 
 class ChatTokenizeResource(Resource):
@@ -83,8 +89,9 @@ class ChatTokenizeResource(Resource):
         """Answers with the same array, and with the text that the template makes of the chat."""
         request = await self._service.read_body(req, self.body)
         request_metrics.count_request(req)
-        chat = chat_prompt_json(request, ToolSelection.from_request(request))
-        tokenized = await tokenize(self._service, req, chat=chat)
+        images = self._service.new_images()
+        chat = chat_prompt_json(request, ToolSelection.from_request(request), images)
+        tokenized = await tokenize(self._service, req, chat=chat, images=images)
         items = await join_in_turns(token_items(tokenized.text, tokenized))
         resp.content_type = "application/json"
         resp.text = f'{{"tokenize_response":[{items}],"templated_text":{quote(tokenized.text)}}}'

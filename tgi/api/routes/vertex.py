@@ -5,7 +5,7 @@ from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
 from tgi.api.errors import ApiError
-from tgi.api.generation import PromptInput, check_count, create_generations, run_generations
+from tgi.api.generation import check_count, create_generations, run_generations, text_prompt
 from tgi.api.json_body import JsonBody, UntaggedJsonBody
 from tgi.api.requests import Generation
 from tgi.api.routes.chat import ChatResource, create_chat_generations
@@ -52,6 +52,6 @@ class VertexResource(Resource):
         parameters = GenerateParameters.with_sampling(
             max_new_tokens=given.max_new_tokens, seed=given.seed, adapter_id=given.adapter_id
         )
-        prompts = [PromptInput(instance.inputs)]
+        prompts = [text_prompt(self._service, instance.inputs)]
         (generation,) = create_generations(self._service, req, prompts, parameters, stream=False)
         return generation

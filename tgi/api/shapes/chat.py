@@ -1,7 +1,7 @@
 """The request of POST /v1/chat/completions and /chat_tokenize."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct
@@ -13,9 +13,10 @@ _BODY = Meta(extra={"untagged": "MessageBody", "owner": True})
 
 
 class Url(Struct):
-    """Where an image is."""
+    """Where an image is: an https, http or data URL."""
 
     url: str
+    detail: Annotated[str | None, doc("`low` makes the image small first", example="auto")] = None
 
 
 class TextChunk(Struct, tag_field="type", tag="text"):
@@ -45,11 +46,34 @@ class RefusalChunk(Struct, tag_field="type", tag="refusal"):
 class ImageChunk(Struct, tag_field="type", tag="image_url"):
     """An image in a message."""
 
-    image_url: Url
+    image_url: Url | str
+
+
+class ResponsesImageChunk(Struct, tag_field="type", tag="input_image"):
+    """An image in a message, as the Responses protocol names it."""
+
+    image_url: str
+    detail: str | None = None
+
+
+class ImageSource(NamedTuple):
+    """Where an image of a prompt is: an https, http or data URL."""
+
+    url: str
+    detail: str = ""
+
+
+class ImagePart(Struct, tag_field="type", tag="image", omit_defaults=True):
+    """An image of any protocol, as readers make it. The source is taken out of it before it goes to the tokenizer."""
+
+    source: ImageSource | None = None
+    kind: str = "`image_url` parts"  # what the client calls it
+    param: str = "messages"  # where it is
 
 
 MessageChunk = Annotated[
-    TextChunk | ImageChunk | ResponsesTextChunk | AnswerTextChunk | RefusalChunk, Meta(title="MessageChunk")
+    TextChunk | ImageChunk | ResponsesTextChunk | ResponsesImageChunk | AnswerTextChunk | RefusalChunk,
+    Meta(title="MessageChunk"),
 ]
 MessageContent = Annotated[str | list[MessageChunk], Meta(title="MessageContent")]
 
@@ -159,15 +183,24 @@ class Message(Struct, omit_defaults=True):
     reasoning: Annotated[str | None, doc("Another name of `reasoning_content`")] = None
 
     def __post_init__(self) -> None:
-        """Raises ShapeError for a message without text and calls. Templates know `text` parts alone."""
+        """Raises ShapeError for a message without text and calls. Templates know `text` and `image` parts alone."""
         if self.content is None and self.tool_calls is None:
             raise ShapeError("data did not match any variant of untagged enum MessageBody")
         if isinstance(self.content, list):
-            self.content = [
-                part if isinstance(part, TextChunk | ImageChunk)
-                else TextChunk(part.refusal if isinstance(part, RefusalChunk) else part.text)
-                for part in self.content
-            ]  # fmt: skip
+            self.content = [*map(_part_for_templates, self.content)]
+
+
+def _part_for_templates(part: Any) -> Any:
+    match part:
+        case ImageChunk(image_url=str(url)):
+            return ImagePart(ImageSource(url))
+        case ImageChunk(image_url=Url(url, detail)):
+            return ImagePart(ImageSource(url, detail or ""))
+        case ResponsesImageChunk(url, detail):
+            return ImagePart(ImageSource(url, detail or ""), "`input_image` parts")
+        case RefusalChunk(text) | ResponsesTextChunk(text) | AnswerTextChunk(text):
+            return TextChunk(text)
+    return part
 
 
 class FunctionName(Struct):

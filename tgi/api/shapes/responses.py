@@ -25,11 +25,14 @@ def check_metadata(metadata: Metadata | None) -> None:
 
 
 class InputPart(Struct, omit_defaults=True):
-    """A part of an item's content: a text, whatever its type, or a `refusal`. Images and files are refused with 422."""
+    """A part of an item's content: a text, whatever its type, a `refusal`, or the image of an `input_image` (an https,
+    http or data URL). Files are refused with 422, and so are images if the model does not see them."""
 
     type: Annotated[str, doc(example="input_text")]
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: Annotated[str | None, doc("Of an image: `low` makes it small first")] = None
 
 
 InputParts = Annotated[str | list[InputPart], Meta(title="InputParts", extra={"untagged": "InputParts"})]

@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import re
+import shutil
 import stat
 import time
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -24,6 +26,9 @@ LONGEST_SOCKET_NAME = "p99/sched-99.front"
 PIPELINE_FILE = "pipeline"
 # Roles of which one supervisor has all processes; of the others each process has its own lock.
 SINGLE_ROLES = ("scheduler", "worker")
+# Where Linux keeps files in memory.
+SHARED_MEMORY = Path("/dev/shm")
+MEDIA_HASH_DIGITS = 16  # of a media directory's name there
 # The pid of a lock holder that has not written it yet, or has erased it.
 UNKNOWN_PID = 0
 _SITE_ID = re.compile(r"[0-9a-f]{16}")
@@ -249,6 +254,69 @@ def scheduler_sockets(directory: Path, side: str) -> set[str]:
     return {path.name for path in directory.glob(f"sched-*.{side}")}
 
 
+def media_socket(replica: int | str) -> str:
+    """The name of the socket that a media process binds for the front ends."""
+    return f"media-{replica}.front"
+
+
+def media_sockets(directory: Path) -> set[str]:
+    """The names of the sockets of all media processes in the directory of a pipeline."""
+    return {path.name for path in directory.glob(media_socket("*"))}
+
+
+def media_directory(run: Path) -> Path:
+    """The directory in which media processes leave images for the worker: in shared memory where the system has such a
+    file system, else in the run directory."""
+    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+        name = sha256(os.fsencode(run.absolute())).hexdigest()[:MEDIA_HASH_DIGITS]
+        return SHARED_MEMORY / f"tgi-{os.getuid()}-{name}"
+    return run / "media"
+
+
+class MediaDirectoryLock(NamedTuple):
+    """Keeps a media directory from being removed, for a supervisor of media processes."""
+
+    path: Path
+    descriptor: int
+
+    def release(self) -> None:
+        """Removes the directory with all that is in it, unless another supervisor has a lock."""
+        os.close(self.descriptor)
+        _remove_unused(self.path)
+
+
+def create_media_directory(run: Path) -> MediaDirectoryLock:
+    """Creates the media directory, private to this user, unless it is in use. Removes those that servers of this user
+    have left that were killed: the kernel has released their locks. Raises UserError if it cannot be used."""
+    path = media_directory(run)
+    for left in path.parent.glob(path.name[:-MEDIA_HASH_DIGITS] + "*") if path.parent == SHARED_MEMORY else [path]:
+        _remove_unused(left)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        if fault := exposure(path.lstat()):
+            raise UserError(f"The directory of images {path} {fault}. Remove it, or set TGI_RUN to another one.")
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError as error:
+        raise UserError(
+            f"Cannot use the directory of images {path}: {error.strerror}. Remove it, or set TGI_RUN to another one."
+        ) from error
+    return MediaDirectoryLock(path, descriptor)
+
+
+def _remove_unused(path: Path) -> None:
+    """Removes a media directory of this user on which no process has a lock, if it can be."""
+    with contextlib.suppress(OSError):  # it is gone
+        if exposure(path.lstat()):
+            return
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
 def pipeline_directory(run: Path, pipeline: int) -> Path:
     """The directory of the sockets of a pipeline: the processes that serve one model. The first one uses the run
     directory itself, those that `tgi reload` starts have subdirectories."""
@@ -288,9 +356,11 @@ def remove_leftovers(run: Path) -> None:
             _remove(path)
     replicas = [name.removeprefix("tokenizer-") for name in held if name.startswith("tokenizer-")]
     used = {tokenizer_socket(replica) for replica in replicas}
+    used |= {media_socket(name.removeprefix("media-")) for name in held if name.startswith("media-")}
     used |= {control_socket(run, pid).name for pid in held.values()}
     schedulers = () if "scheduler" in held else run.rglob("sched-*.*")
-    for path in (*run.rglob(tokenizer_socket("*")), *schedulers, *run.glob("control-*")):
+    sockets = (*run.rglob(tokenizer_socket("*")), *run.rglob(media_socket("*")))
+    for path in (*sockets, *schedulers, *run.glob("control-*")):
         if path.name not in used:
             _remove(path)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgpack
+import msgspec
 
 from tgi.microkernel.errors import ProtocolError
 
@@ -33,7 +34,10 @@ class Codec:
     """
 
     def __init__(self, classes: list[type]) -> None:
+        self._classes = classes
         self._tags = {cls: tag for tag, cls in enumerate(classes)}
+        # Each decodes the frames that have all fields of its class with the right types: those of equal versions.
+        self._decoders = [_decoder(tag, cls) for tag, cls in enumerate(classes)]
         self._constructors = [_constructor(cls) for cls in classes]
         self._packer = msgpack.Packer(use_bin_type=True, autoreset=True)
 
@@ -47,16 +51,34 @@ class Codec:
         if len(frame) > MAX_FRAME_BYTES:
             raise ProtocolError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
         try:
-            array = msgpack.unpackb(frame, raw=False, use_list=True, strict_map_key=True)
-        except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError and its own, by case
+            tag = frame[1 if frame[0] < ARRAY_16 else 3]
+            return tuple.__new__(self._classes[tag], self._decoders[tag].decode(frame)[1:])
+        except (IndexError, ValueError, RecursionError):  # msgspec's own errors are ValueErrors
+            return self._decode_other(frame)
+
+    def _decode_other(self, frame: bytes | memoryview) -> Any:
+        """The message of a frame with fewer or more fields than this version's; tells what is wrong with any other."""
+        try:
+            array = msgspec.msgpack.decode(frame)
+        except (ValueError, RecursionError) as error:
             raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from error
         if type(array) is not list or not array:
             raise ProtocolError("expected a msgpack array [tag, *fields]")
         tag = array[0]
         if type(tag) is not int or not 0 <= tag < len(self._constructors):
             raise ProtocolError(f"unknown message tag {tag!r}")
-        del array[0]
-        return self._constructors[tag](array, "")
+        return self._constructors[tag](array[1:], "")
+
+
+# The first byte of a msgpack array with a length of two bytes; that of a shorter one is below, and has the length.
+ARRAY_16 = 0xDC
+
+
+def _decoder(tag: int, cls: type) -> "msgspec.msgpack.Decoder[Any]":
+    """Decodes frames of exactly this tag and the fields of this class."""
+    hints = typing.get_type_hints(cls)
+    names: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
+    return msgspec.msgpack.Decoder(tuple[(typing.Literal[tag], *[hints[name] for name in names])])  # type: ignore
 
 
 # --- checked constructors of messages ---
@@ -69,22 +91,10 @@ def _constructor(cls: type) -> Check:
     required = len(names) - len(cls._field_defaults)  # type: ignore[attr-defined]
     checks = [_check(hints[name]) for name in names]
     paths = [f"{cls.__name__}.{name}" for name in names]
-    # Usually all fields are there with exactly these types. One comparison shows it; then lists and records are left.
-    types = [hints[name] if hints[name] in SCALARS else list for name in names]
-    nested = [(index, checks[index], paths[index]) for index, kind in enumerate(types) if kind is list]
-    optional = [index for index, name in enumerate(names) if type(None) in typing.get_args(hints[name])]
 
     def construct(value: Any, path: str) -> Any:
         if type(value) is not list:
             raise ProtocolError(f"{path or cls.__name__}: expected an array, got {type(value).__name__}")
-        found = [*map(type, value)]
-        if optional and len(found) == len(types):
-            for index in optional:  # their own checks follow
-                found[index] = list
-        if found == types:
-            for index, check, where in nested:
-                value[index] = check(value[index], where)
-            return tuple.__new__(cls, value)  # skips the namedtuple's own __new__, a Python function
         if len(value) < required:
             raise ProtocolError(f"{cls.__name__}: expected at least {required} fields, got {len(value)}")
         return cls(*[check(item, where) for check, item, where in zip(checks, value, paths, strict=False)])
@@ -106,8 +116,6 @@ def _check(hint: Any) -> Check:
         def check_list(value: Any, path: str) -> Any:
             if type(value) is not list:
                 raise ProtocolError(f"{path}: expected an array, got {type(value).__name__}")
-            if {item}.issuperset(map(type, value)):  # scalars of the right type, or an empty list
-                return value
             return [check_item(entry, path) for entry in value]
 
         return check_list

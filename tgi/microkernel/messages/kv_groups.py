@@ -33,9 +33,12 @@ class KVGroup(NamedTuple):
     page_bytes: int = 0  # bytes of a page in this group, padding included; RECURRENT: of a state; 0: not told
     snapshots: int = 0  # RECURRENT: snapshots that the worker has memory for
     interval: int = 0  # RECURRENT: positions from one snapshot of a long prompt to the next
+    drafts: int = 0  # RECURRENT: drafts of a step before which the worker has memory to keep the state
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.window, self.page_bytes, self.snapshots, self.interval))  # a list has no hash
+        return hash(
+            (self.kind, self.window, self.page_bytes, self.snapshots, self.interval, self.drafts)
+        )  # a list has no hash
 
     @property
     def slides(self) -> bool:
@@ -76,6 +79,8 @@ def groups_out_of_range(groups: Sequence[KVGroup]) -> str:
             return f"a KV group of kind {group.kind!r}"
         if group.slides and not 1 <= group.window < 1 << 31:
             return f"a KV group with a window of {group.window}"
+        if not group.paged and not 0 <= group.drafts <= MAX_SNAPSHOTS:
+            return f"a KV group that keeps states before {group.drafts} drafts"
         if not group.paged and not (0 <= group.snapshots <= MAX_SNAPSHOTS and 1 <= group.interval < 1 << 31):
             return f"a KV group with {group.snapshots} snapshots, one every {group.interval} positions"
     if not groups[0].paged or not all(group.paged for group in groups[:-1]):
@@ -97,7 +102,8 @@ def make_groups(windows: Sequence[int | None], longest: int) -> list[KVGroup]:
     """The groups of a model whose layers have these sliding windows, in positions; None: full attention. Requests have
     at most `longest` tokens: a window that is as long needs no group of its own.
 
-    The first group has full attention, if any layer has. Its pages name the prefix that all groups share.
+    The first group has full attention, if any layer has. The block hashes of its pages stand for the prefix that all
+    groups share.
     """
     kinds: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):

@@ -1,8 +1,9 @@
 """Every message between processes. Read from top to bottom: links, the life of a request, then the messages in the
-order in which a request meets them (api, tokenizer, scheduler, worker, and back).
+order in which a request meets them (api, media, tokenizer, scheduler, worker, and back).
 
 Requests travel down, tokens travel up:
 
+    api  -- LoadImage -->  media  -- ImageLoaded -->  api, for each image of a request, before its Generate
     api  -- Generate, Tokenize, Cancel -->  tokenizer  -- Add, Cancel, Stop -->  scheduler  -- Step -------->  worker
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- StepResult --  worker
     (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
@@ -39,11 +40,12 @@ from tgi.microkernel.messages.sampling_params import SamplingDefaults, SamplingP
 # 2: RequestContext in Generate, Tokenize and Add. 3: KV groups, each with a page table of its own.
 PROTOCOL = 3
 # In the direction of requests.
-ROLES = ("api", "tokenizer", "scheduler", "worker")
+ROLES = ("api", "media", "tokenizer", "scheduler", "worker")
 # The roles of the peers of a link, by the own role and whether the link binds. So keys of front ends do not admit a
 # process that claims to be a scheduler.
 PEER_ROLES = {
-    ("api", False): ("tokenizer",),
+    ("api", False): ("media", "tokenizer"),
+    ("media", True): ("api",),
     ("tokenizer", True): ("api",),
     ("tokenizer", False): ("scheduler",),
     ("scheduler", True): ("tokenizer", "worker"),
@@ -122,6 +124,7 @@ class ModelSource(NamedTuple):
     labels: list[str] = []  # of a classifier, by index
     multi_label: bool = False  # its labels do not exclude each other
     prompts: list[str] = []  # names of the prompts that PoolingInput may ask for
+    image_token: str = ""  # what a prompt has for each image; "": the model reads text alone
 
 
 class Hello(NamedTuple):
@@ -196,10 +199,10 @@ class DeploymentLimits(NamedTuple):
 
     @property
     def state_slots(self) -> int:
-        """Recurrent states that the worker keeps: of the slots, of rows that pad a batch, and snapshots; 0: its model
-        has no recurrent layers."""
+        """Recurrent states that the worker keeps: of the slots, of rows that pad a batch, snapshots, and those before
+        the drafts of a step; 0: its model has no recurrent layers."""
         recurrent = recurrent_group(self.groups)
-        return 0 if recurrent is None else self.max_batch_size + 1 + recurrent.snapshots
+        return 0 if recurrent is None else self.max_batch_size + 1 + recurrent.snapshots + recurrent.drafts
 
     @property
     def cache_bytes(self) -> int:
@@ -226,7 +229,11 @@ def limits_out_of_range(limits: DeploymentLimits) -> str:
         for name, value in numbers.items()
         if not 1 <= value <= LARGEST_LIMITS.get(name, LARGEST_OTHER_LIMIT)
     ]
-    return "; ".join([*faults, *(fault for fault in [groups_out_of_range(limits.groups)] if fault)])
+    if fault := groups_out_of_range(limits.groups):
+        faults.append(fault)
+    if not faults and limits.pages_needed(1) > limits.pages:
+        faults.append(f"pages is {limits.pages}, {limits.pages_needed(1)} are needed for one token")
+    return "; ".join(faults)
 
 
 # What a request was promised with its tokens and pages; the same for every worker that may compute it.
@@ -440,6 +447,48 @@ CONTEXT_MAXIMA = {
 }
 
 
+# --- api -> media, and back -------------------------------------------------------------------------------------------
+
+
+class ImageInput(NamedTuple):
+    """An image of a prompt, which a media process has fetched, decoded and processed.
+
+    The prompt has a placeholder for each image, the model's image token, in the order of the images. The placeholder's
+    id is replaced by `prompt_ids`. The file `name` of the media directory has the tensors that the model's processor
+    returned (safetensors).
+    """
+
+    digest: bytes  # 16 bytes, of the encoded image, the processor's configuration and its arguments
+    prompt_ids: bytes  # int32
+    name: str  # see valid_file_name
+
+
+class LoadImage(NamedTuple):
+    """Asks a media process for the image at `url`: an https, http or data URL. Answered by ImageLoaded under the same
+    rid; a Cancel ends it without an answer. `images` is how many the prompt has: some processors divide an image into
+    tiles only if it is alone.
+
+    The media process keeps the image's file under `name` in the media directory, where the api removes it when the
+    request has ended. `detail` is OpenAI's: "low" makes the image small first.
+    """
+
+    rid: int
+    name: str  # see valid_file_name
+    url: str
+    detail: str = ""
+    context: RequestContext = RequestContext()
+    images: int = 1
+
+
+class ImageLoaded(NamedTuple):
+    """The answer to LoadImage. `error` is for the client; "" on success. `overloaded`: the same may succeed later."""
+
+    rid: int
+    image: ImageInput = ImageInput(b"", b"", "")
+    error: str = ""
+    overloaded: bool = False
+
+
 # --- api -> tokenizer -------------------------------------------------------------------------------------------------
 
 
@@ -473,6 +522,8 @@ class Generate(NamedTuple):
     `resume_ids`, from any api, takes it over: all is sent again under the new rid, then what follows.
 
     With `alone` the tokenizer works on the request only while it has nothing else in progress.
+
+    `images` belong to `inputs` or `chat`, whose text has a placeholder for each.
     """
 
     rid: int
@@ -501,10 +552,11 @@ class Generate(NamedTuple):
     context: RequestContext = RequestContext()
     pooling: PoolingInput | None = None  # with max_new_tokens 0: the request ends in a vector
     listed_texts: list[str] = []  # with `top_n` > 0
+    images: list[ImageInput] = []  # in the order of their placeholders
 
 
 class Tokenize(NamedTuple):
-    """A request of the tokenize routes. `chat` and `alone` as in Generate. Answered by Tokenized."""
+    """A request of the tokenize routes. `chat`, `alone` and `images` as in Generate. Answered by Tokenized."""
 
     rid: int
     inputs: str
@@ -513,6 +565,7 @@ class Tokenize(NamedTuple):
     alone: bool = False
     context: RequestContext = RequestContext()
     ids: bytes = b""  # int32: to be converted to text, in place of `inputs`
+    images: list[ImageInput] = []
 
 
 class Cancel(NamedTuple):
@@ -572,6 +625,31 @@ class PageExtra(NamedTuple):
     digest: bytes
 
 
+class ImageSegment(NamedTuple):
+    """The ids of a prompt that stand for an image: their embeddings come from the model's vision tower.
+
+    `length` ids from `position` on; those among them that are not the model's image token, such as marks of rows, are
+    embedded as text. The worker reads the file `name` of the media directory when it computes the image, and keeps
+    its embeddings under the `digest`.
+    """
+
+    position: int
+    length: int
+    digest: bytes
+    name: str  # see valid_file_name
+
+
+# Of an image's digest, and of the name of its file.
+IMAGE_DIGEST_BYTES = 16
+MAX_FILE_NAME = 255
+
+
+def valid_file_name(name: str) -> bool:
+    """Whether this names a file of the media directory itself: letters, digits, `.`, `-` and `_`, not a dot first."""
+    plain = name.isascii() and name.replace("-", "").replace("_", "").replace(".", "").isalnum()
+    return plain and not name.startswith(".") and len(name) <= MAX_FILE_NAME
+
+
 class Add(NamedTuple):
     """A tokenized request. `resume_ids` were generated before (by a worker or scheduler that died, or before a
     preemption): they are computed as prefill and count as generated.
@@ -583,6 +661,8 @@ class Add(NamedTuple):
     `prompt_logprobs_from` and `prompt_top_n` as in Generate, answered by PromptLogprobs; 0: not wanted. With
     `max_new_tokens` 0 they or `pooling` are required: the request ends when all prompt logprobs were sent, or with the
     vector of its prompt.
+
+    For each of `images` the prefix cache needs one of `extras`, at its position.
     """
 
     rid: int
@@ -597,6 +677,7 @@ class Add(NamedTuple):
     context: RequestContext = RequestContext()
     pooling: bool = False  # the request ends in a vector (End.vector)
     extras: list[PageExtra] = []  # in the order of positions
+    images: list[ImageSegment] = []  # in the order of positions, none of them in another
 
 
 class Stop(NamedTuple):
@@ -622,6 +703,7 @@ class SlotAssignment(NamedTuple):
     prompt_logprobs_from: int = 0
     prompt_top_n: int = 0
     extras: list[PageExtra] = []  # of its pages, the adapter included; HeldPages tells them to the next scheduler
+    images: list[ImageSegment] = []  # of its prompt
 
 
 class Step(NamedTuple):
@@ -641,6 +723,8 @@ class Step(NamedTuple):
     Speculation: row k also computes drafts[k] draft tokens after the known ones. It samples after each draft token as
     long as the draft matches the sampled token, so it yields 1 to drafts[k] + 1 tokens (StepResult.counts). The length
     of the row is unknown until then: the step after a step with drafts is sent only when that has been answered.
+    The worker takes the states of recurrent layers back to the first rejected draft. A step has no more drafts than
+    the group of such layers (KVGroup.drafts) tells.
     """
 
     number: int  # counts up from 1 in an epoch
@@ -888,6 +972,8 @@ MESSAGES: list[type] = [
     GroupFormed,
     ReadAdapter,
     OfferMemory,
+    LoadImage,
+    ImageLoaded,
 ]
 
 codec = Codec(MESSAGES)

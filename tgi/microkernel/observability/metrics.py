@@ -56,7 +56,7 @@ QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)  # of summaries
 class Series(NamedTuple):
     """One row of the table. `buckets` are the upper bounds of a histogram, or "input" / "total": 100 equal buckets up
     to the maximum of prompt / total tokens, known when the worker has measured its limits. `values` are those of each
-    label of an own counter or histogram."""
+    label of an own counter or histogram; without them it appears with its first sample."""
 
     kind: str  # counter, gauge, histogram, summary
     help: str
@@ -125,6 +125,11 @@ OWN_SERIES: dict[str, Series] = {
     "tgi_adapters_loaded": Series("gauge", "LoRA adapters that requests may name"),
     "tgi_last_progress_timestamp_seconds": Series(
         "gauge", "When a process last had no work, or finished a part of it (Unix time)", ("process",)
+    ),
+    "tgi_energy_joules": Series(
+        "counter",
+        "Energy that the devices of the workers have taken since these were ready: GPUs, processor packages",
+        ("source",),
     ),
     "tgi_worker_losses": Series("counter", "Times that the worker process was lost"),
     "tgi_quarantined_requests": Series("counter", "Requests put into quarantine because they crash processes"),
@@ -243,7 +248,7 @@ def render(directory: Path | None = None) -> str:
         directory = _process.store.directory
     found = metric_store.sum_over_processes(directory)
     for name, series in OWN_SERIES.items():
-        if series.kind != "gauge":
+        if series.kind != "gauge" and len(series.values) == len(series.labels):
             found[name] = {labels: {} for labels in product(*series.values)} | found.get(name, {})
     return "".join(line for name in SERIES if name in found for line in _family(name, found[name]))
 

@@ -134,6 +134,10 @@ class Process:
         """The names of the links that tokenizers of this pipeline have bound."""
         return rundir.tokenizer_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline))
 
+    def media_sockets(self) -> set[str]:
+        """The names of the links that media processes of this pipeline have bound."""
+        return rundir.media_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline))
+
     def scheduler_sockets(self, side: str) -> set[str]:
         """The names of the links that schedulers of this pipeline have bound: see `rundir.scheduler_socket`."""
         return rundir.scheduler_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline), side)

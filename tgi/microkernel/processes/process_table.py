@@ -46,6 +46,8 @@ class Load(NamedTuple):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     tokens_per_second: float = 0.0
     first_token_ms: float | None = None  # mean time to the first token; None: there was none
+    watts: float | None = None  # of the devices that the workers measure; None: of none
+    joules_per_token: float | None = None  # None: not measured, or no tokens
 
 
 class _Sample(NamedTuple):
@@ -56,6 +58,7 @@ class _Sample(NamedTuple):
     tokens: float
     first_tokens: float
     first_token_seconds: float
+    joules: float
 
 
 class Deployment:
@@ -99,6 +102,8 @@ class Deployment:
             "first_token_ms": _rounded(load.first_token_ms),
             "kv_cache_used": _rounded(load.kv_pages_used / pages if pages else None, 3),
             "prefix_hit_rate": _rounded(hit_rate, 3),
+            "watts": _rounded(load.watts),
+            "joules_per_token": _rounded(load.joules_per_token, 3),
         }
 
 
@@ -142,12 +147,16 @@ class Sampler:
 
         first_tokens, first_token_seconds = _count_and_sum(parts("tgi_time_to_first_token_duration"))
         later_tokens, _ = _count_and_sum(parts("tgi_inter_token_duration"))
-        sample = _Sample(time.monotonic(), cpu_seconds, first_tokens + later_tokens, first_tokens, first_token_seconds)
+        energy = series.get("tgi_energy_joules", {})
+        joules = sum(one.get(None, 0.0) for one in energy.values())
+        tokens = first_tokens + later_tokens
+        sample = _Sample(time.monotonic(), cpu_seconds, tokens, first_tokens, first_token_seconds, joules)
         self._samples.append(sample)
         while len(self._samples) > 2 and sample.time - self._samples[0].time > WINDOW_SECONDS:
             self._samples.popleft()
         before = self._samples[0]
         seconds, answered = sample.time - before.time, sample.first_tokens - before.first_tokens
+        taken, made = max(0.0, joules - before.joules), tokens - before.tokens
         load = Load(
             running=gauge("tgi_batch_current_size"),
             queued=gauge("tgi_queue_size"),
@@ -159,6 +168,8 @@ class Sampler:
             first_token_ms=1000 * (sample.first_token_seconds - before.first_token_seconds) / answered
             if answered > 0
             else None,
+            watts=taken / seconds if energy and seconds else None,
+            joules_per_token=taken / made if energy and made > 0 else None,
         )
         shares = [
             row._replace(cpu_percent=100 * max(0.0, cpu_seconds[row.pid] - before.cpu_seconds[row.pid]) / seconds)

@@ -68,7 +68,9 @@ def restart(supervisor: Supervisor, target: str) -> Operation:
 def scale(supervisor: Supervisor, role: str, count: int) -> Operation:
     """Starts or retires front ends, tokenizers or replicas of this supervisor until there are `count`."""
     if role != REPLICA and (role not in DRAIN_ORDER or role in SINGLE_ROLES):
-        raise UserError(f"Only api, tokenizer and replica can be scaled, not {role}.")
+        raise UserError(f"Only api, media, tokenizer and replica can be scaled, not {role}.")
+    if role == "media" and not supervisor.settings.sees_images:
+        raise UserError("This server has no media processes: its model is served without images.")
     if not 1 <= count <= MAX_REPLICAS:
         raise UserError(
             f"{count} processes of the role {role} are not possible: give a number from 1 to {MAX_REPLICAS}."
@@ -123,10 +125,11 @@ def reload(supervisor: Supervisor, settings: Settings, drain_first: bool) -> Ope
         raise UserError(f"Other supervisors run processes of this server (pids {pids}): end them before `tgi reload`.")
     require_reloadable(supervisor.settings)
     old = [spec for role in DRAIN_ORDER for spec in supervisor.processes(role)]
-    if {spec.role for spec in old} != {*DRAIN_ORDER}:
+    if {spec.role for spec in old} - {"media"} != {*DRAIN_ORDER} - {"media"}:
         raise UserError("Only a server of one `tgi up` can be reloaded: this supervisor does not run all roles.")
     pipeline = supervisor.create_pipeline(settings)
-    below = [spec.role for spec in reversed(old) if spec.role != "api"]
+    below = [spec.role for spec in reversed(old) if spec.role not in ("api", "media")]
+    below += ["media"] * (settings.media_workers if settings.sees_images else 0)
     front_ends = [spec.role for spec in old if spec.role == "api"]
     try:
         if drain_first:

@@ -288,6 +288,8 @@ class Supervisor:
         directory = rundir.pipeline_directory(self.settings.run_dir, spec.pipeline)
         if spec.role == "tokenizer":
             (directory / rundir.tokenizer_socket(spec.replica)).unlink(missing_ok=True)
+        elif spec.role == "media":
+            (directory / rundir.media_socket(spec.replica)).unlink(missing_ok=True)
         elif spec.role == "scheduler":
             for side in ("front", "back"):
                 (directory / rundir.scheduler_socket(spec.index, side)).unlink(missing_ok=True)
@@ -462,7 +464,7 @@ class Supervisor:
             deadline = time.monotonic() + grace
             if patient and self._children_of(role):
                 log.info("draining: requests in flight may take up to %g s; a second signal ends them at once", grace)
-            order = HAND_OVER if role == "tokenizer" and self._shares(role) else signal.SIGTERM
+            order = HAND_OVER if role in ("media", "tokenizer") and self._shares(role) else signal.SIGTERM
             for child in self._children_of(role):
                 child.signal(order)
             while (

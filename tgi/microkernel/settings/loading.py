@@ -118,7 +118,7 @@ def _invalid(text: str) -> UserError:
 def _reject_contradictions(settings: Settings) -> None:
     """Raises UserError for settings that contradict each other, with TGI's messages if it has them."""
     from tgi.microkernel.messages.protocol import (
-        MAX_TOP_TOKENS,  # scripts/install.py imports this module without msgpack
+        MAX_TOP_TOKENS,  # scripts/install.py imports this module without msgspec
     )
 
     tokens, length, total = settings.max_input_tokens, settings.max_input_length, settings.max_total_tokens

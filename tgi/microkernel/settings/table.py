@@ -97,10 +97,10 @@ KERNEL = "the device determines the attention kernel"
 
 ONE_SHARD = "there is one shard"
 
-NO_IMAGES = "images are not served yet"
-
 # Draft tokens per step: the default with a draft model, and the maximum (longer drafts gain little).
 DEFAULT_SPECULATED_TOKENS, MAX_SPECULATED_TOKENS = 4, 16
+# The draft_model_id that means the served model's own layer for multi-token prediction.
+MTP = "mtp"
 
 # Defaults per device. Steps are not interrupted: on CPU a long prefill would delay the next token of all requests.
 DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -261,6 +261,38 @@ class Settings:
     ui: bool = setting(SERVING, True, "Serve the page for browsers at / and /ui.", boolean, env=("TGI_UI",))
     api_workers: int = setting(SERVING, 1, "Front end processes on the port.", count, env=("TGI_API_WORKERS",))
     validation_workers: int = setting(SERVING, 2, "Tokenizer processes.", integer)
+    media_workers: int = setting(
+        SERVING,
+        1,
+        "Processes that load images, for models that see them; 0: such a model is served without images.",
+        integer,
+        env=("TGI_MEDIA_WORKERS",),
+    )
+    image_urls: bool = setting(
+        SERVING,
+        True,
+        "Fetch images from https and http URLs, not from data URLs alone.",
+        boolean,
+        env=("TGI_IMAGE_URLS",),
+    )
+    allowed_image_hosts: tuple[str, ...] = setting(
+        SERVING,
+        (),
+        "Hosts that images may be fetched from; *.NAME stands for all below a name. Repeatable.",
+        text,
+        env=("TGI_ALLOWED_IMAGE_HOSTS",),
+        separator=",",
+        unset="all with public addresses",
+    )
+    allow_private_image_hosts: tuple[str, ...] = setting(
+        SERVING,
+        (),
+        "Hosts that images may be fetched from although their addresses are not public. Repeatable.",
+        text,
+        env=("TGI_ALLOW_PRIVATE_IMAGE_HOSTS",),
+        separator=",",
+        unset="none",
+    )
     prometheus_port: int | None = setting(
         SERVING, None, "Additional port for /metrics.", tcp_port, unset="none; /metrics is on --port"
     )
@@ -336,7 +368,11 @@ class Settings:
         LIMITS, None, "Longest prompt plus generated tokens.", count, unset="what model and memory allow"
     )
     max_batch_size: int | None = setting(
-        LIMITS, None, "Requests computed concurrently.", count, unset=_per_device(DEFAULT_BATCH_SIZE)
+        LIMITS,
+        None,
+        "Requests computed concurrently; by default fewer of models with large recurrent states.",
+        count,
+        unset=_per_device(DEFAULT_BATCH_SIZE),
     )
     max_batch_prefill_tokens: int | None = setting(
         LIMITS,
@@ -356,6 +392,14 @@ class Settings:
         LIMITS, 3.0, "Seconds of computation that compiling a grammar may take; more is a 422.", seconds
     )
     payload_limit: int = setting(LIMITS, 2_000_000, "Largest request body in bytes.", count)
+    max_images: int = setting(LIMITS, 16, "Images of one prompt.", count, env=("TGI_MAX_IMAGES",))
+    max_image_fetch_size: int = setting(LIMITS, 33_554_432, "Largest fetched image in bytes.", count)
+    max_image_pixels: int = setting(
+        LIMITS, 40_000_000, "Largest image in pixels.", count, env=("TGI_MAX_IMAGE_PIXELS",)
+    )
+    image_fetch_timeout: float = setting(
+        LIMITS, 10.0, "Seconds that fetching an image may take.", seconds, env=("TGI_IMAGE_FETCH_TIMEOUT",)
+    )
     read_timeout: float = setting(
         LIMITS,
         30.0,
@@ -491,8 +535,8 @@ class Settings:
     draft_model_id: str | None = setting(
         SPECULATION,
         None,
-        "Draft model with the same vocabulary: Hub id, local directory or .gguf file. Without it, n-grams of the "
-        "request are drafted.",
+        "Draft model with the same vocabulary: Hub id, local directory or .gguf file; or mtp: the served model's own "
+        "layer for multi-token prediction. Without it, n-grams of the request are drafted.",
         text,
         env=("TGI_DRAFT_MODEL_ID",),
         unset="none",
@@ -703,19 +747,6 @@ class Settings:
         also=("REQUEST_LOGPROBS",),
         ignored="computed for requests that ask for them",
     )
-    allow_image_urls: tuple[str, ...] = setting(
-        COMPATIBILITY,
-        (),
-        "Hosts that images may be fetched from. Repeatable.",
-        text,
-        env=("TGI_ALLOW_IMAGE_URLS",),
-        separator=",",
-        ignored=NO_IMAGES,
-        unset="none",
-    )
-    max_image_fetch_size: int = setting(
-        COMPATIBILITY, 1_073_741_824, "Maximum size of a fetched image in bytes.", count, ignored=NO_IMAGES
-    )
     shard_uds_path: str | None = setting(
         COMPATIBILITY,
         None,
@@ -744,6 +775,7 @@ class Settings:
     model_sha: str | None = None  # its commit, if it came from the Hub
     model_source: str = ""  # its origin, as text
     model_pipeline_tag: str | None = None
+    sees_images: bool = False  # media processes run
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # resolved from `generation_config`
     draft_model_dir: Path | None = None  # the resolved draft_model_id
     adapters: tuple[tuple[str, str], ...] = ()  # (name, directory) of each of lora_adapters

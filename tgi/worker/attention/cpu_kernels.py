@@ -37,17 +37,20 @@ class CpuKernelAttention:
         self._cache: list[Tensor] = []  # of all caches
         self._places: list[tuple[int, Tensor]] = [(0, torch.empty(0))] * kv.layers  # of each layer, its group and cache
         for spec, layers in kv.by_shape():
-            size = spec.token_bytes * PAGE_SIZE // (spec.caches * spec.kv_heads)  # bytes of a page and head
+            size = spec.token_bytes * PAGE_SIZE // (max(1, spec.caches) * spec.kv_heads)  # bytes of a page and head
             caches = [_mapped((pages, spec.kv_heads, size)) for _ in range(spec.caches)]
             self._cache += caches
             for layer, (group, cache) in zip(layers, spec.places, strict=True):
                 self._places[layer] = group, caches[cache]
         # For a program, int64 [layers, 2]: the address of each layer's cache, and its KV group.
-        self.caches = torch.tensor([[cache.data_ptr(), group] for group, cache in self._places])
+        addresses = [(cache.data_ptr(), group) for group, cache in self._places]
+        self.caches = torch.tensor(addresses, dtype=torch.int64).view(-1, 2)
         self._mapped = [0] * len(self._cache)  # bytes at the beginning of each cache that are mapped
 
     def prefault_pages(self, used: int, further: int) -> bool:
         """See PrefaultingBackend. One call maps one large page of one cache."""
+        if not self._cache:  # no layer has attention
+            return False
         sizes = [cache[0].nbytes for cache in self._cache]  # of a page
         self._mapped = [
             max(mapped, -(-used * size // LARGE_PAGE) * LARGE_PAGE)

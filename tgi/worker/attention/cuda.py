@@ -97,10 +97,15 @@ class CudaAttention:
         assert kernels is not None
         cache = self._caches[place]
         key_scale, value_scale = scales = kv.layer_scales(layer)
-        query = kernels.rotate_and_write_kv(
-            qkv, cache.keys, cache.values, plan.slot_mapping[group], scales, transform.rotation, transform.norm
-        )
-        mixed = torch.empty_like(query)
+        slots = plan.slot_mapping[group]
+        if kv.value_dim is None:
+            query = kernels.rotate_and_write_kv(
+                qkv, cache.keys, cache.values, slots, scales, transform.rotation, transform.norm
+            )
+        else:
+            assert transform.norm is None
+            query = kernels.rotate_and_write_latent(qkv, cache.keys, slots, key_scale, transform.rotation)
+        mixed = torch.empty(*query.shape[:2], kv.result_dim, dtype=query.dtype, device=query.device)
         for rows in plan.groups[group]:
             kernels.paged_attention(
                 *(query, cache.keys, cache.values, rows, mixed, scale * key_scale),

@@ -17,11 +17,20 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.decoder_config import HeadShape
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform
 from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.gpu_kernels.lora_arguments import LoraRuns
 from tgi.worker.kv_cache_sizes import cpu_head_dim, token_bytes
 from tgi.worker.state_cache import StateCache, StateRows, StateSpec
 
 if TYPE_CHECKING:
     from tgi.worker.lora.deltas import AdapterSpan
+
+
+class ImageRows(NamedTuple):
+    """The tokens of a step that stand for parts of images, as the vision tower computed them."""
+
+    indices: Tensor  # int64 [n] into T, distinct
+    embeddings: Tensor  # [n, hidden], in place of those of the tokens
+    deeper: tuple[Tensor, ...] = ()  # [n, hidden] each: added to the result of each of the first layers
 
 
 class ForwardBatch(NamedTuple):
@@ -47,6 +56,13 @@ class ForwardBatch(NamedTuple):
     # int32 [R]: the slot of the StateCache that each row reads and overwrites; no two rows of one. A row without tokens
     # before this step starts from zeros, whatever its slot holds. None: the model has no recurrent layers.
     state_slots: Tensor | None = None
+    # int32 [T]: the slot that keeps the state as it is after each token, for the tokens before the drafts of a row; 0
+    # for all others. None: the step has no drafts, or the model no recurrent layers.
+    kept_states: Tensor | None = None
+    lora_runs: LoraRuns | None = None  # instead of `lora_spans` in a captured step
+    images: ImageRows | None = None
+    # int64 [3, T], or [T] if they are the same on each axis: what the rotary embedding takes in place of `positions`.
+    rope_positions: Tensor | None = None
 
 
 class Reach(NamedTuple):
@@ -179,7 +195,7 @@ class KVCacheSpec(NamedTuple):
         """The size of each layer, and its bytes in a page of this many tokens; empty: all are alike."""
         found = {
             shape: spec.token_bytes * page_size // spec.caches
-            for spec, _ in self.by_shape()
+            for spec, _ in (self.by_shape() if self.shapes else [])
             for shape in [HeadShape(spec.kv_heads, spec.head_dim)]
         }
         return [(shape, found[shape]) for shape in self.shapes]
@@ -257,4 +273,4 @@ def state_rows(batch: ForwardBatch, attention: AttentionBackend) -> StateRows | 
         return None
     assert batch.state_slots is not None
     columns = batch.state_slots, batch.cu_query_lens, batch.context_lens, batch.query_lens_host
-    return StateRows(attention.state, *columns)
+    return StateRows(attention.state, *columns, batch.kept_states)

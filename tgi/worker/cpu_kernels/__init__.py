@@ -22,7 +22,7 @@ C++ sources, from the bottom up (interface.cpp lists all functions that Python c
   Each kind of weight formats is compiled in a file of its own (linear_numbers.cpp, ...),
 - head, argmax: logits, and greedy tokens without storing the logits,
 - attention.cpp with kv_cache.h, attention_tile.h and online_softmax.h: paged attention,
-- causal_conv, delta_rule: recurrent layers (recurrent.py),
+- causal_conv, delta_rule, ssd: recurrent layers (recurrent.py),
 - norm, rope, lora, gate, gather_rows: the other operations of a layer,
 - program: the recorded layers; quantize_weights: see quantizer; memory_read, fma_peak: measurements.
 

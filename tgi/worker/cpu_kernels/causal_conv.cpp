@@ -52,6 +52,8 @@ struct ConvJob final : Job {
             for (int64_t n = 0; n < past; n++) window[n] = window[n + 1];
             sum = form == ConvForm::GATED ? sum * load_first(x + size, count) : silu(sum);
             store_first(call.y + token * call.y_step + at, sum, count);
+            if (Element* const kept = rows.kept_state(call.window, token))
+                for (int64_t n = 0; n < past; n++) store_first(kept + n * size + at, window[n], count);
         }
         for (int64_t n = 0; n < past; n++) store_first(state + n * size, window[n], count);
     }

@@ -18,11 +18,18 @@ struct StateRows {
         return (T*)((uint8_t*)first + slots[row] * slot_bytes);
     }
 
+    // The state in the slot that keeps it as it is after this token, from its address in slot 0; null: none does.
+    template <class T>
+    T* kept_state(T* first, int64_t token) const {
+        return kept && kept[token] ? (T*)((uint8_t*)first + kept[token] * slot_bytes) : nullptr;
+    }
+
     const int32_t* slots;  // [rows]
     const int32_t* bounds;  // [rows + 1]: the tokens of row r are bounds[r] .. bounds[r + 1] - 1
     const int32_t* contexts;  // [rows] tokens of each sequence, those of this step included
     int64_t rows;
     int64_t slot_bytes;  // from one slot to the next
+    const int32_t* kept;  // [tokens] the slot that keeps the state after each token; 0: none; null: none of all
 };
 
 // What is convolved and what becomes of it.

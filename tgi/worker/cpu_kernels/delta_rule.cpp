@@ -103,7 +103,7 @@ struct DeltaJob final : Job {
         scale_to(q, tokens.q[n], call.key_dim, 1.f / std::sqrt(float(call.key_dim)));
         scale_to(q + call.key_heads * call.key_dim, tokens.k[n], call.key_dim, 1.f);
         const Element* ba = call.ba + token * 2 * call.value_heads;
-        tokens.beta[n] = 1.f / (1.f + std::exp(-to_float(ba[head])));
+        tokens.beta[n] = call.most / (1.f + std::exp(-to_float(ba[head])));
         const float a = to_float(ba[call.value_heads + head]);
         tokens.keep[n] = std::exp(-call.decay[head] * softplus(a + call.offset[head]));
     }
@@ -112,9 +112,16 @@ struct DeltaJob final : Job {
     void columns(float* state, int64_t head, int64_t token, int64_t count, int64_t at, HeadTokens& tokens) const {
         const int64_t values = 2 * call.key_heads * call.key_dim + head * call.value_dim + at;
         const int64_t last = std::min(call.value_dim - at, LANES);
-        for (int64_t n = 0; n < count; n++)
+        for (int64_t n = 0; n < count; n++) {
             update<vectors>(state + at, call.key_dim, call.value_dim, tokens.q[n], tokens.k[n], tokens.keep[n],
                 tokens.beta[n], call.x + (token + n) * call.x_step + values, tokens.y[n] + at, last);
+            float* const kept = rows.kept_state(call.state, token + n);
+            if (!kept) continue;
+            const int64_t from = head * call.key_dim * call.value_dim + at;
+            for (int64_t i = 0; i < call.key_dim; i++)
+                std::copy_n(state + i * call.value_dim + at, vectors == 1 ? last : vectors * LANES,
+                    kept + from + i * call.value_dim);
+        }
     }
 
     void finish(int64_t head, int64_t token, const float* out) const {

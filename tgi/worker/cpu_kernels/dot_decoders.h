@@ -1,8 +1,9 @@
 // Decoders of quantized panels for the dot engine, for products and for gathered rows. packed_weight.cpp describes the layouts.
 //
-// GroupDecoder computes bfloat16(scale * code + shift) in float32. The product is exact (a float16 has 11 significant
-// bits, a code 8), so a fused multiply-add gives the same. Scales and shifts are multiples of 2^-24, so results are
-// zero or far above the subnormal numbers, which a conversion to bfloat16 may flush to zero.
+// GroupDecoder computes bfloat16(scale * code + shift) in float32. With scales in float16 the product is exact (a float16
+// has 11 significant bits, a code 8), so a fused multiply-add gives the same. Scales and shifts are multiples of 2^-24,
+// so results are zero or far above the subnormal numbers, which a conversion to bfloat16 may flush to zero. Scales in
+// float32 have no shifts here, so that there is nothing to fuse.
 //
 // NibbleDecoder maps 4-bit codes to 8-bit integers by a table of 16 numbers for each of 8 factors.
 #pragma once
@@ -16,9 +17,10 @@ namespace tgi {
 // A value per output for 32 outputs, expanded for the vectors of a tile: vector v has the values of outputs 8 v to 8 v
 // + 7, each twice, for both inputs of a pair.
 struct OutputVectors {
-    TGI_INLINE void set(const uint8_t* halves) {
+    // `wide`: the values are float32, else float16.
+    TGI_INLINE void set(const uint8_t* values, bool wide) {
         for (int v = 0; v < 4; v += 2) {
-            const Float both = load((const f16*)(halves + 16 * v));
+            const Float both = wide ? load((const float*)values + 8 * v) : load((const f16*)values + 8 * v);
             each[v] = twice<0>(both), each[v + 1] = twice<1>(both);
         }
     }
@@ -33,7 +35,7 @@ class GroupDecoder {
     static constexpr int64_t step = 32, right = 512;  // as of `amx_columns`
 
     GroupDecoder(const PackedWeight& packed, const uint8_t* panel)
-        : group_(packed.form.group), at_(panel), inputs_left_(packed.inputs) {}
+        : group_(packed.form.group), scale_bytes_(packed.form.group_bytes()), at_(panel), inputs_left_(packed.inputs) {}
 
     // The next 32 inputs, in a buffer of the decoder.
     const bf16* next_block() {
@@ -51,26 +53,24 @@ class GroupDecoder {
         for (int64_t line = 0; line <= 2 * TILE; line += CACHE_LINE) prefetch_l1(at_ + PREFETCH_DISTANCE + line);
         inputs_left_ -= 32;
         if (group_ == 16) {
-            const uint8_t* codes = at_ + 2 * SCALES;
+            const uint8_t* codes = at_ + 2 * scale_bytes_;
             for (int half = 0; half < 2; half++) {
-                scale(at_ + half * SCALES);
+                scale(at_ + half * scale_bytes_);
                 tiles<8>(codes + half * TILE / 2, to + half * 256);
             }
             at_ = codes + 2 * TILE;
             return;
         }
-        if (group_inputs_left_ == 0) scale(at_), at_ += SCALES, group_inputs_left_ = group_;
+        if (group_inputs_left_ == 0) scale(at_), at_ += scale_bytes_, group_inputs_left_ = group_;
         group_inputs_left_ -= 32;
         tiles<16>(at_, to);
         at_ += 2 * TILE;
     }
 
   private:
-    static constexpr int64_t SCALES = shifts ? 128 : 64;  // bytes of a group
-
     void scale(const uint8_t* at) {
-        scale_.set(at);
-        if (shifts) shift_.set(at + 64);
+        scale_.set(at, !shifts && scale_bytes_ == 4 * PANEL);
+        if (shifts) shift_.set(at + 64, false);
     }
 
     TGI_INLINE static Float number(Float code, Float scale, Float shift) {
@@ -100,7 +100,7 @@ class GroupDecoder {
         }
     }
 
-    const int64_t group_;
+    const int64_t group_, scale_bytes_;  // inputs of a group, bytes of its scales and shifts
     const uint8_t* at_;
     int64_t inputs_left_, group_inputs_left_ = 0;
     bool decoded_ahead_ = false;

@@ -23,6 +23,7 @@
 #include "gather_rows.h"
 #include "thread_pool.h"
 #include "rope.h"
+#include "ssd.h"
 
 using namespace tgi;
 
@@ -148,8 +149,9 @@ void tgi_norm(ThreadPool* pool, const Element* x, const float* weight, const flo
 
 void tgi_causal_conv(ThreadPool* pool, const Element* x, Element* y, Element* window, const float* weight,
     const float* bias, int64_t channels, int64_t kernel, int64_t x_step, int64_t y_step, int64_t form,
-    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes) {
-    causal_conv(*pool, {slots, bounds, contexts, rows, slot_bytes},
+    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes,
+    const int32_t* kept) {
+    causal_conv(*pool, {slots, bounds, contexts, rows, slot_bytes, kept},
         {x, y, window, weight, bias, channels, kernel, x_step, y_step, ConvForm(form)});
 }
 
@@ -157,10 +159,27 @@ void tgi_sigmoid_gate(ThreadPool* pool, const Element* x, Element* y, int64_t si
 
 // `sizes`: key_heads, value_heads, key_dim, value_dim, x_step, z_step.
 void tgi_delta_rule(ThreadPool* pool, const Element* x, const Element* z, const Element* ba, Element* y, float* state,
-    const float* decay, const float* offset, const float* norm, const int64_t* sizes, float epsilon,
-    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes) {
-    delta_rule(*pool, {slots, bounds, contexts, rows, slot_bytes},
-        {x, z, ba, y, state, decay, offset, norm, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], epsilon});
+    const float* decay, const float* offset, const float* norm, const int64_t* sizes, float epsilon, float most,
+    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes,
+    const int32_t* kept) {
+    delta_rule(*pool, {slots, bounds, contexts, rows, slot_bytes, kept},
+        {x, z, ba, y, state, decay, offset, norm, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], epsilon,
+            most});
+}
+
+// `sizes`: heads, groups, head_dim, state_dim, x_step, dt_step.
+void tgi_ssd(ThreadPool* pool, const Element* x, const Element* dt, Element* y, float* state, const float* decay,
+    const float* offset, const float* skip, const int64_t* sizes, float dt_scale, float least, float most,
+    const int32_t* slots, const int32_t* bounds, const int32_t* contexts, int64_t rows, int64_t slot_bytes,
+    const int32_t* kept) {
+    ssd(*pool, {slots, bounds, contexts, rows, slot_bytes, kept},
+        {x, dt, y, state, decay, offset, skip, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], dt_scale,
+            least, most});
+}
+
+void tgi_gated_norm(ThreadPool* pool, Element* y, const Element* z, const float* weight, int64_t tokens, int64_t groups,
+    int64_t size, int64_t z_step, float gate_scale, float epsilon, int64_t form) {
+    gated_norm(*pool, {y, z, weight, tokens, groups, size, z_step, gate_scale, epsilon, GatedNormForm(form)});
 }
 
 // `rule`: experts, top_k, groups, top_groups, score, normalized, group_best, scales_inputs. `shape`, of an expert and of the shared
@@ -257,9 +276,22 @@ void tgi_program_conv(Program* program, int64_t x, int64_t y, int64_t window, co
 
 void tgi_program_delta_rule(Program* program, int64_t x, int64_t ba, int64_t y, int64_t z, int64_t state,
                             const float* decay, const float* offset, const float* norm, int64_t key_heads,
-                                int64_t value_heads, int64_t key_dim, int64_t value_dim, float epsilon) {
+                                int64_t value_heads, int64_t key_dim, int64_t value_dim, float epsilon, float most) {
     program->delta_rule(x, ba, y, z, state, {nullptr, nullptr, nullptr, nullptr, nullptr, decay, offset, norm,
-        key_heads, value_heads, key_dim, value_dim, 0, 0, epsilon});
+        key_heads, value_heads, key_dim, value_dim, 0, 0, epsilon, most});
+}
+
+void tgi_program_ssd(Program* program, int64_t x, int64_t dt, int64_t y, int64_t state, const float* decay,
+                     const float* offset, const float* skip, int64_t heads, int64_t groups, int64_t head_dim,
+                         int64_t state_dim, float dt_scale, float least, float most) {
+    program->ssd(x, dt, y, state, {nullptr, nullptr, nullptr, nullptr, decay, offset, skip, heads, groups, head_dim,
+        state_dim, 0, 0, dt_scale, least, most});
+}
+
+void tgi_program_gated_norm(Program* program, int64_t y, int64_t x, int64_t z, const float* weight, int64_t groups,
+                            int64_t size, float gate_scale, float epsilon, int64_t form) {
+    program->gated_norm(y, x, z, {nullptr, nullptr, weight, 0, groups, size, 0, gate_scale, epsilon,
+        GatedNormForm(form)});
 }
 
 void tgi_program_sigmoid_gate(Program* program, int64_t x, int64_t y) { program->sigmoid_gate(x, y); }

@@ -201,12 +201,12 @@ class CpuKernels:
     def supported_weight(self, weight: Weight) -> Weight:
         """The weight in types that `pack_weight` takes. Codes of a quantized weight are never converted.
 
-        The dot engine takes plain weights in bfloat16, and scales of groups in float16. Otherwise a plain weight gets
-        this library's type, except that with float32 one of 16 bits is kept: products widen it, which is exact and
-        reads half the memory.
+        The dot engine takes plain weights in bfloat16, and scales of groups with shifts in float16. Otherwise a plain
+        weight gets this library's type, except that with float32 one of 16 bits is kept: products widen it, which is
+        exact and reads half the memory.
         """
         if not isinstance(weight, Tensor):
-            if weight.is_integer or not self.dot_engine or weight.scales.dtype is torch.float16:
+            if weight.is_integer or not self.dot_engine or weight.shifts is None:
                 return weight
             return weight.with_factors(torch.float16)
         keep = self.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
@@ -242,7 +242,7 @@ class CpuKernels:
             else:
                 assert weight.group in GROUPS
                 assert weight.shifts is None or weight.shifts.dtype is weight.scales.dtype
-                assert not self.dot_engine or weight.scales.dtype is torch.float16
+                assert not self.dot_engine or weight.shifts is None or weight.scales.dtype is torch.float16
                 assert weight.factors is None
                 assert not weight.floating
                 self._pack_grouped(*map(_address, columns[:3]), *to)

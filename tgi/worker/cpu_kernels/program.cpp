@@ -143,6 +143,23 @@ void Program::delta_rule(Buffer x, Buffer ba, Buffer y, int64_t z, int64_t state
     });
 }
 
+void Program::ssd(Buffer x, int64_t dt, Buffer y, int64_t state, SsdCall call) {
+    call.x_step = call.dt_step = widths_[x];
+    operations_.push_back([=](const Run& run) mutable {
+        call.x = run.buffers[x], call.dt = call.x + dt, call.y = run.buffers[y];
+        call.state = (float*)run.inputs.state->tensors[state];
+        tgi::ssd(run.pool, run.state_rows(), call);
+    });
+}
+
+void Program::gated_norm(Buffer y, Buffer x, int64_t z, GatedNormCall call) {
+    call.z_step = widths_[x];
+    operations_.push_back([=](const Run& run) mutable {
+        call.y = run.buffers[y], call.z = run.buffers[x] + z, call.tokens = run.tokens;
+        tgi::gated_norm(run.pool, call);
+    });
+}
+
 void Program::sigmoid_gate(Buffer x, Buffer y) {
     operations_.push_back([=, width = widths_[x]](const Run& run) {
         tgi::sigmoid_gate(run.pool, run.buffers[x], run.buffers[y], run.tokens * width);

@@ -18,6 +18,7 @@
 #include "rank_group.h"
 #include "thread_pool.h"
 #include "rope.h"
+#include "ssd.h"
 
 namespace tgi {
 
@@ -58,6 +59,7 @@ struct StateStep {
     const int32_t* slots;  // [rows]
     int64_t slot_bytes;
     void* const* tensors;  // the address in slot 0 of each tensor of each recurrent layer
+    const int32_t* kept;  // as in StateRows
 };
 
 struct StepInputs {
@@ -93,6 +95,9 @@ class Program {
     void conv(Buffer x, Buffer y, int64_t window, ConvCall call);  // `window`: number of the state tensor
     // x has the columns of DeltaCall.x and, from `z` on, those of DeltaCall.z; `state`: number of the state tensor.
     void delta_rule(Buffer x, Buffer ba, Buffer y, int64_t z, int64_t state, DeltaCall call);
+    // x has the columns of SsdCall.x and, from `dt` on, those of SsdCall.dt; `state`: number of the state tensor.
+    void ssd(Buffer x, int64_t dt, Buffer y, int64_t state, SsdCall call);
+    void gated_norm(Buffer y, Buffer x, int64_t z, GatedNormCall call);  // by the columns of x from `z` on
     void sigmoid_gate(Buffer x, Buffer y);  // y *= sigmoid(x)
     void experts(Buffer x, Buffer seen, Buffer y, const Experts& experts);
     void add(Buffer x, Buffer y, float scale);  // y += scale * x
@@ -116,7 +121,8 @@ class Program {
 
         StateRows state_rows() const {
             const AttentionBatch& step = inputs.step;
-            return {inputs.state->slots, step.bounds, step.context_lengths, step.rows, inputs.state->slot_bytes};
+            const StateStep& state = *inputs.state;
+            return {state.slots, step.bounds, step.context_lengths, step.rows, state.slot_bytes, state.kept};
         }
 
         // The weight of the product after this one; the last product is followed by the next step.

@@ -22,7 +22,7 @@ from tgi.worker.cpu_kernels.kernels import (
     PackedWeight,
     VocabularyShards,
 )
-from tgi.worker.cpu_kernels.recurrent import ConvForm, DeltaRule
+from tgi.worker.cpu_kernels.recurrent import ConvForm, DeltaRule, GatedNorm, Ssd
 from tgi.worker.greedy import GreedyTokens
 
 # Argument types of the functions in interface.cpp, without the program, the first argument of all.
@@ -34,7 +34,9 @@ _SIGNATURES = {
     "tgi_program_head_products": (*[c_int64] * 3, c_void_p, *[c_int64] * 5),
     "tgi_program_attention": (*[c_int64] * 8, c_float, c_float, c_void_p, c_int64, c_int64, c_void_p),
     "tgi_program_conv": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3),
-    "tgi_program_delta_rule": (*[c_int64] * 5, *[c_void_p] * 3, *[c_int64] * 4, c_float),
+    "tgi_program_delta_rule": (*[c_int64] * 5, *[c_void_p] * 3, *[c_int64] * 4, c_float, c_float),
+    "tgi_program_ssd": (*[c_int64] * 4, *[c_void_p] * 3, *[c_int64] * 4, *[c_float] * 3),
+    "tgi_program_gated_norm": (*[c_int64] * 3, c_void_p, c_int64, c_int64, c_float, c_float, c_int64),
     "tgi_program_sigmoid_gate": (c_int64, c_int64),
     "tgi_program_experts": (c_int64, c_int64, c_int64, c_void_p),
     "tgi_program_add": (c_int64, c_int64, c_float),
@@ -85,12 +87,14 @@ class StateStep(NamedTuple):
     referenced: object  # keeps the memory alive whose addresses are in the struct
 
 
-def state_step(tensors: Sequence[Tensor], slot_bytes: int, slots: Tensor) -> StateStep:
+def state_step(tensors: Sequence[Tensor], slot_bytes: int, slots: Tensor, kept: Tensor | None) -> StateStep:
     """The struct of a step whose rows have these slots, int32 [rows]. `tensors` [slots, ...] are those of all recurrent
-    layers, `slot_bytes` from one slot to the next."""
+    layers, `slot_bytes` from one slot to the next; `kept` is ForwardBatch.kept_states."""
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-    fields = torch.tensor([slots.data_ptr(), slot_bytes, addresses.data_ptr()])
-    return StateStep(fields, (tensors, slots, addresses))
+    fields = torch.tensor(
+        [slots.data_ptr(), slot_bytes, addresses.data_ptr(), kept.data_ptr() if kept is not None else 0]
+    )
+    return StateStep(fields, (tensors, slots, addresses, kept))
 
 
 _GreedyRows = c_int64 * 6  # struct GreedyRows of program.h
@@ -211,7 +215,21 @@ class Program:
         z = 2 * key_heads * key_dim + values
         assert (self._widths[x], self._widths[ba], self._widths[y]) == (z + values, 2 * value_heads, values)
         addresses = (tensor.data_ptr() for tensor in (rule.decay, rule.offset, rule.norm))
-        self._record("delta_rule", x, ba, y, z, state, *addresses, *rule.sizes, rule.epsilon)
+        self._record("delta_rule", x, ba, y, z, state, *addresses, *rule.sizes, rule.epsilon, rule.most)
+
+    def ssd(self, x: int, y: int, state: int, rule: Ssd) -> None:
+        """`recurrent.ssd` of the first columns of buffer x, whose last columns are dt, with the state tensor of number
+        `state`, counted over all recurrent layers. The caller keeps the tensors of the rule alive."""
+        assert self._widths[x] == rule.channels + rule.inner + rule.sizes[0]
+        assert self._widths[y] == rule.inner
+        addresses = (tensor.data_ptr() for tensor in (rule.decay, rule.offset, rule.skip))
+        self._record("ssd", x, rule.channels + rule.inner, y, state, *addresses, *rule.sizes, *rule.factors)
+
+    def gated_norm(self, y: int, x: int, z: int, norm: GatedNorm) -> None:
+        """`recurrent.gated_norm` of buffer y by the columns of buffer x from `z` on. The caller keeps the weight
+        alive."""
+        sizes = norm.groups, self._widths[y] // norm.groups
+        self._record("gated_norm", y, x, z, norm.weight.data_ptr(), *sizes, norm.gate_scale, norm.epsilon, norm.form)
 
     def sigmoid_gate(self, x: int, y: int) -> None:
         """y *= sigmoid(x)."""

@@ -9,6 +9,7 @@ import torch
 from tgi.worker.cpu_kernels.build import KernelsUnavailable, Progress, build_library, require_instruction_set
 from tgi.worker.cpu_kernels.kernels import MAX_HEAD_DIM, CpuKernels
 from tgi.worker.host_cpu import threads_from_environment, usable_cores
+from tgi.worker.mixers.interface import MixerConfig
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +19,9 @@ class _DecoderConfig(Protocol):
 
     @property
     def widest_head(self) -> int: ...
+
+    @property
+    def recurrent(self) -> MixerConfig | None: ...
 
 
 class CpuModelCandidate(Protocol):
@@ -76,3 +80,5 @@ def _require_fit(model: CpuModelCandidate) -> None:
         raise KernelsUnavailable("the model runs through transformers")
     if config.widest_head > MAX_HEAD_DIM:
         raise KernelsUnavailable(f"the model's head_dim of {config.widest_head} is over {MAX_HEAD_DIM}")
+    if config.recurrent is not None and (obstacle := config.recurrent.kernel_obstacle):
+        raise KernelsUnavailable(obstacle)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from tgi.worker.distributed.rank_place import HostRendezvous
 
@@ -37,7 +38,7 @@ class Communicator(Protocol):
         """Of each of these numbers the minimum over all ranks."""
 
 
-class TorchCommunicator:
+class TorchCommunicator(Communicator):
     """Implements Communicator by torch.distributed: gloo on CPU, NCCL on GPUs."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: Path | HostRendezvous, device: torch.device) -> None:
@@ -51,8 +52,8 @@ class TorchCommunicator:
         store = dist.TCPStore(host, port, ranks, rank == 0, PATIENCE, False, master_listen_fd=listener)
         dist.init_process_group(backend, None, PATIENCE, ranks, rank, store)
 
+    @override
     def all_reduce(self, x: Tensor) -> None:
-        """See Communicator."""
         if x.device.type != "cpu":
             dist.all_reduce(x)
             return
@@ -60,8 +61,8 @@ class TorchCommunicator:
         dist.all_gather(parts, x)
         x.copy_(reduce(torch.add, (part.float() for part in parts)))
 
+    @override
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """See Communicator."""
         widest = max(widths)  # all parts must have one shape
         padded = x.new_zeros(x.shape[0], widest)
         padded[:, : x.shape[1]] = x
@@ -69,8 +70,8 @@ class TorchCommunicator:
         dist.all_gather(parts, padded)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
+    @override
     def minimum(self, *numbers: int) -> list[int]:
-        """See Communicator."""
         found = torch.tensor(numbers)
         dist.all_reduce(found, dist.ReduceOp.MIN)
         return [int(number) for number in found]

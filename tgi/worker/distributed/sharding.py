@@ -10,7 +10,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tgi.microkernel.errors import UserError
-from tgi.worker.decoder_config import DecoderConfig, ShortConvConfig
+from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.mixers.gated_delta import GatedDeltaConfig
+from tgi.worker.mixers.mamba2 import Mamba2Config
+from tgi.worker.mixers.short_conv import ShortConvConfig
 
 # Inner columns are divided in blocks of the largest of these sizes that leaves each rank one: quantized weights have
 # scales for groups of inputs, and kernels compute tiles.
@@ -32,7 +35,8 @@ class Shard(NamedTuple):
     vocabulary: range  # tokens whose embedding and logits are computed
     # Attention is computed on every rank where a norm needs all heads at once. Its results are then complete.
     divides_attention: bool
-    recurrent: range = range(0)  # channels of the short convolutions, or key heads of the delta rule
+    # Channels of the short convolutions, key heads of the delta rule, or groups of Mamba2.
+    recurrent: range = range(0)
 
 
 def whole_model(config: DecoderConfig) -> Shard:
@@ -42,7 +46,7 @@ def whole_model(config: DecoderConfig) -> Shard:
 
 def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
     """The shard of one of `ranks` ranks. Raises UserError if the model cannot be divided among them."""
-    divided = config.query_key_norm != "all"
+    divided = config.query_key_norm != "all" and bool(config.attention_layers)
     heads, kv_heads = _shard_heads(config, rank, ranks) if divided else (range(config.heads), range(config.kv_heads))
     experts = config.experts
     shared = 0 if experts is None else experts.shared_intermediate
@@ -51,7 +55,7 @@ def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
         ranks=ranks,
         heads=heads,
         kv_heads=kv_heads,
-        inner=_shard_columns(config.intermediate, rank, ranks),
+        inner=_shard_columns(config.intermediate, rank, ranks) if config.intermediate else range(0),
         expert_inner=range(0) if experts is None else _shard_columns(experts.intermediate, rank, ranks),
         shared_inner=_shard_columns(shared, rank, ranks) if shared else range(0),
         vocabulary=_shard_vocabulary(config.vocab_size, rank, ranks),
@@ -129,6 +133,9 @@ def _shard_recurrent(config: DecoderConfig, rank: int, ranks: int) -> range:
         return range(0)
     if isinstance(recurrent, ShortConvConfig):
         return _shard_columns(recurrent.channels, rank, ranks)
+    if isinstance(recurrent, Mamba2Config):  # the norm of the result needs all heads of a group
+        return _share(recurrent.groups, rank, ranks) if recurrent.groups >= ranks else range(recurrent.groups)
+    assert isinstance(recurrent, GatedDeltaConfig)
     if recurrent.key_heads < ranks:
         raise UserError(
             f"The model has {recurrent.key_heads} key heads in its recurrent layers, which cannot be divided among "

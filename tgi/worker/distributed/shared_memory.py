@@ -10,6 +10,7 @@ from ctypes import c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tgi.worker.cpu_kernels.arena import ScratchBuffer
 from tgi.worker.cpu_kernels.kernels import CpuKernels
@@ -20,7 +21,7 @@ from tgi.worker.distributed.communicator import Communicator
 SPIN_COUNT, SPIN_COUNT_ON_SHARED_CORE = 2000, 50
 
 
-class SharedMemoryCommunicator:
+class SharedMemoryCommunicator(Communicator):
     """Implements Communicator. `others` serves what is not of the kernels' types."""
 
     def __init__(self, kernels: CpuKernels, memory: int, others: Communicator, own_core: bool = True) -> None:
@@ -44,22 +45,23 @@ class SharedMemoryCommunicator:
         self.handle: int = library.tgi_rank_group(self._memory.data_ptr(), self.rank, self.ranks, spins)
         weakref.finalize(self, library.tgi_rank_group_free, self.handle)
 
+    @override
     def all_reduce(self, x: Tensor) -> None:
-        """See Communicator."""
         if x.dtype is not self._kernels.dtype:
             self._others.all_reduce(x)
             return
         assert x.is_contiguous()
         self._kernels.library.tgi_all_reduce(self.handle, self._kernels.thread_pool, x.data_ptr(), x.numel())
 
+    @override
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """See Communicator. The memory of the result is reused by the next call once no tensor refers to it."""
+        """The memory of the result is reused by the next call once no tensor refers to it."""
         x, size = x.contiguous(), x.dtype.itemsize
         joined = self._joined.allocate(len(x) * sum(widths) * size).view(x.dtype).view(len(x), -1)
         sizes = (c_int64 * self.ranks)(*(width * size for width in widths))
         self._kernels.library.tgi_all_gather(self.handle, x.data_ptr(), len(x), sizes, joined.data_ptr())
         return joined
 
+    @override
     def minimum(self, *numbers: int) -> list[int]:
-        """See Communicator."""
         return self._others.minimum(*numbers)

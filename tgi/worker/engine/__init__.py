@@ -6,7 +6,7 @@
 - input_batch: the state of each slot, the checked rows of a step, and the tensors that the model gets
 - decode_fast_path: decode steps on CPU that continue the previous step without building a batch
 - cuda_graphs: decode steps on a GPU, captured as CUDA graphs
-- draft_runner: the draft model of speculative decoding
+- draft_runner, mtp_runner: the draft model of speculative decoding, or the layer of the served model that drafts
 - prompt_logprobs: logprobs of prompt tokens
 - memory: the size of the KV cache and the limits that follow from it
 - pooling_engine, pooling_startup: the engine of models that end in a vector, and its start

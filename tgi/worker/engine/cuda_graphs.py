@@ -21,7 +21,10 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.attention.interface import CapturableBackend, ForwardBatch
 from tgi.worker.device_copies import pin_for_copy
 from tgi.worker.engine.input_batch import Slots, StepRows
+from tgi.worker.gpu_kernels.lora_arguments import LoraRuns
 from tgi.worker.head_logits import HeadLogits
+from tgi.worker.lora.projections import PROJECTION_GROUPS
+from tgi.worker.lora.weights import LoraWeights
 from tgi.worker.models.interface import Model
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,13 @@ class CudaGraphCapturer:
         return graph.replay
 
 
+class GraphKey(NamedTuple):
+    """What a captured step is for."""
+
+    rows: int
+    rank: int = 0  # the highest of an adapter; 0: no row has an adapter
+
+
 class CapturedGraph(NamedTuple):
     """A decode step of `rows` rows."""
 
@@ -77,6 +87,45 @@ def graph_batch_sizes(requested: tuple[int, ...], max_rows: int) -> list[int]:
     return [*(rows for rows in sizes if rows < max_rows), max_rows]
 
 
+class SlotAdapters:
+    """The adapters of the `slots` slots in fixed memory on the device, which graphs read: see LoraRuns.table."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._held: dict[int, LoraWeights] = {}  # what the table has
+        self._table: Tensor | None = None
+        self._dtype = torch.float32
+        self._rank = 0
+
+    def update(self, adapters: dict[int, LoraWeights]) -> int:
+        """Writes what has changed since the last call to the table; on a GPU in the order of the kernels. Returns the
+        rank for which a step has to be captured: a power of two of at least any rank so far."""
+        for slot in adapters.keys() | self._held.keys():
+            adapter, held = adapters.get(slot), self._held.get(slot)
+            if adapter is held:
+                continue
+            if adapter is None:
+                assert self._table is not None
+                self._table[slot].zero_()
+                del self._held[slot]
+                continue
+            assert adapter.table is not None
+            if self._table is None:
+                shape, device = adapter.table.shape, adapter.table.device
+                self._table = torch.zeros(self._slots, *shape, dtype=torch.int64, device=device)
+                self._dtype = adapter.dtype
+            self._table[slot].copy_(adapter.table)
+            self._held[slot] = adapter
+            self._rank = max(self._rank, 16, 1 << (adapter.rank - 1).bit_length())
+        return self._rank
+
+    def runs(self, slots: Tensor, bounds: Tensor, key: GraphKey) -> LoraRuns:
+        """The runs of a step in which each of the slots [rows] has one token."""
+        assert self._table is not None
+        groups = frozenset(PROJECTION_GROUPS)
+        return LoraRuns(self._table, slots.int(), bounds, key.rows, 1, key.rank, self._dtype, groups)
+
+
 class DecodeGraphs:
     """The captured decode steps of an engine. Requests have at most `max_total_tokens` tokens."""
 
@@ -97,7 +146,8 @@ class DecodeGraphs:
         self._page_table = slots.mirror_page_table(attention.padding_page)
         self._sizes = sorted(batch_sizes)  # the first that is large enough is replayed
         self._logits: HeadLogits | None = None  # of the largest graph; all write to its first rows
-        self._graphs: dict[int, CapturedGraph] = {}  # by size
+        self._graphs: dict[GraphKey, CapturedGraph] = {}
+        self._adapters = SlotAdapters(slots.padding_slot + 1)
 
     def __len__(self) -> int:
         """The number of graphs if all are captured."""
@@ -109,11 +159,12 @@ class DecodeGraphs:
         Raises UserError if a graph cannot be captured or gives other logits than the same step without it."""
         began = time.monotonic()
         self._logits = None
-        self._graphs = {size: self._capture_one(size) for size in self._sizes[::-1][:limit]}
+        keys = [GraphKey(size) for size in self._sizes[::-1][:limit]]
+        self._graphs = {key: self._capture_one(key) for key in keys}
         log.debug(
             "captured %d CUDA graphs for decode steps of %s rows in %.1f s",
             len(self._graphs),
-            ", ".join(map(str, sorted(self._graphs))) or "no",
+            ", ".join(str(key.rows) for key in sorted(self._graphs)) or "no",
             time.monotonic() - began,
         )
 
@@ -132,37 +183,45 @@ class DecodeGraphs:
         return self._logits._replace(values=self._logits.values[:count])
 
     def _find_graph(self, rows: StepRows) -> CapturedGraph | None:
-        """The smallest graph for a step in which each row computes and samples one token, without drafts and without
-        adapters; None if the step is another or too large."""
+        """The smallest graph for a step in which each row computes and samples one token, without drafts; None if the
+        step is another or too large."""
         adapters = self._slots.adapters
         if not self._graphs:  # nothing is captured before `capture`
             return None
-        if not rows.plain_decode or (adapters and not adapters.keys().isdisjoint(rows.slots.tolist())):
+        if not rows.plain_decode:
             return None
+        rank = 0
+        if adapters and not adapters.keys().isdisjoint(rows.slots.tolist()):
+            rank = self._adapters.update(adapters)
         while size := next((size for size in self._sizes if size >= len(rows.slots)), None):
-            if (graph := self._graphs.get(size) or self._capture_late(size)) is not None:
+            key = GraphKey(size, rank)
+            if (graph := self._graphs.get(key) or self._capture_late(key)) is not None:
                 return graph
         return None
 
-    def _capture_late(self, size: int) -> CapturedGraph | None:
+    def _capture_late(self, key: GraphKey) -> CapturedGraph | None:
         """Captures a graph while requests run, which takes as long as a few steps. None if that fails: the next larger
         graph serves from now on."""
         began = time.monotonic()
         try:
-            self._graphs[size] = self._capture_one(size)
+            self._graphs[key] = self._capture_one(key)
         except (UserError, torch.OutOfMemoryError) as error:
-            self._sizes.remove(size)
-            log.warning("decode steps of %d rows use a larger CUDA graph, or none: %s", size, error)
+            self._sizes.remove(key.rows)
+            log.warning("decode steps of %d rows use a larger CUDA graph, or none: %s", key.rows, error)
             return None
-        log.debug("captured a CUDA graph of %d rows in %.3f s", size, time.monotonic() - began)
-        return self._graphs[size]
+        log.debug("captured a CUDA graph of %d rows in %.3f s", key.rows, time.monotonic() - began)
+        return self._graphs[key]
 
-    def _capture_one(self, rows: int) -> CapturedGraph:
+    def _capture_one(self, key: GraphKey) -> CapturedGraph:
+        rows = key.rows
         inputs = torch.zeros(2, rows, dtype=torch.int64, device=self._page_table.device)
         inputs[0] = self._slots.padding_slot
 
         def forward() -> HeadLogits:
-            return self._model.forward_head(self._build_batch(inputs), self._attention)
+            batch = self._build_batch(inputs)
+            if key.rank:
+                batch = batch._replace(lora_runs=self._adapters.runs(inputs[0], batch.cu_query_lens, key))
+            return self._model.forward_head(batch, self._attention)
 
         computed = forward()  # the first run loads and compiles kernels, which cannot be captured
         if self._logits is None:

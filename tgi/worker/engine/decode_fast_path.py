@@ -49,6 +49,9 @@ class DecodeStreak:
             column.numpy()
             for column in (batch.context_lens, batch.positions, batch.slot_mapping, batch.page_table, batch.tokens)
         )
+        # Of rows whose rotary positions are others than their positions, by as much in each step.
+        self._turns = None if batch.rope_positions is None else batch.rope_positions.numpy()
+        self._turned_by = 0 if self._turns is None else self._turns - self._positions
         self._tokens[:] = greedy.ids.numpy()
         self._logprobs = prepared.greedy.logprobs.numpy()
         self._ids = prepared.greedy.ids.numpy()
@@ -76,6 +79,8 @@ class DecodeStreak:
             self._steps_in_page -= 1
             self._context_lens += 1
             self._positions += 1
+            if self._turns is not None:
+                self._turns += 1
             self._slot_mapping += 1
         self._longest += 1
         for call in self._prepared.calls:
@@ -103,6 +108,8 @@ class DecodeStreak:
         rows = self._slots.validate_rows(step)
         self._context_lens[:] = rows.ends
         self._positions[:] = rows.starts
+        if self._turns is not None:
+            self._turns[:] = rows.starts + self._turned_by
         self._slot_mapping[:] = self._slots.slot_mapping(rows.slots, rows.starts)
         self._page_table[:] = self._slots.select_tables(rows.slots, self._page_table.shape[-1])
         self._steps_in_page = self._count_steps_in_page()
@@ -160,6 +167,8 @@ class DecodeFastPath:
         """Remembers a step that was computed from a batch and needed only the greedy tokens."""
         if not self._supported or not rows.plain_decode or batch.lora_spans:
             return
+        if batch.rope_positions is not None and batch.rope_positions.ndim > 1:
+            return  # those of an image
         if self._slots.faults.keys().isdisjoint(rows.slots.tolist()):
             self._previous = GreedyStep(step, rows, batch, greedy)
 

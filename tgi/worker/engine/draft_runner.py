@@ -22,6 +22,7 @@ from tgi.microkernel.messages.protocol import Step
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
 from tgi.worker.engine.input_batch import BatchBuilder, Slots, StepRows
 from tgi.worker.models.interface import Model
+from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import sample_ids
 
@@ -31,9 +32,10 @@ DRAFT_PREFILL_INTERVAL = 32
 
 
 class DraftModel(NamedTuple):
-    """A draft model and its KV cache, which has as many pages as that of the served model. Both share a tokenizer."""
+    """A draft model and its KV cache, which has as many pages as that of the served model. Both share a tokenizer. Or
+    the served model's MTP layer (mtp_runner.py)."""
 
-    model: Model
+    model: Model | MtpModel
     attention: AttentionBackend
 
 
@@ -56,7 +58,9 @@ class DraftRunner:
     """Computes the rows of each step on the draft model, and proposes drafts for the rows that want them."""
 
     def __init__(self, draft_model: DraftModel, slots: Slots, batch_builder: BatchBuilder, noise: Noise) -> None:
-        self._model, self._attention = draft_model
+        model, self._attention = draft_model
+        assert not isinstance(model, MtpModel)
+        self._model = model
         self._slots = slots
         self._batch_builder = batch_builder
         self._noise = noise

@@ -11,13 +11,14 @@ from llguidance import LLTokenizer
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, Step, StepResult
 from tgi.microkernel.observability.progress import WorkerFacts
-from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, PrefaultingBackend
+from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, ForwardBatch, PrefaultingBackend
 from tgi.worker.device_copies import copy_to_device, copy_to_host
 from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
 from tgi.worker.engine.decode_fast_path import DecodeFastPath
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
 from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
+from tgi.worker.engine.mtp_runner import MtpRunner
 from tgi.worker.engine.prompt_logprobs import (
     PromptLogprobReader,
     PromptLogprobTensors,
@@ -25,7 +26,9 @@ from tgi.worker.engine.prompt_logprobs import (
     prompt_logprobs_columns,
 )
 from tgi.worker.lora.registry import AdapterRegistry
+from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
+from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.grammar import GrammarManager
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import SampledTokens, sample_head
@@ -40,6 +43,7 @@ from tgi.worker.sampling.verification import (
     row_offsets,
 )
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.vision.prompt_images import PromptImages
 
 # The operating system takes long to hand out KV memory, so idle time is used to fault in memory for this many tokens.
 PREFAULT_TOKENS = 4096
@@ -75,10 +79,12 @@ class GraphCaptureConfig(NamedTuple):
 
 class TorchEngine:
     """A model with its KV cache and slots. Steps are launched in order; on CPU, `launch` computes the step. A step that
-    follows one with drafts may have rows of the same slots only after the latter is collected.
+    follows one with drafts may have rows of the same slots, or drafts if the model has recurrent layers, only after the
+    latter is collected.
 
     `load_token_table` makes the table that grammars need, when the first one arrives. `draft_model` proposes drafts.
-    `watermark` serves the rows that ask for it. `graph_capture` enables CUDA graphs.
+    `watermark` serves the rows that ask for it. `graph_capture` enables CUDA graphs. `images`: the model has a vision
+    tower.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class TorchEngine:
         draft_model: DraftModel | None = None,
         watermark: Watermark | None = None,
         graph_capture: GraphCaptureConfig | None = None,
+        images: PromptImages | None = None,
     ) -> None:
         self.limits = limits
         self.served: WorkerFacts | None = None  # for the start summary; set by start_engine
@@ -100,6 +107,7 @@ class TorchEngine:
         self._cuda = model.device.type == "cuda"
         self._noise = Noise(model.vocab_size, model.device)
         self._grammars = GrammarManager(load_token_table or _no_token_table)
+        self._images = images
         self._slots = Slots(
             limits.max_batch_size,
             limits.max_total_tokens,
@@ -110,11 +118,12 @@ class TorchEngine:
             self._grammars,
             self.adapters,
             limits.groups,
+            images,
         )
         watermark = watermark or Watermark(model.vocab_size, model.device)
         self._batch_builder = BatchBuilder(self._slots, watermark, attention.state is not None)
         self._decode_fast_path = DecodeFastPath(model, attention, self._slots)
-        self._draft_runner = draft_model and DraftRunner(draft_model, self._slots, self._batch_builder, self._noise)
+        self._draft_runner = draft_model and self._make_draft_runner(*draft_model)
         self._decode_graphs = graph_capture and DecodeGraphs(
             model,
             graph_capture.attention,
@@ -123,6 +132,13 @@ class TorchEngine:
             limits.max_total_tokens,
             graph_capture.capturer,
         )
+
+    def _make_draft_runner(self, model: Model | MtpModel, attention: AttentionBackend) -> DraftRunner | MtpRunner:
+        rest = self._slots, self._batch_builder, self._noise
+        if not isinstance(model, MtpModel):
+            return DraftRunner(DraftModel(model, attention), *rest)
+        assert isinstance(self._model, DecoderModel)
+        return MtpRunner(model, attention, self._model, *rest)
 
     def capture_decode_graphs(self, limit: int | None = None) -> int:
         """Captures the decode graphs, or only the `limit` largest (see DecodeGraphs.capture). Returns how many there
@@ -187,6 +203,19 @@ class TorchEngine:
             for source, target in copies:
                 self._attention.state.copy(source, target)
 
+    def _take_back_states(self, drafts: DraftBatch, kept: Ints) -> None:
+        """Copies the states before the first rejected drafts to the slots of their rows. `kept` counts the tokens that
+        are kept of each row: that is one more than its accepted drafts."""
+        if (state := self._attention.state) is None:
+            return
+        counts = drafts.lengths - 1
+        rejected = kept - 1 < counts
+        sources = self._slots.kept_state(row_offsets(counts) + kept - 1)[rejected]
+        targets = self._slots.state_slots(drafts.slots)[rejected]
+        with torch.inference_mode():
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                state.copy(source, target)
+
     def is_done(self, pending: PendingStep | StepResult) -> bool:
         """Whether the step's result is on the host."""
         return isinstance(pending, StepResult) or pending.end_event is None or pending.end_event.query()
@@ -206,6 +235,7 @@ class TorchEngine:
         if pending.drafts is not None:
             kept = count_accepted(pending.drafts, sampled.ids, bitmask and bitmask.reach)
             self._slots.commit_accepted_drafts(pending.drafts.slots, kept - 1)
+            self._take_back_states(pending.drafts, kept)
             sampled, counts = keep_accepted(pending.drafts, sampled, kept), kept.astype(np.uint8).tobytes()
         faults = pending.faults
         if pending.bad_word_rows is not None:
@@ -246,17 +276,20 @@ class TorchEngine:
         slots = sampling_slots if drafts is None else drafts.slots
         indices = self._batch_builder.id_indices(sampling_slots, rows.sampling_positions)
         bitmask, bad_word_rows = None, None
-        logits = self._decode_graphs.try_replay(rows) if self._decode_graphs is not None and reader is None else None
+        logits = None
+        images = self._images is not None and self._images.concern(rows.slots, rows.starts)
+        if self._decode_graphs is not None and reader is None and not images:
+            logits = self._decode_graphs.try_replay(rows)
         gpu_sample = None if self._model.kv.gpu_kernels is None else self._model.kv.gpu_kernels.sample
         if logits is None and gpu_sample is None and self._slots.params.greedy[sampling_slots].all():
-            batch = self._batch_builder.build_forward_batch(rows)
+            batch = self._forward_batch(rows)
             greedy = self._model.forward_greedy(batch, self._attention, reader)
             sampled = SampledTokens(greedy.ids, greedy.logprobs, None)
             if self._draft_runner is None:  # a draft runner needs every step
                 self._decode_fast_path.remember_greedy_step(step, rows, batch, greedy)
         else:
             if logits is None:
-                batch = self._batch_builder.build_forward_batch(rows)
+                batch = self._forward_batch(rows)
                 logits = self._model.forward_head(batch, self._attention, reader)
             bitmask = self._grammars.wait_for_bitmask(slots, drafts)
             sampling_batch = self._batch_builder.build_sampling_batch(sampling_slots, rows.sampling_positions, bitmask)
@@ -264,6 +297,8 @@ class TorchEngine:
             bad_word_rows = _find_bad_word_rows(rows, sampling_batch)
         # Ids after a rejected draft are overwritten before they are read.
         self._batch_builder.write_ids(indices, sampled.ids)
+        if isinstance(self._draft_runner, MtpRunner):
+            self._draft_runner.follow(rows)
         prompt_logprobs = None if reader is None else reader.finish()
         self._slots.commit_rows(rows)
         if end_event is not None:
@@ -289,6 +324,13 @@ class TorchEngine:
             begin_event=begin_event,
             end_event=end_event,
         )
+
+    def _forward_batch(self, rows: StepRows) -> ForwardBatch:
+        """The model's input, with the images of the rows."""
+        batch = self._batch_builder.build_forward_batch(rows)
+        if self._images is None:
+            return batch
+        return self._images.add_to(batch, rows.slots, rows.starts, self._slots.faults)
 
     def _row_faults(self, step: Step, rows: StepRows, bitmask: GrammarBitmask | None) -> list[str]:
         """StepResult.faults: rows whose adapter is not loaded, or whose grammar allows no token."""

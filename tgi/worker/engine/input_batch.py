@@ -36,6 +36,8 @@ from tgi.worker.sampling.sampling_batch import SamplingBatch, SamplingColumns
 from tgi.worker.sampling.token_bitmask import GrammarBitmask
 from tgi.worker.sampling.verification import row_offsets
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.vision.image_file import BadImage
+from tgi.worker.vision.prompt_images import PromptImages
 
 # Values of Slots.num_computed that are not counts.
 EMPTY = -2  # no request occupies the slot
@@ -92,6 +94,7 @@ class Slots:
         grammars: GrammarManager,
         adapter_registry: AdapterRegistry,
         groups: Sequence[KVGroup] = ONE_FULL_GROUP,
+        images: PromptImages | None = None,
     ) -> None:
         self.width = tokens + 1
         self._groups = paged_groups(groups)
@@ -127,6 +130,7 @@ class Slots:
         self.faults: dict[int, str] = {}  # by slot: why the request cannot continue
         self._grammars = grammars
         self._adapter_registry = adapter_registry
+        self._images = images  # None: the model has no vision tower
         self._device_page_table: Tensor | None = None
 
     def mirror_page_table(self, padding_page: int) -> Tensor:
@@ -143,6 +147,8 @@ class Slots:
         self.adapters.clear()
         self.faults.clear()
         self._grammars.reset()
+        if self._images is not None:
+            self._images.reset()
 
     def state_copies(self, step: Step) -> list[tuple[int, int]]:
         """The source and target of each of the step's copies of states, as slots of the StateCache. Raises BadStep. To
@@ -160,6 +166,11 @@ class Slots:
         """The slots of the StateCache where these slots have their states. That of the padding slot is 0; after the
         last slot come the snapshots."""
         return (slots + 1) % (self.padding_slot + 1)
+
+    def kept_state(self, draft: IntsOrTensor) -> IntsOrTensor:
+        """The slot of the StateCache that keeps the state before each of these drafts, counted over all rows of a step.
+        They come after the snapshots."""
+        return self.padding_slot + 1 + len(self._snapshots) + draft
 
     def apply_step(self, step: Step) -> None:
         """Assigns the step's new requests to their slots and appends its pages. Raises BadStep."""
@@ -210,6 +221,8 @@ class Slots:
             raise BadStep("a slot has two rows")
         ends, pages = starts + counts, self._tables(self.num_pages)[slots].min(axis=1)
         drafts = _validate_drafts(step, samples, self.vocab_size) if step.drafts else None
+        if drafts is not None and self._recurrent is not None and drafts.counts.sum() > self._recurrent.drafts:
+            raise BadStep(f"{drafts.counts.sum()} drafts; states are kept for {self._recurrent.drafts}")
         draft_ends = ends if drafts is None else ends + drafts.counts
         computed, known = self.num_computed[slots], self.num_known[slots]
         new, sampled = computed == NEW, samples != 0
@@ -337,6 +350,19 @@ class Slots:
         self._extras[slot] = new.extras
         self._grammars.assign_slot(slot, params, ids[new.prompt_tokens :].tolist())
         self._assign_adapter(slot, params)
+        if self._images is not None:
+            self._images.discard(slot)
+        if new.images:
+            self._assign_images(new, ids)
+
+    def _assign_images(self, new: SlotAssignment, ids: Ints) -> None:
+        """Records a fault if the images do not fit the prompt. Raises BadStep if the model takes none."""
+        if self._images is None:
+            raise BadStep(f"slot {new.slot} gets images, but the model has no vision tower")
+        try:
+            self._images.assign(new.slot, new.images, ids[: new.prompt_tokens])
+        except BadImage as error:
+            self.faults[new.slot] = str(error)
 
     def _assign_adapter(self, slot: int, params: SamplingParams) -> None:
         """Keeps a reference to the request's adapter, so that unloading its name does not affect it. Records a fault if
@@ -403,7 +429,18 @@ class BatchBuilder:
             context_lens_host=rows.ends.tolist(),
             lora_spans=self._lora_spans(rows.slots, bounds) if state.adapters else (),
             state_slots=self.to_device(state.state_slots(rows.slots))[0].int() if self._recurrent else None,
+            kept_states=self._kept_states(rows, bounds) if self._recurrent and rows.drafts is not None else None,
         )
+
+    def _kept_states(self, rows: StepRows, bounds: Ints) -> Tensor:
+        """ForwardBatch.kept_states of rows with drafts whose tokens begin at `bounds`."""
+        assert rows.drafts is not None
+        counts = rows.drafts.counts
+        number = np.arange(counts.sum())
+        kept = np.zeros(bounds[-1], np.int32)
+        # The last known token of a row comes before its first draft.
+        kept[np.repeat(bounds[1:] - counts - 1 - row_offsets(counts), counts) + number] = self._slots.kept_state(number)
+        return self.to_device(kept)[0].int()
 
     def build_sampling_batch(self, slots: Ints, positions: Ints, bitmask: GrammarBitmask | None) -> SamplingBatch:
         """The sampler's input for slots [E] that sample the tokens of these positions [E]. All earlier ids are

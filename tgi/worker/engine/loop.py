@@ -10,6 +10,7 @@ from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, Beat, Hello, Status, Step, StepResult, UpdateAdapter
 from tgi.microkernel.processes.process import Process
 from tgi.microkernel.recovery.exit_causes import is_lack_of_memory
+from tgi.worker.energy import EnergyMeter
 from tgi.worker.engine.interface import Engine, OutOfMemory, Poisoned
 from tgi.worker.lora.registry import AdapterUpdates
 
@@ -39,6 +40,7 @@ class WorkerLoop:
         self._may_prefault = True  # the engine may have memory left to prefault
         self._may_release = False  # the engine may have memory to give back
         self._latest_message_at = 0.0  # by time.monotonic
+        self._meter: EnergyMeter | None = None
         process.watch_link(link)
 
     def progress(self, stage: str, percent: int) -> None:
@@ -57,8 +59,9 @@ class WorkerLoop:
         self._link.broadcast(status)
         self._link.flush()
 
-    def serve(self, engine: Engine) -> None:
-        """Computes steps until the process is asked to stop. Raises Poisoned."""
+    def serve(self, engine: Engine, meter: EnergyMeter | None = None) -> None:
+        """Computes steps until the process is asked to stop. Records what `meter` measures. Raises Poisoned."""
+        self._meter = meter
         updates = self.begin_serving(engine)
         gc.collect()
         gc.freeze()
@@ -94,6 +97,8 @@ class WorkerLoop:
             self._may_release = False
         if self._process.beat_due:
             self._process.exchange_beats(self._beat())
+            if self._meter is not None:
+                self._meter.record()
 
     def wait_seconds(self) -> float:
         """How long to wait for a message before the next iteration."""

@@ -30,10 +30,17 @@ CPU_SHARE = 0.25
 MAX_CPU_CACHE_BYTES = 4 << 30
 # Of recurrent layers: positions of a long prompt from one snapshot of the state to the next.
 SNAPSHOT_INTERVAL = 1024
+# Of images that the vision tower has computed, kept until others need the memory.
+FEATURE_BYTES = 256 << 20
 # There is a snapshot for this number of positions that the pages hold, since most prompts are shorter than an interval.
 # But the pages take at least this multiple of the memory of the snapshots.
 POSITIONS_PER_SNAPSHOT = 256
 PAGES_TO_SNAPSHOTS = 3
+# By default fewer requests run at once where their recurrent states would take more than this share of the cache.
+STATES_SHARE = 0.5
+# States are kept before this many drafts of a step, or before those of one request if these are more. Speculation gains
+# with few requests.
+DRAFT_STATES = 32
 
 
 class CacheRequirements(NamedTuple):
@@ -49,25 +56,42 @@ class CacheRequirements(NamedTuple):
     # Of the layers, what has memory of its own in a page (KVCacheSpec.shapes), and its bytes; empty: all are alike.
     shapes: Sequence[tuple[HeadShape, int]] = ()
     state_bytes: int = 0  # of a request's recurrent state; 0: the model has no recurrent layers
+    # Where pages take no memory, since no layer has attention: pages for each snapshot, by what fits.
+    spacing: int = 0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a page or, where pages take no memory, of a state."""
+        return self.page_bytes or self.state_bytes
 
     @property
     def _pages_per_snapshot(self) -> int:
-        of_memory = -(-PAGES_TO_SNAPSHOTS * self.state_bytes // self.page_bytes)
-        return max(of_memory, -(-POSITIONS_PER_SNAPSHOT // self.page_size))
+        least = -(-POSITIONS_PER_SNAPSHOT // self.page_size)
+        if not self.page_bytes:
+            return max(self.spacing, least)
+        return max(-(-PAGES_TO_SNAPSHOTS * self.state_bytes // self.page_bytes), least)
 
     def snapshots(self, pages: int) -> int:
         """The snapshots of recurrent states for this number of pages."""
         return 1 + pages // self._pages_per_snapshot
 
-    def state_bytes_in_all(self, rows: int, pages: int) -> int:
-        """Bytes of the recurrent states of this many requests, of rows that pad a batch, and of snapshots."""
-        return (rows + 1 + self.snapshots(pages)) * self.state_bytes
+    def state_bytes_in_all(self, rows: int, pages: int, drafts: int) -> int:
+        """Bytes of the recurrent states of this many requests, of rows that pad a batch, of snapshots, and before this
+        many drafts."""
+        return (rows + 1 + self.snapshots(pages) + drafts) * self.state_bytes
 
-    def pages_within(self, memory: int, rows: int) -> int:
+    def pages_within(self, memory: int, rows: int, drafts: int) -> int:
         """The pages that fit into this number of bytes next to the recurrent states; negative if those do not fit."""
         each = self._pages_per_snapshot
-        left = memory - self.state_bytes_in_all(rows, 0)
+        left = memory - self.state_bytes_in_all(rows, 0, drafts)
         return left * each // (self.page_bytes * each + self.state_bytes)
+
+
+class PreviousCache(NamedTuple):
+    """What a worker chose before it was restarted."""
+
+    pages: int
+    rows: int
 
 
 class CacheMemory(NamedTuple):
@@ -85,6 +109,12 @@ def max_batch_size(settings: Settings, device: str) -> int:
 def max_prefill_tokens(settings: Settings, device: str) -> int:
     """The number of tokens computed in one step; by default at least one for each running request."""
     return settings.max_batch_prefill_tokens or max(DEFAULT_PREFILL_TOKENS[device], max_batch_size(settings, device))
+
+
+def max_draft_states(settings: Settings, device: str) -> int:
+    """The drafts of a step before which the states of recurrent layers are kept."""
+    each = settings.speculate or 0
+    return min(each * max_batch_size(settings, device), max(each, DRAFT_STATES))
 
 
 def require_kv_cache_dtype(name: str | None, device: str) -> None:
@@ -122,14 +152,14 @@ def cache_memory_on_host(available: int | None = None) -> CacheMemory:
 
 
 def choose_limits(
-    settings: Settings, required: CacheRequirements, memory: CacheMemory, previous_pages: int | None = None
+    settings: Settings, required: CacheRequirements, memory: CacheMemory, previous: PreviousCache | None = None
 ) -> DeploymentLimits:
-    """The limits of a deployment. `previous_pages` is the size of the KV cache before this worker was restarted: limits
-    hold for the life of a deployment, even if a little less memory is free now.
+    """The limits of a deployment. `previous`: of the cache before this worker was restarted; limits hold for the life
+    of a deployment, even if a little less memory is free now.
 
     Raises UserError where the settings ask for more than there is, with TGI's message where TGI has one.
     """
-    rows = max_batch_size(settings, required.device)
+    rows = previous.rows if previous else rows_at_once(settings, required, memory)
     tokens = max_prefill_tokens(settings, required.device)
     require_context(settings, required.context)
     longest, size = settings.max_total_tokens or required.context, required.page_size
@@ -138,11 +168,15 @@ def choose_limits(
         kinds: Counter[tuple[HeadShape, int]] = Counter()
         for group in groups:
             kinds |= Counter(required.shapes[layer] for layer in group.layers)
-        required = required._replace(page_bytes=sum(count * size for (_, size), count in kinds.items()))
+        required = required._replace(page_bytes=sum(count * each for (_, each), count in kinds.items()))
     else:
         layers = len(required.windows) or 1
         required = required._replace(page_bytes=required.page_bytes * group_layers(groups, layers) // layers)
-    pages = _pages(settings, required, memory, previous_pages, groups, longest)
+    if not required.page_bytes:
+        most = rows * pages_needed(groups, longest, tokens, size)
+        left = memory.default // required.state_bytes - rows - 2 - max_draft_states(settings, required.device)
+        required = required._replace(spacing=-(-most // max(1, left)))
+    pages = _pages(settings, required, memory, previous and previous.pages, groups, longest, rows)
     longest = longest_request(groups, pages, tokens, size, longest)
     capacity = cache_tokens(groups, pages, tokens, size, longest) if longest else 0
     if capacity < (settings.max_total_tokens or 2):
@@ -161,14 +195,6 @@ def choose_limits(
             f"`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {settings.max_batch_prefill_tokens} and {capacity}"
         )
-    states = [
-        KVGroup(
-            GroupKind.RECURRENT,
-            page_bytes=required.state_bytes,
-            snapshots=required.snapshots(pages),
-            interval=SNAPSHOT_INTERVAL,
-        )
-    ] * (required.state_bytes > 0)
     log.debug(
         "KV cache of %d tokens, %.2f GB at most, in %d groups; requests of up to %d tokens, %d at once",
         *(capacity, pages * required.page_bytes / 1e9, len(groups), longest, rows),
@@ -184,8 +210,41 @@ def choose_limits(
         vocab_size=required.vocab_size,
         dtype=required.dtype,
         device=required.device,
-        groups=[group._replace(page_bytes=required.page_bytes) for group in groups] + states,
+        groups=[
+            *(group._replace(page_bytes=required.page_bytes) for group in groups),
+            *recurrent_groups(settings, required, required.snapshots(pages)),
+        ],
     )
+
+
+def rows_at_once(settings: Settings, required: CacheRequirements, memory: CacheMemory) -> int:
+    """The requests that run at once: the settings' choice, else as many as by default, but fewer where their recurrent
+    states are large."""
+    rows = max_batch_size(settings, required.device)
+    if settings.max_batch_size is not None or not required.state_bytes:
+        return rows
+    # One more state is for rows that pad a batch, and one is a snapshot.
+    others = 2 + max_draft_states(settings, required.device)
+    fitting = max(1, int(memory.default * STATES_SHARE) // required.state_bytes - others)
+    if fitting < rows:
+        log.info(
+            "%d requests run at once instead of %d: the recurrent state of each takes %.1f MB, and they get %.0f%% of "
+            "the %.2f GB for the KV cache. Choose otherwise with --max-batch-size.",
+            *(fitting, rows, required.state_bytes / 1e6, 100 * STATES_SHARE, memory.default / 1e9),
+        )
+    return min(rows, fitting)
+
+
+def recurrent_groups(settings: Settings, required: CacheRequirements, snapshots: int) -> list[KVGroup]:
+    """The group of the recurrent layers, if there are any, with this many snapshots."""
+    group = KVGroup(
+        GroupKind.RECURRENT,
+        page_bytes=required.state_bytes,
+        snapshots=snapshots,
+        interval=SNAPSHOT_INTERVAL,
+        drafts=max_draft_states(settings, required.device),
+    )
+    return [group] if required.state_bytes else []
 
 
 def _pages(
@@ -195,27 +254,31 @@ def _pages(
     previous_pages: int | None,
     groups: Sequence[KVGroup],
     longest: int,
+    rows: int,
 ) -> int:
-    """The number of pages: the settings' choice, else as many as fit, at most what all requests at full length use."""
-    rows, size = max_batch_size(settings, required.device), required.page_size
-    step_tokens = max_prefill_tokens(settings, required.device)
+    """The number of pages: the settings' choice, else as many as fit, on CPU at most what all requests at full length
+    use."""
+    size = required.page_size
+    step_tokens, drafts = max_prefill_tokens(settings, required.device), max_draft_states(settings, required.device)
     if settings.max_batch_total_tokens is not None:
         longest = min(longest, settings.max_batch_total_tokens)
         tokens = -(-settings.max_batch_total_tokens // size)
         pages = -(-tokens * pages_needed(groups, longest, step_tokens, size) // -(-longest // size))
-        if (taken := pages * required.page_bytes + required.state_bytes_in_all(rows, pages)) > memory.available:
+        if (taken := pages * required.page_bytes + required.state_bytes_in_all(rows, pages, drafts)) > memory.available:
             raise UserError(
                 f"Not enough memory to handle `max_batch_total_tokens={settings.max_batch_total_tokens}`: that "
                 f"takes {taken / 1e9:.2f} GB and {memory.available / 1e9:.2f} GB are free. "
                 "Lower --max-batch-total-tokens."
             )
         return pages
-    if previous_pages is not None and previous_pages <= required.pages_within(memory.available, rows):
+    if previous_pages is not None and previous_pages <= required.pages_within(memory.available, rows, drafts):
         return previous_pages
-    if (fitting := required.pages_within(memory.default, rows)) < 1 and required.state_bytes:
+    if (fitting := required.pages_within(memory.default, rows, drafts)) < 1 and required.state_bytes:
         raise UserError(
             f"Not enough memory for the recurrent states of {rows} requests: they take "
-            f"{required.state_bytes_in_all(rows, 0) / 1e9:.2f} GB of the {memory.default / 1e9:.2f} GB for the KV "
-            "cache. Lower --max-batch-size."
+            f"{required.state_bytes_in_all(rows, 0, drafts) / 1e9:.2f} GB of the {memory.default / 1e9:.2f} GB for the "
+            f"KV cache. Lower --max-batch-size{' or --speculate' * bool(drafts)}."
         )
+    if required.device == "cuda":  # what requests do not need keeps prefixes
+        return fitting
     return min(fitting, rows * pages_needed(groups, longest, step_tokens, size))

@@ -45,6 +45,7 @@ class HeadSize(NamedTuple):
     """What select_cpu_kernels needs of a model."""
 
     widest_head: int
+    recurrent: None = None
 
 
 class Candidate(NamedTuple):

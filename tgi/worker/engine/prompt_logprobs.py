@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from tgi.worker.device_copies import copy_to_device, copy_to_host
 from tgi.worker.engine.input_batch import Slots, StepRows
+from tgi.worker.models.interface import LogitsReader
 from tgi.worker.sampling.top_logprobs import BLOCK_ROWS, rank_token_ids
 
 Ints = NDArray[np.int64]
@@ -60,7 +62,7 @@ def find_prompt_positions(slots: Slots, rows: StepRows) -> PromptPositions | Non
     )
 
 
-class PromptLogprobReader:
+class PromptLogprobReader(LogitsReader):
     """A LogitsReader that turns logits into prompt logprobs. `logits_indices` and `next_ids`, int64 [N], are on the
     device, as are the logits."""
 
@@ -73,8 +75,8 @@ class PromptLogprobReader:
         self._top_ids: list[Tensor] = []
         self._top_logprobs: list[Tensor] = []
 
+    @override
     def read_logits(self, logits: Tensor) -> None:
-        """See LogitsReader."""
         block = len(self._logprobs)
         logprobs = torch.log_softmax(logits, -1)
         self._logprobs.append(logprobs.gather(1, self._next_ids[block][:, None])[:, 0])

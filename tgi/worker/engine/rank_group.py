@@ -14,6 +14,8 @@ import threading
 import time
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from tgi.microkernel.errors import FATAL
 from tgi.microkernel.host.rundir import process_name
 from tgi.microkernel.links.link import Link
@@ -116,7 +118,7 @@ class FurtherRanks(Protocol):
         """Ends the further ranks."""
 
 
-class LeadingEngine:
+class LeadingEngine(Engine):
     """Implements Engine for the first rank: forwards everything that changes the state of an engine to the others,
     before its own engine does it."""
 
@@ -127,25 +129,27 @@ class LeadingEngine:
         self.adapters: AdapterRegistry = engine.adapters
         self.adapters.on_change = self._forward_adapter
 
+    @override
     def reset(self) -> None:
-        """See Engine."""
         self._group.send(ResetSlots())
         self._engine.reset()
 
+    @override
     def held_pages(self) -> list[HeldPages]:
-        """See Engine. The other ranks have been told the same steps, so they hold the same pages."""
+        """The other ranks have been told the same steps, so they hold the same pages."""
         return self._engine.held_pages()
 
+    @override
     def prefault_memory(self) -> bool:
-        """See Engine."""
         return self._engine.prefault_memory()
 
+    @override
     def release_memory(self) -> None:
-        """See Engine."""
         self._engine.release_memory()
 
+    @override
     def launch(self, step: Step) -> Any:
-        """See Engine. After any error but a BadStep, which all ranks find, they may differ, so the worker ends."""
+        """After any error but a BadStep, which all ranks find, they may differ, so the worker ends."""
         self._group.send(step)
         try:
             return self._engine.launch(step)
@@ -154,12 +158,12 @@ class LeadingEngine:
         except Exception as error:
             raise Poisoned(f"{type(error).__name__} in step {step.number}: {error}") from error
 
+    @override
     def is_done(self, pending: Any) -> bool:
-        """See Engine."""
         return self._engine.is_done(pending)
 
+    @override
     def collect(self, pending: Any) -> StepResult:
-        """See Engine."""
         try:
             return self._engine.collect(pending)
         except Exception as error:

@@ -15,15 +15,17 @@ from llguidance import LLTokenizer
 from tgi.hub.llguidance_tables import token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
+from tgi.hub.vision_towers import VisionFamily, vision_family
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.host.heap import release_freed_memory
+from tgi.microkernel.host.rundir import media_directory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
-from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups, recurrent_group
 from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
-from tgi.microkernel.settings.table import Settings
+from tgi.microkernel.settings.table import MTP, Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
 from tgi.worker.cpu_kernels.kernels import CpuKernels
@@ -42,9 +44,12 @@ from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.config_reader import read_config
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
-from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.models.loader import build_model, build_mtp, read_model_spec
+from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.vision.prompt_images import PromptImages
+from tgi.worker.vision.tower import load_tower
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +59,23 @@ PAGES_FILE = "worker.pages"  # the number of pages, and the bytes of a step on a
 DTYPE_FILE = "worker.dtype"  # the quickest dtype
 
 
+TEXT_ALONE = "Start with --media-workers 0, which serves the model without images."
+
+
 class LoadedModels(NamedTuple):
     """The served model and the draft model."""
 
     served: Model
-    draft: Model | None
+    draft: Model | MtpModel | None
     kv_cache_dtype: torch.dtype | None = None  # None: the dtype of each model
     kernels: str = ""  # which kernels compute, for the start summary
     communicator: Communicator | None = None  # of the served model's ranks; the draft model is whole on each of them
 
-    def all(self) -> list[Model]:
+    def all(self) -> list[Model | MtpModel]:
         """The models that are loaded."""
         return [self.served] if self.draft is None else [self.served, self.draft]
 
-    def cache_spec(self, model: Model, groups: Sequence[KVGroup] = ONE_FULL_GROUP) -> KVCacheSpec:
+    def cache_spec(self, model: Model | MtpModel, groups: Sequence[KVGroup] = ONE_FULL_GROUP) -> KVCacheSpec:
         """The KV cache of one of them, in the chosen dtype."""
         return model.kv._replace(stored_dtype=self.kv_cache_dtype, groups=groups)
 
@@ -92,24 +100,26 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
                 *(nodes, nodes),
             )
     models = _load_models(settings, device, progress, place)
-    _require_no_drafts(settings, models)
+    _require_draft_pages(models)
+    images = _load_images(settings, models, progress, place)
     progress("sizing the KV cache", 96)
-    graph_sizes = _graph_batch_sizes(settings, models.served)
+    # A captured step has no hidden states for an MTP layer.
+    graph_sizes = [] if isinstance(models.draft, MtpModel) else _graph_batch_sizes(settings, models.served)
     required = _cache_requirements(models)
-    previous_pages, step_bytes = _read_previous_cache(settings.run_dir)
+    previous, step_bytes = _read_previous_cache(settings.run_dir)
     if models.served.device.type == "cpu":
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
         step_bytes = _measure_step(settings, models, graph_sizes, progress)
-    available = _cache_memory(settings, models.served.device, step_bytes)
+    available = _cache_memory(settings, models.served.device, step_bytes + (memory.FEATURE_BYTES if images else 0))
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
-        available, previous_pages = _agree_on_cache(models.communicator, sharing, required, available, previous_pages)
-    limits = memory.choose_limits(settings, required, available, previous_pages)
+        required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
+    limits = memory.choose_limits(settings, required, available, previous)
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
-    engine = _build_engine(models, limits, graph_sizes, load_token_table, watermark)
+    engine = _build_engine(models, limits, graph_sizes, load_token_table, watermark, images)
     progress("warming up", 98)
     rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
     tokens = min(WARMUP_PROMPT_TOKENS, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
@@ -118,26 +128,55 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
         progress("capturing CUDA graphs", 98)
         engine.capture_decode_graphs(1)  # the largest; the others when a step needs them
     if place is None or place.rank == 0:
-        _write_choice(settings.run_dir / PAGES_FILE, str(limits.pages), str(step_bytes))
+        chosen = limits.pages, limits.max_batch_size, step_bytes
+        _write_choice(settings.run_dir / PAGES_FILE, *(str(number) for number in chosen))
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
-    engine.served = _worker_facts(settings, models, limits)
+    engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.tower.nbytes)
     if device == "cpu":
         release_freed_memory()
     return engine
 
 
-def _require_no_drafts(settings: Settings, models: LoadedModels) -> None:
-    """Raises UserError if drafts are wanted of a model with recurrent layers, or from one."""
-    if (settings.speculate or models.draft is not None) and any(model.kv.state is not None for model in models.all()):
+def _require_draft_pages(models: LoadedModels) -> None:
+    """Raises UserError if the draft model has recurrent layers: it computes some tokens twice, and others later."""
+    if models.draft is not None and models.draft.kv.state is not None:
         raise UserError(
-            "Speculation needs to take back rejected drafts, which models with recurrent layers cannot yet. Start "
-            "without --speculate and --draft-model-id."
+            "A model with recurrent layers cannot draft: a draft model computes positions again, for which the state "
+            "of such layers is gone. Choose another --draft-model-id, or --speculate without one."
         )
 
 
-def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLimits) -> WorkerFacts:
+def _load_images(
+    settings: Settings, models: LoadedModels, progress: Progress, place: RankPlace | None
+) -> PromptImages | None:
+    """The model's vision tower, if requests have images. Raises UserError if it cannot be served."""
+    family = vision_family(settings.model_dir) if settings.sees_images else None
+    if family is None:
+        return None
+    if fault := _image_obstacle(settings, family, place):
+        raise UserError(f"The images of {settings.model_dir} cannot be served: {fault}. {TEXT_ALONE}")
+    served = models.served
+    tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress)
+    return PromptImages(tower, media_directory(settings.run_dir), memory.FEATURE_BYTES)
+
+
+def _image_obstacle(settings: Settings, family: VisionFamily, place: RankPlace | None) -> str:
+    """Why the images of a model of this family cannot be computed here, in words; "" if they can."""
+    decoder = read_model_spec(settings.model_dir, "auto", settings.quantize).decoder
+    if decoder is None:
+        return "its text part runs through transformers"
+    if family.rope is not None and any(rope.axes is None for rope in decoder.ropes):
+        return "mrope_section in its config.json does not fit the rotary embedding"
+    if not settings.needs_weights:
+        return "--load-format dummy makes no weights for a vision tower"
+    if place is not None and place.local_ranks < place.ranks:
+        return "the ranks of a worker on several hosts do not all have the files of images"
+    return ""
+
+
+def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLimits, tower_bytes: int) -> WorkerFacts:
     """The facts that the start summary shows."""
     footprints = [model.footprint for model in models.all()]
     served = models.served
@@ -146,7 +185,7 @@ def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLi
         limits,
         device="cpu" if served.device.type == "cpu" else torch.cuda.get_device_name(served.device),
         kernels=models.kernels,
-        weight_bytes=sum(footprint.bytes for footprint in footprints),
+        weight_bytes=sum(footprint.bytes for footprint in footprints) + tower_bytes,
         weight_bits=round(8 * served.footprint.bytes / max(1, served.footprint.numbers), 1),
         kv_cache_bytes=limits.cache_bytes,
     )
@@ -202,6 +241,15 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
         )
 
     served = build(settings.model_dir, progress, communicator)
+    if settings.draft_model_id == MTP:
+        if communicator is not None or not settings.needs_weights:
+            raise UserError(
+                f"--draft-model-id {MTP} is for one rank, with the weights of the model. Start without --num-shard and "
+                "--load-format dummy, or with --speculate alone."
+            )
+        progress("loading the layer for multi-token prediction", 95)
+        mtp = build_mtp(settings.model_dir, served, dtype, kernels, quantize[settings.model_dir], gpu)
+        return LoadedModels(served, mtp, kv_cache_dtype, words)
     if settings.draft_model_dir is None:
         return LoadedModels(served, None, kv_cache_dtype, words, communicator)
     draft = build(settings.draft_model_dir, lambda stage, percent: progress(f"draft model: {stage}", percent))
@@ -255,18 +303,21 @@ def _agree_on_cache(
     sharing: int,
     required: memory.CacheRequirements,
     available: memory.CacheMemory,
-    previous_pages: int | None,
-) -> tuple[memory.CacheMemory, int | None]:
-    """The memory of this rank for as many pages as every rank has memory for, and the previous pages that the first
-    rank knows. `sharing`: the number of ranks that share the memory that this one has found."""
-    unknown = 1 << 40
-    default, most, previous = communicator.minimum(
-        available.default // sharing // required.page_bytes,
-        available.available // sharing // required.page_bytes,
-        unknown if previous_pages is None else previous_pages,
+    previous: memory.PreviousCache | None,
+) -> tuple[memory.CacheRequirements, memory.CacheMemory, memory.PreviousCache | None]:
+    """The bytes of the rank with the largest pages and states, the memory of this rank for as many of them as every
+    rank has memory for, and the previous cache that the first rank knows. `sharing`: the number of ranks that share the
+    memory that this one has found."""
+    page_bytes, state_bytes = (-n for n in communicator.minimum(-required.page_bytes, -required.state_bytes))
+    required = required._replace(page_bytes=page_bytes, state_bytes=state_bytes)
+    unknown, unit = 1 << 40, required.unit_bytes
+    default, most, pages, rows = communicator.minimum(
+        available.default // sharing // unit,
+        available.available // sharing // unit,
+        *((unknown, unknown) if previous is None else previous),
     )
-    agreed = memory.CacheMemory(default * required.page_bytes, most * required.page_bytes)
-    return agreed, None if previous == unknown else previous
+    found = None if pages == unknown else memory.PreviousCache(pages, rows)
+    return required, memory.CacheMemory(default * unit, most * unit), found
 
 
 def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
@@ -283,13 +334,12 @@ def _build_engine(
     graph_sizes: list[int],
     load_token_table: Callable[[], LLTokenizer] | None = None,
     watermark: Watermark | None = None,
+    images: PromptImages | None = None,
 ) -> TorchEngine:
     """The engine with KV caches of `limits.pages` pages, which can capture decode graphs of these batch sizes."""
     served, draft = models.served, models.draft
     groups = paged_groups(limits.groups)
-    # To measure a step, before it is known how much memory there is for snapshots, none are needed.
-    states = limits.state_slots or limits.max_batch_size + 1
-    attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, states)
+    attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, limits.state_slots)
     draft_model = (
         None
         if draft is None
@@ -306,6 +356,7 @@ def _build_engine(
         draft_model=draft_model,
         watermark=watermark,
         graph_capture=graph_capture,
+        images=images,
     )
 
 
@@ -370,11 +421,14 @@ def _cache_requirements(models: LoadedModels) -> memory.CacheRequirements:
     )
 
 
-def _read_previous_cache(run: Path) -> tuple[int | None, int | None]:
-    """The number of pages of the previous worker of this supervisor, if there was one, and what `_measure_step` found:
-    the same model on the same device takes the same memory, and requests wait for this start."""
+def _read_previous_cache(run: Path) -> tuple[memory.PreviousCache | None, int | None]:
+    """The cache of the previous worker of this supervisor, if there was one, and what `_measure_step` found: the same
+    model on the same device takes the same memory, and requests wait for this start."""
     words = _read_choice(run / PAGES_FILE)
-    return (int(words[0]), int(words[1])) if len(words) == 2 else (None, None)
+    if len(words) != 3:
+        return None, None
+    pages, rows, step_bytes = map(int, words)
+    return memory.PreviousCache(pages, rows), step_bytes
 
 
 def _dtype_by_trial(run: Path, own: str) -> str:
@@ -413,9 +467,9 @@ def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[in
     """The bytes on a GPU that a step takes besides weights and KV cache. Runs the largest step that may occur, which
     shows the memory of its activations, and captures the largest graph, whose pool the others share."""
     device = models.served.device
-    rows = memory.max_batch_size(settings, "cuda")
-    total = memory.max_prefill_tokens(settings, "cuda")
     required, drafts = _cache_requirements(models), settings.speculate or 0
+    rows = memory.rows_at_once(settings, required, _cache_memory(settings, device, 0))
+    total = memory.max_prefill_tokens(settings, "cuda")
     further = 2 + drafts  # positions after the prompt
     tokens = max(1, min(total // rows, (settings.max_total_tokens or required.context) - further))
     pages = rows * -(-(tokens + further) // required.page_size)
@@ -430,19 +484,20 @@ def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[in
         vocab_size=required.vocab_size,
         dtype=required.dtype,
         device="cuda",
+        groups=[*ONE_FULL_GROUP, *memory.recurrent_groups(settings, required, 0)],
     )
     torch.cuda.reset_peak_memory_stats(device)
     try:
         engine = _build_engine(models, limits, graph_sizes)
         before = torch.cuda.memory_allocated(device)
         warm_up(engine, limits, rows, tokens, drafts, models.draft is not None)
+        progress("compiling kernels", 97)
+        warm_up_sizes(engine, limits, rows, total)  # also the longest chunk of one prompt
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"Not enough memory to handle {total} prefill tokens. You need to decrease `--max-batch-prefill-tokens`"
         ) from error
     activations = torch.cuda.max_memory_allocated(device) - before
-    progress("compiling kernels", 97)
-    warm_up_sizes(engine, limits, rows, total)
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(device)
     graph_count = engine.capture_decode_graphs(1)
@@ -501,7 +556,9 @@ def warm_up(
     _run_step(engine, _step(1, rows, 0, tokens, slots, pages))
     _run_step(engine, _step(2, rows, tokens, 1))
     if drafts:
-        draft_rows = max(1, min(rows, limits.max_batch_prefill_tokens // (1 + drafts)))
+        recurrent = recurrent_group(limits.groups)
+        most = limits.max_batch_prefill_tokens if recurrent is None else recurrent.drafts
+        draft_rows = max(1, min(rows, limits.max_batch_prefill_tokens // (1 + drafts), most // drafts))
         draft_step = _step(3, draft_rows, tokens + 1, 1)
         draft_ids = [0] * (0 if draft_model else draft_rows * drafts)
         _run_step(

@@ -287,6 +287,8 @@ class FakeWorker:
             all(samples for count, samples in zip(counts, step.samples, strict=True) if count), "drafts without samples"
         )
         require(not ids or len(ids) == sum(counts), f"{len(ids)} draft_ids for {sum(counts)} drafts")
+        most = sum(counts) if self._recurrent is None else self._recurrent.drafts
+        require(sum(counts) <= most, f"{sum(counts)} drafts, but states are kept for {most}")
         require(all(0 <= token < self.config.vocab_size for token in ids), "a draft is not in the vocabulary")
         each = iter(ids)
         return [[next(each, None) for _ in range(count)] for count in counts]

@@ -28,6 +28,7 @@ class Rotation(NamedTuple):
     angles: Tensor  # float32 [positions, 2, rotary_dim]: cos and sin, contiguous
     positions: Tensor  # int64 [T]
     neighbours: bool  # pairs are elements 2 i and 2 i + 1, else i and i + rotary_dim / 2
+    start: int = 0  # elements of a head before the rotated ones; of latent attention alone
 
 
 class HeadNorm(NamedTuple):

@@ -1,20 +1,24 @@
-"""The activation of an MLP's gate, times the up projection, in one launch."""
+"""Elementwise parts of layers, in one launch each: the activation of an MLP's gate, times the up projection; the
+activation of an MLP without a gate; the sigmoid gate of attention."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgi.worker.activations import ACTIVATIONS, gated
+from tgi.worker.activations import ACTIVATIONS, gated, xielu
 from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
 
 BLOCK = 1024  # elements of a program
 
 
 @triton.jit
-def _activation(x, THEN: tl.constexpr):
-    """An activation of activations.ACTIVATIONS, by name."""
-    if THEN == "silu":
+def _activation(x, THEN: tl.constexpr, first=0.0, second=0.0):
+    """An activation of activations.ACTIVATIONS, by name, or "xielu" with its factors."""
+    if THEN == "xielu":
+        low = tl.exp(tl.where(x > -1e-6, -1e-6, x)) - 1.0 - x
+        y = tl.where(x > 0, x * x * first, low * second) + 0.5 * x
+    elif THEN == "silu":
         y = x * tl.sigmoid(x)
     elif THEN == "gelu":
         y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
@@ -62,6 +66,39 @@ def gated_activation(x: Tensor, then: str) -> Tensor:
     return y
 
 
+@triton.jit
+def _plain_activation(x, y, size, first, second, THEN: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(y + at, _activation(wide, THEN, first, second).to(y.dtype.element_ty), mask=at < size)
+
+
+def activation(x: Tensor, then: str, factors: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    """The activation of a contiguous x: one of activations.ACTIVATIONS, or "xielu" with its factors."""
+    y = torch.empty_like(x)
+    if x.numel():
+        assert x.is_contiguous()
+        _plain_activation[(triton.cdiv(x.numel(), BLOCK),)](x, y, x.numel(), *factors, then, BLOCK)
+    return y
+
+
+@triton.jit
+def _sigmoid_gate(x, y, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.sigmoid(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32))
+    gated = tl.load(y + at, mask=at < size, other=0.0).to(tl.float32) * factor
+    tl.store(y + at, gated.to(y.dtype.element_ty), mask=at < size)
+
+
+def sigmoid_gate(x: Tensor, y: Tensor) -> Tensor:
+    """y * sigmoid(x) of contiguous tensors of one shape, in place of y."""
+    if y.numel():
+        assert x.is_contiguous()
+        assert y.is_contiguous()
+        _sigmoid_gate[(triton.cdiv(y.numel(), BLOCK),)](x, y, y.numel(), BLOCK)
+    return y
+
+
 def self_test(device: torch.device) -> None:
     """Raises SelfTestFailed if the results differ from torch's."""
     for then in ACTIVATIONS:
@@ -69,3 +106,9 @@ def self_test(device: torch.device) -> None:
             x = 6 * random_tensor(device, 3, 2 * 1100, dtype=dtype)
             left, right = x.chunk(2, 1)
             check_close(f"{then} of a gate", gated_activation(x, then), gated(then, left, right), tolerance)
+            check_close(then, activation(x, then), ACTIVATIONS[then](x), tolerance)
+    x, factors = 4 * random_tensor(device, 3, 2 * 1100), (0.7, 0.4)
+    check_close("xielu", activation(x, "xielu", factors), xielu(x, *factors), 1e-5)
+    left, right = x.chunk(2, 1)
+    expected = right * left.sigmoid()
+    check_close("a sigmoid gate", sigmoid_gate(left.contiguous(), right.contiguous()), expected, 1e-5)

@@ -14,10 +14,14 @@ class GpuKernels:
         """`capability` is CUDA's compute capability. `batch_invariant`: the bits of a row do not depend on the number
         of rows either."""
         from tgi.worker.gpu_kernels import (
+            causal_conv,
+            delta_rule,
             float8,
             gated_activation,
             grouped_matmul,
             kv_write,
+            latent_write,
+            lora,
             matmul,
             norm,
             paged_attention,
@@ -29,16 +33,21 @@ class GpuKernels:
         self.capability = capability
         self.norm, self.norm_in_place = norm.norm, norm.norm_in_place
         self.gated_activation = gated_activation.gated_activation
+        self.activation, self.sigmoid_gate = gated_activation.activation, gated_activation.sigmoid_gate
         self.quantized_matmul = quantized_matmul.quantized_matmul
         self.route, self.combine = routing.route, routing.combine
         self.choose_expert_tile, self.grouped_matmul = grouped_matmul.choose_tile, grouped_matmul.grouped_matmul
         self.quantize_rows = float8.quantize_rows
         self.sample = sampling.sample
         self.rotate_and_write_kv = kv_write.rotate_and_write_kv
+        self.rotate_and_write_latent = latent_write.rotate_and_write_latent
+        self.causal_conv = causal_conv.causal_conv
+        self.delta_rule = partial(delta_rule.delta_rule, batch_invariant=batch_invariant)
         self.paged_attention = partial(
             paged_attention.paged_attention, capability=capability, batch_invariant=batch_invariant
         )
         self.matmul = matmul.matmul
+        self.add_lora = lora.add_lora
         self.batch_invariant = batch_invariant
         if batch_invariant:
             self.choose_expert_tile = grouped_matmul.invariant_tile

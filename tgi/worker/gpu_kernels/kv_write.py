@@ -43,7 +43,8 @@ def rotate_and_write_kv(
     query = qkv.new_empty(tokens, heads, dim)
     width = triton.next_power_of_2(dim)
     together = min(triton.next_power_of_2(both), max(1, ELEMENTS // width))
-    angles, positions, neighbours = rotation or (None, None, False)
+    angles, positions, neighbours, start = rotation or (None, None, False, 0)
+    assert not start
     weight, epsilon, norm_last = norm or (None, 0.0, False)
     _rotate_and_write_kv[tokens, triton.cdiv(both, together)](
         *(qkv, query, keys, values, slots, angles, positions, weight, epsilon, 1 / divisors[0], 1 / divisors[1]),

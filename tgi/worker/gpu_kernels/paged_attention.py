@@ -8,6 +8,10 @@ the program that finishes last merges them, so this takes no further launch.
 The grid follows from the numbers of rows and tokens alone. Rows and contexts are read on the device, so one captured
 CUDA graph serves all steps. A block beyond the queries of its row costs a program that returns at once.
 
+Of latent attention a value is the first elements of its key: both are read once. The scores are the sum of two
+products, of these elements and of the rest, which is rotated. All heads share one KV head there, and there may be 128
+of them, so the heads of a token are divided among programs.
+
 Keys and values of 8 bits are converted to float16, which represents all of them and takes the fewest instructions; the
 queries and the weights of values are then multiplied as float16. In float32 all products are exact.
 """
@@ -58,9 +62,32 @@ def tile_for(queries: int, width: int, dtype: torch.dtype) -> Tile:
     return tile._replace(keys=max(SMALLEST, min(tile.keys, TILE_BYTES // size)))
 
 
-def splits_for(blocks: int, kv_heads: int) -> int:
-    """The number of splits of a context, a power of two, for this number of blocks of queries."""
-    wanted = PROGRAMS // max(1, blocks * kv_heads)
+# Heads of a token in a program of latent attention: while rows are few, more programs read the same keys.
+FEW_LATENT_HEADS, MANY_LATENT_HEADS = 16, 64
+# Compute capabilities whose multiprocessors have 100 KB of shared memory, which takes half of those heads.
+LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+
+
+def latent_heads(rows: int, heads: int, capability: tuple[int, int], batch_invariant: bool = False) -> int:
+    """How many heads of a token a program of latent attention has, for a launch with this number of rows."""
+    few = not batch_invariant and rows * heads < PROGRAMS * FEW_LATENT_HEADS
+    most = FEW_LATENT_HEADS if few else MANY_LATENT_HEADS // (1 + (capability in LITTLE_MEMORY))
+    return next(count for count in range(min(most, heads), 0, -1) if heads % count == 0)
+
+
+def latent_tile(queries: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
+    """The tile for rows of up to this number of queries (times heads of a program) of latent attention."""
+    if dtype.itemsize == 4:
+        return Tile(SMALLEST, SMALLEST, 4, 1)
+    if capability in LITTLE_MEMORY:
+        return Tile(SMALLEST if queries <= SMALLEST else 32, SMALLEST, 4, 2)
+    return Tile(SMALLEST, 32, 4, 2) if queries <= SMALLEST else Tile(64, 32, 8, 2)
+
+
+def splits_for(blocks: int, lanes: int) -> int:
+    """The number of splits of a context, a power of two, for this number of blocks of queries, each with `lanes`
+    programs."""
+    wanted = PROGRAMS // max(1, blocks * lanes)
     return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
 
@@ -81,45 +108,52 @@ def paged_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> None:
-    """Writes the attention of these rows to `out` [T, heads, head_dim], which is contiguous.
+    """Writes the attention of these rows to `out` [T, heads, elements of a value], which is contiguous.
 
     `query` [T, heads, head_dim] may have a larger stride from token to token. `keys` and `values` [pages, page_size,
     kv_heads, head_dim] are the KV cache of a layer, of the queries' type or of 8-bit floats; they already have the
-    step's own. Scores are multiplied by `scale` and limited to cap * tanh(score / cap). `window`: the number of
-    positions that a query sees; None: all. `sinks` float32 [heads] are scores without a value. `capability` is the
-    GPU's. `counters` int32 [COUNTERS] are zero before and after. `batch_invariant`: one tile and one split for any
-    shape of a step; a query's bits depend on its row's context alone. `tile` and `splits` override what is chosen.
+    step's own. Values of fewer elements than a key are the first of these (latent attention). Scores are multiplied by
+    `scale` and limited to cap * tanh(score / cap). `window`: the number of positions that a query sees; None: all.
+    `sinks` float32 [heads] are scores without a value. `capability` is the GPU's. `counters` int32 [COUNTERS] are zero
+    before and after. `batch_invariant`: one tile and one split for any shape of a step; a query's bits depend on its
+    row's context alone. `tile` and `splits` override what is chosen.
     """
     _, heads, dim = query.shape
-    page, kv_heads = keys.shape[1:3]
-    group, width = heads // kv_heads, max(SMALLEST, triton.next_power_of_2(dim))
-    if batch_invariant:
-        tile, splits = tile_for(MIDDLE.queries, width, query.dtype), 1
-    tile = tile or tile_for(rows.longest * group, width, query.dtype)
+    page, kv_heads, size = keys.shape[1], keys.shape[2], out.shape[2]
+    width = max(SMALLEST, triton.next_power_of_2(size))
+    count, rest = len(rows.context), dim - size
+    group = heads // kv_heads if not rest else latent_heads(count, heads, capability, batch_invariant)
+    lanes = heads // group  # programs of a token
+    if batch_invariant or tile is None:
+        longest = MIDDLE.queries if batch_invariant else rows.longest * group
+        tile = latent_tile(longest, query.dtype, capability) if rest else tile_for(longest, width, query.dtype)
+    splits = 1 if batch_invariant else splits
     padded_group = triton.next_power_of_2(group)
     queries = max(tile.queries, padded_group)
     block = 1 if rows.starts is None else queries // group
-    count = len(rows.context)
     blocks = count if rows.starts is None else rows.tokens // block + count
-    splits = splits or splits_for(count if rows.longest * group <= queries else blocks, kv_heads)
-    if splits > 1 and blocks * kv_heads > len(counters):
+    splits = splits or splits_for(count if rows.longest * group <= queries else blocks, lanes)
+    if splits > 1 and blocks * lanes > len(counters):
         splits = 1
     sums = weights = out
     if splits > 1:
-        sums = torch.empty(rows.tokens, heads, splits, dim, dtype=torch.float32, device=query.device)
+        sums = torch.empty(rows.tokens, heads, splits, size, dtype=torch.float32, device=query.device)
         weights = torch.empty(rows.tokens, heads, splits, 2, dtype=torch.float32, device=query.device)
     by_bits = keys.dtype is torch.float8_e4m3fn and capability < CONVERTS_E4M3
     if by_bits:
         keys, values = keys.view(torch.int8), values.view(torch.int8)
-    _attend[blocks, kv_heads, splits](
+    _attend[blocks, lanes, splits](
         *(query, keys, values, rows.table, rows.context, rows.starts, sinks, out, sums, weights, counters),
         *(count, rows.first, query.stride(0), rows.table.stride(0), NO_WINDOW if window is None else window, scale),
         CAP=cap or 0.0,
         WINDOWED=window is not None,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        GROUP=group,
         DIM=dim,
+        SIZE=size,
         WIDTH=width,
+        REST=max(SMALLEST, triton.next_power_of_2(rest)) if rest else 0,
         GROUPS=padded_group,
         PAGE=page,
         BLOCK=block,
@@ -149,10 +183,11 @@ def _converted(x, dtype: tl.constexpr, BY_BITS: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    q, peak, total, found,
+    q, q_rest, peak, total, found,
     keys, values, own_table, head, position, length, window, scale, begin, end,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, BY_BITS: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    BY_BITS: tl.constexpr,
 ):  # fmt: skip
     """Attends to the tiles of keys from `begin` to `end` - 1. MASKED: some of these keys are not visible to some query,
     or lie beyond the context."""
@@ -163,18 +198,33 @@ def _tiles(
             page = tl.load(own_table + at // PAGE, mask=at < length, other=0).to(tl.int64)
         else:
             page = tl.load(own_table + at // PAGE).to(tl.int64)
-        place = ((page * PAGE + at % PAGE) * KV_HEADS + head)[:, None] * DIM + number[None, :]
-        if MASKED or WIDTH != DIM:
-            used = at < length  # memory beyond the context is uninitialized
-            if WINDOWED:
-                used &= at > tl.min(position, 0) - window  # pages before the window may be those of other requests
-            written = used[:, None] & (number < DIM)[None, :]
+        begins = ((page * PAGE + at % PAGE) * KV_HEADS + head)[:, None] * DIM
+        place = begins + number[None, :]
+        used = at < length  # memory beyond the context is uninitialized
+        if MASKED and WINDOWED:
+            used &= at > tl.min(position, 0) - window  # pages before the window may be those of other requests
+        if MASKED or WIDTH != SIZE:
+            written = used[:, None] & (number < SIZE)[None, :]
             key = tl.load(keys + place, mask=written, other=0.0)
-            value = tl.load(values + place, mask=written, other=0.0)
         else:
-            key, value = tl.load(keys + place), tl.load(values + place)
-        key, value = _converted(key, q.dtype, BY_BITS), _converted(value, q.dtype, BY_BITS)
-        score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+            key = tl.load(keys + place)
+        key = _converted(key, q.dtype, BY_BITS)
+        score = tl.dot(q, tl.trans(key), input_precision="ieee")
+        if REST > 0:
+            value = key
+            tail = SIZE + tl.arange(0, REST)
+            if MASKED or SIZE + REST != DIM:
+                other = tl.load(keys + begins + tail[None, :], mask=used[:, None] & (tail < DIM)[None, :], other=0.0)
+            else:
+                other = tl.load(keys + begins + tail[None, :])
+            score = tl.dot(q_rest, tl.trans(_converted(other, q.dtype, BY_BITS)), score, input_precision="ieee")
+        else:
+            if MASKED or WIDTH != SIZE:
+                value = tl.load(values + place, mask=written, other=0.0)
+            else:
+                value = tl.load(values + place)
+            value = _converted(value, q.dtype, BY_BITS)
+        score *= scale
         if CAP > 0.0:
             score = CAP - 2 * CAP / (tl.exp(score * (2.0 / CAP)) + 1)  # CAP * tanh(score / CAP)
             score *= LOG2_E
@@ -195,9 +245,22 @@ def _tiles(
 
 
 @triton.jit
+def _merge_chunk(
+    out, sums, head, at, start, total, weight, whole, GROUP: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """The elements from `start` on of `_merge_splits`."""
+    number = start + tl.arange(0, CHUNK)
+    given = (total > 0)[:, :, None] & (number < SIZE)[None, None, :]
+    found = tl.load(sums + at[:, :, None] * SIZE + number[None, None, :], mask=given, other=0.0, cache_modifier=".cg")
+    merged = tl.sum(found * weight[:, :, None], 1) / whole
+    where = out + head[:, None] * SIZE + number[None, :]
+    tl.store(where, merged.to(out.dtype.element_ty), mask=(head < GROUP)[:, None] & (number < SIZE)[None, :])
+
+
+@triton.jit
 def _merge_splits(
     out, sums, weights, part,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merges the results of the splits of a query for the heads of a group, which begin at `part`. They come from other
     multiprocessors, so not from this one's own cache."""
@@ -209,15 +272,12 @@ def _merge_splits(
     weight = tl.exp2(peak - tl.max(peak, 1)[:, None])
     whole = tl.sum(total * weight, 1)[:, None]
     CHUNK: tl.constexpr = 32 if WIDTH > 32 else WIDTH
-    for start in tl.static_range(0, WIDTH, CHUNK):
-        number = start + tl.arange(0, CHUNK)
-        given = (total > 0)[:, :, None] & (number < DIM)[None, None, :]
-        found = tl.load(
-            sums + at[:, :, None] * DIM + number[None, None, :], mask=given, other=0.0, cache_modifier=".cg"
-        )
-        merged = tl.sum(found * weight[:, :, None], 1) / whole
-        where = out + head[:, None] * DIM + number[None, :]
-        tl.store(where, merged.to(out.dtype.element_ty), mask=(head < GROUP)[:, None] & (number < DIM)[None, :])
+    if WIDTH <= 256:
+        for start in tl.static_range(0, WIDTH, CHUNK):
+            _merge_chunk(out, sums, head, at, start, total, weight, whole, GROUP, SIZE, CHUNK)
+    else:  # not unrolled: that would be a megabyte of code
+        for start in range(0, WIDTH, CHUNK):
+            _merge_chunk(out, sums, head, at, start, total, weight, whole, GROUP, SIZE, CHUNK)
 
 
 # The alignment of a step's columns and the width of its page table do not compile another kernel.
@@ -247,8 +307,11 @@ def _attend(
     WINDOWED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
+    SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     GROUPS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -257,9 +320,10 @@ def _attend(
     SPLITS: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """One block of queries for one KV head over one split of its keys."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    head, split = tl.program_id(1), tl.program_id(2)
+    """One block of queries for GROUP heads of one KV head over one split of its keys."""
+    LANES: tl.constexpr = HEADS // GROUP
+    lane, split = tl.program_id(1), tl.program_id(2)
+    head = lane // (LANES // KV_HEADS)
     if starts is None:
         row = tl.program_id(0)
         block, begin_query, count = 0, first + row, 1
@@ -298,11 +362,18 @@ def _attend(
     position = lowest + of_block
     real = (of_block < BLOCK) & (block * BLOCK + of_block < count)
     token = (begin_query + block * BLOCK + of_block).to(tl.int64)
-    mine = head * GROUP + of_group
-    inside = real[:, None] & (number < DIM)[None, :]
-    q = tl.load(query + (token * query_stride + mine * DIM)[:, None] + number[None, :], mask=inside, other=0.0)
+    mine = lane * GROUP + of_group
+    inside = real[:, None] & (number < SIZE)[None, :]
+    own_query = query + (token * query_stride + mine * DIM)[:, None]
+    q = tl.load(own_query + number[None, :], mask=inside, other=0.0)
     if narrow:
         q = tl.minimum(tl.maximum(q.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16).to(dtype)
+    q_rest = q
+    if REST > 0:
+        tail = SIZE + tl.arange(0, REST)
+        q_rest = tl.load(own_query + tail[None, :], mask=real[:, None] & (tail < DIM)[None, :], other=0.0)
+        if narrow:
+            q_rest = tl.minimum(tl.maximum(q_rest.to(tl.float32), -MAX_FLOAT16), MAX_FLOAT16).to(dtype)
     factor = scale * SMALLER if CAP > 0.0 else scale * SMALLER * LOG2_E
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -317,32 +388,32 @@ def _attend(
     else:
         whole = tl.maximum(begin, tl.minimum(end, (lowest + 1) // KEYS))
         peak, total, found = _tiles(
-            q, peak, total, found,
+            q, q_rest, peak, total, found,
             keys, values, table + row.to(tl.int64) * table_width, head, position, length, window, factor, begin, whole,
-            False, WINDOWED, CAP, KV_HEADS, DIM, WIDTH, PAGE, KEYS, BY_BITS,
+            False, WINDOWED, CAP, KV_HEADS, DIM, SIZE, WIDTH, REST, PAGE, KEYS, BY_BITS,
         )  # fmt: skip
     peak, total, found = _tiles(
-        q, peak, total, found,
+        q, q_rest, peak, total, found,
         keys, values, table + row.to(tl.int64) * table_width, head, position, length, window, factor, whole, end,
-        True, WINDOWED, CAP, KV_HEADS, DIM, WIDTH, PAGE, KEYS, BY_BITS,
+        True, WINDOWED, CAP, KV_HEADS, DIM, SIZE, WIDTH, REST, PAGE, KEYS, BY_BITS,
     )  # fmt: skip
-    result = (token * HEADS + mine)[:, None] * DIM + number[None, :]
+    result = (token * HEADS + mine)[:, None] * SIZE + number[None, :]
     if SPLITS == 1:
         tl.store(out + result, (found * SMALLER / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
         part = ((token - first) * HEADS + mine) * SPLITS + split
-        tl.store(sums + part[:, None] * DIM + number[None, :], found * SMALLER, mask=inside)
+        tl.store(sums + part[:, None] * SIZE + number[None, :], found * SMALLER, mask=inside)
         tl.store(weights + 2 * part, peak, mask=real)
         tl.store(weights + 2 * part + 1, total, mask=real)
         tl.debug_barrier()  # all threads have written before one of them counts
-        counter = counters + tl.program_id(0) * KV_HEADS + head
+        counter = counters + tl.program_id(0) * LANES + lane
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             tl.store(counter, 0)
             for one in range(0, tl.minimum(BLOCK, count - block * BLOCK)):
-                where = (begin_query + block * BLOCK + one).to(tl.int64) * HEADS + head * GROUP
+                where = (begin_query + block * BLOCK + one).to(tl.int64) * HEADS + lane * GROUP
                 _merge_splits(
-                    out + where * DIM, sums, weights, (where - first * HEADS) * SPLITS,
-                    GROUP, GROUPS, DIM, WIDTH, SPLITS,
+                    out + where * SIZE, sums, weights, (where - first * HEADS) * SPLITS,
+                    GROUP, GROUPS, SIZE, WIDTH, SPLITS,
                 )  # fmt: skip
 
 
@@ -390,10 +461,10 @@ def reference_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The reference: row by row in float32, on CPU."""
-    kv_heads, dim = keys.shape[2:]
+    kv_heads = keys.shape[2]
     found = []
     for mine, pages, length in zip(query.cpu().float().split(counts), table, contexts, strict=True):
-        key, value = (x.cpu().float()[pages].view(-1, kv_heads, dim)[:length] for x in (keys, values))
+        key, value = (x.cpu().float()[pages].flatten(0, 1)[:length] for x in (keys, values))
         scores = torch.einsum("thgd,khd->thgk", mine.unflatten(1, (kv_heads, -1)), key) * scale
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)

@@ -19,17 +19,20 @@ from tgi.worker.gpu_kernels.kernels import GpuKernels
 log = logging.getLogger(__name__)
 
 # The modules that have kernels, each with a `self_test(device)` that raises unless they compute there what torch does.
-EVERY_MODEL, DECODER, INVARIANT, QUANTIZED, EXPERTS = (
-    tuple(f"tgi.worker.gpu_kernels.{name}" for name in names.split())
+PACKAGE = "tgi.worker.gpu_kernels"
+EVERY_MODEL, DECODER, INVARIANT, QUANTIZED, EXPERTS, LATENT, RECURRENT = (
+    tuple(f"{PACKAGE}.{name}" for name in names.split())
     for names in (
         "kv_write paged_attention sampling",
-        "norm gated_activation",
+        "norm gated_activation lora",
         "matmul",
         "quantized_matmul float8",
         "routing grouped_matmul",
+        "latent_write",
+        "causal_conv delta_rule",
     )
 )
-MODULES = (*EVERY_MODEL, *DECODER, *INVARIANT, *QUANTIZED, *EXPERTS)
+MODULES = (*EVERY_MODEL, *DECODER, *INVARIANT, *QUANTIZED, *EXPERTS, *LATENT, *RECURRENT)
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -48,6 +51,14 @@ class GpuModelCandidate(Protocol):
     def is_quantized(self) -> bool:
         """Whether weights are quantized, in the checkpoint or at load."""
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether its attention is latent attention."""
+
+    @property
+    def mixer_kernels(self) -> tuple[str, ...]:
+        """The modules here that its recurrent layers need."""
+
 
 def needed_modules(models: Sequence[GpuModelCandidate], batch_invariant: bool) -> tuple[str, ...]:
     """The modules whose kernels these models use: compiling others for their self-tests would delay the first start."""
@@ -58,7 +69,12 @@ def needed_modules(models: Sequence[GpuModelCandidate], batch_invariant: bool) -
         modules = (*modules, *INVARIANT)
     if any(model.is_quantized for model in models):
         modules = (*modules, *QUANTIZED)
-    return (*modules, *EXPERTS) if any(model.has_experts for model in models) else modules
+    if any(model.has_experts for model in models):
+        modules = (*modules, *EXPERTS)
+    if any(model.is_latent for model in models):
+        modules = (*modules, *LATENT)
+    recurrent = [f"{PACKAGE}.{name}" for model in models for name in model.mixer_kernels]
+    return tuple(dict.fromkeys((*modules, *recurrent)))
 
 
 def select_gpu_kernels(

@@ -1,4 +1,5 @@
-"""The gated delta rule, which Qwen3-Next and Qwen3.5 mix tokens with in three of four layers.
+"""The gated delta rule, which Qwen3-Next, Qwen3.5 and OLMo Hybrid mix tokens with in three of four
+layers.
 
 On torch's kernels it is computed token by token, which is slow for prompts.
 """
@@ -14,8 +15,11 @@ from tgi.worker.cpu_kernels import recurrent
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.program import Program
 from tgi.worker.cpu_kernels.recurrent import ConvForm, DeltaRule
+from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.linear import Linear
+from tgi.worker.layers.recurrence import ChosenRows, MixerTensors, Recurrence
 from tgi.worker.layers.short_conv import convolve
+from tgi.worker.mixers.gated_delta import DeltaTensors, GatedDeltaConfig
 from tgi.worker.state_cache import StateRows
 
 LEAST_SQUARES = 1e-6  # added to the squared length of queries and keys
@@ -28,7 +32,7 @@ class GatedDelta(NamedTuple):
     conv: Tensor  # float32 [kernel, channels], for the oldest input first; channels are those of q, k and v
     ba: Linear  # [2 * value heads, hidden]
     rule: DeltaRule
-    kernels: CpuKernels | None  # None: torch's
+    kernels: CpuKernels | GpuKernels | None  # None: torch's
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -46,7 +50,10 @@ class GatedDelta(NamedTuple):
         columns] that of the mixer: q, k, v and z."""
         ba = self.ba(normed)[: len(x)]
         state, z = rows.cache.layers[self.layer], x[:, self.conv.shape[1] :]
-        if self.kernels is not None:
+        if isinstance(self.kernels, GpuKernels) and rows.kept is None:  # before drafts torch keeps the states
+            mixed = self.kernels.causal_conv(x, self.conv, None, False, rows, state["window"])
+            return self.kernels.delta_rule(self.rule, mixed, z, ba, state["matrix"], rows)
+        if isinstance(self.kernels, CpuKernels):
             addresses = rows.addresses
             mixed = recurrent.causal_conv(self.kernels, x, state["window"], self.conv, None, ConvForm.PLAIN, addresses)
             return recurrent.delta_rule(self.kernels, self.rule, mixed, z, ba, state["matrix"], addresses)
@@ -63,7 +70,7 @@ class GatedDelta(NamedTuple):
         q = q / key_dim**0.5
         v = v.unflatten(1, (heads, value_dim))
         b, a = ba.split(heads, 1)
-        beta = exactly(torch.sigmoid, b)
+        beta = exactly(torch.sigmoid, b) * self.rule.most
         keep = exactly(torch.exp, exactly(F.softplus, a + self.rule.offset) * -self.rule.decay)
         mixed = torch.empty_like(v)
         for group in rows.groups:
@@ -81,6 +88,7 @@ class GatedDelta(NamedTuple):
                 delta = (values[:, token] - (state * key).sum(-2)) * weights[:, token, :, None]
                 state = state + key * delta[:, :, None]
                 out.append((state * query).sum(-2))
+                rows.keep(matrix, group, token, state)
             rows.write(matrix, group, state)
             mixed[own] = torch.stack(out, 1).flatten(0, 1)
         normed = F.rms_norm(mixed, (value_dim,), self.rule.norm, self.rule.epsilon)
@@ -92,6 +100,52 @@ class GatedDelta(NamedTuple):
         self.ba.append_to(program, normed, gates)
         program.conv(x, x, 2 * self.layer, self.conv, None, ConvForm.PLAIN)
         program.delta_rule(x, gates, y, 2 * self.layer + 1, self.rule)
+
+
+def load(tensors: MixerTensors, config: GatedDeltaConfig, local: range, number: int) -> Recurrence:
+    """Recurrent layer `number` of a rank that has the key heads `local`."""
+    own, each = config.part(local), config.value_heads // config.key_heads
+    sizes, qkv = config.inputs, (config.keys, config.keys, config.values)
+
+    def of_heads(columns: Tensor) -> Tensor:
+        """The columns of the local heads, of `columns` in the order of key heads."""
+        return columns.view(config.key_heads, -1)[local.start : local.stop].flatten()
+
+    values, value_heads = of_heads(torch.arange(config.values)), of_heads(torch.arange(config.value_heads))
+    channels = torch.cat([of_heads(part) for part in torch.arange(config.channels).split(qkv)])
+    if config.tensors == DeltaTensors.BY_KEY_HEAD:
+        columns = torch.arange(sum(outputs for _, outputs in sizes)).view(config.key_heads, -1)
+        widths = (config.key_dim, config.key_dim, each * config.value_dim, each * config.value_dim)
+        chosen = torch.cat([of_heads(part) for part in columns.split(widths, 1)])
+        parts = [ChosenRows(sizes[0][0], columns.numel(), chosen)]
+        ba = torch.arange(2 * config.value_heads).view(config.key_heads, 2, each)
+        gates = [ChosenRows(name, ba.numel(), of_heads(ba[:, n].contiguous())) for n, name in enumerate(config.gates)]
+    else:
+        gates = [ChosenRows(name, config.value_heads, value_heads) for name in config.gates]
+        if config.tensors == DeltaTensors.BY_KIND:
+            parts = [ChosenRows(sizes[0][0], config.channels, channels)]
+        else:
+            parts = [ChosenRows(name, outputs, of_heads(torch.arange(outputs))) for name, outputs in sizes[:3]]
+        parts.append(ChosenRows(*sizes[3], values))
+    rule = DeltaRule(
+        (own.key_heads, own.value_heads, own.key_dim, own.value_dim),
+        tensors.vector("A_log", value_heads, config.value_heads).exp(),
+        tensors.vector("dt_bias", value_heads, config.value_heads),
+        tensors.vector(f"{config.norm_name}.weight", torch.arange(config.value_dim), config.value_dim),
+        config.norm_epsilon or tensors.norm_epsilon,
+        2.0 if config.negative else 1.0,
+    )
+    if config.tensors == DeltaTensors.SEPARATE:
+        taps = [(f"{name}.weight", of_heads(torch.arange(size)), size) for name, size in config.convolutions]
+    else:
+        taps = [(f"{name}.weight", channels, size) for name, size in config.convolutions]
+    conv = torch.cat([tensors.vector(name, rows, size, 1, config.kernel) for name, rows, size in taps])
+    columns = range(local.start * config.values // config.key_heads, local.stop * config.values // config.key_heads)
+    return Recurrence(
+        tensors.input(parts),
+        GatedDelta(number, conv[:, 0].t().contiguous(), tensors.gates(gates), rule, tensors.kernels),
+        tensors.output(config.output_name, config.values, columns),
+    )
 
 
 def exactly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -32,8 +32,14 @@ class HeadProducts:
             return self._kernels.head_products(x, self._packed, self.kept, last)
         heads = x.view(len(x), self.heads, self.inputs + self.kept)
         y = x.new_empty(len(x), self.heads + (last is not None), self.outputs + self.kept)
-        y[:, : self.heads, : self.outputs] = self._products(heads[:, :, : self.inputs].transpose(0, 1)).transpose(0, 1)
-        y[:, : self.heads, self.outputs :] = heads[:, :, self.inputs :]
+        own, given = y[:, : self.heads, : self.outputs], heads[:, :, : self.inputs].transpose(0, 1)
+        if self.any_rows:
+            assert self._weight is not None
+            torch.bmm(given, self._weight, out=own.transpose(0, 1))
+        else:
+            own.copy_(self._products(given).transpose(0, 1))
+        if self.kept:
+            y[:, : self.heads, self.outputs :] = heads[:, :, self.inputs :]
         if last is not None:
             y[:, self.heads] = last
         return y.flatten(1)
@@ -47,7 +53,5 @@ class HeadProducts:
         """[heads, rows, outputs] for x [heads, rows, inputs]."""
         assert self._weight is not None
         rows = x.shape[1]
-        if self.any_rows:
-            return torch.bmm(x, self._weight)
         tiles = F.pad(x, (0, 0, 0, -rows % ROW_TILE)).split(ROW_TILE, 1)
         return torch.cat([torch.bmm(tile.contiguous(), self._weight) for tile in tiles], 1)[:, :rows]

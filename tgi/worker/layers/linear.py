@@ -184,7 +184,9 @@ class Linear:
         return find_greedy_tokens(self.logits(x, scale, cap))
 
     def activate(self, x: Tensor) -> Tensor:
-        """The activation, by torch."""
+        """The activation, by torch or our GPU kernels."""
+        if self._gpu is not None:
+            return self._gpu.activation(x.contiguous(), self.epilogue, self.factors)
         return xielu(x, *self.factors) if self.epilogue == "xielu" else ACTIVATIONS[self.epilogue](x)
 
     @property

@@ -180,7 +180,11 @@ class GroupedExperts(NamedTuple):
         inner = kernels.grouped_matmul(x, self.up, routing, first, *how, bias=self.up_bias)
         parts = kernels.grouped_matmul(inner, self.down, routing, last._replace(rows=first.rows), bias=self.down_bias)
         mixed = kernels.combine(parts, routing)
-        return mixed if self.shared is None else mixed + self.shared(x).to(mixed.dtype)
+        if self.shared is None:
+            return mixed
+        if self.shared.gate is None:  # no float32 in between: a launch less on either side
+            return mixed.add_(self.shared.mlp.down(self.shared.mlp.gate_up(x)))
+        return mixed.add_(self.shared(x))
 
 
 Experts: TypeAlias = MixtureOfExperts | GroupedExperts

@@ -101,7 +101,7 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig, device: torch.device, kernels: CpuKernels | GpuKernels | None = None) -> None:
         self.interleaved = rope.interleaved
-        self._start = rope.start
+        self.start = rope.start
         self._kernels = kernels
         self._query_scale: tuple[float, int, int] | None = None
         if rope_type(rope.parameters) == QUERY_SCALE:  # cos is the factor, and sin 0
@@ -112,19 +112,35 @@ class RotaryEmbedding:
         self._attention_factor = attention_factor(rope.parameters)
         self._device = device
         self._table = torch.empty(0, 2, rope.dim, device=device)
+        pairs = rope.dim // 2
+        pair = torch.arange(rope.dim) // 2 if rope.interleaved else torch.arange(rope.dim) % pairs
+        axes = torch.tensor(rope.axes or (0,) * pairs)[pair]
+        self._axis_columns = [(axes == axis).nonzero()[:, 0].to(device) for axis in range(3)]
 
     def angles(self, positions: Tensor, longest: int, heads: int) -> tuple[Tensor, Tensor]:
         """The argument of `rotate` for positions [T] below `longest`, shared by all layers.
 
         For our own kernels: the table, float32 [positions, 2, dim], and the positions. For torch: cos and sin, each
-        float32 [T, heads, dim]; expanded over the heads because torch multiplies contiguous tensors faster.
+        float32 [T, heads, dim]; expanded over the heads because torch multiplies contiguous tensors faster. With
+        positions [3, T], each pair of elements takes the one of its axis (RopeConfig.axes), from a table of T rows.
         """
         if longest > self._table.shape[0]:
             self._extend_table(-(-longest // TABLE_BLOCK) * TABLE_BLOCK)
+        table = self._table
+        if positions.ndim > 1:
+            table, positions = self._table_of_axes(positions), torch.arange(positions.shape[1], device=self._device)
         if self._kernels is not None:
-            return self._table, positions
-        cos, sin = self._table.index_select(0, positions).unbind(1)
+            return table, positions
+        cos, sin = table.index_select(0, positions).unbind(1)
         return cos[:, None].repeat(1, heads, 1), sin[:, None].repeat(1, heads, 1)
+
+    def _table_of_axes(self, positions: Tensor) -> Tensor:
+        """The rows [T, 2, dim] of the table for positions [3, T], the columns of each axis from its own position."""
+        table = self._table.index_select(0, positions[0])
+        for axis in (1, 2):
+            columns = self._axis_columns[axis]
+            table[:, :, columns] = self._table[positions[axis]][:, :, columns]
+        return table
 
     def _extend_table(self, size: int) -> None:
         positions = torch.arange(self._table.shape[0], size, dtype=torch.float32)
@@ -149,11 +165,11 @@ class RotaryEmbedding:
         """
         if self._kernels is not None:
             assert isinstance(self._kernels, CpuKernels)
-            self._kernels.apply_rope(qkv, heads, *angles, self.interleaved, self._start)
+            self._kernels.apply_rope(qkv, heads, *angles, self.interleaved, self.start)
             return
         cos, sin = (one[:, :heads] for one in angles)
         dim = cos.shape[-1]
-        x = qkv[:, :heads, self._start : self._start + dim]
+        x = qkv[:, :heads, self.start : self.start + dim]
         wide = x.to(torch.float32)
         rotated = wide * cos
         crossed = wide * sin
@@ -173,4 +189,4 @@ class RotaryEmbedding:
 
     def append_to(self, program: Program, qkv: int, rope: int, heads: int, head_dim: int) -> None:
         """Appends `rotate` of the rows in buffer `qkv` to a program. `rope` is this object's index in the model."""
-        program.rope(qkv, rope, heads, head_dim, self._table.shape[2], self.interleaved, self._start)
+        program.rope(qkv, rope, heads, head_dim, self._table.shape[2], self.interleaved, self.start)

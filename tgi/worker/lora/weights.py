@@ -47,7 +47,10 @@ class LoraWeights:
         self.groups = {
             group for group, matrices in PROJECTION_GROUPS.items() if any(changed & set(matrix) for matrix in matrices)
         }
-        self.rows = choose_lora_rows(pair for pairs in layers for pair in pairs if pair is not None)
+        given = [pair for pairs in layers for pair in pairs if pair is not None]
+        self.rows = choose_lora_rows(given)
+        self.rank, self.dtype = max(pair.b.shape[0] for pair in given), given[0].a.dtype
+        self.table: Tensor | None = None  # launched_deltas.adapter_table, on our GPU kernels
 
     def select_part(self, parts: ProjectionParts) -> "LoraWeights":
         """The adapter of one rank of several."""

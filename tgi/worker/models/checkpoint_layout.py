@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
@@ -29,8 +30,9 @@ class RenamedCheckpoint(Checkpoint):
         self._stored_names = {name: self._stored_names[old] for name, old in names.items()}
         self._file_by_name = {name: self._file_by_name[old] for name, old in names.items()}
 
+    @override
     def raw_tensor(self, name: str) -> Tensor:
-        """See Checkpoint. Raises UserError for a quantized joint matrix of queries, keys and values to be reordered."""
+        """Raises UserError for a quantized joint matrix of queries, keys and values to be reordered."""
         tensor = super().raw_tensor(name)
         module, _, kind = name.rpartition(".")
         if module == POSITIONS:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tgi.hub.model_config import scaled_context
+from tgi.hub.vision_towers import VISION_FAMILIES, rope_axes
 from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import (
     QUERY_SCALE,
     ROPE_TYPES,
     DecoderConfig,
     ExpertsConfig,
-    GatedDeltaConfig,
     HeadShape,
     LatentConfig,
     LayerConfig,
@@ -23,11 +23,22 @@ from tgi.worker.decoder_config import (
     Mixer,
     RopeConfig,
     RouterConfig,
-    ShortConvConfig,
     UnsupportedConfig,
     rope_type,
 )
-from tgi.worker.models.families import COMMON_KEYS, FAMILIES, SAME_FAMILY, WITH_TEXT_PART, ModelFamily
+from tgi.worker.mixers.gated_delta import GatedDeltaConfig
+from tgi.worker.mixers.interface import MixerConfig
+from tgi.worker.mixers.mamba2 import GatedNormKind, Mamba2Config
+from tgi.worker.mixers.short_conv import ShortConvConfig
+from tgi.worker.models.families import (
+    COMMON_KEYS,
+    FAMILIES,
+    OTHER_DEFAULTS,
+    OTHER_NAMES,
+    SAME_FAMILY,
+    WITH_TEXT_PART,
+    ModelFamily,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +52,13 @@ EPILOGUES = {
     "relu": "relu",
     "relu2": "relu2",
 }
-IS_PART = "is_text_part"
+# Keys that read_config adds: of the text part of a multimodal model, and the model types that config.json names.
+IS_PART, TEXT_TYPE, WHOLE_TYPE = "is_text_part", "text_model_type", "whole_model_type"
 SLIDING = "sliding_attention"
+FULL = ("full_attention", "attention")  # names of a layer's kind
+# The kinds of one-part layers by their letters, and their former names.
+LAYER_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe", "mamba": "linear_attention"}
+LAYER_KINDS |= {"attention": "full_attention"}
 # Names of the same numbers in the families.
 NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
 ATTENTION_BIAS = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")
@@ -51,6 +67,8 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"
 DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")  # before those with experts
 EXPERTS_EVERY = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")  # so many layers
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+# The width of all shared experts together.
+SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -71,14 +89,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a multimodal model's text part, if the built-in decoder has its family; of a text model the
     whole. The model_type is one of FAMILIES, if it has another name."""
-    text, kind = config.get("text_config"), config["model_type"]
-    if kind not in WITH_TEXT_PART or not isinstance(text, dict):
-        return config | {"model_type": SAME_FAMILY.get(kind, kind)}
-    kind = SAME_FAMILY.get(text.get("model_type"), text.get("model_type"))  # type: ignore[arg-type]
+    text, whole = config.get("text_config"), config["model_type"]
+    if whole not in WITH_TEXT_PART or not isinstance(text, dict):
+        return config | {"model_type": SAME_FAMILY.get(whole, whole), WHOLE_TYPE: whole}
+    name = text.get("model_type", "")
+    kind = SAME_FAMILY.get(name, name)
     if kind not in FAMILIES:
         return config
-    whole = {key: value for key, value in config.items() if key != "text_config"}
-    return whole | text | {"model_type": kind, IS_PART: True}
+    others = {key: value for key, value in config.items() if key != "text_config"}
+    added = {"model_type": kind, IS_PART: True, TEXT_TYPE: name, WHOLE_TYPE: whole}
+    return others | OTHER_DEFAULTS.get(name, {}) | text | added
 
 
 def stored_dtype(config: Mapping[str, Any]) -> Any:
@@ -102,13 +122,21 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     values = {key: config.get(key, missing) for key, missing in (COMMON_KEYS | family.keys).items()}
     if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which requests have not
         raise UnsupportedConfig("use_bidirectional_attention")
-    heads = config["num_attention_heads"]
+    heads = config["num_attention_heads"] if family.attention else 1
     latent = _latent(values, config) if family.latent else None
     head_dim = latent.key_dim if latent else values["head_dim"] or config["hidden_size"] // heads
-    shapes = [_head_shape(values, number, heads) for number in range(config["num_hidden_layers"])]
+    if not family.attention:  # sizes of what no layer has
+        head_dim = 2
+        values["num_key_value_heads"] = 1
+    kinds = _one_part_kinds(config) if family.one_part else None
+    count = len(kinds) if kinds is not None else config["num_hidden_layers"]
+    shapes = [_head_shape(values, number, heads) for number in range(count)]
     ropes = _ropes(family, values, latent.rope_dim if latent else head_dim, shapes)
     if latent:
         ropes = tuple(replace(rope, start=latent.rank) for rope in ropes)
+    vision = VISION_FAMILIES.get(config.get(WHOLE_TYPE, kind))
+    if vision is not None and vision.rope is not None:
+        ropes = tuple(replace(one, axes=rope_axes(vision.rope, one.parameters, one.dim // 2)) for one in ropes)
     context = _context_length(config, values, ropes)
     scaling, scale = ropes[0].parameters, None
     if factors := _query_scale(values, scaling):
@@ -116,25 +144,30 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     bias = any(values.get(key) for key in ATTENTION_BIAS)
     parallel = bool(values.get("use_parallel_residual"))
     two_norms = values.get("new_decoder_architecture") and values.get("num_ln_in_parallel_attn") != 1
+    names = OTHER_NAMES.get(config.get(TEXT_TYPE, kind), family.names)
     one_norm = parallel and not (family.parallel_norms or two_norms)
+    layers = tuple(
+        _layer(family, values, number, context, scale, kinds)._replace(**_own_sizes(config, values, number, shapes))
+        for number in range(count)
+    )
+    scores, mixed = _attention_factors(values)
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "hidden": config["hidden_size"],
-        "intermediate": _intermediate(config, values),
+        "intermediate": _intermediate(family, config, values),
         "heads": heads,
         "kv_heads": 1 if latent else _kv_heads(values, heads),
         "head_dim": head_dim,
         "context_length": context,
-        "layers": tuple(
-            _layer(family, values, number, context, scale)._replace(**_own_sizes(config, values, number, shapes))
-            for number in range(config["num_hidden_layers"])
-        ),
-        "ropes": ropes,
+        "layers": layers,
+        "ropes": ropes if any(layer.rope is not None or layer.query_scale is not None for layer in layers) else (),
         "tied": bool(config.get("tie_embedding", values["tie_word_embeddings"])),
-        "names": replace(family.names, mlp_before=None) if one_norm else family.names,
+        "names": replace(names, mlp_before=None) if one_norm else names,
         "norm_epsilon": next(values[key] for key in NORM_EPSILON if key in values),
         "query_key_norm": family.optional_query_key_norm if values.get("use_qk_norm") else None,
-        "attention_scale": _attention_scale(values, head_dim) if latent is None else _latent_scale(latent, scaling),
+        "attention_scale": scores
+        * (_attention_scale(values, head_dim) if latent is None else _latent_scale(latent, scaling)),
+        "attention_output_scale": mixed,
         "latent": latent,
         "attention_cap": values.get("attn_logit_softcapping"),
         "qkv_bias": bias,
@@ -142,7 +175,8 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "activation": _activation(family, values),
         "mlp_bias": bool(values.get("mlp_bias") or values.get("use_bias")),
         "experts": _experts(family, config, values),
-        "recurrent": _recurrent(config, values),
+        "mlp_scales": tuple(values.get("mlp_multipliers") or (1.0, 1.0)),
+        "recurrent": _recurrent(family, config, values) if any(layer.recurs for layer in layers) else None,
         "parallel": parallel,
         "layer_inputs": _layer_inputs(values),
         "head_bias": bool(values.get("lm_head_bias")),
@@ -150,7 +184,8 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "learned_positions": values["max_position_embeddings"] if family.positions == "learned" else 0,
         "embedding_scale": _embedding_scale(family, config, values),
         "residual_scale": float(values.get("residual_multiplier", 1.0)),
-        "logit_scale": float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
+        "logit_scale": _first_number(values, "logit_scale", "lm_head_multiplier")
+        / float(values.get("logits_scaling", 1.0)),
         "logit_cap": values.get("final_logit_softcapping"),
     }
     for key, required in family.required.items():
@@ -158,7 +193,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
             raise UnsupportedConfig(f"{key} {config[key]!r}")
     if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
         raise UnsupportedConfig("word_embed_proj_dim")
-    for key in ("qk_layernorm", "clip_qkv"):
+    for key in ("qk_layernorm", "clip_qkv", "moe_latent_size"):
         if config.get(key):
             raise UnsupportedConfig(key)
     return DecoderConfig(**fields | family.fixed)
@@ -253,6 +288,19 @@ def _attention_scale(values: dict[str, Any], head_dim: int) -> float:
     return float(values.get("query_pre_attn_scalar", head_dim) ** -0.5)
 
 
+def _attention_factors(values: dict[str, Any]) -> tuple[float, float]:
+    """Factors of the scores and of the result of attention (Falcon-H1): its input and the keys have some."""
+    into = float(values.get("attention_in_multiplier", 1.0))
+    if into != 1.0 and values.get("attention_bias"):
+        raise UnsupportedConfig("attention_in_multiplier with attention_bias")
+    return into**2 * float(values.get("key_multiplier", 1.0)), into * float(values.get("attention_out_multiplier", 1.0))
+
+
+def _first_number(values: dict[str, Any], *keys: str) -> float:
+    """The value of the first of these keys that the family has; 1: of none."""
+    return float(next((values[key] for key in keys if key in values), 1.0))
+
+
 def _latent(values: dict[str, Any], config: dict[str, Any]) -> LatentConfig:
     if config.get("mlp_bias"):
         raise UnsupportedConfig("mlp_bias")
@@ -288,7 +336,7 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
     if not count:
         return None
     width = values.get("moe_intermediate_size") or config["intermediate_size"]
-    shared = values.get("shared_expert_intermediate_size") or width * _first(values, SHARED_EXPERTS, 0)
+    shared = _first(values, SHARED_WIDTH, 0) or width * _first(values, SHARED_EXPERTS, 0)
     if family.router.get("score") == "sparsemixer" and _first(values, EXPERTS_PER_TOKEN, 0) != 2:
         raise UnsupportedConfig("num_experts_per_tok of sparsemixer other than 2")
     router = RouterConfig(
@@ -313,10 +361,14 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
     )
 
 
-def _intermediate(config: dict[str, Any], values: dict[str, Any]) -> int:
+def _intermediate(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]) -> int:
     """The width of a dense MLP. LFM2 states a width of which it takes two thirds, in whole blocks."""
     if "intermediate_size_mlp" in values:  # the other one is that of experts
         return int(values["intermediate_size_mlp"])
+    if "shared_intermediate_size" in values and not _expert_count(values):  # what else is the shared expert
+        return int(values["shared_intermediate_size"])
+    if not family.has_mlp:
+        return 0
     if "intermediate_size" in values:  # not required
         return int(values["intermediate_size"] or 4 * config["hidden_size"])
     if "intermediate_size" not in config and "moe_intermediate_size" in values:
@@ -330,12 +382,12 @@ def _intermediate(config: dict[str, Any], values: dict[str, Any]) -> int:
     return -(-int(values["block_ffn_dim_multiplier"] * width) // multiple) * multiple
 
 
-def _recurrent(config: dict[str, Any], values: dict[str, Any]) -> ShortConvConfig | GatedDeltaConfig | None:
-    """The mixer of the layers without attention; None: all have it."""
-    if "conv_L_cache" in values:
+def _recurrent(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]) -> MixerConfig:
+    """The mixer of the recurrent layers."""
+    if family.mixer == "short_conv":
         return ShortConvConfig(config["hidden_size"], values["conv_L_cache"], bool(values["conv_bias"]))
-    if "linear_num_key_heads" not in values:
-        return None
+    if family.mixer == "mamba2":
+        return _mamba2(config, values)
     if values["attention_bias"]:
         raise UnsupportedConfig("attention_bias")
     return GatedDeltaConfig(
@@ -344,21 +396,78 @@ def _recurrent(config: dict[str, Any], values: dict[str, Any]) -> ShortConvConfi
         key_dim=values["linear_key_head_dim"],
         value_dim=values["linear_value_head_dim"],
         kernel=values["linear_conv_kernel_dim"],
-        by_key_head=values["linear_by_key_head"],
+        tensors=family.delta_tensors,
+        negative=bool(values.get("linear_allow_neg_eigval")),
+        norm_epsilon=family.delta_norm_epsilon,
     )
 
 
-def _mixer(values: dict[str, Any], number: int) -> Mixer:
+def _mamba2(config: dict[str, Any], values: dict[str, Any]) -> Mamba2Config:
+    heads, head_dim = values["mamba_n_heads"], values["mamba_d_head"]
+    if head_dim in (None, "auto"):
+        head_dim = (values.get("mamba_d_ssm") or values["mamba_expand"] * config["hidden_size"]) // heads
+    if values.get("mamba_hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedConfig(f"mamba_hidden_act {values['mamba_hidden_act']!r}")
+    bias = bool(values["mamba_proj_bias"])
+    if bool(values.get("projectors_bias", bias)) != bias:
+        raise UnsupportedConfig("projectors_bias different from mamba_proj_bias")
+    into, parts = float(values.get("ssm_in_multiplier", 1.0)), values.get("ssm_multipliers") or [1.0] * 5
+    z, x, b, c, dt = (into * float(part) for part in parts)
+    scales, output = (z, x, b, c, dt), float(values.get("ssm_out_multiplier", 1.0))
+    if bias and {*scales, output} != {1.0}:
+        raise UnsupportedConfig("ssm_multipliers with mamba_proj_bias")
+    norm = GatedNormKind.GATE_FIRST
+    if "mamba_rms_norm" in values:
+        norm = GatedNormKind.GATE_LAST if values["mamba_norm_before_gate"] else norm
+        norm = norm if values["mamba_rms_norm"] else GatedNormKind.NONE
+    least, most = values.get("time_step_limit") or (0.0, math.inf)
+    if "time_step_min" in values:  # Nemotron-H has no upper limit
+        least, most = values["time_step_min"], math.inf
+    return Mamba2Config(
+        heads=heads,
+        groups=values["mamba_n_groups"],
+        head_dim=head_dim,
+        state_dim=values["mamba_d_state"],
+        kernel=values["mamba_d_conv"],
+        conv_bias=bool(values["mamba_conv_bias"]),
+        bias=bias,
+        limits=(_number(least), _number(most)),
+        norm=norm,
+        scales=scales,
+        output_scale=output,
+    )
+
+
+def _number(value: Any) -> float:
+    """A number of config.json, which transformers writes in an object if it is infinite."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
+
+
+def _one_part_kinds(config: dict[str, Any]) -> list[str]:
+    """The kinds of layers that are one part each: linear_attention, full_attention, mlp or moe."""
+    found = config.get("layers_block_type") or config.get("layer_types") or config["hybrid_override_pattern"]
+    kinds = [LAYER_KINDS.get(kind, kind) for kind in found]
+    if others := set(kinds) - set(LAYER_KINDS.values()):
+        raise UnsupportedConfig(f"layers of kind {min(others)!r}")
+    return kinds
+
+
+def _mixer(family: ModelFamily, values: dict[str, Any], number: int) -> Mixer:
     """What mixes the tokens in the layer."""
-    kinds = values.get("layer_types")
-    if "conv_L_cache" in values:
-        attending = values.get("full_attn_idxs")
-        attends = kinds[number] == "full_attention" if kinds else attending is None or number in attending
-        return Mixer.ATTENTION if attends else Mixer.SHORT_CONV
-    if "linear_num_key_heads" in values:
-        attends = kinds[number] == "full_attention" if kinds else (number + 1) % values["full_attention_interval"] == 0
-        return Mixer.ATTENTION if attends else Mixer.GATED_DELTA
-    return Mixer.ATTENTION
+    if family.mixer is None:
+        return Mixer.ATTENTION
+    if family.mixes_both:
+        return Mixer.BOTH
+    attending = values.get("full_attn_idxs") or values.get("attn_layer_indices")
+    if not family.attention:
+        attends = False
+    elif values.get("layer_types"):
+        attends = values["layer_types"][number] in FULL
+    elif "full_attention_interval" in values:
+        attends = (number + 1) % values["full_attention_interval"] == 0
+    else:
+        attends = "full_attn_idxs" in values if attending is None else number in attending
+    return Mixer.ATTENTION if attends else Mixer.RECURRENT
 
 
 def _expert_count(values: dict[str, Any]) -> int:
@@ -378,16 +487,31 @@ def _first(values: dict[str, Any], keys: tuple[str, ...], default: int) -> int:
     return default
 
 
-def _layer(family: ModelFamily, values: dict[str, Any], number: int, context: int, scale: int | None) -> LayerConfig:
-    """The LayerConfig of layer `number`, counted from 0. A window of the whole context counts as full attention."""
+def _layer(
+    family: ModelFamily,
+    values: dict[str, Any],
+    number: int,
+    context: int,
+    scale: int | None,
+    kinds: list[str] | None = None,
+) -> LayerConfig:
+    """The LayerConfig of layer `number`, counted from 0. A window of the whole context counts as full attention.
+    `kinds`: of layers that are one part each."""
+    if kinds is not None:
+        mixer = {"linear_attention": Mixer.RECURRENT, "full_attention": Mixer.ATTENTION}.get(kinds[number], Mixer.NONE)
+        return LayerConfig(mixer, mixer == Mixer.NONE, rope=None, routed=kinds[number] == "moe")
     slides, chunked = _has_sliding_window(values, number), _attends_in_chunks(values, number)
     window = values.get("sliding_window") if slides else None
     if chunked:
         window = values["attention_chunk_size"]
     unwindowed = family.rope_in_windows_only and values["sliding_window"] is not None and not slides
     unrotated = unwindowed or family.positions != "rotary" or _has_no_rope(values, number)
+    unrotated = unrotated or values.get("position_embedding_type", "rope") != "rope"
+    if family.positions_optional:
+        unrotated = unrotated or (values["rope_parameters"] or {}).get("rope_theta") is None
     return LayerConfig(
-        mixer=_mixer(values, number),
+        mixer=_mixer(family, values, number),
+        has_mlp=family.has_mlp,
         window=window if window and window < context else None,
         # Llama 4 scales the queries of those layers that are not rotated.
         query_scale=scale if unrotated == ("attn_temperature_tuning" in values) else None,
@@ -475,13 +599,14 @@ def _ropes(
 def _rope(
     family: ModelFamily, values: dict[str, Any], rope_values: dict[str, Any], theta: float, head_dim: int
 ) -> RopeConfig:
-    parameters = {"rope_theta": theta} | rope_values
+    parameters = {"rope_theta": theta} | {key: value for key, value in rope_values.items() if value is not None}
     partial = parameters.get("partial_rotary_factor") or values["partial_rotary_factor"] or 1.0
     if family.latent:  # the factor is that of a head of the checkpoint, and head_dim what is rotated
         partial = 1.0
     if values.get("rotary_dim"):
         partial = values["rotary_dim"] / head_dim
     scaling = rope_type(parameters)
+    scaling = "default" if scaling == "mrope" else scaling  # whose positions have axes: RopeConfig.axes
     scaling = family.aliases.get(scaling, scaling)
     if scaling == "proportional":  # all of a head is rotated, some of it by nothing
         parameters["partial_rotary_factor"], partial = partial, 1.0

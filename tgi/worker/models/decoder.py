@@ -5,6 +5,7 @@ by layer on tensors.
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec, TransformingBackend, state_rows
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.cpu_kernels.program import StateStep, state_step
-from tgi.worker.decoder_config import DecoderConfig, Mixer
+from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
@@ -25,8 +26,10 @@ from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
+from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LoraDeltas
+from tgi.worker.lora.launched_deltas import LaunchedDeltas, adapter_table, runs_of_spans
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
 from tgi.worker.lora.projections import projection_parts, projection_shapes
 from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
@@ -38,7 +41,7 @@ from tgi.worker.models.decoder_layer import (
     run_layer,
     write_program,
 )
-from tgi.worker.models.interface import LogitsReader, PreparedDecode
+from tgi.worker.models.interface import LogitsReader, PreparedDecode, WeightFootprint
 from tgi.worker.state_cache import StateSpec, StateTensor
 
 log = logging.getLogger(__name__)
@@ -69,6 +72,9 @@ class DecoderModel:
         if gpu is not None and (missing := _missing_on_gpu(config)):
             log.warning("%s is computed by torch's kernels, row by row: our own GPU kernels lack it", missing)
             gpu = None
+        # Receives the output of the last norm [T, hidden] of each step.
+        self.hidden_reader: Callable[[Tensor], None] | None = None
+        self.hidden_size = config.hidden
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.kv = KVCacheSpec(
@@ -83,7 +89,11 @@ class DecoderModel:
             gpu_kernels=gpu,
             cache_scales=scales,
             value_dim=None if config.latent is None else config.latent.rank,
-            sinks=tuple(layer.sinks for layer in weights.layers if layer.sinks is not None),
+            sinks=tuple(
+                layer.attention.sinks
+                for layer in weights.layers
+                if layer.attention is not None and layer.attention.sinks is not None
+            ),
             state=_state_spec(config, dtype),
             shapes=tuple(config.head_shapes) if len(set(config.head_shapes)) > 1 else (),
             chunked=frozenset(at for at, number in enumerate(config.attention_layers) if config.layers[number].chunked),
@@ -92,10 +102,8 @@ class DecoderModel:
         self.footprint = weights.footprint
         self.device = device
         self.cuda_graph_obstacle = None if gpu is not None else "torch's kernels need the contexts on the host"
-        if any(isinstance(mlp, MixtureOfExperts) for layer in weights.layers for mlp in layer_mlps(layer)):
+        if any(isinstance(mlp, MixtureOfExperts) for layer in weights.layers for mlp in layer.mlps):
             self.cuda_graph_obstacle = "the host sorts the tokens by their experts"
-        if self.kv.state is not None:
-            self.cuda_graph_obstacle = "the state of recurrent layers is not part of captured steps"
         self._config = config
         self._gpu = gpu
         self._logits_options = config.logit_scale, config.logit_cap
@@ -114,7 +122,7 @@ class DecoderModel:
         # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in layer_linears(layer)]
-        linears += [] if weights.inputs is None else [weights.inputs.projection]
+        linears += [] if weights.layer_inputs is None else [weights.layer_inputs.projection]
         self._row_counts = choose_row_counts([*linears, weights.head])
         # For LoRA on torch's kernels: per layer, the matrix with the activation, without its epilogue. Made on demand.
         self._without_epilogue: list[Linear | None] = []
@@ -164,19 +172,32 @@ class DecoderModel:
             calls.append(partial(norm.normalize_in_place, hidden))
         if self._weights.positions is not None:
             calls.append(partial(self._add_positions, hidden, batch.positions))
-        inputs = None
-        if (of_layers := self._weights.inputs) is not None:
-            inputs = of_layers(batch.tokens, hidden)
-            calls.append(partial(_write_inputs, of_layers, batch.tokens, hidden, inputs))
-        angles = self._angles(batch.positions, batch.page_table.shape[-1] * attention.page_size)
+        layer_inputs = None
+        if (of_layers := self._weights.layer_inputs) is not None:
+            layer_inputs = of_layers(batch.tokens, hidden)
+            calls.append(partial(_write_inputs, of_layers, batch.tokens, hidden, layer_inputs))
+        turns = batch.positions if batch.rope_positions is None else batch.rope_positions
+        angles = self._angles(turns, batch.page_table.shape[-1] * attention.page_size)
         rows = attention.plan(batch).rows[0]
         ready = program.prepare(
-            *(hidden, batch.positions, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
+            *(hidden, turns, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
             _program_state(batch, attention),
-            inputs,
+            layer_inputs,
         )
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
+
+    def run_inputs(
+        self, batch: ForwardBatch, attention: AttentionBackend, inputs: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The output [T, hidden] of the last norm, where `inputs` of the tokens (int64 [rows], padded) takes the place
+        of the embedding."""
+        return self._weights.norm(self._run_layers(batch, attention, None, inputs=inputs)[0][: len(batch.tokens)])
+
+    def head_logits(self, normed: Tensor) -> Tensor:
+        """Logits float32 [n, vocab] of outputs [n, hidden] of the last norm."""
+        logits = self._weights.head.logits(normed, *self._logits_options)
+        return logits if self._communicator is None else self._communicator.all_gather(logits, self._vocabulary_widths)
 
     def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
         """See Model."""
@@ -194,6 +215,8 @@ class DecoderModel:
             bare = [None if linear is None else linear.without_epilogue() for linear in activated]
             choose_row_counts([linear for linear in bare if linear is not None])
             self._without_epilogue = bare
+        if self._gpu is not None:
+            weights.table = adapter_table(weights, self.device)
         return weights
 
     def _run_layers(
@@ -202,32 +225,34 @@ class DecoderModel:
         attention: AttentionBackend,
         reader: LogitsReader | None,
         logits_indices: Tensor | None = None,
+        inputs: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, GreedyTokens | None]:
-        """Runs embedding and layers: the hidden states [rows, hidden], of which the first T belong to the batch.
+        """Runs embedding, or `inputs`, and layers: the hidden states [rows, hidden], of which the first T belong to the
+        batch.
 
         A program also computes the greedy tokens at `logits_indices`. Pads the tokens once, to a row count that all
         linear layers accept.
         """
         count = batch.tokens.shape[0]
         pad = (0, self._row_counts.padded(count) - count)
-        tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
-        angles = self._angles(positions, max(batch.context_lens_host))
-        hidden = self._embed(tokens)
-        if self._embedding_scale != 1.0:
-            hidden = hidden * self._embedding_scale
-        if self._weights.embedding_norm is not None:
-            hidden = self._weights.embedding_norm(hidden)
+        turns = batch.positions if batch.rope_positions is None else batch.rope_positions
+        tokens, positions, turns = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions, turns))
+        angles = self._angles(turns, max(batch.context_lens_host))
+        hidden = self.embed(tokens) if inputs is None else inputs(tokens)
+        if batch.images is not None:
+            hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
         if self._weights.positions is not None:
             self._add_positions(hidden, positions)
-        inputs = None if self._weights.inputs is None else self._weights.inputs(tokens, hidden)
+        layer_inputs = None if self._weights.layer_inputs is None else self._weights.layer_inputs(tokens, hidden)
         plan = attention.plan(batch)
-        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans else None
-        if self._program is not None and isinstance(attention, CpuKernelAttention):
+        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
+        deeper = () if batch.images is None else batch.images.deeper
+        if self._program is not None and not deeper and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             greedy = self._program.run(
                 self._program.prepare(
                     hidden,
-                    positions,
+                    angles[0][1] if angles else positions,
                     angles,
                     attention.caches,
                     attention.kv_form,
@@ -235,7 +260,7 @@ class DecoderModel:
                     adapted,
                     logits_indices,
                     _program_state(batch, attention),
-                    inputs,
+                    layer_inputs,
                 )
             )
         else:
@@ -252,13 +277,18 @@ class DecoderModel:
                 deltas=deltas,
                 communicator=self._communicator,
                 state=state_rows(batch, attention),
-                layer_inputs=inputs,
+                layer_inputs=layer_inputs,
             )
             for number, layer in enumerate(self._weights.layers):
-                hidden = run_layer(layer, self._config.parallel, step.layer(number), hidden)
+                hidden = run_layer(layer, self._config, step.layer(number), hidden)
+                if number < len(deeper):
+                    assert batch.images is not None
+                    hidden.index_add_(0, batch.images.indices, deeper[number])
         if reader is not None:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
+        if self.hidden_reader is not None:
+            self.hidden_reader(self._weights.norm(hidden[:count]))
         return hidden, greedy
 
     def _add_positions(self, hidden: Tensor, positions: Tensor) -> None:
@@ -266,23 +296,35 @@ class DecoderModel:
         assert self._weights.positions is not None
         hidden += self._weights.positions.index_select(0, positions)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings [rows, hidden] of the tokens. Each comes from the rank that has it; the others add zeros."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The scaled and normed embeddings [rows, hidden] of the tokens. Each comes from the rank that has it, and the
+        other ranks add zeros."""
         hidden = self._weights.embedding(tokens)
         if self._communicator is not None:
             self._communicator.all_reduce(hidden)
-        return hidden
+        hidden = hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
+        return hidden if self._weights.embedding_norm is None else self._weights.embedding_norm(hidden)
 
     def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:
-        """RotaryEmbedding.angles of each rope, at positions [rows] below `longest`."""
+        """RotaryEmbedding.angles of each rope, at positions [rows] or [3, rows] below `longest`."""
         heads = self.kv.heads + max((shape.kv_heads for shape in self._config.head_shapes), default=0)
         return [rotary.angles(positions, longest, heads) for rotary in self._rotaries]
 
-    def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas:
+    def with_layers(
+        self, config: DecoderConfig, layers: list[DecoderLayer], norm: Norm, size: WeightFootprint
+    ) -> "DecoderModel":
+        """A decoder of other layers with the embedding and the head of this one. `size` is what they take."""
+        weights = self._weights._replace(layers=layers, norm=norm, footprint=size)
+        return DecoderModel(config, weights, self.kv.dtype, self.device, self.kv.cpu_kernels, self.kv.gpu_kernels)
+
+    def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas | LaunchedDeltas:
         shapes, kernels = projection_shapes(self._config), self.kv.cpu_kernels
         if kernels is not None:
             return PackedDeltas(batch.lora_spans, rows, shapes, kernels)
         count, bare = batch.tokens.shape[0], self._without_epilogue
+        if self._gpu is not None:
+            runs = batch.lora_runs or runs_of_spans(batch.lora_spans, self._adapter_dtype, self.device)
+            return LaunchedDeltas(runs, shapes, bare, self._gpu)
         return LoraDeltas(batch.lora_spans, count, rows, shapes, bare, self._adapter_dtype, self.device)
 
     def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
@@ -301,16 +343,16 @@ def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
         return None
     kept = config.recurrent.state
     tensors = {name: StateTensor(one.shape, torch.float32 if one.wide else dtype) for name, one in kept.items()}
-    return StateSpec((tensors,) * (sum(layer.mixer != Mixer.ATTENTION for layer in config.layers)))
+    return StateSpec((tensors,) * config.recurrent_layers)
 
 
 def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateStep | None:
     """The state of a step's rows for a program."""
     rows = state_rows(batch, attention)
-    return None if rows is None else state_step(rows.cache.tensors, rows.cache.slot_bytes, rows.slots)
+    return None if rows is None else state_step(rows.cache.tensors, rows.cache.slot_bytes, rows.slots, rows.kept)
 
 
-def _activated_linear(mlp: Mlp | Experts) -> Linear | None:
+def _activated_linear(mlp: Mlp | Experts | None) -> Linear | None:
     """The layer of an MLP whose epilogue is the activation. None for experts, for which LoRA is not supported."""
     return mlp.gate or mlp.up if isinstance(mlp, Mlp) else None
 
@@ -321,8 +363,6 @@ def _write_inputs(weights: InputWeights, tokens: Tensor, hidden: Tensor, out: Te
 
 def _missing_on_gpu(config: DecoderConfig) -> str:
     """What attention needs and our own GPU kernels do not have; "" if they have all of it."""
-    if config.latent is not None:
-        return "latent attention"
     if config.alibi:
         return "attention with ALiBi"
     if any(layer.chunked for layer in config.layers):
@@ -336,28 +376,24 @@ def _missing_on_gpu(config: DecoderConfig) -> str:
     return ""
 
 
-def layer_mlps(layer: DecoderLayer) -> list[Mlp | Experts]:
-    """The dense MLP of a layer, or its experts, or both."""
-    return [layer.mlp, *([] if layer.experts is None else [layer.experts.experts])]
-
-
 def layer_linears(layer: DecoderLayer) -> list[Linear]:
     """All linear layers of a decoder layer."""
-    mlps: list[Mlp] = []
-    router: list[Linear] = []
-    for one in layer_mlps(layer):
-        if isinstance(one, Mlp):
-            mlps.append(one)
+    mlps, found = [], []
+    if layer.recurrence is not None:
+        found += [layer.recurrence.input, *layer.recurrence.mixer.linears, layer.recurrence.output]
+    if (attention := layer.attention) is not None:
+        latent = attention.latent
+        queries = () if latent is None else (latent.query_down, latent.query)
+        found += [one for one in (attention.qkv, attention.output, attention.output_gate, *queries) if one is not None]
+    if layer.layer_input is not None:
+        found += [layer.layer_input.down, layer.layer_input.up]
+    for mlp in layer.mlps:
+        if isinstance(mlp, Mlp):
+            mlps.append(mlp)
             continue
-        mlps += one.experts if isinstance(one, MixtureOfExperts) else []
-        router.append(one.router.linear)
-        if one.shared is not None:
-            mlps.append(one.shared.mlp)
-            router += [] if one.shared.gate is None else [one.shared.gate]
-    inside = [linear for mlp in mlps for linear in mlp if linear is not None]
-    mixing = [layer.qkv, layer.output, *([] if layer.output_gate is None else [layer.output_gate])]
-    mixing += [] if layer.mixer is None else layer.mixer.linears
-    queries = () if layer.latent is None else (layer.latent.query_down, layer.latent.query)
-    mixing += [one for one in queries if one is not None]
-    mixing += [] if layer.layer_input is None else layer.layer_input[:2]
-    return [*mixing, *router, *inside]
+        mlps += list(mlp.experts) if isinstance(mlp, MixtureOfExperts) else []
+        found.append(mlp.router.linear)
+        if (shared := mlp.shared) is not None:
+            mlps.append(shared.mlp)
+            found += [] if shared.gate is None else [shared.gate]
+    return [*found, *(linear for mlp in mlps for linear in mlp if linear is not None)]

@@ -7,7 +7,7 @@ which the CPU kernels run later without returning to Python in between.
 
 from collections.abc import Sequence
 from enum import IntEnum, auto
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,20 +23,19 @@ from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.layers.embedding import Embedding
-from tgi.worker.layers.gated_delta import GatedDelta, exactly
+from tgi.worker.layers.gated_delta import exactly
 from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
+from tgi.worker.layers.recurrence import Recurrence, RecurrentMixer
 from tgi.worker.layers.rotary import RotaryEmbedding
-from tgi.worker.layers.short_conv import ShortConv
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
+from tgi.worker.lora.launched_deltas import LaunchedDeltas, LaunchedLayerDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
 from tgi.worker.lora.projections import PROJECTION_GROUPS
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.state_cache import StateRows
-
-RecurrentMixer: TypeAlias = ShortConv | GatedDelta
 
 
 class DecoderLayer(NamedTuple):
@@ -45,23 +44,34 @@ class DecoderLayer(NamedTuple):
     The last matrix of each part (`output`, `mlp.down`) adds the residual in its epilogue, where no norm follows it.
     """
 
-    attention_before: Norm | None
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]; of latent attention the key alone, [head_dim, hidden]
-    # Norms of queries and keys: each applies to the next weight.numel() columns of the qkv result.
-    query_key_norms: tuple[Norm, ...]
-    output: Linear
+    attention_before: Norm | None  # of the input of attention and of a recurrent mixer
+    attention: "AttentionWeights | None"  # None: the layer has none
+    recurrence: Recurrence | None  # None: the layer is not recurrent
     attention_after: Norm | None
     mlp_before: Norm | None
-    mlp: Mlp | Experts
+    mlp: Mlp | Experts | None  # None: the layer has none
     mlp_after: Norm | None
-    latent: "LatentProjections | None" = None  # of latent attention
-    sinks: Tensor | None = None  # float32 [heads], see KVCacheSpec.sinks
-    # Of a recurrent layer, what `qkv` and `output` are the projections of; None: attention.
-    mixer: RecurrentMixer | None = None
-    output_gate: Linear | None = None  # of attention: its result is multiplied by sigmoid(output_gate(input))
     experts: "ParallelExperts | None" = None  # next to `mlp`
     layer_input: "LayerInput | None" = None
     scale: float = 1.0  # multiplies the hidden states after the layer
+
+    @property
+    def mlps(self) -> list[Mlp | Experts]:
+        """Its dense MLP, or its experts, or both."""
+        both = self.mlp, self.experts and self.experts.experts
+        return [mlp for mlp in both if mlp is not None]
+
+
+class AttentionWeights(NamedTuple):
+    """The weights of attention."""
+
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]; of latent attention the key alone, [head_dim, hidden]
+    output: Linear
+    # Norms of queries and keys: each applies to the next weight.numel() columns of the qkv result.
+    query_key_norms: tuple[Norm, ...] = ()
+    latent: "LatentProjections | None" = None  # of latent attention
+    sinks: Tensor | None = None  # float32 [heads], see KVCacheSpec.sinks
+    output_gate: Linear | None = None  # the result is multiplied by sigmoid(output_gate(input))
 
 
 class ParallelExperts(NamedTuple):
@@ -103,7 +113,7 @@ class DecoderWeights(NamedTuple):
     head: Linear  # [vocab, hidden]
     positions: Tensor | None  # [DecoderConfig.learned_positions, hidden]
     embedding_norm: Norm | None
-    inputs: "InputWeights | None"
+    layer_inputs: "InputWeights | None"
     footprint: WeightFootprint
 
 
@@ -173,47 +183,55 @@ class LayerOperations(Protocol[X]):
     def all_reduce(self, x: X) -> X:
         """The sum of x over all ranks. May overwrite x."""
 
-    def add_residual(self, x: X, hidden: X) -> X:
-        """hidden + residual_scale * x."""
+    def add_residual(self, x: X, hidden: X, scale: float) -> X:
+        """hidden + scale * x."""
 
 
-def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X], hidden: X) -> X:
-    """The hidden states after the layer. In a parallel layer, attention and MLP have the same input."""
-    ahead = None
+def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOperations[X], hidden: X) -> X:
+    """The hidden states after the layer. In a parallel layer, attention and MLP have the same input, and so have
+    attention and a recurrent mixer of one layer."""
+    ahead, parallel, scale = None, config.parallel, config.residual_scale
     if parallel and layer.mlp_before is not None:  # computed first, since attention adds to `hidden`
         assert isinstance(layer.mlp, Mlp)
         ahead = operations.gate_up(layer.mlp, operations.norm(layer.mlp_before, hidden))
     normed = _norm(layer.attention_before, operations, hidden)
-    if layer.latent is not None:
-        mixed, last = _attend_latent(layer.latent, layer.qkv, operations, normed), "output"
-    elif layer.mixer is None:
-        mixed, last = (
-            operations.attend(operations.linear("attention", layer.qkv, normed), layer.query_key_norms),
-            "output",
+    if layer.recurrence is not None:
+        first, mixer, last = layer.recurrence
+        mixed = operations.mix(mixer, normed, operations.linear(MIXER_INPUT, first, normed))
+        hidden = _project_and_add(MIXER_OUTPUT, last, layer.attention_after, operations, mixed, hidden, scale)
+    if layer.attention is not None:
+        mixed, factor = _attend(layer.attention, operations, normed), scale * config.attention_output_scale
+        hidden = _project_and_add(
+            "output", layer.attention.output, layer.attention_after, operations, mixed, hidden, factor
         )
-        if layer.output_gate is not None:
-            mixed = operations.gate(layer.output_gate, normed, mixed)
-    else:
-        projected = operations.linear(MIXER_INPUT, layer.qkv, normed)
-        mixed, last = operations.mix(layer.mixer, normed, projected), MIXER_OUTPUT
-    hidden = _project_and_add(last, layer.output, layer.attention_after, operations, mixed, hidden)
+    if layer.mlp is None:
+        return hidden
     if not parallel:
         normed = _norm(layer.mlp_before, operations, hidden)
+    scale = scale * config.mlp_scales[1]
     if isinstance(layer.mlp, Mlp):
         inner = operations.gate_up(layer.mlp, normed) if ahead is None else ahead
         if layer.experts is None:
-            hidden = _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden)
+            hidden = _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden, scale)
         else:
             mixed = _add_experts(layer.mlp.down, layer.experts, operations, inner, hidden)
-            hidden = operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden)
+            hidden = operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden, scale)
     else:
         mixed = _mix_experts(layer.mlp, operations, normed, normed)
-        hidden = operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden)
+        hidden = operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden, scale)
     if layer.layer_input is not None:
         down, up, after = layer.layer_input
         inner = operations.times_layer_input(operations.linear(INPUT_DOWN, down, hidden))
-        hidden = operations.add_residual(operations.norm(after, operations.linear(INPUT_UP, up, inner)), hidden)
+        hidden = operations.add_residual(operations.norm(after, operations.linear(INPUT_UP, up, inner)), hidden, 1.0)
     return hidden if layer.scale == 1.0 else operations.scale(hidden, layer.scale)
+
+
+def _attend(attention: AttentionWeights, operations: LayerOperations[X], x: X) -> X:
+    """The input of the output projection."""
+    if attention.latent is not None:
+        return _attend_latent(attention.latent, attention.qkv, operations, x)
+    mixed = operations.attend(operations.linear("attention", attention.qkv, x), attention.query_key_norms)
+    return mixed if attention.output_gate is None else operations.gate(attention.output_gate, x, mixed)
 
 
 def _mix_experts(experts: Experts, operations: LayerOperations[X], x: X, seen: X) -> X:
@@ -229,7 +247,7 @@ def _add_experts(down: Linear, parallel: ParallelExperts, operations: LayerOpera
     dense = operations.norm(parallel.dense_after, dense)
     seen = operations.norm_for_router(parallel.router, hidden)
     mixed = _mix_experts(parallel.experts, operations, operations.norm(parallel.before, hidden), seen)
-    return operations.add_residual(operations.norm(parallel.after, mixed), dense)
+    return operations.add_residual(operations.norm(parallel.after, mixed), dense, 1.0)
 
 
 def _attend_latent(latent: LatentProjections, key: Linear, operations: LayerOperations[X], x: X) -> X:
@@ -242,15 +260,15 @@ def _attend_latent(latent: LatentProjections, key: Linear, operations: LayerOper
 
 
 def _project_and_add(
-    group: str, linear: Linear, after: Norm | None, operations: LayerOperations[X], x: X, hidden: X
+    group: str, linear: Linear, after: Norm | None, operations: LayerOperations[X], x: X, hidden: X, scale: float
 ) -> X:
-    """hidden + residual_scale * after(linear(x))."""
+    """hidden + scale * after(linear(x))."""
     if linear.epilogue == "add":
         return operations.linear(group, linear, x, hidden)
     projected = operations.linear(group, linear, x)
     if linear.partial_sum:
         projected = operations.all_reduce(projected)
-    return operations.add_residual(_norm(after, operations, projected), hidden)
+    return operations.add_residual(_norm(after, operations, projected), hidden, scale)
 
 
 def _norm(norm: Norm | None, operations: LayerOperations[X], x: X) -> X:
@@ -268,7 +286,7 @@ class DecoderStep(NamedTuple):
     attention: AttentionBackend
     gpu_attention: TransformingBackend | None  # `attention`, if our GPU kernels compute it
     plan: Any  # of `attention`
-    deltas: LoraDeltas | PackedDeltas | None
+    deltas: LoraDeltas | PackedDeltas | LaunchedDeltas | None
     communicator: Communicator | None  # None: the only rank
     state: StateRows | None = None  # of the recurrent layers
     layer_inputs: Tensor | None = None  # [rows, layers * width], see LayerInputConfig
@@ -286,7 +304,7 @@ class TensorOperations(NamedTuple):
     number: int  # of the layer
     layer: LayerConfig
     cache: int  # DecoderConfig.cache_number of the layer
-    lora: LayerLoraDeltas | PackedLayerDeltas | None
+    lora: LayerLoraDeltas | PackedLayerDeltas | LaunchedLayerDeltas | None
 
     def norm(self, norm: Norm, x: Tensor) -> Tensor:
         """The norm of x."""
@@ -324,6 +342,8 @@ class TensorOperations(NamedTuple):
         factors, kernels = gate(normed), self.step.kv.cpu_kernels
         if kernels is not None:
             return sigmoid_gate(kernels, factors, mixed)
+        if self.step.kv.gpu_kernels is not None:
+            return self.step.kv.gpu_kernels.sigmoid_gate(factors, mixed)
         return (mixed * exactly(torch.sigmoid, factors.to(torch.float32))).to(mixed.dtype)
 
     def _padded(self, mixed: Tensor, rows: int) -> Tensor:
@@ -351,7 +371,10 @@ class TensorOperations(NamedTuple):
         if head_norm is None:
             assert not last
             _norm_heads(norms, qkv)
-        rotation = None if rope is None else Rotation(*step.angles[rope], step.rotaries[rope].interleaved)
+        rotation = None
+        if rope is not None:
+            rotary = step.rotaries[rope]
+            rotation = Rotation(*step.angles[rope], rotary.interleaved, rotary.start)
         transform = HeadTransform(rotation, head_norm)
         heads = self._by_head(qkv)
         if scale is not None:  # before the rotation, which comes to the same
@@ -396,9 +419,8 @@ class TensorOperations(NamedTuple):
         self.step.communicator.all_reduce(x[: self.step.tokens])
         return x
 
-    def add_residual(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """x + hidden."""
-        scale = self.step.config.residual_scale
+    def add_residual(self, x: Tensor, hidden: Tensor, scale: float) -> Tensor:
+        """hidden + scale * x."""
         return hidden + (x if scale == 1.0 else x * scale)
 
 
@@ -459,13 +481,12 @@ def write_program(
     changed it.
     """
     layers = weights.layers
-    mixtures = [one for layer in layers for one in (layer.mlp, layer.experts and layer.experts.experts)]
-    recordable = all(one is None or isinstance(one, Mlp) or _packed_experts(one) is not None for one in mixtures)
+    mixtures = [mlp for layer in layers for mlp in layer.mlps if not isinstance(mlp, Mlp)]
+    recordable = all(_packed_experts(mixture) is not None for mixture in mixtures)
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
     if kv.cpu_kernels is None or not recordable or not normed:
         return None
-    has_experts = any(not isinstance(layer.mlp, Mlp) or layer.experts is not None for layer in layers)
-    mixer_widths = next((layer.mixer.widths for layer in layers if layer.mixer is not None), (0, 0, 0))
+    mixer_widths = next((layer.recurrence.mixer.widths for layer in layers if layer.recurrence is not None), (0, 0, 0))
     widths = {
         ProgramBuffer.HIDDEN: config.hidden,
         ProgramBuffer.NORMED: config.hidden,
@@ -473,7 +494,7 @@ def write_program(
         ProgramBuffer.MIXED: kv.heads * kv.result_dim,
         ProgramBuffer.INNER: config.intermediate,
         ProgramBuffer.PROJECTED: config.hidden,
-        ProgramBuffer.EXPERTS: config.hidden * has_experts,
+        ProgramBuffer.EXPERTS: config.hidden * bool(mixtures),
         ProgramBuffer.ROUTED_BY: config.hidden * any(layer.experts is not None for layer in layers),
         ProgramBuffer.MIXER_INPUT: mixer_widths[0],
         ProgramBuffer.MIXER_OUTPUT: mixer_widths[1],
@@ -501,7 +522,7 @@ def write_program(
         return None
     for number, layer in enumerate(layers):
         operations = ProgramOperations(program, config, rotaries, kv, number, communicator, others)
-        run_layer(layer, config.parallel, operations, ProgramBuffer.HIDDEN)
+        run_layer(layer, config, operations, ProgramBuffer.HIDDEN)
     scoring = config.logit_scale, config.logit_cap
     weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring, shards)
     return program
@@ -510,8 +531,8 @@ def write_program(
 def _layer_widths(layer: DecoderLayer) -> list[tuple[ProgramBuffer, int]]:
     """The widths of a layer's buffers that other layers may have otherwise."""
     found = []
-    if layer.mixer is None and layer.latent is None:
-        found += [(ProgramBuffer.QKV, layer.qkv.outputs), (ProgramBuffer.MIXED, layer.output.inputs)]
+    if (attention := layer.attention) is not None and attention.latent is None:
+        found += [(ProgramBuffer.QKV, attention.qkv.outputs), (ProgramBuffer.MIXED, attention.output.inputs)]
     if isinstance(layer.mlp, Mlp):
         found.append((ProgramBuffer.INNER, layer.mlp.down.inputs))
     return found
@@ -640,9 +661,9 @@ class ProgramOperations(NamedTuple):
         self.program.all_reduce(x, self.communicator.handle)
         return x
 
-    def add_residual(self, x: ProgramBuffer, hidden: ProgramBuffer) -> ProgramBuffer:
-        """x + hidden."""
-        self.program.add(x, hidden, self.config.residual_scale)
+    def add_residual(self, x: ProgramBuffer, hidden: ProgramBuffer, scale: float) -> ProgramBuffer:
+        """hidden + scale * x."""
+        self.program.add(x, hidden, scale)
         return hidden
 
     def _delta(self, group: str, x: ProgramBuffer) -> LoraTarget | None:

@@ -7,7 +7,9 @@ To add a family that DecoderConfig can express, add an entry to FAMILIES; models
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tgi.hub.model_config import UNLIMITED_CONTEXT
 from tgi.worker.decoder_config import ALPHA, LIMIT, CheckpointLayout, StackedExperts, TensorNames
+from tgi.worker.mixers.gated_delta import DeltaTensors
 
 # Keys that config.json may have in every family, with the defaults of transformers.
 COMMON_KEYS: dict[str, Any] = {
@@ -23,14 +25,34 @@ COMMON_KEYS: dict[str, Any] = {
     "original_max_position_embeddings": None,
 }
 
-# Multimodal models whose text part computes what a model of text alone does; their requests have no images.
+# Multimodal models whose text part computes what a model of text alone does. Their images: hub/vision_towers.py.
 WITH_TEXT_PART = (
-    "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "kimi_k25", "llama4", "llava", "llava_next",
-    "llava_onevision", "mistral3", "qwen3_5", "qwen3_5_moe", "smolvlm",
+    "gemma3", "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "idefics2", "idefics3", "internvl", "kimi_k25",
+    "lfm2_vl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip
 
-# Names under which models of a family are published, too.
-SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
+# Names under which models of a family are published, too. Those of Qwen2-VL have their text part in no part of its own.
+SAME_FAMILY = {
+    "glm4v_moe_text": "glm4_moe",
+    "glm4v_text": "glm4",
+    "kimi_k2": "deepseek_v3",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
+# Of these the keys that have other defaults than in the family.
+OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "glm4v_moe_text": {"head_dim": None, "attention_bias": True},
+    "glm4v_text": {"head_dim": None, "rms_norm_eps": 1e-5},
+    "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+    "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+    "qwen3_vl_moe_text": {"rope_theta": 500000.0},
+    "qwen3_vl_text": {"rope_theta": 500000.0},
+}
 
 LLAMA = TensorNames()
 
@@ -60,9 +82,18 @@ class ModelFamily:
     # Keys that must have this value, if config.json has them.
     required: dict[str, Any] = field(default_factory=dict)
     parallel_norms: bool = False  # in a parallel layer the MLP has a norm of its own
+    attention: bool = True  # some layers have it
+    has_mlp: bool = True  # so have all layers
+    one_part: bool = False  # a layer is attention, a recurrent mixer or an MLP, as config.json says
+    # The mixer of recurrent layers, a module of `mixers`; None: there are none.
+    mixer: str | None = None
+    mixes_both: bool = False  # each layer has the mixer next to attention
+    delta_tensors: str = DeltaTensors.BY_KIND  # see GatedDeltaConfig
+    delta_norm_epsilon: float | None = None
     # "learned": a vector for each position is added to the embedding, and nothing is rotated; "alibi": scores are
-    # reduced by distance; see DecoderConfig.
+    # reduced by distance; see DecoderConfig. "none": nothing is rotated.
     positions: str = "rotary"
+    positions_optional: bool = False  # without a rope_theta in config.json, nothing is rotated
     router: dict[str, Any] = field(default_factory=dict)  # fields of RouterConfig that are constant in the family
     parallel_experts: bool = False  # see ExpertsConfig.parallel
     rope_in_windows_only: bool = False  # where some layers have a sliding window, the others have no rotary embedding
@@ -156,7 +187,6 @@ _QWEN_DELTA = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
-    "linear_by_key_head": False,
 }
 _QWEN_DELTA_FIXED = {"norm_offset": 1.0, "query_key_norm": "head", "output_gate": True}
 _QWEN_DELTA_NAMES = TensorNames(shared_expert="mlp.shared_expert", mixer="linear_attn")
@@ -243,6 +273,48 @@ _LFM2_NAMES = TensorNames(
     attention_before="operator_norm",
     mlp_before="ffn_norm",
     last_norm="model.embedding_norm",
+)
+_MAMBA2 = {
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": None,
+}
+# Of Mamba2 and Nemotron-H.
+_MAMBA2_KEYS = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_expand": "expand",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_proj_bias": "use_bias",
+}
+_MAMBA2_NAMES = TensorNames(
+    mixer="mixer",
+    attention_before="norm",
+    mlp_before="norm",
+    last_norm="model.norm_f",
+    layout=CheckpointLayout(
+        ((r"^backbone\.", "model."), (r"^model\.embeddings?\.", "model.embed_tokens.")),
+    ),
+)
+_BAMBA_NAMES = TensorNames(
+    mixer="mamba",
+    gate="feed_forward.gate_proj",
+    up="feed_forward.up_proj",
+    down="feed_forward.down_proj",
+    mlp_before="pre_ff_layernorm",
+    last_norm="model.final_layernorm",
+)
+_OLMO_HYBRID_LAYOUT = CheckpointLayout(
+    (
+        (r"\.attention_layer_norm\.", ".input_layernorm."),
+        (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+    )
 )
 _FUSED_GATE = TensorNames(gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
 _NORMS_AFTER = TensorNames(
@@ -1000,6 +1072,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         {"query_key_norm": "head"},
         _LFM2_NAMES,
+        mixer="short_conv",
     ),
     "lfm2_moe": ModelFamily(
         {
@@ -1017,6 +1090,7 @@ FAMILIES: dict[str, ModelFamily] = {
         _LFM2_NAMES,
         router_score="sigmoid",
         router_biased=True,
+        mixer="short_conv",
     ),
     "qwen3_next": ModelFamily(
         {
@@ -1027,12 +1101,13 @@ FAMILIES: dict[str, ModelFamily] = {
             "num_experts_per_tok": 10,
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,
-            "linear_by_key_head": True,
         },
         _QWEN_DELTA_FIXED,
         _QWEN_DELTA_NAMES,
+        mixer="gated_delta",
+        delta_tensors=DeltaTensors.BY_KEY_HEAD,
     ),
-    "qwen3_5_text": ModelFamily(_QWEN_DELTA, _QWEN_DELTA_FIXED, _QWEN_DELTA_NAMES),
+    "qwen3_5_text": ModelFamily(_QWEN_DELTA, _QWEN_DELTA_FIXED, _QWEN_DELTA_NAMES, mixer="gated_delta"),
     "qwen3_5_moe_text": ModelFamily(
         {
             **_QWEN_DELTA,
@@ -1045,6 +1120,149 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         _QWEN_DELTA_FIXED,
         replace(_QWEN_DELTA_NAMES, stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
+        mixer="gated_delta",
+    ),
+    "olmo_hybrid": ModelFamily(
+        {
+            **_RMS,
+            "attention_bias": False,
+            "max_position_embeddings": 65536,
+            "layer_types": None,
+            "linear_num_key_heads": 30,
+            "linear_num_value_heads": 30,
+            "linear_key_head_dim": 96,
+            "linear_value_head_dim": 192,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+        },
+        {"query_key_norm": "all", "recurrent_names": TensorNames(mixer="linear_attn")},
+        replace(_NORMS_AFTER, mixer="linear_attn", layout=_OLMO_HYBRID_LAYOUT),
+        positions_optional=True,
+        mixer="gated_delta",
+        delta_tensors=DeltaTensors.SEPARATE,
+        delta_norm_epsilon=1e-5,
+    ),
+    "mamba2": ModelFamily(
+        {"layer_norm_epsilon": 1e-5, **_MAMBA2, "max_position_embeddings": UNLIMITED_CONTEXT},
+        names=_MAMBA2_NAMES,
+        key_names={
+            "mamba_n_heads": "num_heads",
+            "mamba_d_head": "head_dim",
+            "mamba_d_state": "state_size",
+            **_MAMBA2_KEYS,
+        },
+        attention=False,
+        has_mlp=False,
+        positions="none",
+        mixer="mamba2",
+    ),
+    "nemotron_h": ModelFamily(
+        {
+            "layer_norm_epsilon": 1e-5,
+            **_MAMBA2,
+            **_DEEPSEEK_EXPERTS,
+            "mamba_n_groups": 8,
+            "mamba_d_state": 128,
+            "mamba_hidden_act": "silu",
+            "time_step_min": 0.001,
+            "max_position_embeddings": 4096,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "head_dim": 128,
+            "hidden_act": "relu2",
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+        },
+        {"gated": False, "tied": False},
+        replace(
+            _MAMBA2_NAMES,
+            query="mixer.q_proj",
+            key="mixer.k_proj",
+            value="mixer.v_proj",
+            output="mixer.o_proj",
+            up="mixer.up_proj",
+            down="mixer.down_proj",
+            router="mixer.gate",
+            router_bias="mixer.gate.e_score_correction_bias",
+            shared_expert="mixer.shared_experts",
+            expert_up="mixer.experts.{}.up_proj",
+            expert_down="mixer.experts.{}.down_proj",
+        ),
+        key_names={
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_state": "ssm_state_size",
+            "hidden_act": "mlp_hidden_act",
+            **_MAMBA2_KEYS,
+        },
+        router_score="sigmoid",
+        router_biased=True,
+        one_part=True,
+        positions="none",
+        mixer="mamba2",
+    ),
+    "bamba": ModelFamily(
+        {
+            **_RMS5,
+            **_MAMBA2,
+            **_BIASES,
+            "max_position_embeddings": 262144,
+            "partial_rotary_factor": 0.5,
+            "attn_layer_indices": None,
+        },
+        names=_BAMBA_NAMES,
+        mixer="mamba2",
+    ),
+    "falcon_h1": ModelFamily(
+        {
+            **_RMS5,
+            **_MAMBA2,
+            **_BIASES,
+            "max_position_embeddings": 8192,
+            "mamba_d_ssm": 1024,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+            "projectors_bias": False,
+            "lm_head_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "mlp_multipliers": None,
+            "key_multiplier": 1.0,
+            "attention_in_multiplier": 1.0,
+            "attention_out_multiplier": 1.0,
+            "ssm_in_multiplier": 1.0,
+            "ssm_out_multiplier": 1.0,
+            "ssm_multipliers": None,
+        },
+        names=_BAMBA_NAMES,
+        mixer="mamba2",
+        mixes_both=True,
+    ),
+    "granitemoehybrid": ModelFamily(
+        {
+            **_RMS,
+            **_MAMBA2,
+            **_GRANITE,
+            "attention_bias": False,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+            "layer_types": None,
+        },
+        names=TensorNames(
+            gate="shared_mlp.input_linear",
+            up="shared_mlp.input_linear",
+            down="shared_mlp.output_linear",
+            shared_mlp=("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+            router="block_sparse_moe.router.layer",
+            stacked=StackedExperts("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+            mixer="mamba",
+        ),
+        mixer="mamba2",
     ),
     "qwen3_moe": ModelFamily(
         {
@@ -1058,5 +1276,12 @@ FAMILIES: dict[str, ModelFamily] = {
             "moe_intermediate_size": 768,
         },
         {"query_key_norm": "head"},
+    ),
+}
+
+# Tensor names of text parts that differ from those of their family.
+OTHER_NAMES: dict[str, TensorNames] = {
+    "qwen3_vl_moe_text": TensorNames(
+        stacked=StackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj", inputs_first=True)
     ),
 }

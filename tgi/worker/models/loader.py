@@ -13,13 +13,14 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.communicator import Communicator
-from tgi.worker.distributed.sharding import shard_decoder
+from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.models.config_reader import IS_PART, read_config, read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.dtype import resolve_dtype, warn_of_emulation
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.interface import Model
+from tgi.worker.models.mtp import MtpModel, find_names, layer_config
 from tgi.worker.models.stacked_experts import open_checkpoint
 from tgi.worker.models.weight_loader import DecoderWeightLoader, read_kv_scales, stored_embedding
 from tgi.worker.quantization import float8
@@ -48,6 +49,17 @@ class ModelSpec(NamedTuple):
         """Whether weights are quantized, in the checkpoint or at load."""
         return self.scheme != QuantizationScheme()
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether its attention is latent attention."""
+        return self.decoder is not None and self.decoder.latent is not None
+
+    @property
+    def mixer_kernels(self) -> tuple[str, ...]:
+        """The modules of gpu_kernels/ that its recurrent layers need."""
+        recurrent = None if self.decoder is None else self.decoder.recurrent
+        return () if recurrent is None else recurrent.gpu_kernels
+
 
 def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) -> ModelSpec:
     """The ModelSpec of a model directory.
@@ -62,6 +74,10 @@ def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) ->
         try:
             return ModelSpec(read_decoder_config(config), number, scheme)
         except UnsupportedConfig as reason:
+            if FAMILIES[config["model_type"]].mixer is not None:  # transformers_model.py has attention alone
+                raise UserError(
+                    f"{directory}/config.json has {reason}, which is not served of {config['model_type']}."
+                ) from reason
             log.debug("%s in %s/config.json: this model runs through transformers", reason, directory)
         except KeyError as error:
             if IS_PART in config:  # which leaves out what is the default of its class
@@ -120,6 +136,33 @@ def build_model(
     )
 
     return build_transformers_model(directory, spec.dtype, torch.device(device), progress, trust_code, gpu)
+
+
+def build_mtp(
+    directory: Path,
+    served: Model,
+    dtype: str,
+    kernels: CpuKernels | None = None,
+    quantize: str | None = None,
+    gpu: GpuKernels | None = None,
+) -> MtpModel:
+    """Loads the MTP layer of the served model, which is that of this directory; all as in `build_model`. Raises
+    UserError if it has none."""
+    spec = read_model_spec(directory, dtype, quantize)
+    if spec.decoder is None or not isinstance(served, DecoderModel):
+        raise UserError(
+            f"The model in {directory} runs through transformers, where its layer for multi-token prediction is not "
+            "computed. Start with --speculate and without --draft-model-id."
+        )
+    config, device = layer_config(spec.decoder), served.device
+    with open_checkpoint(directory, spec.decoder) as checkpoint, torch.inference_mode():
+        names = find_names(checkpoint, spec.decoder)
+        quantizer = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
+        exact = spec.dtype is torch.float32
+        source = spec.scheme.source(checkpoint, quantizer, float8.stays_float8_on(device), exact=exact)
+        loader = DecoderWeightLoader(source, config, whole_model(config), spec.dtype, device, kernels, gpu)
+        parts, layer, norm, size = loader.load_mtp(names)
+    return MtpModel(served.with_layers(config, [layer], norm, size), parts)
 
 
 def _build_decoder(

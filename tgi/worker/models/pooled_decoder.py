@@ -109,7 +109,7 @@ class PooledDecoder:
             communicator=None,
         )
         for number, layer in enumerate(self.weights.layers):
-            x = run_layer(layer, self._config.parallel, step.layer(number), x)
+            x = run_layer(layer, self._config, step.layer(number), x)
         return self.weights.norm(x)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
+from typing_extensions import override
 
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.decoder_config import DecoderConfig, StackedExperts, TensorNames
@@ -48,8 +49,9 @@ class StackedExpertsCheckpoint(Checkpoint):
         stacks = {part.tensor for part in self._parts.values()}
         return (name for name in super().__iter__() if name not in stacks)
 
+    @override
     def raw_tensor(self, name: str) -> Tensor:
-        """See Checkpoint. A part of a stacked tensor is a copy."""
+        """A part of a stacked tensor is a copy."""
         part = self._parts.get(name)
         if part is None:
             return super().raw_tensor(name)

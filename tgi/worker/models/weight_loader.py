@@ -15,38 +15,32 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import NO_FACTORS, CpuKernels, can_pack_together
-from tgi.worker.cpu_kernels.recurrent import DeltaRule
-from tgi.worker.decoder_config import (
-    DecoderConfig,
-    ExpertsConfig,
-    GatedDeltaConfig,
-    LatentConfig,
-    LayerInputConfig,
-    Mixer,
-    RouterConfig,
-    ShortConvConfig,
-)
+from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, LayerInputConfig, Mixer, RouterConfig
 from tgi.worker.device_copies import StagedCopies
 from tgi.worker.distributed.sharding import Shard, layer_inner, layer_kv_heads
 from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.layers import gated_delta, mamba2, short_conv
 from tgi.worker.layers.embedding import Embedding
-from tgi.worker.layers.gated_delta import GatedDelta
 from tgi.worker.layers.head_products import HeadProducts
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp, Router, SharedExpert, pack_experts
 from tgi.worker.layers.norm import Norm
-from tgi.worker.layers.short_conv import ShortConv
+from tgi.worker.layers.recurrence import ChosenRows, Recurrence
+from tgi.worker.mixers.gated_delta import GatedDeltaConfig
+from tgi.worker.mixers.mamba2 import Mamba2Config
+from tgi.worker.mixers.short_conv import ShortConvConfig
 from tgi.worker.models.decoder_layer import (
+    AttentionWeights,
     DecoderLayer,
     DecoderWeights,
     InputWeights,
     LatentProjections,
     LayerInput,
     ParallelExperts,
-    RecurrentMixer,
 )
 from tgi.worker.models.interface import WeightFootprint
-from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
+from tgi.worker.models.mtp import MtpNames, MtpParts
+from tgi.worker.quantization.weight import QuantizedWeight, Weight, scale_weight, select_part, stack_weights
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 from tgi.worker.quantization.weight_sources import WeightSource
 
@@ -57,18 +51,6 @@ class StoredMatrix(NamedTuple):
     name: str  # of its layer in the checkpoint; matrices of the same name are fused in one tensor
     outputs: int
     local: range  # the outputs that this rank computes
-
-
-class MixerParts(NamedTuple):
-    """The fields of a DecoderLayer that its mixer decides on."""
-
-    qkv: Linear
-    output: Linear
-    query_key_norms: tuple[Norm, ...] = ()
-    mixer: RecurrentMixer | None = None
-    output_gate: Linear | None = None
-    sinks: Tensor | None = None
-    latent: LatentProjections | None = None
 
 
 def stored_embedding(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Embedding:
@@ -186,8 +168,20 @@ class DecoderWeightLoader:
             self._norm(prefix + names.input_after, config.hidden),
         )
 
-    def _layer(self, number: int) -> DecoderLayer:
-        config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
+    def load_mtp(self, names: MtpNames) -> tuple[MtpParts, DecoderLayer, Norm, WeightFootprint]:
+        """The MTP layer of these names: its first parts, its decoder layer, which is the only one of the config, its
+        last norm, and their size."""
+        size = self._config.hidden
+        parts = MtpParts(
+            self._norm(names.embedding_norm, size),
+            self._norm(names.hidden_norm, size),
+            self._linear(False, 2 * size, StoredMatrix(names.projection, size, range(size))),
+        )
+        layer, norm = self._layer(0, names.layer), self._norm(names.norm, size)
+        return parts, layer, norm, WeightFootprint(self._bytes, self._parameters)
+
+    def _layer(self, number: int, prefix: str = "") -> DecoderLayer:
+        config, names, prefix = self._config, self._config.layer_names(number), prefix or f"model.layers.{number}."
         layer = config.layers[number]
         parallel = config.experts is not None and config.experts.parallel
 
@@ -196,33 +190,37 @@ class DecoderWeightLoader:
 
         attention_after = norm(names.attention_after)
         more_follows = attention_after is not None
-        if config.latent is not None:
-            parts = self._latent_attention(config.latent, prefix, more_follows)
-        elif layer.mixer == Mixer.ATTENTION:
-            parts = self._attention(number, prefix, more_follows)
-        else:
-            load = self._short_conv if layer.mixer == Mixer.SHORT_CONV else self._gated_delta
-            parts = load(prefix + names.mixer, config.cache_number(number), more_follows)
+        mlp = None
+        if layer.has_mlp:
+            mlp = self._experts(prefix) if layer.routed and not parallel else self._dense(number, prefix)
         return DecoderLayer(
-            attention_before=norm(names.attention_before),
-            qkv=parts.qkv,
-            query_key_norms=parts.query_key_norms,
-            output=parts.output,
+            attention_before=norm(names.attention_before) if layer.mixer != Mixer.NONE else None,
+            attention=self._attention(number, prefix, more_follows) if layer.attends else None,
+            recurrence=self._recurrence(prefix, number, more_follows) if layer.recurs else None,
             attention_after=attention_after,
-            mlp_before=norm(names.mlp_before),
-            mlp=self._experts(prefix) if layer.routed and not parallel else self._dense(number, prefix),
+            mlp_before=norm(names.mlp_before) if layer.has_mlp else None,
+            mlp=mlp,
             mlp_after=norm(names.mlp_after),
             experts=self._parallel_experts(prefix) if layer.routed and parallel else None,
             layer_input=None if config.layer_inputs is None else self._layer_input(prefix, config.layer_inputs),
             scale=float(self._source.tensor(prefix + names.scale, 1)) if config.layer_scales else 1.0,
-            mixer=parts.mixer,
-            output_gate=parts.output_gate,
-            sinks=parts.sinks,
-            latent=parts.latent,
         )
 
-    def _attention(self, number: int, prefix: str, more_follows: bool) -> MixerParts:
+    def _recurrence(self, prefix: str, number: int, more_follows: bool) -> Recurrence:
+        config, local = self._config.recurrent, self._shard.recurrent
+        tensors = MixerWeights(self, prefix + self._config.names.mixer, more_follows)
+        place = self._config.state_number(number)
+        if isinstance(config, ShortConvConfig):
+            return short_conv.load(tensors, config, local, place)
+        if isinstance(config, GatedDeltaConfig):
+            return gated_delta.load(tensors, config, local, place)
+        assert isinstance(config, Mamba2Config)
+        return mamba2.load(tensors, config, local, place)
+
+    def _attention(self, number: int, prefix: str, more_follows: bool) -> AttentionWeights:
         config, names, layer = self._config, self._config.names, self._config.layers[number]
+        if config.latent is not None:
+            return self._latent_attention(config.latent, prefix, more_follows)
         shape, own = config.head_shape(number), layer_kv_heads(config, self._shard, number)
         heads, kv_heads = config.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         queries, keys = _head_columns(self._shard.heads, shape.head_dim), _head_columns(own, shape.head_dim)
@@ -252,19 +250,21 @@ class DecoderWeightLoader:
             first = self._build(stack_weights(pairs, self._dtype), None, "none")
         else:
             first = self._linear(config.qkv_bias, config.hidden, *qkv)
-        return MixerParts(
+        return AttentionWeights(
             qkv=first,
             query_key_norms=self._query_key_norms(number, prefix + names.query_norm, prefix + names.key_norm),
-            output=self._last_linear(config.output_bias, heads, queries, output, more_follows),
+            output=self._last_linear(
+                config.output_bias, heads, queries, output, more_follows, config.attention_output_scale
+            ),
             output_gate=gate,
             sinks=self._sinks(prefix + names.sinks) if config.sinks else None,
         )
 
-    def _latent_attention(self, latent: LatentConfig, prefix: str, more_follows: bool) -> MixerParts:
+    def _latent_attention(self, latent: LatentConfig, prefix: str, more_follows: bool) -> AttentionWeights:
         config, names, dim = self._config, self._config.names, self._config.head_dim
         values = _head_columns(self._shard.heads, latent.value_dim)
         output = StoredMatrix(prefix + names.output, config.hidden, range(config.hidden))
-        return MixerParts(
+        return AttentionWeights(
             qkv=self._linear(config.qkv_bias, config.hidden, StoredMatrix(prefix + names.latent_down, dim, range(dim))),
             output=self._last_linear(config.output_bias, config.heads * latent.value_dim, values, output, more_follows),
             latent=self._latent(latent, prefix),
@@ -310,86 +310,14 @@ class DecoderWeightLoader:
         weight = self._source.weight(name, outputs, self._config.hidden)
         return self._to_device(weight[chosen] if isinstance(weight, Tensor) else weight.rows(chosen))
 
-    def _short_conv(self, name: str, number: int, more_follows: bool) -> MixerParts:
-        """The parts of recurrent layer `number` whose tensors are below `name`."""
-        config, local = self._config, self._shard.recurrent
-        assert isinstance(config.recurrent, ShortConvConfig)
-        channels, bias = config.recurrent.channels, config.recurrent.bias
-        chosen = torch.arange(local.start, local.stop)
-        weight = self._vector(f"{name}.conv.weight", chosen, channels, 1, config.recurrent.kernel)
-        thirds = (StoredMatrix(f"{name}.in_proj", channels, local) for _ in range(3))
-        output = StoredMatrix(f"{name}.out_proj", config.hidden, range(config.hidden))
-        return MixerParts(
-            qkv=self._linear(bias, config.hidden, *thirds),
-            output=self._last_linear(bias, channels, local, output, more_follows),
-            mixer=ShortConv(
-                number,
-                weight[:, 0].t().contiguous(),
-                self._vector(f"{name}.conv.bias", chosen, channels) if bias else None,
-                self._kernels,
-            ),
-        )
-
-    def _gated_delta(self, name: str, number: int, more_follows: bool) -> MixerParts:
-        """The parts of recurrent layer `number` whose tensors are below `name`."""
-        config, local = self._config, self._shard.recurrent
-        delta = config.recurrent
-        assert isinstance(delta, GatedDeltaConfig)
-        heads, each = delta.key_heads, delta.value_heads // delta.key_heads
-        key, value = delta.key_dim, each * delta.value_dim  # columns of a key head, and of its value heads
-
-        def of_heads(columns: Tensor) -> Tensor:
-            """The columns of the local heads, of `columns` in the order of key heads."""
-            return columns.view(heads, -1)[local.start : local.stop].flatten()
-
-        own = delta.part(local)
-        channels = torch.arange(2 * delta.keys + delta.values)
-        qkv = torch.cat([of_heads(part) for part in channels.split((delta.keys, delta.keys, delta.values))])
-        values = of_heads(torch.arange(delta.values))
-        value_heads = of_heads(torch.arange(delta.value_heads))
-        if delta.by_key_head:
-            columns = torch.arange(2 * (delta.keys + delta.values)).view(heads, -1)
-            chosen = torch.cat([of_heads(part) for part in columns.split((key, key, value, value), 1)])
-            weight = self._rows(f"{name}.in_proj_qkvz", columns.numel(), chosen)
-            ba = torch.arange(2 * delta.value_heads).view(heads, 2, each)
-            gates = [(f"{name}.in_proj_ba", ba.numel(), of_heads(ba[:, n].contiguous())) for n in range(2)]
-        else:
-            parts = (f"{name}.in_proj_qkv", len(channels), qkv), (f"{name}.in_proj_z", delta.values, values)
-            weight = stack_weights([self._rows(*part) for part in parts], self._dtype)
-            gates = [(f"{name}.in_proj_{n}", delta.value_heads, value_heads) for n in "ba"]
-        plain = [self._source.tensor(f"{of}.weight", outputs, config.hidden)[rows] for of, outputs, rows in gates]
-        rule = DeltaRule(
-            (own.key_heads, own.value_heads, own.key_dim, own.value_dim),
-            self._vector(f"{name}.A_log", value_heads, delta.value_heads).exp(),
-            self._vector(f"{name}.dt_bias", value_heads, delta.value_heads),
-            self._vector(f"{name}.norm.weight", torch.arange(delta.value_dim), delta.value_dim),
-            config.norm_epsilon,
-        )
-        conv = self._vector(f"{name}.conv1d.weight", qkv, len(channels), 1, delta.kernel)
-        columns = range(local.start * value, local.stop * value)
-        output = StoredMatrix(f"{name}.out_proj", config.hidden, range(config.hidden))
-        return MixerParts(
-            qkv=self._build(weight, None, "none"),
-            output=self._last_linear(False, delta.values, columns, output, more_follows),
-            mixer=GatedDelta(
-                number,
-                conv[:, 0].t().contiguous(),
-                self._build(self._to_device(torch.cat(plain)), None, "none"),
-                rule,
-                self._kernels,
-            ),
-        )
-
-    def _vector(self, name: str, chosen: Tensor, *shape: int) -> Tensor:
-        """The rows `chosen` (int64 [n]) of a tensor of this shape, in float32 on the model's device."""
-        return self._source.tensor(name, *shape)[chosen].to(self._device, torch.float32)
-
-    def _last_linear(self, bias: bool, inputs: int, local: range, matrix: StoredMatrix, more_follows: bool) -> Linear:
-        """The last layer of a part, with the inputs `local`. It adds the residual unless something comes between: a
-        norm, or the sum over all ranks. One rank adds the bias."""
+    def _last_linear(
+        self, bias: bool, inputs: int, local: range, matrix: StoredMatrix, more_follows: bool, scale: float = 1.0
+    ) -> Linear:
+        """The last layer of a part, with the inputs `local`, whose result is multiplied by `scale`. It adds the
+        residual unless something comes between: a norm, the sum over all ranks, or a factor. One rank adds the bias."""
         is_partial = len(local) < inputs
         ((weight, found),) = self._matrices(bias, inputs, matrix, columns=local)
-        adds = not more_follows and not is_partial and self._config.residual_scale == 1.0
+        adds = not more_follows and not is_partial and self._config.residual_scale * scale == 1.0
         return self._build(
             weight,
             found if self._shard.rank == 0 or not is_partial else None,
@@ -413,7 +341,7 @@ class DecoderWeightLoader:
         gate, up, down = (StoredMatrix(prefix + name, *size) for name, size in zip(names, sizes, strict=True))
         return Mlp(
             *self._gate_and_up(gate, up, self._factors(prefix)),
-            down=self._last_linear(config.mlp_bias, inner, local, down, more_follows),
+            down=self._last_linear(config.mlp_bias, inner, local, down, more_follows, config.mlp_scales[1]),
         )
 
     def _factors(self, prefix: str) -> tuple[float, float]:
@@ -432,6 +360,9 @@ class DecoderWeightLoader:
         if not config.gated:
             return None, self._linear(config.mlp_bias, config.hidden, up, epilogue=config.activation, factors=factors)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
+        if config.mlp_scales[0] != 1.0:
+            assert not config.mlp_bias
+            first = scale_weight(first[0], config.mlp_scales[0]), None
         if self._own_kernels is None or not can_pack_together(first[0], second[0]):
             return self._build(*first, config.activation), self._build(
                 *second, UP_EPILOGUES.get(config.activation, "mul")
@@ -645,6 +576,57 @@ class DecoderWeightLoader:
         if self._staged is None or isinstance(weight, QuantizedWeight) or weight.device.type != "cpu":
             return weight.to(self._device)
         return self._staged.copy(weight)
+
+
+class MixerWeights(NamedTuple):
+    """Implements MixerTensors for a loader's layer."""
+
+    loader: DecoderWeightLoader
+    prefix: str
+    more_follows: bool  # a norm comes after the output
+
+    @property
+    def kernels(self) -> CpuKernels | GpuKernels | None:
+        """See MixerTensors."""
+        return self.loader._own_kernels
+
+    @property
+    def norm_epsilon(self) -> float:
+        """See MixerTensors."""
+        return self.loader._config.norm_epsilon
+
+    def input(self, parts: Sequence[ChosenRows], bias: bool = False) -> Linear:
+        """See MixerTensors."""
+        loader = self.loader
+        weights = [loader._rows(f"{self.prefix}.{name}", outputs, chosen) for name, outputs, chosen in parts]
+        weight = weights[0] if len(weights) == 1 else stack_weights(weights, loader._dtype)
+        found = None
+        if bias:
+            vectors = [self.vector(f"{name}.bias", chosen, outputs) for name, outputs, chosen in parts]
+            found = torch.cat(vectors).to(loader._dtype)
+        return loader._build(weight, found, "none")
+
+    def gates(self, parts: Sequence[ChosenRows]) -> Linear:
+        """See MixerTensors."""
+        loader = self.loader
+        hidden = loader._config.hidden
+        plain = [
+            loader._source.tensor(f"{self.prefix}.{name}.weight", outputs, hidden)[chosen]
+            for name, outputs, chosen in parts
+        ]
+        return loader._build(loader._to_device(torch.cat(plain)), None, "none")
+
+    def output(self, name: str, inputs: int, local: range, bias: bool = False) -> Linear:
+        """See MixerTensors."""
+        hidden = self.loader._config.hidden
+        matrix = StoredMatrix(f"{self.prefix}.{name}", hidden, range(hidden))
+        return self.loader._last_linear(bias, inputs, local, matrix, self.more_follows)
+
+    def vector(self, name: str, chosen: Tensor, *shape: int) -> Tensor:
+        """See MixerTensors."""
+        loader = self.loader
+        stored = loader._source.tensor(f"{self.prefix}.{name}", *shape)[chosen]
+        return stored.to(loader._device, torch.float32)
 
 
 def read_kv_scales(checkpoint: Checkpoint, layers: Sequence[int]) -> tuple[tuple[float, float], ...]:

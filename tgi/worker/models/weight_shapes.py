@@ -1,52 +1,22 @@
 """The weights of a decoder as shapes: what weight_loader.py loads for a shard, derived without torch or files."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from tgi.worker.decoder_config import (
-    DecoderConfig,
-    ExpertsConfig,
-    GatedDeltaConfig,
-    LatentConfig,
-    Mixer,
-    ShortConvConfig,
-    TensorNames,
-)
+from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, Mixer, TensorNames
 from tgi.worker.distributed.sharding import Shard, layer_inner, layer_kv_heads
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
+from tgi.worker.tensor_shapes import MatrixShape, VectorShape
 
 VALUE_NORM = "self_attn.v_norm"  # no tensor of the checkpoint has this name
 
 
-class MatrixShape(NamedTuple):
-    """A matrix, and the part of it that a shard has."""
-
-    name: str  # of its layer in the checkpoint; matrices of the same name are fused in one tensor
-    outputs: int
-    inputs: int
-    local_outputs: int
-    local_inputs: range
-    quantizable: bool = True  # routers are not, nor what is converted at load
-    stack: str = ""  # matrices of the same stack become one weight, in one form; "": this one alone
-
-    @property
-    def local_numbers(self) -> int:
-        """Parameters of the part."""
-        return self.local_outputs * len(self.local_inputs)
-
-
-class VectorShape(NamedTuple):
-    """The weight of a norm, or a bias."""
-
-    name: str  # of the tensor
-    numbers: int  # as stored; 0: it is no tensor of the checkpoint
-    local_numbers: int  # as the shard holds it
-    norm: bool  # or sinks: held in float32; a bias has the model's dtype
-
-
 def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
     """All matrices, those of the layers first. A tied output head is the embedding; only the embedding is listed."""
-    for number in range(len(config.layers)):
+    for number, layer in enumerate(config.layers):
+        if layer.recurs:
+            assert config.recurrent is not None
+            name = f"model.layers.{number}.{config.names.mixer}"
+            yield from config.recurrent.matrices(config.hidden, shard.recurrent, name)
         yield from _layer_matrices(config, shard, number)
     vocabulary, hidden = len(shard.vocabulary), range(config.hidden)
     yield MatrixShape(EMBEDDING, config.vocab_size, config.hidden, vocabulary, hidden)
@@ -63,19 +33,22 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
 def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
     """All norms and biases."""
     names = config.names
-    for number in range(len(config.layers)):
-        prefix = f"model.layers.{number}."
-        for name in (names.attention_before, names.attention_after, names.mlp_before, names.mlp_after):
+    for number, layer in enumerate(config.layers):
+        prefix, names = f"model.layers.{number}.", config.layer_names(number)
+        mixing = names.attention_before if layer.mixer != Mixer.NONE else None
+        for name in (mixing, names.attention_after, names.mlp_before if layer.has_mlp else None, names.mlp_after):
             if name is not None:
                 yield from _norm(config, prefix + name)
-        if config.latent is not None:
-            yield from _latent_norms(config.latent, config.names, prefix)
-        if config.layers[number].mixer == Mixer.ATTENTION:
+        if layer.attends:
+            if config.latent is not None:
+                yield from _latent_norms(config.latent, config.names, prefix)
             yield from _query_key_norms(config, shard, number, prefix)
             if config.sinks:
                 yield VectorShape(prefix + names.sinks, config.heads, len(shard.heads), True)
-        else:
-            yield from _mixer_vectors(config, shard, prefix + names.mixer)
+        if layer.recurs:
+            assert config.recurrent is not None
+            place = shard.recurrent, prefix + names.mixer
+            yield from config.recurrent.vectors(config.hidden, *place, shard.rank == 0)
         for matrix in _layer_matrices(config, shard, number):
             yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
         if config.activation == "xielu":
@@ -110,14 +83,14 @@ def _expert_vectors(config: DecoderConfig, experts: ExpertsConfig, prefix: str) 
 
 
 def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:
-    names, prefix = config.names, f"model.layers.{number}."
-    if config.latent is not None:
+    """Those besides a recurrent mixer's."""
+    layer, names, prefix = config.layers[number], config.names, f"model.layers.{number}."
+    if layer.attends and config.latent is not None:
         yield from _latent_attention(config, config.latent, shard, prefix)
-    elif config.layers[number].mixer == Mixer.ATTENTION:
+    elif layer.attends:
         yield from _attention_matrices(config, shard, number, prefix)
-    else:
-        yield from _mixer_matrices(config, shard, prefix + names.mixer)
-    yield from _mlp_matrices(config, shard, number, prefix)
+    if layer.has_mlp:
+        yield from _mlp_matrices(config, shard, number, prefix)
     if inputs := config.layer_inputs:
         hidden = range(config.hidden)
         yield MatrixShape(prefix + names.input_down, inputs.width, config.hidden, inputs.width, hidden)
@@ -145,51 +118,6 @@ def _attention_matrices(config: DecoderConfig, shard: Shard, number: int, prefix
             yield keys._replace(name=prefix + names.value)
     queries = range(shard.heads.start * dim, shard.heads.stop * dim)
     yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
-
-
-def _mixer_matrices(config: DecoderConfig, shard: Shard, name: str) -> Iterator[MatrixShape]:
-    """The projections of a recurrent layer whose tensors are below `name`."""
-    recurrent, hidden = config.recurrent, config.hidden
-    assert recurrent is not None
-    own = recurrent.part(shard.recurrent)
-    if isinstance(recurrent, ShortConvConfig):
-        assert isinstance(own, ShortConvConfig)
-        parts, into = [(f"{name}.in_proj", recurrent.channels, own.channels)] * 3, recurrent.channels
-        columns = shard.recurrent
-    else:
-        assert isinstance(own, GatedDeltaConfig)
-        into, value = recurrent.values, recurrent.values // recurrent.key_heads
-        columns = range(shard.recurrent.start * value, shard.recurrent.stop * value)
-        qkv, z, *gates = ("qkvz", "qkvz", "ba", "ba") if recurrent.by_key_head else ("qkv", "z", "b", "a")
-        parts = [
-            *[(f"{name}.in_proj_{qkv}", recurrent.keys, own.keys)] * 2,
-            (f"{name}.in_proj_{qkv}", recurrent.values, own.values),
-            (f"{name}.in_proj_{z}", recurrent.values, own.values),
-        ]
-        for gate in gates:
-            heads = recurrent.value_heads, hidden, own.value_heads
-            yield MatrixShape(f"{name}.in_proj_{gate}", *heads, range(hidden), quantizable=False)
-    for part, outputs, local in parts:
-        yield MatrixShape(part, outputs, hidden, local, range(hidden), stack=f"{name}.in_proj")
-    yield MatrixShape(f"{name}.out_proj", hidden, into, hidden, columns)
-
-
-def _mixer_vectors(config: DecoderConfig, shard: Shard, name: str) -> Iterator[VectorShape]:
-    recurrent = config.recurrent
-    assert recurrent is not None
-    own = recurrent.part(shard.recurrent)
-    if isinstance(recurrent, ShortConvConfig):
-        assert isinstance(own, ShortConvConfig)
-        conv, channels, local = "conv", recurrent.channels, own.channels
-        if recurrent.bias:
-            yield VectorShape(f"{name}.conv.bias", channels, local, True)
-    else:
-        assert isinstance(own, GatedDeltaConfig)
-        conv, channels, local = "conv1d", 2 * recurrent.keys + recurrent.values, 2 * own.keys + own.values
-        for vector in ("A_log", "dt_bias"):
-            yield VectorShape(f"{name}.{vector}", recurrent.value_heads, own.value_heads, True)
-        yield VectorShape(f"{name}.norm.weight", recurrent.value_dim, recurrent.value_dim, True)
-    yield VectorShape(f"{name}.{conv}.weight", channels * recurrent.kernel, local * recurrent.kernel, True)
 
 
 def _mlp_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:
@@ -266,9 +194,7 @@ def _query_key_norms(config: DecoderConfig, shard: Shard, number: int, prefix: s
 
 def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -> Iterator[VectorShape]:
     names = config.names
-    if name.startswith(f"{names.mixer}.") and config.recurrent is not None:
-        present = isinstance(config.recurrent, ShortConvConfig) and config.recurrent.bias
-    elif name in (names.latent_up, names.query_up) or (config.latent is not None and name == names.query):
+    if name in (names.latent_up, names.query_up) or (config.latent is not None and name == names.query):
         present = False
     elif name in (names.query, names.key, names.value, names.query_down, names.latent_down):
         present = config.qkv_bias

@@ -6,17 +6,19 @@ worker allocates is a reserve, which is estimated here and measured by the worke
 """
 
 import json
+import math
 import shlex
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tgi.hub.weight_files import StoredTensor, stored_tensors
+from tgi.hub.vision_towers import vision_family
+from tgi.hub.weight_files import OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
 from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.host.interpreter import require_packages
 from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD, Settings
-from tgi.worker.decoder_config import DecoderConfig, HeadShape, Mixer, UnsupportedConfig
+from tgi.worker.decoder_config import DecoderConfig, HeadShape, UnsupportedConfig
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.engine import memory
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim, state_tensor_bytes, token_bytes
@@ -24,7 +26,7 @@ from tgi.worker.lora.config import LoraConfig
 from tgi.worker.lora.projections import adapter_bytes
 from tgi.worker.models.config_reader import read_config, read_decoder_config, stored_dtype
 from tgi.worker.models.families import FAMILIES
-from tgi.worker.models.weight_shapes import MatrixShape, matrices, vectors
+from tgi.worker.models.weight_shapes import matrices, vectors
 from tgi.worker.planning.devices import Devices
 from tgi.worker.quantization.config import GGUF_METHOD, QuantizationConfig, find_config
 from tgi.worker.quantization.weight_forms import (
@@ -37,6 +39,7 @@ from tgi.worker.quantization.weight_forms import (
     form_made_at_load,
     weight_bytes,
 )
+from tgi.worker.tensor_shapes import MatrixShape
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_RANKS = 64
@@ -62,6 +65,7 @@ class PlannedModel(NamedTuple):
     checkpoint: QuantizationConfig | None = None  # how the files are quantized
     # Of weights in the bits of a GGUF file: the tensors that its import writes.
     tensors: dict[str, StoredTensor] | None = None
+    tower: int = 0  # bytes of a vision tower; 0: it has none, or its weights are not here
 
     def forms(self, device: Devices) -> StoredForms | None:
         """The forms of the layers in the files; None: all are plain."""
@@ -221,7 +225,17 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
             f"--quantize {asked} is for weights that are quantized already, and those in {path} are not. Choose "
             "int8 or int4, which are made at load, or leave out --quantize."
         )
-    return PlannedModel(decoder, dtype, stored, made, found, tensors)
+    return PlannedModel(decoder, dtype, stored, made, found, tensors, _tower_bytes(path, dtype, settings))
+
+
+def _tower_bytes(path: Path, dtype: str, settings: Settings) -> int:
+    """Bytes of the vision tower of a model directory, by its weight files."""
+    if path.is_file() or not settings.media_workers or vision_family(path) is None:
+        return 0
+    if not choose_weight_files([one.name for one in path.iterdir()]):
+        return 0
+    others = (tensor for name, tensor in stored_tensors(path).items() if not name.startswith(OF_DECODER))
+    return sum(math.prod(tensor.shape) * ITEM_SIZES[dtype] for tensor in others)
 
 
 def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -255,7 +269,8 @@ def rank_memory(deployment: PlannedDeployment, shard: Shard, device: Devices, se
         for adapter in deployment.adapters
     )
     state = _state_bytes(local_config(served.config, shard), ITEM_SIZES[served.dtype])
-    return RankMemory(weights, adapters, _reserve(deployment, shard, device, settings), kv_token, state)
+    reserve = _reserve(deployment, shard, device, settings) + (memory.FEATURE_BYTES if served.tower else 0)
+    return RankMemory(weights + served.tower, adapters, reserve, kv_token, state)
 
 
 def _state_bytes(config: DecoderConfig, itemsize: int) -> int:
@@ -263,7 +278,7 @@ def _state_bytes(config: DecoderConfig, itemsize: int) -> int:
     if config.recurrent is None:
         return 0
     layer = sum(state_tensor_bytes(one.shape, 4 if one.wide else itemsize) for one in config.recurrent.state.values())
-    return layer * (sum(layer.mixer != Mixer.ATTENTION for layer in config.layers))
+    return layer * config.recurrent_layers
 
 
 def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: Settings) -> tuple[int, int]:
@@ -363,7 +378,8 @@ def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
 
 def _require_sizes(config: DecoderConfig) -> DecoderConfig:
     """The config. Raises ValueError unless its sizes are numbers above 0."""
-    for name in ("vocab_size", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "context_length"):
+    names = ["vocab_size", "hidden", "heads", "kv_heads", "head_dim", "context_length"]
+    for name in [*names, *["intermediate"] * any(layer.has_mlp for layer in config.layers)]:
         size = getattr(config, name)
         if not isinstance(size, int) or size <= 0:
             raise ValueError(f"{name} is {size!r}, but a whole number above 0 is expected")
@@ -447,7 +463,7 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
     left = [_cache_memory(deployment, *each, devices, settings) for each in zip(shards, needs, strict=True)]
     # As many pages as every rank has memory for.
     pages = [
-        min(getattr(one, name) // (need.kv_token * page) for one, need in zip(left, needs, strict=True))
+        min(getattr(one, name) // (need.kv_token * page or need.state) for one, need in zip(left, needs, strict=True))
         for name in ("default", "available")
     ]
     usable = devices.bytes * (1.0 if devices.is_cpu else settings.cuda_memory_fraction)
@@ -467,7 +483,7 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         state_bytes=most.state,
     )
     try:
-        limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * page_bytes for n in pages)))
+        limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * required.unit_bytes for n in pages)))
     except UserError as error:
         return replace(none, problem=str(error))
     # The worker loads adapters last, into the memory that the KV cache leaves.

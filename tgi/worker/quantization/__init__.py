@@ -7,6 +7,7 @@ Read weight.py first: QuantizedWeight, the one representation that all layers an
 - float8: which devices keep 8-bit floats, and torch's products with them,
 - scheme: what a model directory and --quantize ask for together,
 - weight_sources: the loader's interface to weights in any form,
-- gptq, awq, compressed_tensors, fp8, mxfp4: one checkpoint format each; affine (integers with zero points), config (the
-  quantization entry of config.json) and layer_tensors (checked access to a layer's tensors) are their common parts.
+- gptq, awq, compressed_tensors, fp8, modelopt, mxfp4: one checkpoint format each; affine (integers with zero points),
+  float4 (4-bit floats), config (the quantization entry of config.json) and layer_tensors (checked access to a layer's
+  tensors) are their common parts.
 """

@@ -8,8 +8,9 @@ Groups of layers have schemes. The tensors of the layer NAME, by the format of i
   NAME.weight_g_idx int32 [inputs], optional, has the group of each input.
 - "int-quantized", "naive-quantized": NAME.weight int8 [outputs, inputs], NAME.weight_zero_point int8 like the scales.
 - "float-quantized", "naive-quantized": NAME.weight float8; see fp8.py.
+- "nvfp4-pack-quantized", "mxfp4-pack-quantized": NAME.weight_packed has 4-bit floats; see float4.py.
 
-NAME.weight_scale is [1], [outputs, 1] or [outputs, groups].
+Scales of integers, NAME.weight_scale, are [1], [outputs, 1] or [outputs, groups].
 """
 
 import re
@@ -21,9 +22,11 @@ from torch import Tensor
 from tgi.worker.quantization import fp8
 from tgi.worker.quantization.affine import AffineWeight, unpack_bits
 from tgi.worker.quantization.config import QuantizationConfig
+from tgi.worker.quantization.float4 import ACTIVATIONS_REMARK, MX_GROUP, NV_GROUP, read_float4
 from tgi.worker.quantization.layer_tensors import FLOATS, WORDS, LayerTensors
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+FLOAT4_GROUPS = {"nvfp4-pack-quantized": NV_GROUP, "mxfp4-pack-quantized": MX_GROUP}  # inputs that share a scale
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *FLOAT4_GROUPS, "dense")
 MIXED = "mixed-precision"  # each scheme has a format of its own
 BITS = (4, 8)
 
@@ -56,7 +59,10 @@ class CompressedTensorsFormat:
     def read_weight(self, tensors: LayerTensors) -> AffineWeight | fp8.BlockScaledFloats | Tensor:
         """See CheckpointFormat."""
         if "weight_packed" in tensors:
-            return _read_packed(tensors, self._scheme_of(tensors, "weight_packed"))
+            scheme = self._scheme_of(tensors, "weight_packed")
+            if scheme.floating:
+                return read_float4(tensors, "weight_packed", "weight_global_scale")
+            return _read_packed(tensors, scheme)
         dtype = tensors.stored("weight").dtype
         if dtype is torch.int8:
             return _read_integers(tensors, self._scheme_of(tensors, "weight"))
@@ -111,10 +117,14 @@ def _read_scheme(config: QuantizationConfig) -> LayerScheme:
         raise config.unfit(f"a scheme has the format {format}, but {', '.join(FORMATS)} are read")
     weights = config.within("weights")
     bits, floating = weights.integer("num_bits"), weights.text("type", "int") == "float"
-    if bits not in BITS or (floating and bits != 8):
-        kind = "floats" if floating else "integers"
-        raise config.unfit(f"weights are {kind} of {bits} bits, but integers of 4 and 8 bits and floats of 8 are read")
     grouped = weights.values.get("group_size") is not None
+    float4 = floating and bits == 4 and grouped and weights.integer("group_size") in FLOAT4_GROUPS.values()
+    if bits not in BITS or (floating and bits != 8 and not float4):
+        kind = "floats" if floating else "integers"
+        raise config.unfit(
+            f"weights are {kind} of {bits} bits, but integers of 4 and 8 bits, floats of 8 bits, and floats of 4 bits "
+            f"in groups of {NV_GROUP} (NVFP4) and {MX_GROUP} (MXFP4) are read"
+        )
     return LayerScheme(
         tuple(targets),
         bits,
@@ -128,8 +138,10 @@ def _read_scheme(config: QuantizationConfig) -> LayerScheme:
 
 def _remarks(config: QuantizationConfig, schemes: list[LayerScheme]) -> list[str]:
     remarks = [f"the weights are in the format {config.text('format', FORMATS[0])} of compressed-tensors"]
-    if any(scheme.floating for scheme in schemes):
+    if any(scheme.floating and scheme.bits == 8 for scheme in schemes):
         remarks.append(fp8.REMARK)
+    if any(scheme.floating and scheme.bits == 4 and scheme.activations for scheme in schemes):
+        remarks.append(ACTIVATIONS_REMARK)
     if any(scheme.activations and not scheme.floating for scheme in schemes):
         remarks.append("activations are not quantized, though the checkpoint provides for it: its weights alone are")
     if config.values.get("kv_cache_scheme"):

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import UserError
 
-# Separate files of older checkpoints, and the method that each implies.
-SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Separate files of some checkpoints, and the method that each implies.
+SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 GGUF_METHOD = "gguf"  # the quant_method that hub/gguf/convert.py declares
 
@@ -75,4 +75,5 @@ def find_config(directory: Path, config: dict[str, Any]) -> QuantizationConfig |
 def _config_of(path: Path, values: object) -> QuantizationConfig:
     if not isinstance(values, dict):
         raise UserError(f"{path} has {values!r} where it should describe how the weights are quantized.")
-    return QuantizationConfig(path, values)
+    found = QuantizationConfig(path, values)
+    return found._replace(values=values | found.within("quantization").values)  # modelopt's entries, in its own file

@@ -12,6 +12,7 @@ from tgi.worker.quantization.compressed_tensors import CompressedTensorsFormat
 from tgi.worker.quantization.config import GGUF_METHOD, find_config
 from tgi.worker.quantization.fp8 import Fp8Format
 from tgi.worker.quantization.gptq import GptqFormat
+from tgi.worker.quantization.modelopt import ModeloptFormat
 from tgi.worker.quantization.mxfp4 import Mxfp4Format
 from tgi.worker.quantization.quantize import WeightQuantizer, quantize_weight
 from tgi.worker.quantization.weight_sources import (
@@ -26,7 +27,13 @@ log = logging.getLogger(__name__)
 
 # By the quant_method that a config declares.
 FORMATS: dict[
-    str, type[GptqFormat] | type[AwqFormat] | type[CompressedTensorsFormat] | type[Fp8Format] | type[Mxfp4Format]
+    str,
+    type[GptqFormat]
+    | type[AwqFormat]
+    | type[CompressedTensorsFormat]
+    | type[Fp8Format]
+    | type[Mxfp4Format]
+    | type[ModeloptFormat],
 ] = {
     "gptq": GptqFormat,
     "awq": AwqFormat,
@@ -34,6 +41,9 @@ FORMATS: dict[
     "fp8": Fp8Format,
     "fbgemm-fp8": Fp8Format,
     "mxfp4": Mxfp4Format,
+    "modelopt": ModeloptFormat,
+    "modelopt-fp4": ModeloptFormat,
+    "modelopt-mixed": ModeloptFormat,
 }
 
 # The values of --quantize that name a checkpoint format, and the formats that each accepts. marlin is a kernel for two

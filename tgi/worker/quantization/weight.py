@@ -192,6 +192,14 @@ def codebook_on(device: torch.device) -> Tensor:
     return CODEBOOK.to(device)
 
 
+def scale_weight(weight: Weight, factor: float) -> Weight:
+    """The weight times a number."""
+    if isinstance(weight, Tensor):
+        return weight * factor
+    shifts = None if weight.shifts is None else weight.shifts * factor
+    return weight._replace(scales=weight.scales * factor, shifts=shifts)
+
+
 def stack_weights(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
     """One weight of these, stacked by outputs, in the fewest bits that represent all of them exactly. Plain weights of
     one type keep it. If no QuantizedWeight represents all parts, for example where one is plain, the result is plain,

@@ -8,7 +8,10 @@ cannot represent exactly is dequantized at load.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol
+
+from typing_extensions import override
 
 from tgi.hub.weight_files import StoredTensor
 from tgi.microkernel.errors import UserError
@@ -33,6 +36,18 @@ class WeightForm(NamedTuple):
 
 INT8, INT4 = WeightForm(8), WeightForm(4, factors=True)
 FLOAT8 = WeightForm(8, scale_bytes=4)
+NVFP4, MXFP4 = WeightForm(8, scale_bytes=4, group=16), WeightForm(8, group=32)
+# The algorithms of modelopt that are read, and the forms of their weights; None: the tensors alone show it.
+MODELOPT_ALGORITHMS = {
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
+    "W4A8_NVFP4_FP8": NVFP4,
+    "MXFP4": MXFP4,
+    "W4A8_MXFP4_FP8": MXFP4,
+    "FP8": FLOAT8,
+    "FP8_PER_CHANNEL_PER_TOKEN": FLOAT8,
+    "MIXED_PRECISION": None,
+}
 MADE_AT_LOAD = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}
 
 
@@ -94,7 +109,7 @@ class StoredForms(Protocol):
         """Bytes of a number of a plain weight in the files; None: as the config says."""
 
 
-class PackedForms:
+class PackedForms(StoredForms):
     """StoredForms of weights in the bits of a GGUF file, from the types and shapes of the tensors that its import
     writes. `exact`: scales are not rounded to float16; a weight whose scales float16 cannot hold is not told apart."""
 
@@ -102,8 +117,9 @@ class PackedForms:
         self._tensors = tensors
         self._exact = exact
 
+    @override
     def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
-        """See StoredForms. Raises UserError if the columns of the weight are incomplete."""
+        """Raises UserError if the columns of the weight are incomplete."""
         columns = {end: self._tensors.get(f"{name}.weight.{end}") for end in ("codes", "scales", "shifts")}
         codes, scales, shifts = columns.values()
         if codes is None:
@@ -119,19 +135,20 @@ class PackedForms:
             shifts=shifts is not None,
         )
 
+    @override
     def plain_bytes(self, name: str) -> int | None:
-        """See StoredForms."""
         stored = self._tensors.get(f"{name}.weight")
         return None if stored is None else 4 if stored.dtype == "F32" else 2
 
 
-class CheckpointForms:
+class CheckpointForms(StoredForms):
     """StoredForms of a quantized checkpoint, from its config. Raises UserError for a config from which they
     cannot be told. `float8`: the device multiplies 8-bit floats, else these are dequantized at load."""
 
     def __init__(self, config: QuantizationConfig, float8: bool) -> None:
         self._config = config
         self._float8 = float8
+        self._modelopt: WeightForm | None = None  # of the layers of a checkpoint of modelopt
         self._schemes: list[tuple[tuple[str, ...], QuantizationConfig]] = []  # targets and weights
         method = config.method
         if method == "compressed-tensors":
@@ -139,26 +156,31 @@ class CheckpointForms:
             for name in groups.values:
                 scheme = groups.within(name)
                 self._schemes.append((_names(scheme, "targets"), scheme.within("weights")))
+        elif method.startswith("modelopt") and MODELOPT_ALGORITHMS.get(modelopt_algorithm(config)) is not None:
+            self._modelopt = MODELOPT_ALGORITHMS[modelopt_algorithm(config)]
         elif method not in ("gptq", "awq", "fp8", "fbgemm-fp8", "mxfp4"):
             raise config.unfit(
                 f"the size of weights with quant_method {config.values.get('quant_method')!r} does not follow from the "
                 "config. Plan with the original model and --quantize"
             )
 
+    @override
     def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
-        """See StoredForms."""
         config, method = self._config, self._config.method
         if method == "mxfp4":  # of experts alone
-            return WeightForm(8, group=32) if ".experts." in name else None
-        head = method == "compressed-tensors" or config.values.get("lm_head")
+            return MXFP4 if ".experts." in name else None
+        named = method == "compressed-tensors" or method.startswith("modelopt")
+        head = named or config.values.get("lm_head")
         if name == EMBEDDING or (name == HEAD and not head):
             return None
-        plain = ("ignore", "modules_to_not_convert", "ignored_layers")
+        plain = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
         if any(_matches(pattern, name) for entry in plain for pattern in _names(config, entry)):
             return None
         if method == "compressed-tensors":
             return self._compressed(name, outputs, inputs)
-        if method in ("fp8", "fbgemm-fp8"):
+        if self._modelopt is not None and self._modelopt != FLOAT8:
+            return self._modelopt
+        if self._modelopt is not None or method in ("fp8", "fbgemm-fp8"):
             return self._floats(config.values.get("weight_block_size"), outputs, inputs)
         if method == "awq":
             bits, size = config.integer("bits", "w_bit"), config.integer("group_size", "q_group_size")
@@ -175,8 +197,8 @@ class CheckpointForms:
             return None  # groups are scattered over the inputs
         return self._affine(config.integer("bits"), size, inputs, not config.values.get("sym", True))
 
+    @override
     def plain_bytes(self, name: str) -> int | None:
-        """See StoredForms."""
         return None
 
     def _compressed(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
@@ -184,6 +206,8 @@ class CheckpointForms:
         weights = next(meant, None)
         if weights is None:
             return None
+        if weights.text("type", "int") == "float" and weights.integer("num_bits") == 4:
+            return NVFP4 if weights.integer("group_size") == NVFP4.group else MXFP4
         if weights.text("type", "int") == "float":
             return self._floats(weights.values.get("block_structure"), outputs, inputs)
         size = -1 if weights.values.get("group_size") is None else weights.integer("group_size")
@@ -203,6 +227,11 @@ class CheckpointForms:
         return None if group is None else WeightForm(bits, group=group, shifts=shifts)
 
 
+def modelopt_algorithm(config: QuantizationConfig) -> str:
+    """The quant_algo of a config of modelopt, in capitals: "NVFP4"."""
+    return config.text("quant_algo", "NONE").upper()
+
+
 def _names(config: QuantizationConfig, entry: str) -> tuple[str, ...]:
     """A list of names; empty if it is null or missing."""
     found = config.values.get(entry) or ()
@@ -217,7 +246,7 @@ def _are_for(targets: tuple[str, ...], name: str) -> bool:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a layer is meant: by a regular expression after "re:", by its name, or by a part of it."""
+    """Whether a layer is meant: by a regular expression after "re:", by its name, a part of it, or with wildcards."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    return f".{pattern}." in f".{name}."
+    return f".{pattern}." in f".{name}." or fnmatchcase(name, pattern)

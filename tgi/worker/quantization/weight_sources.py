@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
@@ -36,7 +37,7 @@ class WeightSource(Protocol):
         """The weight [outputs, inputs] of the layer of that name, which is "lm_head", not "lm_head.weight"."""
 
 
-class PackedWeightSource:
+class PackedWeightSource(WeightSource):
     """Reads quantized weights from the columns of QuantizedWeight, where a checkpoint has them: NAME.weight.codes,
     NAME.weight.scales and, if there are any, NAME.weight.shifts. All other tensors are plain.
 
@@ -52,14 +53,15 @@ class PackedWeightSource:
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint or f"{name}.codes" in self._checkpoint
 
+    @override
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """See WeightSource. A quantized matrix is dequantized."""
+        """A quantized matrix is dequantized."""
         if f"{name}.codes" in self._checkpoint and len(shape) == 2:
             return as_plain(self.weight(name.removesuffix(".weight"), *shape), torch.float32)
         return self._checkpoint.tensor(name, *shape)
 
+    @override
     def weight(self, name: str, outputs: int, inputs: int) -> Weight:
-        """See WeightSource."""
         stored = f"{name}.weight"
         if f"{stored}.codes" not in self._checkpoint:
             return self._checkpoint.tensor(stored, outputs, inputs)
@@ -125,7 +127,7 @@ class CheckpointFormat(Protocol):
         """The weight of a layer that has one of these tensors. Raises UserError if it is not as the format says."""
 
 
-class FormatWeightSource:
+class FormatWeightSource(WeightSource):
     """Reads a checkpoint with weights in a format of other tools; a WeightSource. A weight that is not quantized stays
     plain, and one that QuantizedWeight cannot represent is dequantized: the log names the first one for each reason.
     Raises UserError if no weight at all is in that format."""
@@ -151,15 +153,16 @@ class FormatWeightSource:
         layer = name.removesuffix(".weight")
         return layer != name and self._has_weight(layer)
 
+    @override
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """See WeightSource. A quantized matrix is dequantized."""
+        """A quantized matrix is dequantized."""
         layer = name.removesuffix(".weight")
         if len(shape) == 2 and layer != name:
             return as_plain(self.weight(layer, *shape), torch.float32)
         return self._checkpoint.tensor(name, *shape)
 
+    @override
     def weight(self, name: str, outputs: int, inputs: int) -> Weight:
-        """See WeightSource."""
         if not self._has_weight(name):
             return self._checkpoint.weight(name, outputs, inputs)
         found = self._format.read_weight(LayerTensors(self._checkpoint, name, outputs, inputs))
@@ -182,7 +185,7 @@ class FormatWeightSource:
         return any(f"{layer}.{column}" in self._checkpoint for column in self._format.stored_as)
 
 
-class QuantizingWeightSource:
+class QuantizingWeightSource(WeightSource):
     """Quantizes the plain weights of another source when they are asked for: they are never all in memory.
 
     Errors of the first and the last layer weigh most, and these layers are few: they get 8 bits where others get 4, and
@@ -198,12 +201,13 @@ class QuantizingWeightSource:
     def __contains__(self, name: str) -> bool:
         return name in self._source
 
+    @override
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """See WeightSource."""
         return self._source.tensor(name, *shape)
 
+    @override
     def weight(self, name: str, outputs: int, inputs: int) -> Weight:
-        """See WeightSource. Weights that cannot be quantized stay as they are, which is logged."""
+        """Weights that cannot be quantized stay as they are, which is logged."""
         found = self._source.weight(name, outputs, inputs)
         if isinstance(found, QuantizedWeight):
             self._log_skipped(name, "quantized already")

@@ -1,0 +1,193 @@
+#!/usr/bin/env python
+"""Makes a small multimodal model with random weights, a tokenizer and a chat template: an ordinary model directory.
+
+    scripts/make_vision_model.py llava DIR
+
+As scripts/make_model.py, of whose models it takes the text part.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.make_model import fill, make_config, make_tokenizer, write_json
+from scripts.vision_processors import tokenizer_entries, write_processor
+
+VOCAB = 512
+# Added to the tokenizer, with the last ids.
+IMAGE_TOKENS = (
+    "<image>", "<|vision_start|>", "<|vision_end|>", "<|video|>", "<fake_token_around_image>", "<end_of_utterance>",
+    "<global-img>", "<row>",
+)  # fmt: skip
+IMAGE_TOKEN_ID = VOCAB - len(IMAGE_TOKENS)
+SMALL_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+}
+DEEP_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 14}
+MERGED_TOWER = {**DEEP_TOWER, "out_hidden_size": 64, "num_position_embeddings": 64}
+STACKED_TOWER = {**MERGED_TOWER, "depth": 3, "deepstack_visual_indexes": [0, 2]}
+TILE_TOWER = SMALL_TOWER | {"patch_size": 14}
+PERCEIVER = {
+    "hidden_size": 64,
+    "rms_norm_eps": 1e-6,
+    "resampler_n_latents": 6,
+    "resampler_depth": 2,
+    "resampler_n_heads": 4,
+    "resampler_head_dim": 16,
+    "num_key_value_heads": 2,
+}
+IMAGE_TOKEN, IMAGE_INDEX = {"image_token_id": IMAGE_TOKEN_ID}, {"image_token_index": IMAGE_TOKEN_ID}
+GRID_TOKENS = IMAGE_TOKEN | {
+    "vision_start_token_id": IMAGE_TOKEN_ID + 1,
+    "vision_end_token_id": IMAGE_TOKEN_ID + 2,
+    "video_token_id": IMAGE_TOKEN_ID + 3,
+}
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|eos|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def _sections(*sections: int) -> dict[str, Any]:
+    """The rotary parameters of a text part whose positions have three axes."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [*sections]}}
+
+
+class Kind(NamedTuple):
+    """A multimodal model."""
+
+    text: str  # of make_model
+    tower: dict[str, Any]  # settings of its vision_config
+    more: dict[str, Any] = {}  # of its own configuration
+    text_more: dict[str, Any] = {}  # of the text part
+
+
+KINDS: dict[str, Kind] = {
+    "glm4v": Kind(
+        "glm4",
+        {**DEEP_TOWER, "out_hidden_size": 64, "image_size": 56},
+        {**GRID_TOKENS, "text_type": "glm4v_text"},
+        {"head_dim": 16, **_sections(1, 2, 1)},
+    ),
+    "glm4v_moe": Kind(
+        "glm4_moe",
+        {**DEEP_TOWER, "out_hidden_size": 64, "image_size": 56},
+        {**GRID_TOKENS, "text_type": "glm4v_moe_text"},
+        {"head_dim": 16, "use_qk_norm": False, **_sections(1, 2, 1)},
+    ),
+    "idefics2": Kind("mistral", TILE_TOWER, {**IMAGE_TOKEN, "perceiver_config": PERCEIVER}, {"head_dim": 16}),
+    "idefics3": Kind("llama", TILE_TOWER, IMAGE_TOKEN),
+    "internvl": Kind("qwen2", SMALL_TOWER | {"image_size": [56, 56], "patch_size": [14, 14]}, IMAGE_TOKEN),
+    "llava": Kind("llama", SMALL_TOWER, IMAGE_INDEX),
+    "llava_next": Kind("llama", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
+    "llava_onevision": Kind("qwen2", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
+    "mistral3": Kind("mistral", SMALL_TOWER | {"head_dim": 16}, {**IMAGE_INDEX, "vision_feature_layer": -1}),
+    # Pixtral-12B, whose model_type is llava.
+    "pixtral": Kind(
+        "mistral",
+        {**SMALL_TOWER, "model_type": "pixtral", "head_dim": 16},
+        {**IMAGE_INDEX, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+    "qwen2_5_vl": Kind(
+        "qwen2",
+        {**DEEP_TOWER, "out_hidden_size": 64, "window_size": 56, "fullatt_block_indexes": [1]},
+        {**GRID_TOKENS, "text_type": "qwen2_5_vl_text"},
+        _sections(2, 3, 3),
+    ),
+    "qwen2_vl": Kind(
+        "qwen2",
+        {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64, "patch_size": 14},
+        {**GRID_TOKENS, "text_type": "qwen2_vl_text"},
+        _sections(2, 3, 3),
+    ),
+    "qwen3_5": Kind("qwen3_5_text", MERGED_TOWER, GRID_TOKENS, _sections(2, 1, 1)),
+    "qwen3_5_moe": Kind("qwen3_5_moe_text", MERGED_TOWER, GRID_TOKENS, _sections(2, 1, 1)),
+    "qwen3_vl": Kind("qwen3", STACKED_TOWER, {**GRID_TOKENS, "text_type": "qwen3_vl_text"}, _sections(6, 5, 5)),
+    "qwen3_vl_moe": Kind(
+        "qwen3_moe",
+        STACKED_TOWER,
+        {**GRID_TOKENS, "text_type": "qwen3_vl_moe_text"},
+        {**_sections(6, 5, 5), "moe_intermediate_size": 24},
+    ),
+    "smolvlm": Kind("llama", TILE_TOWER, IMAGE_TOKEN),
+}
+
+
+MODEL_TYPES = {"pixtral": "llava"}  # of kinds that are named otherwise
+
+
+def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype: str = "float32") -> Path:
+    """Writes a model of `kind` (one of KINDS) to `directory` and returns it."""
+    import torch
+    import transformers
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    text, tower, more, text_more = KINDS[kind]
+    shape = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": None, "intermediate": 128}
+    made = make_config(text, shape | {"vocab": VOCAB, "context": 2048, "tie": False}, text_more)
+    part = made.to_dict()
+    if name := more.get("text_type"):
+        part["model_type"] = name
+    more = {key: value for key, value in more.items() if key != "text_type"}
+    config = transformers.CONFIG_MAPPING[MODEL_TYPES.get(kind, kind)](text_config=part, vision_config=tower, **more)
+    config.dtype = getattr(torch, dtype)
+    model = transformers.AutoModelForImageTextToText.from_config(config).to(config.dtype)
+    fill(model, seed)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[IMAGE_TOKEN_ID:] = 0  # never the likeliest
+    model.generation_config.do_sample = False
+    model.save_pretrained(directory)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(directory / "model.safetensors")
+    make_tokenizer(text, directory, VOCAB - len(IMAGE_TOKENS), 2048)
+    _add_image_tokens(kind, directory)
+    write_processor(kind, directory)
+    return directory
+
+
+def _transpose_experts(path: Path) -> None:
+    """As published: transformers reads the matrices of experts in both orders, and writes the other one."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    turned = {name: one.transpose(1, 2).contiguous() if ".experts." in name else one for name, one in tensors.items()}
+    save_file(turned, path, {"format": "pt"})
+
+
+def _add_image_tokens(kind: str, directory: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens([*IMAGE_TOKENS])
+    assert tokenizer.token_to_id(IMAGE_TOKENS[0]) == IMAGE_TOKEN_ID
+    tokenizer.save(str(directory / "tokenizer.json"))
+    path = directory / "tokenizer_config.json"
+    own = {"image_token": IMAGE_TOKENS[0], "video_token": IMAGE_TOKENS[3], "chat_template": CHAT_TEMPLATE}
+    write_json(path, json.loads(path.read_text()) | own | tokenizer_entries(kind))
+
+
+def main() -> None:
+    """Parses the command line and makes the model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    arguments = parser.parse_args()
+    make_vision_model(arguments.kind, arguments.directory, seed=arguments.seed, dtype=arguments.dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The files of the processors of small vision models: what make_vision_model.py writes for PIL's image processors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_CLIP = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 56},
+    "crop_size": {"height": 56, "width": 56},
+}
+_QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 3136, "longest_edge": 50176},
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+_SIZE = {"height": 56, "width": 56}
+_CLIP_STRATEGY = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+_TILES = {"size": {"shortest_edge": 56}, "crop_size": _SIZE, "image_grid_pinpoints": [[56, 112], [112, 56]]}
+_SPLIT = {
+    "image_processor_type": "Idefics3ImageProcessor",
+    "size": {"longest_edge": 112},
+    "max_image_size": {"longest_edge": 56},
+}
+_MERGED = _QWEN | {"patch_size": 14}
+_PIXTRAL = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 56}, "patch_size": 14}
+_PIXTRAL_MARKS = {
+    "patch_size": 14,
+    "image_token": "<image>",
+    "image_break_token": "<row>",
+    "image_end_token": "<|vision_end|>",
+}
+# By kind: preprocessor_config.json, then the class of the processor and what processor_config.json has besides.
+PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "glm4v": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
+    "glm4v_moe": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
+    "idefics2": (
+        {
+            "image_processor_type": "Idefics2ImageProcessor",
+            "size": {"shortest_edge": 28, "longest_edge": 56},
+            "do_image_splitting": False,
+        },
+        "Idefics2Processor",
+        {"image_seq_len": 6},
+    ),
+    "idefics3": (_SPLIT, "Idefics3Processor", {"image_seq_len": 4}),
+    "internvl": (
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": _SIZE, "crop_to_patches": True, "max_patches": 3},
+        "InternVLProcessor",
+        {"image_seq_length": 4},
+    ),
+    "llava": (_CLIP, "LlavaProcessor", _CLIP_STRATEGY),
+    "llava_next": (_TILES | {"image_processor_type": "LlavaNextImageProcessor"}, "LlavaNextProcessor", _CLIP_STRATEGY),
+    "llava_onevision": (
+        _TILES | {"image_processor_type": "LlavaOnevisionImageProcessor", "size": _SIZE},
+        "LlavaOnevisionProcessor",
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"},
+    ),
+    "mistral3": (_PIXTRAL, "PixtralProcessor", {**_PIXTRAL_MARKS, "spatial_merge_size": 2}),
+    "pixtral": (_PIXTRAL, "PixtralProcessor", _PIXTRAL_MARKS),
+    "qwen2_5_vl": (_QWEN, "Qwen2_5_VLProcessor", {}),
+    "qwen2_vl": (_QWEN, "Qwen2VLProcessor", {}),
+    "qwen3_5": (_MERGED, "Qwen3VLProcessor", {}),
+    "qwen3_5_moe": (_MERGED, "Qwen3VLProcessor", {}),
+    "qwen3_vl": (_MERGED, "Qwen3VLProcessor", {}),
+    "qwen3_vl_moe": (_MERGED, "Qwen3VLProcessor", {}),
+    "smolvlm": (_SPLIT | {"image_processor_type": "SmolVLMImageProcessor"}, "SmolVLMProcessor", {"image_seq_len": 4}),
+}
+# What a kind's tokenizer_config.json has besides.
+TOKENIZERS = {
+    "idefics2": {"image_boundary_token": "<fake_token_around_image>"},
+    "internvl": {
+        "start_image_token": "<|vision_start|>",
+        "end_image_token": "<|vision_end|>",
+        "context_image_token": "<image>",
+    },
+    "qwen3": {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
+}
+
+
+def tokenizer_entries(kind: str) -> dict[str, Any]:
+    """What tokenizer_config.json of a kind has besides the entries of all."""
+    return TOKENIZERS.get("qwen3" if kind.startswith("qwen3") else kind, {})
+
+
+def write_processor(kind: str, directory: Path) -> None:
+    """Writes the files of a kind's processor."""
+    image_processor, name, more = PROCESSORS[kind]
+    (directory / "preprocessor_config.json").write_text(json.dumps(image_processor, indent=2) + "\n")
+    (directory / "processor_config.json").write_text(json.dumps({"processor_class": name, **more}, indent=2) + "\n")

@@ -1,0 +1,86 @@
+"""Images of prompts: handed to the worker with the slot, and paid for as the work of the vision tower."""
+
+from typing import Any
+
+import pytest
+
+from tgi.microkernel.links.link import PeerId
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import (
+    PROTOCOL,
+    Add,
+    End,
+    Hello,
+    ImageSegment,
+    PageExtra,
+    Status,
+    Step,
+    encode,
+)
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
+from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
+
+TOKENIZER, WORKER = PeerId("tokenizer", 0, b"t"), PeerId("worker", 0, b"w")
+FIRST, SECOND = (ImageSegment(at, 6, b"%016d" % at, f"{at}.safetensors") for at in (4, 12))
+
+
+def extras(*images: ImageSegment) -> list[PageExtra]:
+    return [PageExtra(one.position, one.digest) for one in images]
+
+
+def add(rid: int, images: list[ImageSegment], **fields: Any) -> Add:
+    given = {"extras": extras(*images), **fields}
+    return Add(rid, pack_column(INT32, range(3, 23)), 4, encode(SamplingParams(0)), images=images, **given)
+
+
+def scheduler(**fields: Any) -> Scheduler:
+    made = Scheduler(SchedulerConfig())
+    for peer in (TOKENIZER, WORKER):
+        made.handle(Hello(PROTOCOL, *peer), peer, 0.0)
+    limits = FakeWorker(FakeWorkerConfig(page_size=4, **fields)).limits
+    made.handle(Status(True, True, "", 100, limits), WORKER, 0.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("images", "fields", "reason"),
+    [
+        ([FIRST._replace(position=-1)], {"extras": []}, "an image has positions -1 to 4 of 20"),
+        ([FIRST._replace(position=15)], {}, "positions 15 to 20 of 20"),
+        ([FIRST._replace(length=0)], {}, "positions 4 to 3 of 20"),
+        ([FIRST, SECOND._replace(position=9)], {}, "positions 9 to 14 of 20, after one to 9"),
+        ([SECOND, FIRST], {"extras": extras(FIRST, SECOND)}, "positions 4 to 9 of 20, after one to 17"),
+        ([FIRST], {"extras": []}, "no digest among the extras"),
+        ([FIRST], {"extras": [PageExtra(4, b"another one.....")]}, "no digest among the extras"),
+        ([FIRST._replace(digest=b"short")], {}, "no digest among the extras"),
+        *(
+            ([FIRST._replace(name=name)], {}, "is not the name of a file")
+            for name in ("", "../a", "a/b", ".a", "a" * 300)
+        ),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(images: list[ImageSegment], fields: dict[str, Any], reason: str) -> None:
+    running = scheduler()
+    running.handle(add(1, images, **fields), TOKENIZER, 0.0)
+    (end,) = (message for _, message in running.outgoing() if isinstance(message, End))
+    assert end.reason == "validation"
+    assert reason in end.message
+
+
+def test_images_travel_with_the_slot_and_pay_for_the_tower() -> None:
+    running = scheduler(max_batch_prefill_tokens=8)
+    running.handle(add(1, [FIRST, SECOND]), TOKENIZER, 0.0)
+    running.handle(add(2, []), TOKENIZER, 0.0)
+    steps: list[Step] = []
+    worker = FakeWorker(FakeWorkerConfig(page_size=4, max_batch_prefill_tokens=8))
+    for _ in range(3):
+        step = running.plan(0.0)
+        assert step is not None
+        steps.append(step)
+        running.handle(worker.run_step(step), WORKER, 0.0)
+        running.commit()
+    assert steps[0].slots[0].images == [FIRST, SECOND]
+    assert [unpack_int32(step.counts) for step in steps] == [[8], [8], [4, 4]]
+    share = next(iter(running._tokenizers.requests)).share
+    assert share.served == 20 + 4 + FIRST.length + SECOND.length

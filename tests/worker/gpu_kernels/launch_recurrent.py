@@ -1,0 +1,73 @@
+"""Launches the mixers of recurrent layers and latent attention with the sizes of real models."""
+
+import torch
+import triton
+
+from tgi.worker.cpu_kernels.recurrent import DeltaRule
+from tgi.worker.gpu_kernels.attention_arguments import Rotation, Rows
+from tgi.worker.gpu_kernels.causal_conv import causal_conv, random_rows
+from tgi.worker.gpu_kernels.delta_rule import delta_rule
+from tgi.worker.gpu_kernels.latent_write import rotate_and_write_latent
+from tgi.worker.gpu_kernels.paged_attention import COUNTERS, paged_attention
+from tgi.worker.state_cache import StateTensor
+
+CPU = torch.device("cpu")
+# Of latent attention, type of the cache and heads (of DeepSeek-V3 and GLM-4.7-Flash), by capability and type.
+LATENT = {
+    (90, torch.bfloat16): [(torch.bfloat16, 128), (torch.float8_e4m3fn, 128)],
+    (90, torch.float32): [(torch.float32, 20)],
+}
+
+
+def launches(dtype: torch.dtype) -> None:
+    """See compile_launches.py. How many rows there are, and where a step puts them, compiles nothing more. A selection,
+    since the longest take several seconds."""
+    capability = triton.runtime.driver.active.get_current_device()
+    for counts in ([1], [1, 1, 1], [1, 40]) if capability != 100 else ():
+        _lfm2(dtype, counts)
+        _qwen3_next(dtype, counts)
+    for kept, heads in LATENT.get((capability, dtype), ()):
+        _latent(dtype, kept, heads, divmod(capability, 10))
+
+
+def _lfm2(dtype: torch.dtype, counts: list[int]) -> None:
+    """A convolution over three tokens."""
+    window = StateTensor((2, 2048), dtype)
+    rows = random_rows(CPU, counts, counts, window=window)
+    x = torch.empty(sum(counts), 3 * 2048, dtype=dtype)
+    causal_conv(x, torch.empty(3, 2048), None, True, rows, *rows.cache.tensors)
+
+
+def _qwen3_next(dtype: torch.dtype, counts: list[int]) -> None:
+    """The gated delta rule of 32 value heads for 16 key heads of 128 elements."""
+    keys, values, tokens = 16 * 128, 32 * 128, sum(counts)
+    first, second = StateTensor((3, 2 * keys + values), dtype), StateTensor((32, 128, 128), torch.float32)
+    rows = random_rows(CPU, counts, counts, window=first, matrix=second)
+    window, matrix = rows.cache.tensors
+    x = torch.empty(tokens, 2 * (keys + values), dtype=dtype)
+    mixed = causal_conv(x, torch.empty(4, 2 * keys + values), None, False, rows, window)
+    rule = DeltaRule((16, 32, 128, 128), torch.empty(32), torch.empty(32), torch.empty(128), 1e-6)
+    for invariant in (False, True):
+        z, ba = x[:, 2 * keys + values :], torch.empty(tokens, 64, dtype=dtype)
+        delta_rule(rule, mixed, z, ba, matrix, rows, batch_invariant=invariant)
+
+
+def _latent(dtype: torch.dtype, kept: torch.dtype, heads: int, capability: tuple[int, int]) -> None:
+    """Keys of 512 latent and 64 rotated elements; few rows and many, and prompts."""
+    keys, counters = torch.empty(9, 16, 1, 576, dtype=kept), torch.zeros(COUNTERS, dtype=torch.int32)
+    for count, longest in ((1, 1), (300, 1), (100, 700)):
+        positions = torch.zeros(1 + count, dtype=torch.int64)[1:]
+        qkv = torch.empty(count, heads + 1, 576, dtype=dtype)
+        query = rotate_and_write_latent(
+            qkv, keys, positions, 1.0, Rotation(torch.empty(9, 2, 64), positions, True, 512)
+        )
+        table, context = torch.zeros(count, 7, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
+        starts = torch.zeros(count + 1, dtype=torch.int32) if longest > 1 else None
+        rows, out = Rows(0, count, longest, starts, table, context), torch.empty(count, heads, 512, dtype=dtype)
+        paged_attention(query, keys, keys[..., :512], rows, out, 0.1, capability=capability, counters=counters)
+
+
+if __name__ == "__main__":
+    from tests.worker.gpu_kernels.compile_launches import compiled
+
+    print(compiled(launches))

@@ -1,0 +1,418 @@
+"""Every vision family against transformers in float32: alone, batched, chunked, cached, preempted and resumed."""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from scripts.make_vision_model import IMAGE_TOKEN_ID
+from tests.models import vision_model as make
+from tests.worker.cpu_kernels.available import our_kernels
+from tests.worker.scheduled import ScheduledEngine, Served
+from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups
+from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
+from tgi.microkernel.settings.table import Settings
+from tgi.worker.attention import build_attention
+from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.layers.rotary import inverse_frequencies
+from tgi.worker.models.config_reader import read_config, read_decoder_config
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.planning.deployment_plan import read_planned_model
+from tgi.worker.vision.prompt_images import PromptImages
+from tgi.worker.vision.rope_positions import PlacedGrid, rope_positions
+from tgi.worker.vision.tower import load_tower
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+COUNT = 6  # generated tokens
+
+
+class Picture(NamedTuple):
+    """What a family's processor returns for an image: its tensors, and the ids that stand for it."""
+
+    tensors: dict[str, Tensor]
+    ids: list[int]
+
+
+MARK = 7  # an id between image tokens, as those that mark rows and tiles
+
+
+def picture(number: int, rows: Sequence[int], *shape: int, **more: Any) -> Picture:
+    """Pixels of this shape, and a mark before each row of image tokens."""
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    tensors = {
+        name: torch.ones(value) if isinstance(value, tuple) else torch.tensor(value) for name, value in more.items()
+    }
+    marked = len(rows) > 1
+    ids = [token for row in rows for token in [MARK] * marked + [IMAGE_TOKEN_ID] * row]
+    return Picture({"pixel_values": pixels, **tensors}, ids)
+
+
+def grid(number: int) -> Picture:
+    """Two by three tokens, or three by two, of four patches each."""
+    rows, columns = ((4, 6), (6, 4))[number % 2]
+    return picture(number, [6], 24, 3 * 2 * 14 * 14, image_grid_thw=[[1, rows, columns]])
+
+
+def tiles(number: int) -> Picture:
+    return picture(number, [52], 1, 3, 3, 56, 56, image_sizes=[[56, 112]])
+
+
+def masked(number: int) -> Picture:
+    return picture(number, [4, 4, 4], 1, 3, 3, 56, 56, pixel_attention_mask=(1, 3, 56, 56))
+
+
+# What the processors of the families return for picture `number`.
+PICTURES: dict[str, Callable[[int], Picture]] = {
+    "glm4v": grid,
+    "glm4v_moe": grid,
+    "idefics2": lambda number: picture(number, [6], 1, 1, 3, 56, 56, pixel_attention_mask=(1, 1, 56, 56)),
+    "idefics3": masked,
+    "internvl": lambda number: picture(number, [8], 2, 3, 56, 56),
+    "llava": lambda number: picture(number, [16], 1, 3, 56, 56),
+    "llava_next": tiles,
+    "llava_onevision": tiles,
+    "mistral3": lambda number: picture(number, [3, 3], 1, 3, 56, 84, image_sizes=[[56, 84]]),
+    "pixtral": lambda number: picture(number, [3, 3], 1, 3, 28, 42, image_sizes=[[28, 42]]),
+    "qwen2_5_vl": grid,
+    "qwen2_vl": grid,
+    "qwen3_5": grid,
+    "qwen3_5_moe": grid,
+    "qwen3_vl": grid,
+    "qwen3_vl_moe": grid,
+    "smolvlm": masked,
+}
+assert PICTURES.keys() == VISION_FAMILIES.keys() | {"pixtral"}
+
+
+class Prompt(NamedTuple):
+    """Ids with images in them."""
+
+    ids: list[int]
+    images: list[ImageSegment]
+    pictures: list[Picture]
+
+
+def prompt(kind: str, media: Path, seed: int, *numbers: int, after: int = 0) -> Prompt:
+    """Text, then for each of the pictures `numbers` the picture and more text, which `after` makes another. The last
+    page has room for four tokens. States of recurrent layers are kept of longer prompts only."""
+
+    def text(length: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        found: list[int] = torch.randint(8, 400, (length,), generator=generator).tolist()
+        return found
+
+    ids, images, pictures = text(149 if kind.startswith("qwen3_5") else 21, seed), [], []
+    for at, number in enumerate(numbers):
+        shown = PICTURES[kind](number)
+        digest = hashlib.blake2b(b"%d" % number, digest_size=16).digest()
+        name = f"{digest.hex()}.safetensors"
+        save_file(shown.tensors, media / name)
+        images.append(ImageSegment(len(ids), len(shown.ids), digest, name))
+        pictures.append(shown)
+        ids += shown.ids + text(19, 100 * seed + at + after)
+    return Prompt(ids + text((28 - len(ids)) % 32, seed + after), images, pictures)
+
+
+@cache
+def reference(directory: Path) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
+    """Greedy tokens of transformers and their logprobs, each from the whole text before it."""
+    kind, names = kind_of(directory), given.pictures[0].tensors.keys() if given.pictures else ()
+    along = 1 if kind.startswith(("idefics", "smolvlm")) else 0
+    tensors = {name: torch.cat([one.tensors[name] for one in given.pictures], along) for name in names}
+    ids, found, logprobs = list(given.ids), [], []
+    for _ in range(COUNT):
+        types = torch.tensor([[int(token == IMAGE_TOKEN_ID) for token in ids]])
+        more = {"mm_token_type_ids": types} if VISION_FAMILIES[kind].rope else {}
+        with torch.inference_mode():
+            model = reference(directory)
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False, **tensors, **more).logits[0, -1]
+        row = logits.float().log_softmax(-1)
+        found.append(int(row.argmax()))
+        logprobs.append(float(row.max()))
+        ids.append(found[-1])
+    return found, logprobs
+
+
+def kind_of(directory: Path) -> str:
+    return str(reference(directory).config.model_type)
+
+
+class Harness:
+    """An engine of a model whose images are in a directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        media: Path,
+        *,
+        pages: int = 64,
+        chunk: int = 512,
+        kept: int = 1 << 20,
+        native: bool = False,
+    ) -> None:
+        kernels = our_kernels(read_model_spec(directory, "float32")) if native else None
+        model = build_model(directory, "float32", "cpu", lambda stage, percent: None, kernels=kernels)
+        family = vision_family(directory)
+        assert family is not None
+        self.images = PromptImages(load_tower(directory, family, torch.float32, CPU), media, kept)
+        groups, slots = kv_groups(model), 4
+        attention = build_attention(model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS)
+        size = attention.page_size
+        total = pages * size
+        limits = DeploymentLimits(
+            total, total - 1, total, chunk, slots, pages, size, model.vocab_size, "float32", "cpu", groups
+        )
+        self.engine = TorchEngine(model, attention, limits, images=self.images)
+
+    def start(self) -> ScheduledEngine:
+        self.engine.reset()
+        return ScheduledEngine(self.engine)
+
+    @property
+    def computed(self) -> int:
+        """Images that the tower has computed."""
+        return self.images.cache.computed
+
+
+SNAPSHOTS = 8
+
+
+def kv_groups(model: Model) -> list[KVGroup]:
+    """One group of full attention, and the recurrent layers, if there are any."""
+    if model.kv.state is None:
+        return ONE_FULL_GROUP
+    recurrent = KVGroup(GroupKind.RECURRENT, page_bytes=model.kv.state.bytes, snapshots=SNAPSHOTS, interval=1024)
+    return [KVGroup(page_bytes=1), recurrent]
+
+
+def agrees(served: Served, wanted: tuple[list[int], list[float]]) -> None:
+    assert served.end is not None
+    assert (served.end.reason, served.end.message) == ("length", "")
+    resumed = len(wanted[0]) - len(served.ids)
+    assert served.ids == wanted[0][resumed:]
+    pairs = zip(served.logprobs, wanted[1][resumed:], strict=True)
+    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_family(kind: str, tmp_path: Path) -> None:
+    """Alone, then in a batch whose chunks end inside images; on torch's kernels and on ours."""
+    directory = make(kind)
+    prompts = [prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 2, 2, 3), prompt(kind, tmp_path, 3)]
+    wanted = [expected(directory, one) for one in prompts]
+    for native in (False, True):
+        harness = Harness(directory, tmp_path, native=native, chunk=11)
+        alone = harness.start()
+        for one, answer in zip(prompts, wanted, strict=True):
+            served = alone.add(one.ids, COUNT, one.images)
+            alone.run()
+            agrees(served, answer)
+            assert (harness.engine._decode_fast_path._streak is not None) == native
+        assert harness.computed == 3
+        together = harness.start()
+        answers = [together.add(one.ids, COUNT, one.images) for one in prompts]
+        together.run()
+        for served, answer in zip(answers, wanted, strict=True):
+            agrees(served, answer)
+        assert harness.computed == 3  # their features were kept
+
+
+# One of each kind: a plain tower, positions with axes, further features, recurrent layers.
+EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5")
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_prefix_cache(kind: str, tmp_path: Path) -> None:
+    """Which finds an image by its content, whatever ids it has, and may end inside it."""
+    directory = make(kind)
+    first, other = prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 1, 3)
+    assert first.ids == other.ids
+    inside = prompt(kind, tmp_path, 1, 1, after=7)
+    harness = Harness(directory, tmp_path, kept=1)
+    running = harness.start()
+    size = harness.engine.limits.page_size
+    before, whole = first.images[0].position // size * size, (len(first.ids) - 1) // size * size
+    parted = (first.images[0].position + first.images[0].length) // size * size
+    for one, cached, computed in (
+        (first, 0, 1),
+        (first, whole, 1),
+        (other, before, 2),
+        (other, whole, 2),
+        (inside, parted, 2 if parted == first.images[0].position + first.images[0].length else 3),
+        (first, whole, 3),
+    ):
+        served = running.add(one.ids, COUNT, one.images)
+        running.run()
+        agrees(served, expected(directory, one))
+        assert served.end is not None
+        if kind != "qwen3_5":  # of recurrent layers a prefix ends where a state was kept
+            assert (served.end.cached_tokens, harness.computed) == (cached, computed)
+        elif cached == whole:
+            assert served.end.cached_tokens
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
+    """After a preemption, and after the loss of the scheduler or of the worker."""
+    directory = make(kind)
+    prompts = [prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 2, 2), prompt(kind, tmp_path, 4, 3)]
+    wanted = [expected(directory, one) for one in prompts]
+    size = Harness(directory, tmp_path).engine.limits.page_size
+    pages = sum(-(-len(one.ids) // size) for one in prompts) + 1
+    harness = Harness(directory, tmp_path, pages=pages, kept=1)
+    running = harness.start()
+    answers = [running.add(one.ids, COUNT, one.images) for one in prompts]
+    running.run()
+    assert running.scheduler.counters.preemptions
+    for served, answer in zip(answers, wanted, strict=True):
+        agrees(served, answer)
+
+    harness = Harness(directory, tmp_path)
+    running = harness.start()
+    answers = [running.add(one.ids, COUNT, one.images) for one in prompts]
+    running.run(steps=3)
+    known = [list(served.ids) for served in answers]
+    assert all(0 < len(ids) < COUNT for ids in known)
+    running.restart_scheduler()
+    answers = [running.add(one.ids, COUNT, one.images, ids) for one, ids in zip(prompts, known, strict=True)]
+    running.run()
+    for served, answer in zip(answers, wanted, strict=True):
+        agrees(served, answer)
+        assert served.end is not None
+        assert served.end.cached_tokens
+
+    running = Harness(directory, tmp_path).start()  # another worker, which has no pages
+    answers = [running.add(one.ids, COUNT, one.images, ids) for one, ids in zip(prompts, known, strict=True)]
+    running.run()
+    for served, answer in zip(answers, wanted, strict=True):
+        agrees(served, answer)
+
+
+def test_faulty_files(tmp_path: Path) -> None:
+    """End their request with the reason, and no other one."""
+    directory = make("qwen2_vl")
+    good = [prompt("qwen2_vl", tmp_path, 1, 1), prompt("qwen2_vl", tmp_path, 2)]
+    grid = PICTURES["qwen2_vl"](2).tensors
+    path = tmp_path / "faulty.safetensors"
+
+    def missing() -> None:
+        path.unlink(missing_ok=True)
+
+    faults: list[tuple[Callable[[], object], str]] = [
+        (missing, "is gone"),
+        (lambda: path.write_bytes(b"\xff" * 100), "cannot be read"),
+        (lambda: save_file({"pixel_values": grid["pixel_values"]}, path), "has no tensor 'image_grid_thw'"),
+        (lambda: save_file({**grid, "pixel_values": torch.ones(3)}, path), "2 dimensions were expected"),
+        (lambda: save_file({**grid, "image_grid_thw": torch.tensor([[1, 4, 8]])}, path), "a grid of 1 * 2 * 4 has 6"),
+        (lambda: save_file({**grid, "pixel_values": torch.ones(24, 9)}, path), "cannot compute an image"),
+        (lambda: save_file({**grid, "pixel_values": torch.ones(20, 1176)}, path), "cannot compute an image"),
+    ]
+    running = Harness(directory, tmp_path).start()
+    for write, reason in faults:
+        write()
+        faulty = prompt("qwen2_vl", tmp_path, 3, 2)
+        images = [one._replace(name=path.name) for one in faulty.images]
+        answers = [running.add(one.ids, COUNT, one.images) for one in good]
+        refused = [running.add(faulty.ids, COUNT, images) for _ in range(2)]
+        running.run()
+        for served in refused:
+            assert served.end is not None
+            assert (served.end.reason, served.end.cached_tokens) == ("generation", 0)
+            assert reason in served.end.message
+        for served, one in zip(answers, good, strict=True):
+            agrees(served, expected(directory, one))
+
+
+def test_the_plan_counts_the_tower() -> None:
+    directory = make("qwen2_vl")
+    tower = load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)
+    assert read_planned_model(directory, Settings()).tower == tower.nbytes
+    assert read_planned_model(directory, Settings(media_workers=0)).tower == 0
+
+
+def test_configuration_as_published(tmp_path: Path) -> None:
+    """Those of Qwen2-VL have their text part in no part of its own."""
+    directory = make("qwen2_vl")
+    config = json.loads((directory / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    for path in directory.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    found, expected = (read_decoder_config(read_config(path)) for path in (tmp_path, directory))
+    assert [(one.dim, one.axes, inverse_frequencies(one.dim, one.parameters).tolist()) for one in found.ropes] == [
+        (one.dim, one.axes, inverse_frequencies(one.dim, one.parameters).tolist()) for one in expected.ropes
+    ]
+    assert replace(found, ropes=()) == replace(expected, ropes=())
+    towers = [load_tower(path, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU) for path in (tmp_path, directory)]
+    given = PICTURES["qwen2_vl"](1).tensors
+    assert torch.equal(*(tower.compute(given).embeddings for tower in towers))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.pop("visual.patch_embed.proj.weight"), "1 tensors are missing"),
+        (lambda tensors: tensors.update({"visual.merger.ln_q.weight": torch.ones(7)}), "have another shape"),
+        (
+            lambda tensors: tensors.update({"visual.merger.mlp.0.weight": torch.ones(128, 128, dtype=torch.int8)}),
+            "is quantized (visual.merger.mlp.0.weight is int8)",
+        ),
+    ],
+)
+def test_vision_parts_that_cannot_be_loaded(change: Callable[[Any], object], reason: str, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(make("qwen2_vl"), tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)  # which is plain, beside any text part
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=re.escape(reason)):
+        load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)
+
+
+def test_rope_positions() -> None:
+    """Those of transformers, for images anywhere in a prompt."""
+    config = transformers.AutoConfig.from_pretrained(make("qwen2_vl"))
+    model = transformers.Qwen2VLModel._from_config(config)
+    for sizes in ([], [(1, 4, 6)], [(1, 2, 8), (1, 8, 2), (1, 4, 4)], [(3, 4, 6)]):
+        types, placed = [0] * 5, []
+        for frames, rows, columns in sizes:
+            placed.append(PlacedGrid(len(types), frames, rows // 2, columns // 2))
+            types += [1] * (frames * rows * columns // 4) + [0] * 3
+        positions, delta = model.get_rope_index(
+            torch.zeros(1, len(types), dtype=torch.int64), torch.tensor([types]), torch.tensor(sizes)
+        )
+        found = rope_positions(len(types), placed)
+        assert found.prompt.tolist() == positions[:, 0].tolist()
+        assert found.delta == int(delta)
+        after = [len(types) + found.delta + at for at in range(2)]
+        assert found.select(len(types) - 1, len(types) + 2)[:, 1:].tolist() == [after] * 3

@@ -1,0 +1,353 @@
+"""Images of requests: where they are, and the media processes that load them before a request goes to a tokenizer."""
+
+import asyncio
+import itertools
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tgi.api import errors
+from tgi.api.shapes.chat import ImageSource
+from tgi.microkernel.links.discovery import DownstreamLinks
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
+from tgi.microkernel.messages.codec import MAX_FRAME_BYTES
+from tgi.microkernel.messages.protocol import (
+    Beat,
+    Cancel,
+    FinishReason,
+    Hello,
+    ImageInput,
+    ImageLoaded,
+    LoadImage,
+    RequestContext,
+)
+from tgi.microkernel.recovery.assignments import Assignments, Neighbour
+from tgi.microkernel.recovery.crash_isolation import CrashIsolation
+from tgi.microkernel.recovery.work_register import split_fingerprints
+from tgi.microkernel.settings.table import Settings
+
+log = logging.getLogger(__name__)
+
+
+# OpenAI's values of `detail`. With "low" the image is made small first.
+DETAILS = ("", "auto", "low", "high", "original")
+# Of a data URL: it travels in one message.
+MAX_URL_CHARACTERS = MAX_FRAME_BYTES // 2
+# An image in a text of TGI's own routes.
+MARKDOWN = re.compile(r"!\[\]\(([^)]*)\)")
+
+
+def check_images(sources: Sequence[ImageSource], settings: Settings) -> None:
+    """Raises ApiError: 422 for too many images in a prompt, and for one that cannot be loaded whatever it is."""
+    if len(sources) > settings.max_images:
+        raise errors.validation_error(f"a prompt may have {settings.max_images} images. Given: {len(sources)}")
+    for number, source in enumerate(sources, 1):
+        limit = MAX_URL_CHARACTERS
+        if source.url[:5].lower() == "data:":
+            limit = min(limit, 4 * settings.max_image_fetch_size // 3 + 1024)
+        if len(source.url) > limit:
+            raise errors.validation_error(f"the URL of image {number} may have {limit} characters")
+        if source.detail not in DETAILS:
+            raise errors.validation_error(
+                f"`detail` of image {number} must be auto, low or high. Given: {source.detail[:64]}"
+            )
+
+
+def markdown_images(text: str, image_token: str) -> tuple[str, list[ImageSource]]:
+    """A text of TGI's own routes with the model's image token in place of each `![](URL)`, and those images."""
+    return MARKDOWN.sub(lambda _: image_token, text), [ImageSource(found) for found in MARKDOWN.findall(text)]
+
+
+class ImageFailure(NamedTuple):
+    """Why the images of a prompt are not loaded. `message` is for the client."""
+
+    reason: FinishReason
+    message: str
+
+
+# What is called once, when all images of a set are loaded, or one of them failed.
+WhenLoaded = Callable[[ImageFailure | None], None]
+
+
+class ImageSet:
+    """The images of one prompt, in its order. All generations from the prompt share them; while one of them is active
+    their files are kept."""
+
+    def __init__(self, sources: Sequence[ImageSource], context: RequestContext) -> None:
+        """`context`: of the first generation, which is blamed for what they do to media processes."""
+        self.sources = [*sources]  # without the URL of each that is loaded
+        self.context = context
+        self.users = 0  # active requests
+        self.requests: list[ImageRequest] = []  # begun
+        self.failure: ImageFailure | None = None
+        self.waiting: list[WhenLoaded] = []
+
+    @property
+    def loaded(self) -> bool:
+        """Whether all images are there."""
+        return bool(self.requests) and all(request.result is not None for request in self.requests)
+
+    @property
+    def inputs(self) -> list[ImageInput]:
+        """The images, once they are loaded."""
+        return [request.result for request in self.requests if request.result is not None]
+
+
+class ImageRequest:
+    """One image of a set, until it is loaded."""
+
+    def __init__(self, images: ImageSet, index: int, name: str) -> None:
+        self.images = images
+        self.index = index
+        self.name = name  # of its file
+        self.result: ImageInput | None = None
+
+    @property
+    def context(self) -> RequestContext:
+        """Of the set."""
+        return self.images.context
+
+
+class MediaConnection(Neighbour[ImageRequest]):
+    """One media process."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(ReplicaId("", 0))  # until it has connected
+        self.link = link
+
+
+class ImageLoading:
+    """Has media processes load the images of this front end's requests, each the one with the fewest. What a process
+    that died had not loaded goes to another one, or to its successor; an image that ends them again and again is
+    quarantined with its request."""
+
+    def __init__(
+        self,
+        directory: Path,
+        owner: str,
+        work_in_progress: Callable[[PeerId], bytes | None],
+        refuse: Callable[[bytes, str], None],
+    ) -> None:
+        """`directory`: the media directory. `owner`: begins the names of this process's files. `refuse` quarantines a
+        request by its fingerprint."""
+        self._directory = directory
+        self._owner = owner
+        self._refuse = refuse
+        self._assignments: Assignments[MediaConnection, ImageRequest] = Assignments(self._choose, work_in_progress)
+        self._isolation: CrashIsolation[bytes] = CrashIsolation()
+        self._connections: list[MediaConnection] = []
+        self._numbers = itertools.count(1)  # of rids and names
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- for the router ---
+
+    def load(self, images: ImageSet, when_loaded: WhenLoaded) -> None:
+        """A request needs the images of a set until it calls `release`. Begins to load them, unless another request has
+        done so."""
+        images.users += 1
+        if images.loaded or images.failure is not None:
+            when_loaded(images.failure)
+            return
+        images.waiting.append(when_loaded)
+        if not images.requests:
+            images.requests = [
+                ImageRequest(images, index, f"{self._owner}-{next(self._numbers)}")
+                for index in range(len(images.sources))
+            ]
+            for request in images.requests:
+                self._submit(request)
+            self._exchange_soon()
+
+    def release(self, images: ImageSet, kept_ms: int = 0) -> None:
+        """A request has ended, or does so in `kept_ms`. After the last one the files of its images are given back."""
+        if kept_ms and self._loop is not None:
+            self._loop.call_later(kept_ms / 1000, self.release, images)
+            return
+        images.users -= 1
+        if images.users == 0:
+            self._drop(images)
+
+    # --- links ---
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Reads links from the running loop. Removes the files of a process that was killed before this one."""
+        self._loop = loop
+        prefix = self._owner.rpartition("-")[0]  # without the boot id
+        for path in self._directory.glob(f"{prefix}-*"):
+            path.unlink(missing_ok=True)
+
+    def follow(self, links: DownstreamLinks) -> None:
+        """Uses the media processes that were found, and forgets those that are gone."""
+        added, removed = links.follow()
+        for link in added:
+            connection = MediaConnection(link)
+            self._connections.append(connection)
+            self._register(connection)
+        for connection in [one for one in self._connections if one.link in removed]:
+            self._exchange(connection)
+            self._connections.remove(connection)
+            self._close_link(connection)
+            self._assignments.release(connection)
+            self._submit_waiting()
+
+    def tick(self, beat: Beat) -> None:
+        """Every BEAT_SECONDS."""
+        for connection in self._connections:
+            self._exchange(connection)
+            connection.link.exchange_beats(beat)
+            self._exchange(connection)
+        self._submit_waiting()
+
+    def close(self) -> None:
+        """Closes the links."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection in self._connections:
+            self._close_link(connection)
+
+    def _register(self, connection: MediaConnection) -> None:
+        if self._loop is not None:
+            self._loop.add_reader(connection.link.socket.fileno(), self._exchange, connection)
+            self._loop.add_reader(connection.link.monitor.fileno(), self._on_monitor_event, connection)
+            self._loop.call_soon(self._on_monitor_event, connection)
+
+    def _close_link(self, connection: MediaConnection) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(connection.link.socket.fileno())
+            self._loop.remove_reader(connection.link.monitor.fileno())
+        connection.link.close()
+
+    def _on_monitor_event(self, connection: MediaConnection) -> None:
+        connection.link.detect_disconnects()
+        self._exchange(connection)
+
+    def _exchange_soon(self) -> None:
+        if self._loop is not None:
+            for connection in self._connections:
+                self._loop.call_soon(self._exchange, connection)
+
+    def _exchange(self, connection: MediaConnection) -> None:
+        link = connection.link
+        if link.socket.closed:
+            return
+        link.flush()
+        for peer, message in link.receive():
+            self._handle(connection, peer, message)
+        if link.has_pending_work and self._loop is not None:
+            self._loop.call_soon(self._exchange, connection)
+
+    def _handle(self, connection: MediaConnection, peer: PeerId, message: object) -> None:
+        match message:
+            case ImageLoaded():
+                if (request := self._assignments.pop(connection, message.rid)) is not None:
+                    self._on_loaded(request, message)
+                elif not message.error:  # it has crossed with a Cancel
+                    (self._directory / message.image.name).unlink(missing_ok=True)
+            case Hello():
+                connection.replica_id = ReplicaId(message.site, peer.replica)
+                self._on_connected(connection, peer, message)
+            case PeerDisconnected():
+                if connection.peer == peer:
+                    lost = self._assignments.lost(connection, time.monotonic(), planned=message.planned)
+                    for request in lost:
+                        self._assignments.wait(request)
+                    self._submit_waiting()
+            case PeerSilent():
+                connection.silent = True  # its supervisor ends it if it hangs
+            case PeerResponds():
+                connection.silent = False
+                self._submit_waiting()
+            case Beat():
+                connection.beat = message
+            case _:
+                log.warning("unexpected %s from %s", type(message).__name__, peer)
+
+    # --- assignments ---
+
+    def _choose(self, request: ImageRequest, now: float) -> MediaConnection | None:
+        return min([one for one in self._connections if one.responds], key=lambda one: len(one.requests), default=None)
+
+    def _submit(self, request: ImageRequest) -> None:
+        if (connection := self._assignments.choose(request, time.monotonic())) is None:
+            self._assignments.wait(request)
+        else:
+            self._submit_to(connection, request)
+
+    def _submit_to(self, connection: MediaConnection, request: ImageRequest) -> None:
+        assert connection.peer is not None
+        rid, source = next(self._numbers), request.images.sources[request.index]
+        message = LoadImage(rid, request.name, source.url, source.detail, request.context, len(request.images.sources))
+        connection.link.send(connection.peer, message)
+        self._assignments.assign(request, connection, rid)
+
+    def _submit_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._assignments.waiting or not any(one.responds for one in self._connections):
+            return
+        now = time.monotonic()
+        for request, connection in self._assignments.next_due(now):
+            self._submit_to(connection, request)
+        if (due_at := self._assignments.due_at) is not None and self._loop is not None:
+            self._timer = self._loop.call_later(due_at - now, self._submit_waiting)
+        self._exchange_soon()
+
+    def _on_loaded(self, request: ImageRequest, answer: ImageLoaded) -> None:
+        self._assignments.ended_well(request)
+        if self._isolation.suspects:
+            self._isolation.discard(request.context.fingerprint, well=True)
+        images = request.images
+        if answer.error:
+            count = len(images.sources)
+            which = "the image" if count == 1 else f"image {request.index + 1} of {count}"
+            reason = FinishReason.OVERLOADED if answer.overloaded else FinishReason.INVALID
+            self._fail(images, ImageFailure(reason, f"{which} cannot be used: {answer.error}"))
+            return
+        request.result = answer.image
+        images.sources[request.index] = ImageSource("")  # it may be megabytes
+        if images.loaded:
+            self._tell(images)
+
+    def _fail(self, images: ImageSet, failure: ImageFailure) -> None:
+        """Ends a set, of which nothing is needed any more."""
+        images.failure = failure
+        self._drop(images)
+        self._tell(images)
+
+    def _tell(self, images: ImageSet) -> None:
+        waiting, images.waiting = images.waiting, []
+        for when_loaded in waiting:
+            when_loaded(images.failure)
+
+    def _drop(self, images: ImageSet) -> None:
+        """Cancels what is not loaded, and removes the files of what is."""
+        for request in images.requests:
+            if (assigned := self._assignments.remove(request)) is not None:
+                connection, rid = assigned
+                if connection.peer is not None:
+                    connection.link.send(connection.peer, Cancel(rid))
+            (self._directory / request.name).unlink(missing_ok=True)
+        images.requests = []
+        self._exchange_soon()
+
+    # --- crashes ---
+
+    def _on_connected(self, connection: MediaConnection, peer: PeerId, hello: Hello) -> None:
+        """A media process has connected. What its predecessor had in progress when it died is suspected."""
+        report = self._assignments.connected(connection, peer, hello, now := time.monotonic())
+        if report is not None:
+            # Media processes work on one image at a time, so each death blames one request.
+            in_progress = dict.fromkeys(split_fingerprints(report.in_progress), 0)
+            for name in self._isolation.record_death(in_progress, now, outside=report.outside):
+                cause = f"a media process {report.cause} while it worked on an image of this request"
+                self._refuse(name, cause)
+                suspects = {request.images for request in self._assignments if request.context.fingerprint == name}
+                for images in suspects:
+                    self._fail(images, ImageFailure(FinishReason.QUARANTINED, cause))
+        self._assignments.release(connection)
+        self._submit_waiting()

@@ -1,0 +1,153 @@
+"""The images of the requests in the slots, and what they add to a batch."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tgi.microkernel.messages.protocol import ImageSegment
+from tgi.worker.attention.interface import ForwardBatch, ImageRows
+from tgi.worker.device_copies import copy_columns_to_device
+from tgi.worker.vision.feature_cache import FeatureCache
+from tgi.worker.vision.image_file import BadImage, read_image
+from tgi.worker.vision.rope_positions import PlacedGrid, RopePositions, rope_positions
+from tgi.worker.vision.tower import ImageFeatures, VisionTower
+
+Ints = NDArray[np.int64]
+
+
+class PlacedImage(NamedTuple):
+    """An image of a prompt: `tokens` [n] are the positions of its image tokens, ascending."""
+
+    segment: ImageSegment
+    tokens: Ints
+
+
+class SlotImages(NamedTuple):
+    """The images of a request, and its rotary positions, if these have several axes."""
+
+    images: list[PlacedImage]
+    rope: RopePositions | None
+
+    @property
+    def end(self) -> int:
+        """The position after the last image token."""
+        return int(self.images[-1].tokens[-1]) + 1
+
+
+class PromptImages:
+    """Keeps the images of each slot, and computes those that a step needs. Their files are in `directory`; at most
+    `cache_bytes` of what the tower computes are kept."""
+
+    def __init__(self, tower: VisionTower, directory: Path, cache_bytes: int) -> None:
+        self.tower = tower
+        self.cache = FeatureCache(cache_bytes)
+        self._directory = directory
+        self._slots: dict[int, SlotImages] = {}
+
+    def reset(self) -> None:
+        """Removes all requests."""
+        self._slots.clear()
+
+    def discard(self, slot: int) -> None:
+        """Another request gets this slot."""
+        self._slots.pop(slot, None)
+
+    def assign(self, slot: int, images: Sequence[ImageSegment], ids: Ints) -> None:
+        """A request with these images and ids gets the slot. Raises BadImage."""
+        placed = []
+        for image in images:
+            (tokens,) = (ids[image.position : image.position + image.length] == self.tower.image_token_id).nonzero()
+            if not len(tokens):
+                raise BadImage(f"the ids of an image have no image token, which is {self.tower.image_token_id}")
+            placed.append(PlacedImage(image, image.position + tokens))
+        rope = None if self.tower.family.rope is None else rope_positions(len(ids), [*map(self._grid, placed)])
+        self._slots[slot] = SlotImages(placed, rope)
+
+    def concern(self, slots: Ints, starts: Ints) -> bool:
+        """Whether `add_to` adds something to a batch with rows of `slots` [R] that begin at positions `starts` [R]."""
+        if not self._slots:
+            return False
+        rows = zip(map(self._slots.get, slots.tolist()), starts.tolist(), strict=True)
+        return any(own is not None and (own.rope is not None or start < own.end) for own, start in rows)
+
+    def add_to(self, batch: ForwardBatch, slots: Ints, starts: Ints, faults: dict[int, str]) -> ForwardBatch:
+        """The batch, whose rows are of `slots` [R] and begin at positions `starts` [R], with the features of the images
+        in it and the rotary positions. A slot gets a fault if one of its images cannot be computed."""
+        if not self.concern(slots, starts):
+            return batch
+        where: list[Ints] = []
+        features: list[ImageFeatures] = []
+        axes: list[Ints] = []
+        turned, row_begin = False, 0
+        for slot, start, length in zip(slots.tolist(), starts.tolist(), batch.query_lens_host, strict=True):
+            own = self._slots.get(slot)
+            end = start + length
+            if own is not None and start < own.end and slot not in faults:
+                try:
+                    for tokens, found in self._chunk(own, start, end):
+                        where.append(tokens + (row_begin - start))
+                        features.append(found)
+                except BadImage as error:
+                    faults[slot] = str(error)
+            if own is not None and own.rope is not None:
+                axes.append(own.rope.select(start, end))
+                turned = True
+            elif self.tower.family.rope is not None:
+                axes.append(np.broadcast_to(np.arange(start, end), (3, length)))
+            row_begin += length
+        device = batch.tokens.device
+        if features:
+            (indices,) = copy_columns_to_device((np.concatenate(where),), device)
+            deeper = zip(*(one.deeper for one in features), strict=True)
+            rows = ImageRows(
+                indices, torch.cat([one.embeddings for one in features]), tuple(torch.cat(level) for level in deeper)
+            )
+            batch = batch._replace(images=rows)
+        if turned:
+            on_axes = np.concatenate(axes, axis=1)
+            differ = bool((on_axes != on_axes[0]).any())
+            (positions,) = copy_columns_to_device(((on_axes if differ else on_axes[0]).ravel(),), device)
+            batch = batch._replace(rope_positions=positions.view(3, -1) if differ else positions)
+        return batch
+
+    def _chunk(self, own: SlotImages, start: int, end: int) -> Iterator[tuple[Ints, ImageFeatures]]:
+        """Of each image with image tokens from position `start` to before `end`: these positions, and their features.
+        Raises BadImage."""
+        for image in own.images:
+            first, stop = np.searchsorted(image.tokens, (start, end)).tolist()
+            if first == stop:
+                continue
+            found = self.cache.get(image.segment.digest, lambda name=image.segment.name: self._compute(name))  # type: ignore[misc]
+            if len(found.embeddings) != len(image.tokens):
+                raise BadImage(
+                    f"an image has {len(image.tokens)} image tokens in the prompt, and {len(found.embeddings)} come "
+                    "from the model's vision tower"
+                )
+            chosen = slice(first, stop)
+            yield (
+                image.tokens[chosen],
+                ImageFeatures(found.embeddings[chosen], tuple(level[chosen] for level in found.deeper)),
+            )
+
+    def _compute(self, name: str) -> ImageFeatures:
+        return self.tower.compute(read_image(self._directory, name, self.tower.family))
+
+    def _grid(self, image: PlacedImage) -> PlacedGrid:
+        """Where the tokens of an image are. Raises BadImage unless they are neighbours, one for each place of the
+        grid."""
+        grid: Tensor = read_image(self._directory, image.segment.name, self.tower.family, only="image_grid_thw")[
+            "image_grid_thw"
+        ]
+        if grid.shape != (1, 3):
+            raise BadImage(f"the grid of an image has shape {list(grid.shape)}, expected [1, 3]")
+        frames, rows, columns = grid[0].tolist()
+        rows, columns = rows // self.tower.merge, columns // self.tower.merge
+        first, count = int(image.tokens[0]), len(image.tokens)
+        if min(frames, rows, columns) < 1 or frames * rows * columns != count or image.tokens[-1] != first + count - 1:
+            raise BadImage(f"an image with a grid of {frames} * {rows} * {columns} has {count} image tokens")
+        return PlacedGrid(first, frames, rows, columns)

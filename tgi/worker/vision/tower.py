@@ -1,0 +1,131 @@
+"""The vision tower and the projector of a multimodal model: transformers' own modules, loaded without its decoder."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tgi.hub.vision_towers import VisionFamily
+from tgi.microkernel.errors import UserError
+from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.vision.image_file import BadImage
+
+
+class ImageFeatures(NamedTuple):
+    """What the decoder gets of an image, on the model's device: for each of its image tokens, in order, the embedding,
+    and with deepstack (Qwen3-VL, 2025) what is added to the result of each of the first layers."""
+
+    embeddings: Tensor  # [n, hidden]
+    deeper: tuple[Tensor, ...] = ()  # [n, hidden] each
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(one.nbytes for one in (self.embeddings, *self.deeper))
+
+
+class VisionTower:
+    """Computes the features of an image. Images are computed one by one, so a result depends on its image alone."""
+
+    def __init__(self, model: nn.Module, family: VisionFamily, dtype: torch.dtype, device: torch.device) -> None:
+        self.family = family
+        self.image_token_id: int = model.config.image_token_id
+        self.merge = int(getattr(model.config.vision_config, "spatial_merge_size", 1))  # patches of a token, squared
+        self.nbytes = sum(one.nbytes for name, one in model.named_parameters() if not _of_decoder(name))
+        self._model = model
+        self._dtype = dtype
+        self._device = device
+
+    @torch.inference_mode()
+    def compute(self, tensors: dict[str, Tensor]) -> ImageFeatures:
+        """The features of the image with these tensors of the processor. Raises BadImage if they do not fit."""
+        inputs = {name: self._to_device(tensor) for name, tensor in tensors.items()}
+        try:
+            outputs = self._model.get_image_features(**inputs)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise BadImage(f"the model's vision tower cannot compute an image: {error}") from error
+        return ImageFeatures(
+            self._joined(outputs.pooler_output),
+            tuple(self._joined(one) for one in getattr(outputs, "deepstack_features", None) or ()),
+        )
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def _joined(self, features: Any) -> Tensor:
+        """[n, hidden] of the features, of which transformers returns one or several tensors [..., hidden]."""
+        parts = [features] if isinstance(features, Tensor) else features
+        return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).to(self._dtype)
+
+
+def load_tower(
+    directory: Path,
+    family: VisionFamily,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str, int], None] = lambda stage, percent: None,
+) -> VisionTower:
+    """Loads the vision part of a model directory. Raises UserError if transformers cannot."""
+    import transformers  # takes seconds
+
+    progress("loading the vision tower", 90)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # its warnings tell of the decoder's weights, which are left out
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        without_decoder(config.get_text_config())
+        vars(config).pop("quantization_config", None)  # of the decoder
+        with Checkpoint(directory) as checkpoint:
+            made = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+            weights = checkpoint.outside_text()
+            _require_plain(directory, weights)
+            model, report = made.from_pretrained(
+                None,
+                config=config,
+                state_dict=weights,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below
+            )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError) as error:
+        raise UserError(f"transformers cannot load the vision part of the model in {directory}: {error}") from error
+    missing = sorted(name for name in report["missing_keys"] if not _of_decoder(name))
+    if missing or report["mismatched_keys"]:
+        names = missing or sorted(map(str, report["mismatched_keys"]))
+        raise UserError(
+            f"The weights in {directory} do not have the vision part that config.json asks for: {len(names)} tensors "
+            f"are missing or have another shape, such as {names[0]}. Fetch the model again, or start with "
+            "--media-workers 0, which serves it without images."
+        )
+    base = model.model.eval().requires_grad_(False).to(device)
+    return VisionTower(base, family, dtype, device)
+
+
+def _require_plain(directory: Path, weights: dict[str, Tensor]) -> None:
+    """Raises UserError if weights of the vision part are quantized, which transformers would take for plain ones."""
+    for name, tensor in weights.items():
+        if name.endswith(".weight") and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"The vision part of the model in {directory} is quantized ({name} is {kind}), which is not served. "
+                "Choose a model whose text part alone is quantized, or start with --media-workers 0, which serves it "
+                "without images."
+            )
+
+
+def without_decoder(config: Any) -> None:
+    """Makes the configuration of a text part one without layers and vocabulary, but with its width."""
+    config.num_hidden_layers = 0
+    config.vocab_size = 1
+    config.pad_token_id = None
+    if getattr(config, "layer_types", None):
+        config.layer_types = []
+
+
+def _of_decoder(name: str) -> bool:
+    """Whether a parameter of a multimodal model of transformers belongs to its text part."""
+    return any(part in ("language_model", "text_model", "lm_head") for part in name.split(".")[:2])
