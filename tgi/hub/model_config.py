@@ -43,6 +43,8 @@ RECURRENT_LAYERS: dict[str, set[str]] = {
 }
 # The longest sequence of a model without positions whose config.json names none.
 UNLIMITED_CONTEXT = 131072
+# The longest sequence, by model_type, where config.json names none: for bloom as in the built-in decoder.
+CONTEXT_DEFAULTS = {"bloom": 2048, "mamba2": UNLIMITED_CONTEXT}
 
 
 FINGERPRINTED = (
@@ -136,7 +138,7 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
         architecture=str((config.get("architectures") or [""])[0]),
         vocab_size=numbers.first(("vocab_size",)),
         max_position_embeddings=scaled_context(
-            numbers.first(CONTEXT, UNLIMITED_CONTEXT if config["model_type"] == "mamba2" else None), text
+            numbers.first(CONTEXT, CONTEXT_DEFAULTS.get(str(config["model_type"]))), text
         ),
         eos_token_ids=_eos(directory, text, tokenizer_config),
         dtype=_dtype(config, text),
