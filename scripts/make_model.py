@@ -55,6 +55,8 @@ MAMBA2 = {
     "time_step_limit": (0.3, 2.0),
 }
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
 # The transformers configuration of each kind, and settings of its tiny model besides the shape.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -97,6 +99,34 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3_text": ("Gemma3TextConfig", {"sliding_window": 40, "sliding_window_pattern": 3}),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+            "sliding_window": 40,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 512,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4_unified_text": (
+        "Gemma4UnifiedTextConfig",
+        {
+            "layer_types": [SLIDING, SLIDING, FULL],
+            "sliding_window": 40,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+    ),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"sliding_window": 40}),
     "exaone4": ("Exaone4Config", {"sliding_window": 40, "sliding_window_pattern": 2}),
@@ -130,8 +160,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gptj": ("GPTJConfig", {"rotary_dim": 8}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True}),
+    "bloom": ("BloomConfig", {}),
+    "mpt": ("MptConfig", {}),
     "gpt_bigcode": ("GPTBigCodeConfig", {}),
     "opt": ("OPTConfig", {}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}),
+    "llama4_text": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 100,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 40,
+            "floor_scale": 30,
+            "attn_scale": 0.3,
+        },
+    ),
     "minimax_m2": (
         "MiniMaxM2Config",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": {"partial_rotary_factor": 0.5}},
@@ -320,9 +367,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Where it need not be hidden / heads.
 HEAD_DIM = (
-    *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe"),
+    *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "qwen3_moe"),
     *("gpt_oss", "seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "nemotron_h"),
 )
 KINDS = (*CONFIGS, "gpt2")
 # Names that configurations have for those of others.
@@ -336,6 +383,13 @@ GPT_NAMES = {
 OTHER_NAMES = {
     "gptj": GPT_NAMES,
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
+    "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "seq_length"},
+    "mpt": {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "max_position_embeddings": "max_seq_len",
+    },
     "gpt_bigcode": GPT_NAMES,
     "opt": {"intermediate_size": "ffn_dim"},
 }
@@ -452,11 +506,15 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
         arguments["head_dim"] = shape["head_dim"] or 2 * shape["hidden"] // shape["heads"]
     if kind == "helium":  # its class would set 128, and expect what it does not check
         arguments["head_dim"] = shape["hidden"] // shape["heads"]
+    if kind in ("gemma4_text", "gemma4_unified_text"):
+        arguments["global_head_dim"] = 2 * arguments["head_dim"]
     name, options = CONFIGS[kind]
     if "kv_lora_rank" in options:
         arguments["num_key_value_heads"] = shape["heads"]
-    if kind in ("gpt_neox", "gptj", "gpt_bigcode", "opt"):
+    if kind in ("gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "mpt"):
         del arguments["num_key_value_heads"]
+    if kind in ("bloom", "mpt"):  # always four times as wide
+        del arguments["intermediate_size"]
     if kind == "mamba2":  # whose class wants to know
         arguments["head_dim"] = 2 * shape["hidden"] // options["num_heads"]
     if kind == "opt":
@@ -495,6 +553,8 @@ def fill(model: Any, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.8 + 0.2 * torch.rand(buffer.shape, generator=generator))
 
 
 def make_model(

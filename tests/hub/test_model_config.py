@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from tests.models import model
-from tgi.hub.model_config import read_model_config, read_sampling_defaults
+from tgi.hub.model_config import CONTEXT_DEFAULTS, read_model_config, read_sampling_defaults
 from tgi.hub.resolver import model_directory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingDefaults
 from tgi.worker.decoder_config import UnsupportedConfig
 from tgi.worker.models.config_reader import read_decoder_config
+from tgi.worker.models.families import COMMON_KEYS, FAMILIES
 
 pytestmark = pytest.mark.slow
 
@@ -191,6 +192,13 @@ def test_hub_and_worker_derive_the_same_context_length_from_rope_scaling(
     assert read_model_config(copy).max_position_embeddings == limit
     with contextlib.suppress(UnsupportedConfig):  # mrope
         assert read_decoder_config(json.loads((copy / "config.json").read_text())).context_length == limit
+
+
+@pytest.mark.parametrize("kind", CONTEXT_DEFAULTS)
+def test_hub_and_worker_have_the_same_context_length_where_config_json_names_none(copy: Path, kind: str) -> None:
+    assert CONTEXT_DEFAULTS[kind] == (COMMON_KEYS | FAMILIES[kind].keys)["max_position_embeddings"]
+    change(copy / "config.json", model_type=kind, max_position_embeddings=None)
+    assert read_model_config(copy).max_position_embeddings == CONTEXT_DEFAULTS[kind]
 
 
 @pytest.mark.parametrize("kind", ["t5", "mt5", "bart", "whisper"])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.worker.batches import PAGE, Row, make_batch
-from tests.worker.cpu_kernels.available import VARIANTS, load_variant
+from tests.worker.cpu_kernels.available import EMULATED, VARIANTS, load_variant
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.cuda import CudaAttention, to_cache_dtype
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
@@ -73,20 +73,28 @@ def expected(
     window: int | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
+    slopes: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention in float64, [length, heads, head_dim]. A sink is one more key, whose value is 0."""
+    """Causal attention in float64, [length, heads, head_dim]. A sink is one more key, whose value is 0. `chunked`: a
+    query sees its own chunk of `window` positions."""
     group = sequence.query.shape[1] // sequence.key.shape[1]
     query = sequence.query.double().transpose(0, 1)
     keys, values = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (sequence.key, sequence.value))
     found = []
     for start in range(0, len(sequence.query), REFERENCE_BLOCK):  # with the positions that these queries see
-        first, stop = max(0, start + 1 - (window or start + 1)), start + REFERENCE_BLOCK
+        first, stop = max(0, start + 1 - (window or start + 1)), start + REFERENCE_BLOCK  # of a chunk, too
         key, value = keys[:, first:stop], values[:, first:stop]
         scores = query[:, start:stop] @ key.transpose(1, 2) * scale
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
         distance = torch.arange(start, start + scores.shape[1])[:, None] - torch.arange(first, first + scores.shape[2])
-        scores.masked_fill_((distance < 0) | (distance >= (window or len(keys[0]))), -math.inf)
+        if slopes is not None:
+            scores = scores - slopes.double()[:, None, None] * distance
+        seen: int | Tensor = window or len(keys[0])
+        if chunked:
+            seen = (torch.arange(start, start + scores.shape[1]) % seen + 1)[:, None]
+        scores.masked_fill_((distance < 0) | (distance >= seen), -math.inf)
         if sinks is not None:
             scores = torch.cat((sinks.double()[:, None, None].expand(-1, scores.shape[1], 1), scores), -1)
             value = F.pad(value, (0, 0, 1, 0))
@@ -307,3 +315,39 @@ def on_cuda(kv: KVCacheSpec) -> None:
     first, second = (expected(sequence, 0.3, *options) for sequence in (one, two))
     torch.testing.assert_close(chunk.double(), first[60:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(decode.double(), second[36:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["torch", "torch as on CUDA", *VARIANTS])
+def test_chunks_alibi_and_keys_of_an_earlier_layer(variant: str) -> None:
+    """A query sees its own chunk of positions, or is reduced by its distance from a key; in any division into steps.
+    Queries alone find the keys and values that an earlier layer has written."""
+    ours = not variant.startswith("torch")
+    length = 600 if ours and EMULATED else 1100
+    kernels = load_variant(variant) if ours else None
+    kv = KVCacheSpec(3, 6, 2, 32, torch.float32 if kernels is None else kernels.dtype, (None, 70, 513), None, kernels)
+    limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[kv.dtype]
+    slopes = 0.5 ** torch.arange(1.0, 7)
+    for one, layers in ((kv._replace(chunked=frozenset((1, 2))), (1, 2)), (kv._replace(slopes=slopes), (0, 1))):
+        sequence, other = Sequence(length, one, 0), Sequence(90, one, 1, seed=1)
+        for layer in layers:
+
+            def memory(one: KVCacheSpec = one) -> AttentionBackend:
+                return CudaAttention(one, 300, CPU) if variant == "torch as on CUDA" else build_attention(one, 300, CPU)
+
+            options = one.sliding_window(layer), None, None, layer in one.chunked, one.slopes
+            attention = memory()
+            found = run(attention, (sequence, 0, length), (other, 0, 90), layer=layer)
+            for result, right in zip(
+                found, (expected(sequence, 0.3, *options), expected(other, 0.3, *options)), strict=True
+            ):
+                torch.testing.assert_close(result.double(), right, rtol=limit, atol=limit)
+            batch = make_batch([Row([0] * length, 0, sequence.pages)], attention.page_size)
+            alone = attention.write_and_attend(attention.plan(batch), layer, sequence.query, 0.3)
+            assert torch.equal(alone.reshape(found[0].shape), found[0])
+            again = memory()
+            for start, stop in ((0, 33), (33, 500), (500, 501), (501, length)):
+                part = run(again, (other, 0, 20), (sequence, start, stop), layer=layer)[1]
+                if variant == "torch as on CUDA":  # whose sums depend on the step
+                    torch.testing.assert_close(part, found[0][start:stop], rtol=1e-5, atol=1e-5)
+                else:
+                    assert torch.equal(part, found[0][start:stop])

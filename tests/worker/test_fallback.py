@@ -117,29 +117,19 @@ def test_other_architectures_against_transformers(config: Any, tmp_path: Path) -
         same(got, generate_with(reference, prompt, 6))
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2), "bloom does not support"),
-        (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "mamba does not support"),
-    ],
-    ids=["bloom", "mamba"],
-)
-def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path, config: Any, words: str) -> None:
-    directory = save(config, tmp_path)
-    with pytest.raises(UserError, match=words):
+def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path) -> None:
+    directory = save(transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), tmp_path)
+    with pytest.raises(UserError, match="mamba does not support"):
         build(directory)
 
 
 @pytest.mark.parametrize(
     ("kind", "result"),
     [
-        ("phimoe", "right"),
         ("gpt_neo", "refused: gpt_neo"),
         ("youtu", "right"),
         ("diffllama", "refused: diffllama cannot be served: over pages its logits differ from those of transformers"),
         ("doge", "refused: doge adds numbers of its own to attention scores"),
-        ("llama4_text", "refused: llama4_text chooses the tokens that it attends to neither causally nor by a sliding"),
         ("bert", "refused: bert chooses the tokens that it attends to neither causally nor by a sliding window"),
         (
             "longcat_flash",

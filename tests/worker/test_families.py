@@ -184,6 +184,9 @@ OTHER_SHAPES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
     ("falcon", (("new_decoder_architecture", False), ("parallel_attn", False))),
     ("falcon", (("num_ln_in_parallel_attn", 1),)),
     ("gpt_bigcode", (("multi_query", False),)),
+    ("bloom", (("n_head", 6), ("hidden_size", 48))),
+    ("gemma4_text", (("enable_moe_block", False), ("attention_k_eq_v", False), ("num_global_key_value_heads", None))),
+    ("gemma4_text", (("hidden_size_per_layer_input", 0), ("num_kv_shared_layers", 0))),
     ("granitemoehybrid", (("num_local_experts", 0), ("mamba_n_groups", 1))),  # granite-4.0-h-micro
     (
         "granitemoehybrid",  # granite-4.0-micro
@@ -234,7 +237,14 @@ def test_results_do_not_depend_on_the_thread_count(kind: str) -> None:
 
 
 # Those whose images are served are tested in test_images.py, with prompts of text alone, too.
-TEXT_PARTS = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2"}
+TEXT_PARTS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "kimi_k25": "deepseek_v3",
+    "lfm2_vl": "lfm2",
+    "llama4": "llama4_text",
+}
 assert {*TEXT_PARTS, *VISION_FAMILIES} == {*WITH_TEXT_PART}
 assert set(RECURRENT) == set(model_config.RECURRENT_LAYERS)
 

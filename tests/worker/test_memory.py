@@ -7,6 +7,7 @@ import pytest
 
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.table import Settings
+from tgi.worker.decoder_config import HeadShape
 from tgi.worker.engine import memory
 from tgi.worker.engine.memory import (
     MAX_CPU_CACHE_BYTES,
@@ -57,6 +58,15 @@ def test_cache_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_memory_on_host() == (2 * GB, 8 * GB)
     monkeypatch.setattr(memory, "available_memory", lambda: 1000 * GB)
     assert cache_memory_on_host() == (MAX_CPU_CACHE_BYTES, 1000 * GB)
+
+
+def test_each_size_of_heads_has_a_part_of_every_page() -> None:
+    small, large = (HeadShape(2, 64), 10 << 10), (HeadShape(1, 128), 7 << 10)
+    mixed = CPU._replace(windows=(40, None, 40, 40), shapes=(small, large, small, small), page_bytes=37 << 10)
+    limits = choose_limits(Settings(), mixed, room(GB))
+    assert [group.layers for group in limits.groups] == [[1], [0], [2], [3]]
+    assert {group.page_bytes for group in limits.groups} == {17 << 10}
+    assert choose_limits(Settings(), mixed._replace(windows=(None,) * 4), room(GB)).groups[0].page_bytes == 37 << 10
 
 
 def test_settings_take_precedence() -> None:

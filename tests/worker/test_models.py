@@ -284,7 +284,7 @@ def test_longrope_is_limited_to_the_original_length() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": "falcon", "alibi": True}, "alibi"),
-        ({"model_type": "bloom"}, "bloom"),
+        ({"model_type": "codegen"}, "codegen"),
     ],
 )
 def test_unsupported_config_values_are_named(changes: dict[str, Any], named: str) -> None:

@@ -26,6 +26,7 @@ from tgi.worker.cpu_kernels.recurrent import DeltaRule, GatedNorm, Ssd
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
+from tgi.worker.layers.norm import Norm
 from tgi.worker.lora.packed_deltas import PackedWeights
 from tgi.worker.lora.weights import LoraWeights
 from tgi.worker.models.decoder import DecoderModel
@@ -74,7 +75,8 @@ def test_shapes_are_those_of_the_checkpoint(kind: str, tie: bool) -> None:
         name = f"{matrix.name}.weight"
         found[name] = found.get(name, 0) + matrix.outputs * matrix.inputs
     for vector in vectors(config, whole_model(config)):
-        found[vector.name] = found.get(vector.name, 0) + vector.numbers
+        if vector.numbers:
+            found[vector.name] = found.get(vector.name, 0) + vector.numbers
     with open_checkpoint(directory, config) as checkpoint:
         stored = {name: checkpoint.raw_tensor(name).numel() for name in checkpoint}
     assert found == stored
@@ -118,15 +120,20 @@ def load(
 def vector_bytes(weights: DecoderWeights) -> int:
     """Bytes of all norms and biases."""
     norms, linears, routers = [weights.norm], [weights.head], []
+    norms += [weights.embedding_norm] + ([] if weights.layer_inputs is None else [weights.layer_inputs.norm])
     for layer in weights.layers:
         norms += [layer.attention_before, layer.attention_after, layer.mlp_before, layer.mlp_after]
-        mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else []
-        if isinstance(layer.mlp, MixtureOfExperts):
-            mlps += layer.mlp.experts
-            routers.append(layer.mlp.router)
-            shared = layer.mlp.shared
-            mlps += [] if shared is None else [shared.mlp]
-            linears += [] if shared is None or shared.gate is None else [shared.gate]
+        mlps = [mlp for mlp in layer.mlps if isinstance(mlp, Mlp)]
+        for mixture in layer.mlps:
+            if isinstance(mixture, MixtureOfExperts):
+                mlps += mixture.experts
+                routers.append(mixture.router)
+                shared = mixture.shared
+                mlps += [] if shared is None else [shared.mlp]
+                linears += [] if shared is None or shared.gate is None else [shared.gate]
+        if layer.experts is not None:
+            norms += [norm for norm in layer.experts if isinstance(norm, Norm)]
+        norms += [] if layer.layer_input is None else [layer.layer_input.after]
         if layer.attention is not None:
             norms += layer.attention.query_key_norms
             linears += [layer.attention.qkv, layer.attention.output]
@@ -139,6 +146,7 @@ def vector_bytes(weights: DecoderWeights) -> int:
     linears += [router.linear for router in routers]
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]
     held += [linear._bias for linear in linears] + [router.bias for router in routers]
+    held += [router.expert_scales for router in routers]
     held += [layer.attention.sinks for layer in weights.layers if layer.attention is not None]
     mixers = [layer.recurrence.mixer for layer in weights.layers if layer.recurrence is not None]
     parts = [part for mixer in mixers for part in mixer if isinstance(part, DeltaRule | Ssd | GatedNorm)]

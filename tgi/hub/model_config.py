@@ -28,7 +28,6 @@ STATE_SPACE = {
     "zamba2",
 }
 # fmt: on
-DISTANCE_BIAS = {"bloom", "mpt"}
 ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 # Kinds of layers without attention that the built-in decoder computes, by model_type.
 RECURRENT_LAYERS: dict[str, set[str]] = {
@@ -44,6 +43,8 @@ RECURRENT_LAYERS: dict[str, set[str]] = {
 }
 # The longest sequence of a model without positions whose config.json names none.
 UNLIMITED_CONTEXT = 131072
+# The longest sequence, by model_type, where config.json names none: for bloom as in the built-in decoder.
+CONTEXT_DEFAULTS = {"bloom": 2048, "mamba2": UNLIMITED_CONTEXT}
 
 
 FINGERPRINTED = (
@@ -137,7 +138,7 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
         architecture=str((config.get("architectures") or [""])[0]),
         vocab_size=numbers.first(("vocab_size",)),
         max_position_embeddings=scaled_context(
-            numbers.first(CONTEXT, UNLIMITED_CONTEXT if config["model_type"] == "mamba2" else None), text
+            numbers.first(CONTEXT, CONTEXT_DEFAULTS.get(str(config["model_type"]))), text
         ),
         eos_token_ids=_eos(directory, text, tokenizer_config),
         dtype=_dtype(config, text),
@@ -215,11 +216,6 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         raise UserError(f"{directory / 'config.json'} does not say its model_type. Is it a model's configuration?")
     if kind in ENCODER_DECODERS or config.get("is_encoder_decoder"):
         raise UserError(f"{kind} is an encoder-decoder model. Only decoder-only language models are served.")
-    if kind in DISTANCE_BIAS:
-        raise UserError(
-            f"{kind} adds a bias by distance (ALiBi) to its attention scores, which the paged cache does not compute. "
-            "Serve a model of another type."
-        )
     layers = text.get("layer_types")
     others = {str(layer) for layer in layers} - ATTENTION if isinstance(layers, list) else set()
     others -= RECURRENT_LAYERS.get(str(text.get("model_type", kind)), set())

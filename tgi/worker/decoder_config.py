@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from tgi.worker.mixers.interface import MixerConfig
 
 # Not a rotation but a factor of queries (Llama 4, Ministral 3), 1 + beta ln(1 + floor(position / original)). beta is
-# llama_4_scaling_beta, original is original_max_position_embeddings.
+# llama_4_scaling_beta, original is original_max_position_embeddings, and the first position is counted_from, or 0.
 QUERY_SCALE = "query_scale"
 # Of the activation clamped_silu of gpt-oss: a gate is at most LIMIT, and what it multiplies within -LIMIT and LIMIT.
 ALPHA, LIMIT = 1.702, 7.0
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 class UnsupportedConfig(Exception):
@@ -65,6 +65,13 @@ class LayerConfig(NamedTuple):
     rope: int | None = 0  # index into DecoderConfig.ropes; None = no rotary embedding
     query_scale: int | None = None  # index of a rope of QUERY_SCALE, which applies to the queries alone, at last
     routed: bool = False  # the MLP is a mixture of experts
+    chunked: bool = False  # a query sees its own chunk of `window` tokens instead
+    # Where they are not those of DecoderConfig.
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate: int | None = None
+    keys_as_values: bool = False  # values are the keys, before these are normed and rotated
+    shares: int | None = None  # number of the earlier layer whose keys and values it attends to, in place of its own
 
     @property
     def attends(self) -> bool:
@@ -77,6 +84,13 @@ class LayerConfig(NamedTuple):
         return self.mixer in (Mixer.RECURRENT, Mixer.BOTH)
 
 
+class HeadShape(NamedTuple):
+    """The sizes of a layer's keys and values."""
+
+    kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True)
 class RouterConfig:
     """How a token's experts are chosen, and what they count. With p = score(router(x)), the experts with the largest
@@ -87,7 +101,10 @@ class RouterConfig:
     chosen whose `group_best` largest p + b have the largest sums (DeepSeek-V3, 2024, section 2.1.2).
     """
 
-    score: str = "softmax"  # over the experts, or "sigmoid" of each
+    # "softmax" over the experts, "sigmoid" of each, or "sparsemixer" (Phi-3.5-MoE): experts are chosen one after the
+    # other, and p is a softmax over those logits l, of experts not chosen before, with (largest - l) / max(|l|,
+    # largest) <= 2 * jitter.
+    score: str = "softmax"
     normalized: bool = False
     biased: bool = False
     groups: int = 1
@@ -95,6 +112,9 @@ class RouterConfig:
     scale: float = 1.0
     group_best: int = 2  # 1 or 2
     logit_bias: bool = False  # the router's linear layer has a bias
+    jitter: float = 0.0
+    scales_inputs: bool = False  # a weight multiplies the input of its expert, not the output
+    expert_scaled: bool = False  # the checkpoint has a factor of each expert's weight
 
 
 @dataclass(frozen=True)
@@ -108,6 +128,9 @@ class ExpertsConfig:
     router: RouterConfig
     shared_intermediate: int = 0  # width of the shared expert; 0: there is none
     shared_gated: bool = False
+    # Next to the dense MLP of the layer, with norms of their own before and after them: see ParallelExperts in
+    # models/decoder_layer.py.
+    parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +160,15 @@ class LatentConfig:
     def query_dim(self) -> int:
         """Elements of a head's query in the checkpoint."""
         return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True)
+class LayerInputConfig:
+    """Per-layer embeddings (Gemma 3n and 4): each layer has an input e of `width` numbers of each token, its part of
+    (norm(project(embedding)) + further embedding of the token) / sqrt(2), and ends in x + norm(up(f(down(x)) * e))."""
+
+    width: int
+    vocab_size: int  # of the further embedding
 
 
 @dataclass(frozen=True)
@@ -205,6 +237,21 @@ class TensorNames:
     mlp_before: str | None = "post_attention_layernorm"
     mlp_after: str | None = None
     last_norm: str = "model.norm"  # the whole name
+    embedding_norm: str = "model.embed_norm"  # the whole name
+    # Of experts next to a dense MLP.
+    dense_after: str = "post_feedforward_layernorm_1"
+    experts_before: str = "pre_feedforward_layernorm_2"
+    experts_after: str = "post_feedforward_layernorm_2"
+    router_input_scale: str = "router.scale"
+    router_expert_scale: str = "router.per_expert_scale"
+    # Of per-layer embeddings; the first three are whole names.
+    input_embedding: str = "model.embed_tokens_per_layer"
+    input_projection: str = "model.per_layer_model_projection"
+    input_norm: str = "model.per_layer_projection_norm"
+    input_down: str = "per_layer_input_gate"
+    input_up: str = "per_layer_projection"
+    input_after: str = "post_per_layer_input_norm"
+    scale: str = "layer_scalar"
 
     @property
     def shared_parts(self) -> tuple[str, str, str]:
@@ -238,6 +285,8 @@ class DecoderConfig:
     # one for all key heads; "each": per head, with a weight per head; "all": over all query heads, and all key heads.
     query_key_norm: str | None = None
     query_key_norm_last: bool = False  # the rotary embedding comes first
+    query_key_norm_scaled: bool = True  # False: without weights, in the layers with a rotary embedding
+    value_norm: bool = False  # values are normed per head, without a weight
 
     # Attention: softmax(cap(attention_scale * q k)) v, where cap(s) = c * tanh(s / c) with c = attention_cap, if set.
     attention_scale: float = 1.0
@@ -246,6 +295,7 @@ class DecoderConfig:
     output_bias: bool = False  # of the output projection
     latent: LatentConfig | None = None  # with qkv_bias, the down projections have biases
     sinks: bool = False  # each head has a score without a value: see KVCacheSpec.sinks
+    alibi: tuple[float, ...] = ()  # slopes of the heads: a score is reduced by slope * distance
     # The result is multiplied by sigmoid(g): of each head, the query projection has the query, then g.
     output_gate: bool = False
 
@@ -262,9 +312,12 @@ class DecoderConfig:
     # Residual stream and logits.
     # x + attention(attention_before(x)) + mlp(mlp_before(x)); without mlp_before, mlp(attention_before(x))
     parallel: bool = False
+    layer_inputs: LayerInputConfig | None = None
+    layer_scales: bool = False  # the hidden states after a layer are multiplied by a number of the checkpoint
     learned_positions: int = 0  # for this many positions a vector is added to the embedding
     head_bias: bool = False
     embedding_scale: float = 1.0  # the embedding is multiplied by this
+    embedding_norm: bool = False  # it is normed
     residual_scale: float = 1.0  # r above, of both parts
     attention_output_scale: float = 1.0  # of the result of attention, besides r
     mlp_scales: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the result, besides r
@@ -273,8 +326,9 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> list[int]:
-        """The numbers of the layers that have attention. The KV cache counts these alone."""
-        return [number for number, layer in enumerate(self.layers) if layer.attends]
+        """The numbers of the layers that have attention with keys and values of their own. The KV cache counts these
+        alone."""
+        return [number for number, layer in enumerate(self.layers) if layer.attends and layer.shares is None]
 
     @property
     def recurrent_layers(self) -> int:
@@ -291,9 +345,30 @@ class DecoderConfig:
         return self.recurrent_names if self.recurrent_names and self.layers[layer].recurs else self.names
 
     def cache_number(self, layer: int) -> int:
-        """The number of a layer among those that have attention."""
-        return sum(one.attends for one in self.layers[:layer])
+        """The number of a layer among those that have attention with keys of their own. One without has that of the
+        layer whose keys it reads."""
+        shared = self.layers[layer].shares
+        return sum(one.attends and one.shares is None for one in self.layers[: layer if shared is None else shared])
 
     def state_number(self, layer: int) -> int:
         """The number of a layer among the recurrent ones."""
         return sum(one.recurs for one in self.layers[:layer])
+
+    def head_shape(self, layer: int) -> HeadShape:
+        """The sizes of the keys and values that a layer attends to."""
+        one = self.layers[layer]
+        return HeadShape(one.kv_heads or self.kv_heads, one.head_dim or self.head_dim)
+
+    @property
+    def head_shapes(self) -> list[HeadShape]:
+        """Those of the layers that the KV cache counts."""
+        return [self.head_shape(number) for number in self.attention_layers]
+
+    @property
+    def widest_head(self) -> int:
+        """The elements of the largest key."""
+        return max((shape.head_dim for shape in self.head_shapes), default=0)
+
+    def inner(self, layer: int) -> int:
+        """The width of a layer's dense MLP."""
+        return self.layers[layer].intermediate or self.intermediate

@@ -24,7 +24,7 @@ class VectorShape(NamedTuple):
     """The weight of a norm, or a bias."""
 
     name: str  # of the tensor
-    numbers: int  # as stored
+    numbers: int  # as stored; 0: it is no tensor of the checkpoint
     local_numbers: int  # as the shard holds it
     norm: bool  # or sinks: held in float32; a bias has the model's dtype
 

@@ -22,6 +22,8 @@ RULES = {
     "softmax": RouterConfig(),
     "normalized": RouterConfig(normalized=True, scale=1.5),
     "best of groups": RouterConfig(groups=6, top_groups=2, group_best=1),
+    "sparsemixer": RouterConfig("sparsemixer", jitter=0.2),
+    "scaled": RouterConfig("sigmoid", scales_inputs=True, expert_scaled=True),
     "groups": RouterConfig("sigmoid", normalized=True, biased=True, groups=6, top_groups=2, scale=2.5),
 }
 FORMS: dict[str, Callable[[int, int], Weight]] = {
@@ -58,7 +60,8 @@ def mixture(
 
     torch.manual_seed(5)  # of `quantized` and `whole`
     choice_bias = numbers(EXPERTS, seed=8, dtype=torch.float32) / 8 if rule.biased else None
-    router = Router(small(EXPERTS, 9), choice_bias, rule, TOP_K)
+    scales = 1 + numbers(EXPERTS, seed=7, dtype=torch.float32) / 8 if rule.expert_scaled else None
+    router = Router(small(EXPERTS, 9), choice_bias, rule, TOP_K, scales)
     always = SharedExpert(mlp(900), small(1, 10)) if shared else None
     return MixtureOfExperts(router, [mlp(10 * number) for number in range(EXPERTS)], always)
 
@@ -70,6 +73,8 @@ def mixture(
         ("normalized", "plain", False, True, True),
         ("groups", "plain", True, True, True),
         ("best of groups", "plain", True, False, True),
+        ("sparsemixer", "plain", True, False, False),
+        ("scaled", "plain", True, False, True),
         *[("normalized", form, True, False, False) for form in list(FORMS)[1:]],
     ],
 )
@@ -86,13 +91,21 @@ def test_one_call_computes_the_mixture(
     scores = logits if alone.router.bias is None else torch.sigmoid(logits) + alone.router.bias
     distinct = scores.sort().values.diff().min(-1).values > 1e-6
     assert distinct.any()
-    expected, found = alone(x, most).float(), packed(x)
+    expected, found = alone(x, most).float(), packed(x, x)
     limit = 4 * EPSILON[kernels.dtype] * expected.abs().max()
     torch.testing.assert_close(found.float()[distinct], expected[distinct], rtol=0, atol=limit.item())
     for rows in ROWS:
-        assert torch.equal(packed(x[:rows]), found[:rows])
+        assert torch.equal(packed(x[:rows], x[:rows]), found[:rows])
     for row in range(0, 40, 3):
-        assert torch.equal(packed(x[row : row + 1]), found[row : row + 1])
+        one = x[row : row + 1]
+        assert torch.equal(packed(one, one), found[row : row + 1])
+    seen = x.flip(0).contiguous()
+    torch.testing.assert_close(
+        packed(x, seen).float()[distinct.flip(0)],
+        alone(x, most, seen).float()[distinct.flip(0)],
+        rtol=0,
+        atol=limit.item(),
+    )
 
 
 def test_experts_of_different_formats_are_not_packed(kernels: CpuKernels) -> None:

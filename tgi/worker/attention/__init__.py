@@ -6,11 +6,13 @@ tile_planner   divides a step into tiles for torch_cpu
 cpu_kernels    CPU, with our own kernels
 packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
+by_shape       layers with keys and values of several sizes, on any of the backends for torch's kernels
 explicit       with soft caps or sinks, where torch computes sequence by sequence
 """
 
 import torch
 
+from tgi.worker.attention.by_shape import AttentionByShape
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
@@ -21,13 +23,12 @@ from tgi.worker.state_cache import StateCache
 def build_attention(kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0) -> AttentionBackend:
     """The backend for a model on a device, with memory for `pages` pages, numbered from 0, and, if the model has
     recurrent layers, for `state_slots` slots of their state."""
-    backend: AttentionBackend
-    if device.type == "cuda":
-        backend = CudaAttention(kv, pages, device)
-    elif kv.cpu_kernels is not None:
-        backend = CpuKernelAttention(kv, pages, kv.cpu_kernels)
+    if kv.cpu_kernels is not None and device.type == "cpu":
+        backend: AttentionBackend = CpuKernelAttention(kv, pages, kv.cpu_kernels)
     else:
-        backend = TorchCpuAttention(kv, pages, device)
+        own = CudaAttention if device.type == "cuda" else TorchCpuAttention
+        backends = [(own(spec, pages, device), layers) for spec, layers in kv.by_shape()]
+        backend = AttentionByShape(backends) if len(backends) > 1 else backends[0][0]
     if kv.state is not None:
         backend.state = StateCache(kv.state, state_slots, device)
     return backend

@@ -32,36 +32,36 @@ class CpuKernelAttention:
     def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels) -> None:
         self._kv = kv
         self._kernels = kernels
-        self._shape = (pages, kv.kv_heads, kv.token_bytes * PAGE_SIZE // (max(1, kv.caches) * kv.kv_heads))  # in bytes
+        self._pages = pages
         self.kv_form = kernels.kv_form(kv.cache_dtype)  # for a program
-        self._places = kv.places
-        self._cache = [self._memory() for _ in range(kv.caches)]
+        self._cache: list[Tensor] = []  # of all caches
+        self._places: list[tuple[int, Tensor]] = [(0, torch.empty(0))] * kv.layers  # of each layer, its group and cache
+        for spec, layers in kv.by_shape():
+            size = spec.token_bytes * PAGE_SIZE // (max(1, spec.caches) * spec.kv_heads)  # bytes of a page and head
+            caches = [_mapped((pages, spec.kv_heads, size)) for _ in range(spec.caches)]
+            self._cache += caches
+            for layer, (group, cache) in zip(layers, spec.places, strict=True):
+                self._places[layer] = group, caches[cache]
         # For a program, int64 [layers, 2]: the address of each layer's cache, and its KV group.
-        addresses = [(self._cache[cache].data_ptr(), group) for group, cache in self._places]
+        addresses = [(cache.data_ptr(), group) for group, cache in self._places]
         self.caches = torch.tensor(addresses, dtype=torch.int64).view(-1, 2)
-        self._mapped_bytes = 0  # bytes at the beginning of every cache that are mapped
-        self._next_cache = 0  # caches before this one have one LARGE_PAGE more
-
-    def _memory(self) -> Tensor:
-        """A cache: zeros whose memory is mapped at the first write. Core dumps leave it out."""
-        region = map_region(math.prod(self._shape))
-        if hasattr(mmap, "MADV_DONTDUMP"):
-            region.madvise(mmap.MADV_DONTDUMP)
-        return torch.frombuffer(region, dtype=torch.uint8).view(self._shape)
+        self._mapped = [0] * len(self._cache)  # bytes at the beginning of each cache that are mapped
 
     def prefault_pages(self, used: int, further: int) -> bool:
         """See PrefaultingBackend. One call maps one large page of one cache."""
-        pages, heads, size = self._shape
-        page = heads * size
-        if (begun := -(-used * page // LARGE_PAGE) * LARGE_PAGE) > self._mapped_bytes:
-            self._mapped_bytes, self._next_cache = begun, 0
-        if self._mapped_bytes >= min(used + further, pages) * page:
+        if not self._cache:  # no layer has attention
             return False
-        memory = self._cache[self._next_cache].view(-1)
-        memory[self._mapped_bytes : self._mapped_bytes + LARGE_PAGE : SMALL_PAGE] = 0
-        self._next_cache += 1
-        if self._next_cache == len(self._cache):
-            self._mapped_bytes, self._next_cache = self._mapped_bytes + LARGE_PAGE, 0
+        sizes = [cache[0].nbytes for cache in self._cache]  # of a page
+        self._mapped = [
+            max(mapped, -(-used * size // LARGE_PAGE) * LARGE_PAGE)
+            for mapped, size in zip(self._mapped, sizes, strict=True)
+        ]
+        least = min(range(len(sizes)), key=lambda cache: self._mapped[cache] / sizes[cache])
+        begin = self._mapped[least]
+        if begin >= min(used + further, self._pages) * sizes[least]:
+            return False
+        self._cache[least].view(-1)[begin : begin + LARGE_PAGE : SMALL_PAGE] = 0
+        self._mapped[least] += LARGE_PAGE
         return True
 
     def plan(self, batch: ForwardBatch) -> CpuKernelPlan:
@@ -78,7 +78,7 @@ class CpuKernelAttention:
         """See AttentionBackend; the result is [T, heads * result_dim]."""
         kv, (group, cache) = self._kv, self._places[layer]
         return self._kernels.paged_attention(
-            KVCache(self._cache[cache], self.kv_form),
+            KVCache(cache, self.kv_form),
             qkv,
             plan.rows[group],
             scale,
@@ -86,4 +86,15 @@ class CpuKernelAttention:
             kv.softcap,
             sinks=kv.layer_sinks(layer),
             value_dim=kv.value_dim,
+            shared_heads=kv.heads if qkv.shape[1] == kv.heads else None,
+            chunked=layer in kv.chunked,
+            slopes=kv.slopes,
         )
+
+
+def _mapped(shape: tuple[int, ...]) -> Tensor:
+    """A cache: zeros of these bytes, whose memory is mapped at the first write. Core dumps leave it out."""
+    region = map_region(math.prod(shape))
+    if hasattr(mmap, "MADV_DONTDUMP"):
+        region.madvise(mmap.MADV_DONTDUMP)
+    return torch.frombuffer(region, dtype=torch.uint8).view(shape)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.attention.explicit import explicit_attention
-from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
+from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec, Reach
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rows
 from tgi.worker.kv_cache_sizes import GPU_PAGE_SIZE
 from tgi.worker.state_cache import StateCache
@@ -84,7 +84,8 @@ class CudaAttention:
             return self.transform_and_attend(plan, layer, qkv, scale, HeadTransform())
         kv, (group, place) = self._kv, self._places[layer]
         key_scale, value_scale = scales = kv.layer_scales(layer)
-        self._caches[place].write(qkv, plan.slot_mapping[group], scales)
+        if qkv.shape[1] > kv.heads:
+            self._caches[place].write(qkv, plan.slot_mapping[group], scales)
         mixed = self._attend_row_by_row(plan.batch, layer, qkv[:, : kv.heads], scale * key_scale)
         return mixed if value_scale == 1.0 else mixed * value_scale
 
@@ -117,7 +118,7 @@ class CudaAttention:
 
     def _attend_row_by_row(self, batch: ForwardBatch, layer: int, query: Tensor, scale: float) -> Tensor:
         queries = list(accumulate(batch.query_lens_host, initial=0))
-        kv, window, cap, sinks = self._kv, self._kv.sliding_window(layer), self._kv.softcap, self._kv.layer_sinks(layer)
+        kv, cap, sinks = self._kv, self._kv.softcap, self._kv.layer_sinks(layer)
         group, place = self._places[layer]
         cache = self._caches[place]
         mixed = torch.empty(*query.shape[:2], kv.result_dim, dtype=query.dtype, device=query.device)
@@ -126,13 +127,13 @@ class CudaAttention:
             keys, values = (x.flatten(0, 1)[:context] for x in cache.gather_pages(pages))
             own = slice(queries[row], queries[row + 1])
             q, k, v = (x.transpose(0, 1)[None] for x in (query[own], keys, values))
-            bias = _mask(count, context, window, query)
-            if cap is None and sinks is None:
+            bias = _mask(count, context, kv.reach(layer), query)
+            if cap is None and sinks is None and kv.slopes is None:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=bias, scale=scale, enable_gqa=kv.heads != kv.kv_heads
                 )
             else:
-                out = explicit_attention(q, k, v, bias < 0, scale, cap, sinks)
+                out = explicit_attention(q, k, v, bias < 0, scale, cap, sinks, kv.slopes)
             mixed[own] = out[0].transpose(0, 1)
         return mixed
 
@@ -188,11 +189,9 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _mask(count: int, context: int, window: int | None, like: Tensor) -> Tensor:
+def _mask(count: int, context: int, reach: Reach, like: Tensor) -> Tensor:
     """[count, context]: 0 where the last `count` positions of a row see a key, else -inf."""
     own = torch.arange(context - count, context, device=like.device)[:, None]
     keys = torch.arange(context, device=like.device)
-    masked = keys > own
-    if window is not None:
-        masked |= keys <= own - window
+    masked = reach.masked(keys, own)
     return torch.zeros(count, context, device=like.device, dtype=like.dtype).masked_fill_(masked, float("-inf"))

@@ -12,14 +12,20 @@ def explicit_attention(
     scale: float,
     cap: float | None,
     sinks: Tensor | None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap * tanh(scale * q k / cap)) v in float32, for [1, heads, tokens, head_dim] in and out. `hidden`
-    [queries, keys]: the keys that a query does not see. `sinks` float32 [heads] are those of KVCacheSpec."""
+    [queries, keys]: the keys that a query does not see. `sinks` and `slopes` float32 [heads] are those of KVCacheSpec;
+    with the latter, the queries are the last tokens."""
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
     scores = query.float() @ keys.transpose(2, 3) * scale
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
+    if slopes is not None:
+        positions = torch.arange(keys.shape[2], device=query.device)
+        distances = positions[-query.shape[2] :, None] - positions
+        scores = scores - slopes.view(1, heads, 1, 1) * distances
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:

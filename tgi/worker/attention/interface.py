@@ -5,14 +5,16 @@ what a backend does with both. The other protocols are optional abilities of a b
 isinstance.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, group_layers
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup
 from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.decoder_config import HeadShape
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.lora_arguments import LoraRuns
@@ -63,6 +65,28 @@ class ForwardBatch(NamedTuple):
     rope_positions: Tensor | None = None
 
 
+class Reach(NamedTuple):
+    """Which earlier positions the queries of a layer see."""
+
+    window: int | None = None  # the last so many, the query's own included; None: all
+    chunked: bool = False  # those of the query's own chunk of `window` positions instead
+
+    def first_seen(self, query: int) -> int:
+        """The first position that a query at this one sees; it may be negative."""
+        if self.window is None:
+            return 0
+        return query // self.window * self.window if self.chunked else query - self.window + 1
+
+    def masked(self, keys: Tensor, queries: Tensor, begins: Tensor | int = 0) -> Tensor:
+        """Which keys are masked for a query: later ones, and those that it does not see. Keys and queries are counted
+        from the positions `begins`."""
+        later = keys > queries
+        if self.window is None:
+            return later
+        seen = (begins + queries) % self.window + 1 if self.chunked else self.window
+        return later | (keys <= queries - seen)
+
+
 class KVCacheSpec(NamedTuple):
     """What a model stores per token and layer (one key and one value per KV head), and how its queries read it.
 
@@ -91,6 +115,12 @@ class KVCacheSpec(NamedTuple):
     state: StateSpec | None = None  # of recurrent layers; None: the model has none
     # None: values have head_dim elements. Otherwise a value is the first value_dim elements of the key, and not stored.
     value_dim: int | None = None
+    # Per-layer sizes; empty = kv_heads and head_dim in all layers. Each size has memory of its own in every page, since
+    # what another size has left in a page could be no number. See `by_shape`.
+    shapes: tuple[HeadShape, ...] = ()
+    chosen: tuple[int, ...] | None = None  # of the layers in `groups`, those that this one describes; None: all
+    chunked: frozenset[int] = frozenset()  # layers whose queries see their own chunk of `window` positions instead
+    slopes: Tensor | None = None  # float32 [heads], of ALiBi: a score is reduced by slope * distance
 
     @property
     def parts(self) -> int:
@@ -115,6 +145,8 @@ class KVCacheSpec(NamedTuple):
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values in one page, over the layers of a group."""
+        if self.shapes:
+            return sum(spec.token_bytes for spec, _ in self.by_shape())
         dtype = self.cache_dtype
         scaled = dtype is torch.int8
         return token_bytes(self.caches, self.kv_heads, self.cache_head_dim, dtype.itemsize, scaled, self.parts)
@@ -123,19 +155,50 @@ class KVCacheSpec(NamedTuple):
     def caches(self) -> int:
         """The number of caches. A layer of each group shares one: in each of its pages are keys and values of one of
         them."""
-        return group_layers(self.groups, self.layers)
+        return max((cache for _, cache in self.places), default=-1) + 1
 
     @property
     def places(self) -> list[tuple[int, int]]:
         """For each layer, its group and its cache."""
         if not self.groups[0].layers:
             return [(0, layer) for layer in range(self.layers)]
-        places = {
-            layer: (number, cache)
-            for number, group in enumerate(self.groups)
-            for cache, layer in enumerate(group.layers)
+        groups = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
+        used: Counter[int] = Counter()
+        places = []
+        for layer in range(self.layers) if self.chosen is None else self.chosen:
+            places.append((groups[layer], used[groups[layer]]))
+            used[groups[layer]] += 1
+        return places
+
+    def by_shape(self) -> "list[tuple[KVCacheSpec, tuple[int, ...]]]":
+        """The layers of each size as a spec of their own, with their numbers here."""
+        if not self.shapes:
+            return [(self, tuple(range(self.layers)))]
+        found = []
+        for shape in sorted(set(self.shapes)):
+            layers = tuple(layer for layer, other in enumerate(self.shapes) if other == shape)
+            spec = self._replace(
+                layers=len(layers),
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                sliding_windows=tuple(self.sliding_window(layer) for layer in layers),
+                cache_scales=tuple(self.cache_scales[layer] for layer in layers if self.cache_scales),
+                sinks=tuple(self.sinks[layer] for layer in layers if self.sinks),
+                chunked=frozenset(at for at, layer in enumerate(layers) if layer in self.chunked),
+                shapes=(),
+                chosen=layers,
+            )
+            found.append((spec, layers))
+        return found
+
+    def layer_bytes(self, page_size: int) -> list[tuple[HeadShape, int]]:
+        """The size of each layer, and its bytes in a page of this many tokens; empty: all are alike."""
+        found = {
+            shape: spec.token_bytes * page_size // spec.caches
+            for spec, _ in (self.by_shape() if self.shapes else [])
+            for shape in [HeadShape(spec.kv_heads, spec.head_dim)]
         }
-        return [places[layer] for layer in range(self.layers)]
+        return [(shape, found[shape]) for shape in self.shapes]
 
     def layer_scales(self, layer: int) -> tuple[float, float]:
         """The (key, value) scales of a layer's cache; (1, 1) for a cache that is not quantized."""
@@ -145,6 +208,10 @@ class KVCacheSpec(NamedTuple):
     def sliding_window(self, layer: int) -> int | None:
         """The sliding window of a layer; None = full attention."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def reach(self, layer: int) -> Reach:
+        """What the queries of a layer see."""
+        return Reach(self.sliding_window(layer), layer in self.chunked)
 
     def layer_sinks(self, layer: int) -> Tensor | None:
         """The attention sinks of a layer; None = it has none."""
@@ -166,7 +233,8 @@ class AttentionBackend(Protocol):
     def write_and_attend(self, plan: Any, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """Stores the step's keys and values, then computes causal attention of its queries over each row's context.
 
-        `qkv` [T, heads + parts * kv_heads, head_dim] holds queries, keys and, if they are parts of their own, values.
+        `qkv` [T, heads + parts * kv_heads, head_dim] holds queries, keys and, if they are parts of their own, values;
+        or queries alone [T, heads, head_dim], if an earlier layer has stored the keys and values of this cache.
         Returns [T, heads, result_dim] in their dtype.
         """
 

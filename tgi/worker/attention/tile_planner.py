@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
+from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec, Reach
 
 # Block size of torch's kernel: it iterates over keys in blocks of this many, from the first key that it is given.
 KEY_BLOCK = 512
@@ -48,7 +48,7 @@ class TileGroup(NamedTuple):
 
     queries: Tensor | slice  # int64 [B * Q] indices into the T tokens of the batch
     outputs: Tensor | slice  # int64 [B * Q] indices into the result; T for padding queries
-    mask: Tensor  # float32 [B, 1, rows or 1, keys], 0 or -inf
+    mask: Tensor  # float32 [B, kv_heads or 1, rows or 1, keys], added to the scores: 0 or what ALiBi adds, or -inf
     tiles: int  # B
     rows: int  # of a tile
     first: int  # the first of the gathered positions
@@ -68,7 +68,7 @@ class TilePlan(NamedTuple):
     """The plan of one step."""
 
     writes: Tensor  # int64 [G, T * parts * kv_heads] rows of the cache, viewed with one row per position
-    gathers: dict[tuple[int, int | None], list[KeyGather]]  # by KV group and sliding window
+    gathers: dict[tuple[int, Reach], list[KeyGather]]  # by KV group and reach
     tokens: int  # T
 
 
@@ -86,37 +86,38 @@ class TilePlanner:
         self._head_pages = torch.arange(kv.parts * kv.kv_heads).view(-1, 1) * pages
 
     def plan(self, batch: ForwardBatch) -> TilePlan:
-        """The plan of a step, for each KV group and sliding window of the model's layers."""
+        """The plan of a step, for each KV group and reach of the model's layers."""
         heads = self._head_pages * self.page_size
         writes = (batch.slot_mapping[:, None] + heads).transpose(1, 2).flatten(1)
-        kinds = {(group, self._kv.sliding_window(layer)) for layer, (group, _) in enumerate(self._kv.places)}
+        kinds = {(group, self._kv.reach(layer)) for layer, (group, _) in enumerate(self._kv.places)}
         gathers = {
-            (group, window): self._gathers(batch._replace(page_table=batch.page_table[group]), window)
-            for group, window in kinds
+            (group, reach): self._gathers(batch._replace(page_table=batch.page_table[group]), reach)
+            for group, reach in kinds
         }
         return TilePlan(writes, gathers, sum(batch.query_lens_host))
 
-    def _gathers(self, batch: ForwardBatch, window: int | None) -> list[KeyGather]:
+    def _gathers(self, batch: ForwardBatch, reach: Reach) -> list[KeyGather]:
         """Divides the rows into tiles. Short rows are grouped by their number of keys; long rows are planned alone.
         `batch` has the page table [R, P] of one group."""
         short: dict[tuple[int, bool], list[QueryTile]] = {}
         gathers: list[KeyGather] = []
         first = 0
+        shifted = not reach.chunked and self._kv.slopes is None  # see _run_group
         for row, (count, context) in enumerate(zip(batch.query_lens_host, batch.context_lens_host, strict=True)):
             start = context - count
-            if count > FEW_TILES * self._queries_per_tile:
-                gathers.append(self._long_row(batch, row, first, start, count, window))
+            if count > FEW_TILES * self._queries_per_tile and shifted:
+                gathers.append(self._long_row(batch, row, first, start, count, reach))
             else:
                 for done in range(0, count, self._queries_per_tile):
                     n = min(self._queries_per_tile, count - done)
-                    begin = _first_key(start + done, window)
+                    begin = _first_key(reach, start + done)
                     keys = self._padded_keys(start + done + n - begin)
                     short.setdefault((keys, n == 1), []).append(QueryTile(row, first + done, start + done, n, begin))
             first += count
         for (keys, single), tiles in short.items():
             at_once = max(1, GATHER_BYTES // (keys // self.page_size * self._page_bytes))
             groups = (tiles[at : at + at_once] for at in range(0, len(tiles), at_once))
-            gathers.extend(self._group_of_tiles(batch, keys, single, group, window) for group in groups)
+            gathers.extend(self._group_of_tiles(batch, keys, single, group, reach) for group in groups)
         return gathers
 
     def _padded_keys(self, keys: int) -> int:
@@ -144,7 +145,7 @@ class TilePlanner:
         return (self._head_pages + table.view(1, -1)).view(-1)
 
     def _group_of_tiles(
-        self, batch: ForwardBatch, keys: int, single: bool, tiles: list[QueryTile], window: int | None
+        self, batch: ForwardBatch, keys: int, single: bool, tiles: list[QueryTile], reach: Reach
     ) -> KeyGather:
         """A gather for tiles with a sequence of keys each. `single`: the tiles have one query each."""
         count = 1 if single else self._queries_per_tile
@@ -153,7 +154,8 @@ class TilePlanner:
         numbers = torch.tensor([tile.queries for tile in tiles])
         starts = torch.tensor([tile.start - tile.begin for tile in tiles])
         offsets = torch.arange(count)
-        mask = self._mask(starts[:, None] + offsets, rows, keys, window)
+        begins = torch.tensor([tile.begin for tile in tiles])
+        mask = self._mask(starts[:, None] + offsets, begins, rows, keys, reach)
         queries: Tensor | slice = slice(tiles[0].first, tiles[-1].first + 1)
         outputs = queries
         if not single or tiles[-1].first - tiles[0].first != len(tiles) - 1:
@@ -164,45 +166,49 @@ class TilePlanner:
         group = TileGroup(queries=queries, outputs=outputs, mask=mask, tiles=len(tiles), rows=rows, first=0, keys=keys)
         return KeyGather(index=index, sequences=len(tiles), length=keys, groups=[group])
 
-    def _mask(self, positions: Tensor, rows: int, keys: int, window: int | None) -> Tensor:
-        """TileGroup.mask for tiles of `rows` rows, with queries at `positions` [B, Q] relative to the first key."""
+    def _mask(self, positions: Tensor, begins: Tensor, rows: int, keys: int, reach: Reach) -> Tensor:
+        """TileGroup.mask for tiles of `rows` rows, with queries at `positions` [B, Q] relative to the first key, which
+        is at `begins` [B]."""
         tiles, count = positions.shape
         mask = torch.zeros(tiles, count, keys)
-        mask.masked_fill_(_masked(torch.arange(keys), positions[:, :, None], window), float("-inf"))
+        mask.masked_fill_(reach.masked(torch.arange(keys), positions[:, :, None], begins[:, None, None]), float("-inf"))
+        if self._kv.slopes is not None:
+            slopes = self._kv.slopes.view(1, self._kv.kv_heads, 1, self._group, 1)
+            distances = positions[:, None, :, None, None] - torch.arange(keys)
+            biased = (mask[:, None, :, None] - slopes * distances).flatten(2, 3)  # [B, kv_heads, Q * group, keys]
+            return F.pad(biased, (0, 0, 0, rows - biased.shape[2]))
         if count > 1:
             mask = mask.repeat_interleave(self._group, dim=1)
             mask = F.pad(mask, (0, 0, 0, rows - mask.shape[1]))
         return mask[:, None]
 
-    def _long_row(
-        self, batch: ForwardBatch, row: int, first: int, start: int, count: int, window: int | None
-    ) -> KeyGather:
+    def _long_row(self, batch: ForwardBatch, row: int, first: int, start: int, count: int, reach: Reach) -> KeyGather:
         """A gather for the many tiles of one row, which share its keys."""
-        runs = list(self._tile_runs(start, count, window))
+        runs = list(self._tile_runs(start, count, reach))
         lowest = runs[0].begin
-        groups = [self._run_group(batch, first, start, count, run, run.begin - lowest, window) for run in runs]
+        groups = [self._run_group(batch, first, start, count, run, run.begin - lowest, reach) for run in runs]
         length = runs[-1].end - lowest
         index = self._index(batch, [row], [lowest], length)
         return KeyGather(index=index, sequences=1, length=length, groups=groups)
 
-    def _tile_runs(self, start: int, count: int, window: int | None) -> Iterator[TileRun]:
+    def _tile_runs(self, start: int, count: int, reach: Reach) -> Iterator[TileRun]:
         """Divides the tiles of a row into runs with the same keys; these end at whole blocks in long contexts."""
         tiles = -(-count // self._queries_per_tile)
         run = 0
         for tile in range(tiles):
-            begin, end = self._key_range(start, count, tile, window)
-            if tile + 1 == tiles or self._key_range(start, count, tile + 1, window) != (begin, end):
+            begin, end = self._key_range(start, count, tile, reach)
+            if tile + 1 == tiles or self._key_range(start, count, tile + 1, reach) != (begin, end):
                 yield TileRun(range(run, tile + 1), begin, end)
                 run = tile + 1
 
-    def _key_range(self, start: int, count: int, tile: int, window: int | None) -> tuple[int, int]:
+    def _key_range(self, start: int, count: int, tile: int, reach: Reach) -> tuple[int, int]:
         """The positions of the first key of a tile, and after its last key, padding included."""
-        begin = _first_key(start + tile * self._queries_per_tile, window)
+        begin = _first_key(reach, start + tile * self._queries_per_tile)
         keys = start + min((tile + 1) * self._queries_per_tile, count) - begin
         return begin, begin + (self._padded_keys(keys) if keys <= KEY_BLOCK else -(-keys // KEY_BLOCK) * KEY_BLOCK)
 
     def _run_group(
-        self, batch: ForwardBatch, first: int, start: int, count: int, run: TileRun, offset: int, window: int | None
+        self, batch: ForwardBatch, first: int, start: int, count: int, run: TileRun, offset: int, reach: Reach
     ) -> TileGroup:
         """The group of a run of tiles, last tile first, whose keys begin at `offset` among the gathered ones.
 
@@ -220,21 +226,15 @@ class TilePlanner:
         # Relative to the first key: the first query of the last tile, whose mask begins at column 0.
         last = start + (run.tiles.stop - 1) * size - run.begin
         width = keys + (len(run.tiles) - 1) * size
-        reach = last + torch.arange(rows) // self._group
+        queries_at = last + torch.arange(rows) // self._group
         shared = torch.zeros(rows, width)
-        shared.masked_fill_(_masked(torch.arange(width), reach[:, None], window), float("-inf"))
+        shared.masked_fill_(reach.masked(torch.arange(width), queries_at[:, None]), float("-inf"))
         mask = shared.as_strided((len(run.tiles), 1, rows, keys), (size, 0, width, 1))
         return TileGroup(
             queries=queries, outputs=outputs, mask=mask, tiles=len(run.tiles), rows=rows, first=offset, keys=keys
         )
 
 
-def _first_key(query: int, window: int | None) -> int:
+def _first_key(reach: Reach, query: int) -> int:
     """Position of the first key of a tile whose first query is at position `query`: the start of a key block."""
-    return 0 if window is None else max(0, query - window + 1) // KEY_BLOCK * KEY_BLOCK
-
-
-def _masked(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Which keys are masked for a query: later ones, and those before its sliding window."""
-    later = keys > queries
-    return later if window is None else later | (keys <= queries - window)
+    return max(0, reach.first_seen(query)) // KEY_BLOCK * KEY_BLOCK

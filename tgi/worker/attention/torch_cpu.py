@@ -89,10 +89,11 @@ class TorchCpuAttention:
         query, pairs = qkv[:, : kv.heads], qkv[:, kv.heads :]
         if kv.dtype is torch.float16:  # an overflow in one request must not reach the next request that gets its pages
             pairs = pairs.nan_to_num()
-        cache.view(-1, kv.head_dim).index_copy_(0, plan.writes[group_number], pairs.reshape(-1, kv.head_dim))
+        if pairs.shape[1]:
+            cache.view(-1, kv.head_dim).index_copy_(0, plan.writes[group_number], pairs.reshape(-1, kv.head_dim))
         # The last row receives the results of padding queries.
         result = torch.empty(plan.tokens + 1, kv.heads, kv.head_dim, dtype=kv.dtype)
-        for gather in plan.gathers[group_number, kv.sliding_window(layer)]:
+        for gather in plan.gathers[group_number, kv.reach(layer)]:
             keys_values = self._gather(cache, gather)
             for group in gather.groups:
                 out = self._attend(group, query, keys_values, scale, kv.layer_sinks(layer))

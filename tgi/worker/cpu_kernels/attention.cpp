@@ -68,7 +68,7 @@ struct AttendJob final : Job {
         const int64_t count = batch.bounds[row + 1] - batch.bounds[row], begin = (at - first[row]) * TILE_ROWS;
         const int64_t rows = std::min(count * heads_per_kv - begin, TILE_ROWS),
             before = batch.context_lengths[row] - count;
-        const int64_t lowest = call.window ? std::max<int64_t>(0, before + begin / heads_per_kv - call.window + 1) : 0;
+        const int64_t lowest = std::max<int64_t>(0, call.first_seen(before + begin / heads_per_kv));
         const int64_t last = before + (begin + rows - 1) / heads_per_kv + call.ahead;
         return {row, head, begin, rows, lowest, std::min<int64_t>(last + 1, batch.context_lengths[row])};
     }
@@ -122,9 +122,10 @@ struct AttendJob final : Job {
 template <class T>
 void attend(ThreadPool& pool, const KvCache& cache, const AttentionBatch& batch, const AttentionCall& call) {
     // If every sequence has one token, its tile also writes its key and value, provided that the token is one tile.
-    const bool alone = batch.bounds[batch.rows] == batch.rows && cache.heads / cache.kv_heads <= TILE_ROWS;
+    const bool alone = !cache.shared && batch.bounds[batch.rows] == batch.rows &&
+        cache.heads / cache.kv_heads <= TILE_ROWS;
     const WriteKvJob<T> write_job(cache, batch, call.qkv);
-    if (!alone) pool.run(write_job, write_job.chunks());
+    if (!alone && !cache.shared) pool.run(write_job, write_job.chunks());
     static thread_local AttentionState state;
     const AttendJob<T> job(cache, batch, call, alone, state);
     pool.run(job, job.chunks());

@@ -171,6 +171,7 @@ struct TileWorkspace {
 #endif
     alignas(64) Operand columns[MAX_HEAD_DIM * 32];  // a converted panel
     int64_t positions[TILE_ROWS];  // of the rows' tokens
+    float slopes[TILE_ROWS];  // of the rows' heads
     alignas(64) float part[PartialAttention::size(MAX_HEAD_DIM)];
     alignas(64) float total[PartialAttention::size(MAX_HEAD_DIM)];
 };
@@ -189,7 +190,7 @@ class AttentionTile {
         bool writes_kv)
         : cache(cache), batch(batch), call(call), at(at), writes_kv(writes_kv), dim(cache.padded_dim()),
           value_dim(padded_to_32(cache.result_dim())), heads_per_kv(cache.heads / cache.kv_heads),
-          softmax{call.softcap ? LOG2_E : call.scale * LOG2_E}, workspace(tile_workspace()) {}
+          softmax{call.softcap || call.slopes ? LOG2_E : call.scale * LOG2_E}, workspace(tile_workspace()) {}
 
     // Copies the queries; to be called first.
     void begin() const {
@@ -203,6 +204,7 @@ class AttentionTile {
             for (int64_t d = 0; d < dim; d += LANES)
                 store(workspace.queries + r * dim + d, load_first(query + d, std::max<int64_t>(size - d, 0)));
             workspace.positions[r] = batch.context_lengths[at.row] - batch.bounds[at.row + 1] + token;
+            workspace.slopes[r] = call.slopes ? call.slopes[head] : 0;
         });
     }
 
@@ -324,8 +326,10 @@ class AttentionTile {
         for (int64_t r = first; r < last; r++) {
             if (SCALED) softmax.scale_scores(workspace.scores[r], scales);
             if (call.softcap) softmax.softcap_scores(workspace.scores[r], call.scale, call.softcap);
+            if (call.slopes) softmax.bias_scores(workspace.scores[r], call.scale, workspace.slopes[r],
+                from - workspace.positions[r]);
             const uint64_t visible =
-                visible_positions(workspace.positions[r] - from, batch.context_lengths[at.row] - from);
+                visible_positions(workspace.positions[r], from, batch.context_lengths[at.row]);
             if (~visible) softmax.mask(workspace.scores[r], visible);
             maxima_of_lanes[r - first] = softmax.lane_maxima(workspace.scores[r]);
         }
@@ -351,13 +355,12 @@ class AttentionTile {
         store(part.sums + r * LANES, load(part.sums + r * LANES) * less);
     }
 
-    // A mask of the positions of a block that are visible to position `own`. Both are counted from the start of the
-    // block, as is `end`, that of the context.
-    uint64_t visible_positions(int64_t own, int64_t end) const {
-        const int64_t last = std::min(own + call.ahead, end - 1);
+    // A mask of the positions of the block from `from` on that are visible to position `own` of a context of `end`.
+    uint64_t visible_positions(int64_t own, int64_t from, int64_t end) const {
+        const int64_t last = std::min(own + call.ahead, end - 1) - from;
         if (last < 0) return 0;
         const uint64_t upper = last < BLOCK - 1 ? (uint64_t(2) << last) - 1 : ~uint64_t(0);
-        const int64_t hidden = call.window ? own - call.window + 1 : 0;
+        const int64_t hidden = call.first_seen(own) - from;
         if (hidden >= BLOCK) return 0;
         return hidden > 0 ? upper >> hidden << hidden : upper;
     }

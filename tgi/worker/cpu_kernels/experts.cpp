@@ -65,7 +65,8 @@ struct ChooseJob final : RowsJob {
         float* const choice = scores + count + LANES;
         for (int64_t at = 0; at < count; at += LANES)
             store(scores + at, load_first(logits + row * count + at, std::min(count - at, LANES)));
-        if (rule.sigmoid) {
+        if (rule.score == RouterScore::SPARSEMIXER) return mix_sparsely(row, scores, choice);
+        if (rule.score == RouterScore::SIGMOID) {
             for (int64_t k = 0; k < count; k++) scores[k] = sigmoid(scores[k]);
         } else {
             const float most = *std::max_element(scores, scores + count);
@@ -86,6 +87,26 @@ struct ChooseJob final : RowsJob {
         for (int64_t n = 0; n < rule.top_k; n++) {
             float& weight = weights[row * rule.top_k + n];
             weight = (rule.normalized ? weight / (sum + LEAST_SUM) : weight) * rule.scale;
+            if (rule.expert_scales) weight *= rule.expert_scales[chosen[row * rule.top_k + n]];
+        }
+    }
+
+    // Chooses one expert after the other. Its weight is a softmax over those logits, of experts not chosen before, that
+    // are nearly as large.
+    void mix_sparsely(int64_t row, const float* logits, float* left) const {
+        std::copy_n(logits, rule.experts, left);
+        for (int64_t n = 0; n < rule.top_k; n++) {
+            const int64_t best = std::max_element(left, left + rule.experts) - left;
+            const float most = left[best];
+            float sum = 0;
+            for (int64_t k = 0; k < rule.experts; k++) {
+                if (left[k] == EXCLUDED) continue;
+                const float factor = std::max(std::abs(logits[k]), most);
+                if (!((most - logits[k]) / factor > 2 * rule.jitter)) sum += std::exp(logits[k] - most);
+            }
+            left[best] = EXCLUDED;
+            chosen[row * rule.top_k + n] = best;
+            weights[row * rule.top_k + n] = 1 / sum;
         }
     }
 
@@ -118,19 +139,34 @@ struct ChooseJob final : RowsJob {
     float* const weights;
 };
 
+// The input of each choice, in the order of `sources`; times its weight if `weights` is not null.
 struct GatherJob final : RowsJob {
-    GatherJob(const Element* x, const int64_t* sources, int64_t rows, int64_t width, Element* y)
-        : RowsJob(rows), x(x), sources(sources), width(width), y(y) {}
+    GatherJob(const Element* x, const int64_t* sources, const float* weights, int64_t top_k, int64_t rows,
+        int64_t width, Element* y)
+        : RowsJob(rows), x(x), sources(sources), weights(weights), top_k(top_k), width(width), y(y) {}
 
-    void one(int64_t row) const override { std::copy_n(x + sources[row] * width, width, y + row * width); }
+    void one(int64_t row) const override {
+        const Element* const from = x + sources[row] / top_k * width;
+        if (!weights) {
+            std::copy_n(from, width, y + row * width);
+            return;
+        }
+        const Float weight = broadcast(weights[sources[row]]);
+        for (int64_t at = 0; at < width; at += LANES) {
+            const int64_t count = std::min(width - at, LANES);
+            store_first(y + row * width + at, load_first(from + at, count) * weight, count);
+        }
+    }
 
     const Element* const x;
     const int64_t* const sources;
-    const int64_t width;
+    const float* const weights;
+    const int64_t top_k, width;
     Element* const y;
 };
 
-// Adds up the parts of each row in float32, and the shared expert's result, if there is one.
+// Adds up the parts of each row in float32, times their weights unless `weights` is null, and the shared expert's
+// result, if there is one.
 struct CombineJob final : RowsJob {
     CombineJob(const Element* parts, const int64_t* positions, const float* weights, int64_t top_k,
         const Element* shared, const Element* gates, int64_t rows, int64_t width, Element* y)
@@ -148,7 +184,7 @@ struct CombineJob final : RowsJob {
             const int64_t count = std::min(width - at, LANES);
             Float sum = zeros();
             for (int64_t n = row * top_k; n < (row + 1) * top_k; n++)
-                sum = sum + load_first(parts + positions[n] * width + at, count) * broadcast(weights[n]);
+                sum = sum + load_first(parts + positions[n] * width + at, count) * broadcast(weights ? weights[n] : 1);
             if (shared) sum = sum + load_first(shared + row * width + at, count) * broadcast(gate);
             store_first(y + row * width + at, sum, count);
         }
@@ -163,8 +199,8 @@ struct CombineJob final : RowsJob {
     Element* const y;
 };
 
-// Sorts the choices of all rows by expert: `positions` [rows, top_k] is where each of them goes, `sources` the row that
-// comes from there, and expert e has the positions begins[e] to begins[e + 1] - 1.
+// Sorts the choices of all rows by expert: `positions` [rows, top_k] is where each of them goes, `sources` the choice
+// that is there, and expert e has the positions begins[e] to begins[e + 1] - 1.
 void sort_by_expert(const int64_t* chosen, int64_t rows, int64_t top_k, std::vector<int64_t>& begins,
     int64_t* positions, int64_t* sources) {
     std::fill(begins.begin(), begins.end(), 0);
@@ -172,20 +208,21 @@ void sort_by_expert(const int64_t* chosen, int64_t rows, int64_t top_k, std::vec
     for (size_t expert = 1; expert < begins.size(); expert++) begins[expert] += begins[expert - 1];
     for (int64_t n = 0; n < rows * top_k; n++) {
         positions[n] = begins[chosen[n]]++;
-        sources[positions[n]] = n / top_k;
+        sources[positions[n]] = n;
     }
     for (size_t expert = begins.size() - 1; expert > 0; expert--) begins[expert] = begins[expert - 1];
     begins[0] = 0;
 }
 
-void run_block(ThreadPool& pool, const Experts& experts, const Element* x, Element* y, int64_t rows) {
+void run_block(ThreadPool& pool, const Experts& experts, const Element* x, const Element* seen, Element* y,
+    int64_t rows) {
     static thread_local ExpertsWorkspace room;
     const RouterRule& rule = experts.rule;
     const PackedWeight &up = experts.shape.up, &down = experts.shape.down;
     const int64_t hidden = experts.router.inputs, all = rows * rule.top_k;
 
     Element* const logits = room.reserve(room.logits, rows * rule.experts);
-    linear(pool, linear_call(experts.router, experts.router_bias, Epilogue::none, x, logits, rows));
+    linear(pool, linear_call(experts.router, experts.router_bias, Epilogue::none, seen, logits, rows));
     int64_t* const chosen = room.reserve(room.chosen, all);
     float* const weights = room.reserve(room.weights, all);
     const ChooseJob choose(rule, logits, rows, chosen, weights);
@@ -202,7 +239,7 @@ void run_block(ThreadPool& pool, const Experts& experts, const Element* x, Eleme
         room.down.push_back({experts.down[expert], experts.down_bias[expert], first, count});
     }
     Element* const gathered = room.reserve(room.gathered, all * hidden);
-    const GatherJob gather(x, sources, all, hidden, gathered);
+    const GatherJob gather(x, sources, rule.scales_inputs ? weights : nullptr, rule.top_k, all, hidden, gathered);
     pool.run(gather, gather.chunks());
     Element* const inner = room.reserve(room.inner, all * up.outputs);
     grouped_linear(pool, linear_call(up, nullptr, experts.shape.activation, gathered, inner, all), room.up);
@@ -222,16 +259,19 @@ void run_block(ThreadPool& pool, const Experts& experts, const Element* x, Eleme
         linear(pool, linear_call(experts.shared_gate, nullptr, Epilogue::none, x, found, rows));
         gates = found;
     }
-    const CombineJob combine(parts, positions, weights, rule.top_k, shared, gates, rows, hidden, y);
+    const CombineJob combine(parts, positions, rule.scales_inputs ? nullptr : weights, rule.top_k, shared, gates, rows,
+        hidden, y);
     pool.run(combine, combine.chunks());
 }
 
 }  // namespace
 
-void run_experts(ThreadPool& pool, const Experts& experts, const Element* x, Element* y, int64_t rows) {
+void run_experts(ThreadPool& pool, const Experts& experts, const Element* x, const Element* seen, Element* y,
+    int64_t rows) {
     const int64_t hidden = experts.router.inputs;
     for (int64_t row = 0; row < rows; row += BLOCK_ROWS)
-        run_block(pool, experts, x + row * hidden, y + row * hidden, std::min(rows - row, BLOCK_ROWS));
+        run_block(pool, experts, x + row * hidden, seen + row * hidden, y + row * hidden,
+            std::min(rows - row, BLOCK_ROWS));
 }
 
 }  // namespace tgi

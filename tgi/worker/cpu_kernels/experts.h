@@ -9,14 +9,19 @@
 
 namespace tgi {
 
+enum class RouterScore : int64_t { SOFTMAX = 0, SIGMOID = 1, SPARSEMIXER = 2 };
+
 // How a row's experts are chosen: RouterConfig of decoder_config.py.
 struct RouterRule {
     int64_t experts, top_k, groups, top_groups;
-    bool sigmoid;  // of each logit; otherwise softmax over the experts
+    RouterScore score;
     bool normalized;
     float scale;
     const float* bias;  // [experts] added for the choice alone; may be null
     int64_t group_best;  // 1 or 2: of a group, so many of the best count
+    float jitter;  // of SPARSEMIXER
+    bool scales_inputs;  // the weights multiply the experts' inputs, not their outputs
+    const float* expert_scales;  // [experts] factors of the weights; may be null
 };
 
 // An MLP: down(f(gate x) * up x), or down(f(up x)) if the first weight is a single one.
@@ -39,7 +44,9 @@ struct Experts {
     PackedWeight shared_gate;  // [1, hidden]
 };
 
-// y = sum of weight * expert(x) over the experts of each row, plus the shared expert; x and y are [rows, hidden].
-void run_experts(ThreadPool& pool, const Experts& experts, const Element* x, Element* y, int64_t rows);
+// y = sum of weight * expert(x) over the experts of each row, plus the shared expert; x and y are [rows, hidden]. The
+// router chooses by `seen`, which may be x.
+void run_experts(ThreadPool& pool, const Experts& experts, const Element* x, const Element* seen, Element* y,
+    int64_t rows);
 
 }  // namespace tgi

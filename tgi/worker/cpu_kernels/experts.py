@@ -18,8 +18,10 @@ from tgi.worker.decoder_config import RouterConfig
 MAX_GROUPS = 64  # of experts (experts.cpp)
 
 # Argument types of the functions in interface.cpp.
-_CREATE = (c_int64, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
-_RUN = (c_void_p, c_void_p, c_void_p, c_void_p, c_int64)
+_CREATE = (c_int64, c_void_p, c_float, c_float, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
+_RUN = (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)
+# RouterConfig.score -> the number in `enum class RouterScore` of experts.h.
+_SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 
 
 class PackedLinear(NamedTuple):
@@ -60,8 +62,9 @@ class PackedExperts:
         experts: Sequence[PackedMlp],
         shared: PackedMlp | None,
         shared_gate: PackedWeight | None,
+        expert_scales: Tensor | None = None,
     ) -> None:
-        """`choice_bias` is that of a `biased` rule, float32 [experts]."""
+        """`choice_bias` is that of a `biased` rule, and `expert_scales` Router.expert_scales, float32 [experts]."""
         assert len({expert.shape for expert in experts}) == 1
         assert rule.groups <= MAX_GROUPS
         library = kernels.library
@@ -72,17 +75,18 @@ class PackedExperts:
         columns = [column for expert in experts for column in expert.columns]
         columns += [*([None] * 4 if shared is None else shared.columns), router.weight.memory, router.bias, gate]
         # The library keeps addresses: of the rule's bias and of the memory in `columns`.
-        self._referenced = choice_bias, columns
+        self._referenced = choice_bias, expert_scales, columns
         sizes = (
             *(len(experts), top_k, rule.groups, rule.top_groups),
-            *(rule.score == "sigmoid", rule.normalized, rule.group_best),
+            *(_SCORES[rule.score], rule.normalized, rule.group_best, rule.scales_inputs),
         )
         self._run, self._thread_pool = library.tgi_run_experts, kernels.thread_pool
         self.handle = library.tgi_experts(
             router.weight.inputs,
             (c_int64 * len(sizes))(*sizes),
             rule.scale,
-            None if choice_bias is None else choice_bias.data_ptr(),
+            rule.jitter,
+            *(None if one is None else one.data_ptr() for one in (choice_bias, expert_scales)),
             router.weight.form,
             (c_int64 * 4)(*experts[0].shape),
             (c_int64 * 4)(*(experts[0] if shared is None else shared).shape),
@@ -91,9 +95,9 @@ class PackedExperts:
         )
         weakref.finalize(self, library.tgi_experts_free, self.handle)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The result [rows, hidden] for x [rows, hidden]."""
-        x = x.contiguous()
+    def __call__(self, x: Tensor, seen: Tensor) -> Tensor:
+        """The result [rows, hidden] for x [rows, hidden]; `seen`, which may be x, is what the router chooses by."""
+        x, seen = x.contiguous(), seen.contiguous()
         y = torch.empty_like(x)
-        self._run(self._thread_pool, self.handle, x.data_ptr(), y.data_ptr(), len(x))
+        self._run(self._thread_pool, self.handle, x.data_ptr(), seen.data_ptr(), y.data_ptr(), len(x))
         return y

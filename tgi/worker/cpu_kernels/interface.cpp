@@ -129,9 +129,9 @@ void tgi_attention(ThreadPool* pool, void* cache, int64_t form, int64_t heads, i
     int64_t value_dim, const int64_t* slots,
                 const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
                 const Element* qkv, Element* y, int64_t window, float scale, float softcap, int64_t ahead,
-                const float* sinks) {
-    attention(*pool, {cache, heads, kv_heads, head_dim, KvForm(form), value_dim},
-           {slots, bounds, contexts, pages, rows, width}, {qkv, y, window, scale, softcap, ahead, sinks});
+                const float* sinks, int64_t shared, int64_t chunked, const float* slopes) {
+    attention(*pool, {cache, heads, kv_heads, head_dim, KvForm(form), value_dim, shared != 0},
+           {slots, bounds, contexts, pages, rows, width}, {qkv, y, window, scale, softcap, ahead, sinks, chunked != 0, slopes});
 }
 
 void tgi_lora(ThreadPool* pool, const Element* x, float* plus, const int64_t* tokens, const int64_t* tiles,
@@ -182,13 +182,14 @@ void tgi_gated_norm(ThreadPool* pool, Element* y, const Element* z, const float*
     gated_norm(*pool, {y, z, weight, tokens, groups, size, z_step, gate_scale, epsilon, GatedNormForm(form)});
 }
 
-// `rule`: experts, top_k, groups, top_groups, sigmoid, normalized, group_best. `shape`, of an expert and of the shared
+// `rule`: experts, top_k, groups, top_groups, score, normalized, group_best, scales_inputs. `shape`, of an expert and of the shared
 // one: inner width, formats of the first and of the last weight, epilogue. The addresses of weights and biases are, for each
 // expert,
 // up, up's bias, down and down's bias; the same four of the shared expert; of the router and its bias; of the shared
 // expert's gate. Missing ones are null.
-Experts* tgi_experts(int64_t hidden, const int64_t* rule, float scale, const float* choice_bias, int64_t router_form,
-    const int64_t* shape, const int64_t* shared_shape, int64_t gate_form, const void* const* weights) {
+Experts* tgi_experts(int64_t hidden, const int64_t* rule, float scale, float jitter, const float* choice_bias,
+    const float* expert_scales, int64_t router_form, const int64_t* shape, const int64_t* shared_shape,
+    int64_t gate_form, const void* const* weights) {
     const auto mlp = [&](const int64_t* shape, const void* const* at) {
         return ExpertMlp{{(const uint8_t*)at[0], shape[0], hidden, WeightFormat(shape[1])},
             {(const uint8_t*)at[2], hidden, shape[0], WeightFormat(shape[2])}, (const float*)at[1],
@@ -196,7 +197,8 @@ Experts* tgi_experts(int64_t hidden, const int64_t* rule, float scale, const flo
     };
     const void* const* further = weights + 4 * rule[0];
     auto* experts = new Experts{
-        {rule[0], rule[1], rule[2], rule[3], rule[4] != 0, rule[5] != 0, scale, choice_bias, rule[6]},
+        {rule[0], rule[1], rule[2], rule[3], RouterScore(rule[4]), rule[5] != 0, scale, choice_bias, rule[6], jitter,
+            rule[7] != 0, expert_scales},
         {(const uint8_t*)further[4], rule[0], hidden, WeightFormat(router_form)}, (const float*)further[5],
         mlp(shape, weights), {}, {}, {}, {}, mlp(shared_shape, further),
         {(const uint8_t*)further[6], 1, hidden, WeightFormat(gate_form)}};
@@ -209,8 +211,9 @@ Experts* tgi_experts(int64_t hidden, const int64_t* rule, float scale, const flo
 
 void tgi_experts_free(Experts* experts) { delete experts; }
 
-void tgi_run_experts(ThreadPool* pool, const Experts* experts, const Element* x, Element* y, int64_t rows) {
-    run_experts(*pool, *experts, x, y, rows);
+void tgi_run_experts(ThreadPool* pool, const Experts* experts, const Element* x, const Element* seen, Element* y,
+    int64_t rows) {
+    run_experts(*pool, *experts, x, seen, y, rows);
 }
 
 int64_t tgi_rank_group_bytes(int64_t ranks) { return RankGroup::shared_bytes(ranks); }
@@ -261,9 +264,9 @@ void tgi_program_head_products(Program* program, int64_t x, int64_t last, int64_
 
 void tgi_program_attention(Program* program, int64_t qkv, int64_t y, int64_t layer, int64_t heads, int64_t kv_heads,
                         int64_t head_dim, int64_t value_dim, int64_t window, float scale, float softcap,
-                        const float* sinks) {
-    program->attention(qkv, y, layer, {nullptr, heads, kv_heads, head_dim, KvForm::ELEMENT, value_dim},
-        {nullptr, nullptr, window, scale, softcap, 0, sinks});
+                        const float* sinks, int64_t shared, int64_t chunked, const float* slopes) {
+    program->attention(qkv, y, layer, {nullptr, heads, kv_heads, head_dim, KvForm::ELEMENT, value_dim, shared != 0},
+        {nullptr, nullptr, window, scale, softcap, 0, sinks, chunked != 0, slopes});
 }
 
 void tgi_program_conv(Program* program, int64_t x, int64_t y, int64_t window, const float* weight, const float* bias,
@@ -293,11 +296,15 @@ void tgi_program_gated_norm(Program* program, int64_t y, int64_t x, int64_t z, c
 
 void tgi_program_sigmoid_gate(Program* program, int64_t x, int64_t y) { program->sigmoid_gate(x, y); }
 
-void tgi_program_experts(Program* program, int64_t x, int64_t y, const Experts* experts) {
-    program->experts(x, y, *experts);
+void tgi_program_experts(Program* program, int64_t x, int64_t seen, int64_t y, const Experts* experts) {
+    program->experts(x, seen, y, *experts);
 }
 
 void tgi_program_add(Program* program, int64_t x, int64_t y, float scale) { program->add(x, y, scale); }
+
+void tgi_program_scale(Program* program, int64_t y, float scale) { program->scale(y, scale); }
+
+void tgi_program_multiply(Program* program, int64_t x, int64_t y, int64_t from) { program->multiply(x, y, from); }
 
 void tgi_program_all_reduce(Program* program, int64_t x, RankGroup* group) { program->all_reduce(x, *group); }
 
@@ -314,10 +321,11 @@ void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const in
     const float* const* angles,
                      const LayerCache* caches, int64_t kv_form, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
                      const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width,
-                         const GreedyRows* greedy_rows, const StateStep* state,
+                         const GreedyRows* greedy_rows, const StateStep* state, Element* layer_inputs,
                      double* clock) {
     const AttentionBatch step{slots, bounds, contexts, pages, count, width};
-    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step, state}, clock);
+    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step, state, layer_inputs},
+        clock);
 }
 }
 #pragma GCC visibility pop

@@ -62,7 +62,7 @@ _SIGNATURES = {
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attention": (
         *(c_void_p, *[c_int64] * 5, *[c_void_p] * 4, c_int64, c_int64),
-        *(c_void_p, c_void_p, c_int64, c_float, c_float, c_int64, c_void_p),
+        *(c_void_p, c_void_p, c_int64, c_float, c_float, c_int64, c_void_p, c_int64, c_int64, c_void_p),
     ),
 }
 
@@ -429,18 +429,24 @@ class CpuKernels:
         ahead: int = 0,
         sinks: Tensor | None = None,
         value_dim: int | None = None,
+        shared_heads: int | None = None,
+        chunked: bool = False,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Writes the keys and values of qkv [T, heads + 2 * kv_heads, head_dim] to `cache`, and returns the attention
         of its queries, [T, heads * head_dim]. A query sees `ahead` positions after its own; 0: causal attention.
         `sinks` float32 [heads] and `value_dim` are those of KVCacheSpec: with the latter, qkv has no values, and the
-        result is [T, heads * value_dim]."""
+        result is [T, heads * value_dim]. With `shared_heads`, the number of query heads, qkv has queries alone: an
+        earlier layer has written the keys and values. `chunked`: a query sees its own chunk of `window` positions.
+        `slopes` float32 [heads] are those of ALiBi."""
         tokens, all_heads, head_dim = qkv.shape
         kv_heads = cache.memory.shape[1]
-        heads = all_heads - (2 if value_dim is None else 1) * kv_heads
+        heads = shared_heads or all_heads - (2 if value_dim is None else 1) * kv_heads
         y = torch.empty(tokens, heads * (value_dim or head_dim), dtype=self.dtype)
         self._attention(
             cache.memory.data_ptr(), cache.form, heads, kv_heads, head_dim, value_dim or 0, *rows, qkv.data_ptr(),
-            y.data_ptr(), window or 0, scale, softcap or 0.0, ahead, _address(sinks),
+            y.data_ptr(), window or 0, scale, softcap or 0.0, ahead, _address(sinks), shared_heads is not None, chunked,
+            _address(slopes),
         )  # fmt: skip
         return y
 

@@ -33,11 +33,13 @@ struct KvCache {
     int64_t heads, kv_heads, head_dim;
     KvForm form = KvForm::ELEMENT;
     int64_t value_dim = 0;
+    bool shared = false;  // an earlier layer has written the keys and values: rows are queries alone
 
     int64_t padded_dim() const { return padded_to_32(head_dim); }
     int64_t parts() const { return value_dim ? 1 : 2; }  // stored of each head
     int64_t result_dim() const { return value_dim ? value_dim : head_dim; }
-    int64_t row_size() const { return (heads + parts() * kv_heads) * head_dim; }  // of a token's queries, keys, values
+    // Of a token's queries, keys and values.
+    int64_t row_size() const { return (heads + (shared ? 0 : parts() * kv_heads)) * head_dim; }
 
     // Bytes of one page and head whose numbers have type T.
     template <class T>

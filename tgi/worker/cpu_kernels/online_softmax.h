@@ -129,6 +129,15 @@ struct Softmax {
         for (int n = 0; n < BLOCK; n += LANES) store(scores + n, caps * tanh(load(scores + n) * ratio));
     }
 
+    // scale score + slope distance, where the first key is at `distance` from the query.
+    static void bias_scores(float* scores, float scale, float slope, int64_t distance) {
+        alignas(64) float lanes[LANES];
+        for (int64_t n = 0; n < BLOCK; n += LANES) {
+            for (int64_t i = 0; i < LANES; i++) lanes[i] = distance + n + i;
+            store(scores + n, fma(load(scores + n), broadcast(scale), load(lanes) * broadcast(slope)));
+        }
+    }
+
     // The maximum of every 16th score.
     TGI_INLINE static Float lane_maxima(const float* scores) {
         const Float first = max(load(scores), load(scores + LANES));

@@ -34,6 +34,29 @@ struct AddJob final : Job {
     const Float scale;
 };
 
+// y *= scale, or each row of y, of `width` columns, times a row of x.
+struct ScaleJob final : Job {
+    ScaleJob(Element* y, int64_t rows, int64_t width, float scale, const Element* x = nullptr, int64_t step = 0)
+        : y(y), x(x), rows(rows), width(width), step(step), scale(broadcast(scale)) {}
+
+    int64_t chunks() const { return (rows + CHUNK_ROWS - 1) / CHUNK_ROWS; }
+
+    void run(int64_t chunk, int64_t) const override {
+        for (int64_t row = chunk * CHUNK_ROWS; row < std::min((chunk + 1) * CHUNK_ROWS, rows); row++)
+            for (int64_t at = 0; at < width; at += LANES) {
+                const int64_t count = std::min(width - at, LANES);
+                const Float factor = x ? load_first(x + row * step + at, count) : scale;
+                store_first(y + row * width + at, load_first(y + row * width + at, count) * factor, count);
+            }
+    }
+
+    static constexpr int64_t CHUNK_ROWS = 8;
+    Element* const y;
+    const Element* const x;
+    const int64_t rows, width, step;
+    const Float scale;
+};
+
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
@@ -143,15 +166,29 @@ void Program::sigmoid_gate(Buffer x, Buffer y) {
     });
 }
 
-void Program::experts(Buffer x, Buffer y, const Experts& experts) {
+void Program::experts(Buffer x, Buffer seen, Buffer y, const Experts& experts) {
     operations_.push_back([=, &experts](const Run& run) {
-        run_experts(run.pool, experts, run.buffers[x], run.buffers[y], run.tokens);
+        run_experts(run.pool, experts, run.buffers[x], run.buffers[seen], run.buffers[y], run.tokens);
     });
 }
 
 void Program::add(Buffer x, Buffer y, float scale) {
     operations_.push_back([=, width = widths_[x]](const Run& run) {
         const AddJob job(run.buffers[x], run.buffers[y], run.tokens * width, scale);
+        run.pool.run(job, job.chunks());
+    });
+}
+
+void Program::scale(Buffer y, float scale) {
+    operations_.push_back([=, width = widths_[y]](const Run& run) {
+        const ScaleJob job(run.buffers[y], run.tokens, width, scale);
+        run.pool.run(job, job.chunks());
+    });
+}
+
+void Program::multiply(Buffer x, Buffer y, int64_t from) {
+    operations_.push_back([=, width = widths_[y], step = widths_[x]](const Run& run) {
+        const ScaleJob job(run.buffers[y], run.tokens, width, 1, run.buffers[x] + from, step);
         run.pool.run(job, job.chunks());
     });
 }
@@ -182,6 +219,7 @@ void Program::run(ThreadPool& pool, const StepInputs& inputs, double* clock) {
     const int64_t tokens = inputs.step.bounds[inputs.step.rows];
     reserve(tokens);
     buffers_[0] = inputs.rows;
+    if (inputs.layer_inputs) buffers_[1] = inputs.layer_inputs;
     const Run run{pool, inputs, buffers_, weights_, tokens};
     double before = clock ? seconds() : 0;
     for (const Operation& operation : operations_) {

@@ -72,6 +72,7 @@ struct StepInputs {
     const GreedyRows* greedy_rows;  // may be null
     AttentionBatch step;  // of the first KV group
     const StateStep* state;  // null if no layer is recurrent
+    Element* layer_inputs;  // buffer 1, if not null: inputs of all layers besides the rows
 };
 
 // Operations read and write buffers, which have a row of fixed width for each token. The calls that are recorded have
@@ -80,7 +81,8 @@ class Program {
   public:
     using Buffer = int64_t;
 
-    // Buffers of these widths. Buffer 0 belongs to the caller, the others are scratch memory.
+    // Buffers of these widths. Buffer 0, and 1 if a step has StepInputs.layer_inputs, belong to the caller, the others
+    // are scratch memory.
     explicit Program(std::vector<int64_t> widths);
 
     void norm(Buffer x, Buffer y, int64_t from, NormCall call);  // of the columns from `from` on
@@ -97,8 +99,10 @@ class Program {
     void ssd(Buffer x, int64_t dt, Buffer y, int64_t state, SsdCall call);
     void gated_norm(Buffer y, Buffer x, int64_t z, GatedNormCall call);  // by the columns of x from `z` on
     void sigmoid_gate(Buffer x, Buffer y);  // y *= sigmoid(x)
-    void experts(Buffer x, Buffer y, const Experts& experts);
+    void experts(Buffer x, Buffer seen, Buffer y, const Experts& experts);
     void add(Buffer x, Buffer y, float scale);  // y += scale * x
+    void scale(Buffer y, float scale);  // y *= scale
+    void multiply(Buffer x, Buffer y, int64_t from);  // y *= the columns of x from `from` on
     void all_reduce(Buffer x, RankGroup& group);  // x = the sum of x over all ranks
 
     // Of the tokens of `greedy_rows`, if not null; y is scratch

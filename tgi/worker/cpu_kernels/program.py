@@ -32,20 +32,22 @@ _SIGNATURES = {
     "tgi_program_lora": (c_int64, c_int64, c_int64),
     "tgi_program_rope": (*[c_int64] * 7,),
     "tgi_program_head_products": (*[c_int64] * 3, c_void_p, *[c_int64] * 5),
-    "tgi_program_attention": (*[c_int64] * 8, c_float, c_float, c_void_p),
+    "tgi_program_attention": (*[c_int64] * 8, c_float, c_float, c_void_p, c_int64, c_int64, c_void_p),
     "tgi_program_conv": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3),
     "tgi_program_delta_rule": (*[c_int64] * 5, *[c_void_p] * 3, *[c_int64] * 4, c_float, c_float),
     "tgi_program_ssd": (*[c_int64] * 4, *[c_void_p] * 3, *[c_int64] * 4, *[c_float] * 3),
     "tgi_program_gated_norm": (*[c_int64] * 3, c_void_p, c_int64, c_int64, c_float, c_float, c_int64),
     "tgi_program_sigmoid_gate": (c_int64, c_int64),
-    "tgi_program_experts": (c_int64, c_int64, c_void_p),
+    "tgi_program_experts": (c_int64, c_int64, c_int64, c_void_p),
     "tgi_program_add": (c_int64, c_int64, c_float),
+    "tgi_program_scale": (c_int64, c_float),
+    "tgi_program_multiply": (c_int64, c_int64, c_int64),
     "tgi_program_all_reduce": (c_int64, c_void_p),
     "tgi_program_head": (
         *(c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
         *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p, c_int64),
     ),
-    "tgi_program_run": (*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, *[c_void_p] * 3),
+    "tgi_program_run": (*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, *[c_void_p] * 4),
 }
 NO_TARGET = NO_BUFFER = -1
 
@@ -107,8 +109,9 @@ class PreparedStep(NamedTuple):
 
 
 class Program:
-    """Recorded operations on buffers of these widths. Buffer 0 belongs to the caller; the others are scratch memory
-    that grows to the largest step. The caller keeps all recorded weights alive."""
+    """Recorded operations on buffers of these widths. Buffer 0 belongs to the caller, and buffer 1 in a step that has
+    `layer_inputs`; the others are scratch memory that grows to the largest step. The caller keeps all recorded weights
+    alive."""
 
     def __init__(self, kernels: CpuKernels, widths: Sequence[int]) -> None:
         library = kernels.library
@@ -187,12 +190,17 @@ class Program:
         softcap: float | None,
         sinks: Tensor | None = None,
         value_dim: int | None = None,
+        shared: bool = False,
+        chunked: bool = False,
+        slopes: Tensor | None = None,
     ) -> None:
-        """CpuKernels.paged_attention on the cache of a layer; `heads` are the numbers of query and KV heads. The caller
-        keeps `sinks` alive."""
+        """CpuKernels.paged_attention on the cache of a layer; `heads` are the numbers of query and KV heads; `shared`:
+        qkv has queries alone. The caller keeps `sinks` and `slopes` alive."""
         assert self._widths[y] == heads[0] * (value_dim or head_dim)
-        at_sinks, sizes = None if sinks is None else sinks.data_ptr(), (head_dim, value_dim or 0)
-        self._record("attention", qkv, y, layer, *heads, *sizes, window or 0, scale, softcap or 0.0, at_sinks)
+        at_sinks, at_slopes = (None if one is None else one.data_ptr() for one in (sinks, slopes))
+        sizes = head_dim, value_dim or 0
+        options = scale, softcap or 0.0, at_sinks, shared, chunked, at_slopes
+        self._record("attention", qkv, y, layer, *heads, *sizes, window or 0, *options)
 
     def conv(self, x: int, y: int, window: int, weight: Tensor, bias: Tensor | None, form: ConvForm) -> None:
         """`recurrent.causal_conv` with the state tensor of number `window`, counted over all recurrent layers."""
@@ -228,15 +236,24 @@ class Program:
         assert self._widths[x] == self._widths[y]
         self._record("sigmoid_gate", x, y)
 
-    def experts(self, x: int, y: int, experts: PackedExperts) -> None:
-        """The mixture of experts of x. The caller keeps it alive."""
-        assert self._widths[x] == self._widths[y]
-        self._record("experts", x, y, experts.handle)
+    def experts(self, x: int, seen: int, y: int, experts: PackedExperts) -> None:
+        """The mixture of experts of x, chosen by what the router sees. The caller keeps it alive."""
+        assert self._widths[x] == self._widths[seen] == self._widths[y]
+        self._record("experts", x, seen, y, experts.handle)
 
     def add(self, x: int, y: int, scale: float) -> None:
         """y += scale * x, with scale * x rounded to the type of the buffers first."""
         assert self._widths[x] == self._widths[y]
         self._record("add", x, y, scale)
+
+    def scale(self, y: int, scale: float) -> None:
+        """y *= scale."""
+        self._record("scale", y, scale)
+
+    def multiply(self, x: int, y: int, start: int) -> None:
+        """y *= the columns of x from `start` on."""
+        assert start + self._widths[y] <= self._widths[x]
+        self._record("multiply", x, y, start)
 
     def all_reduce(self, x: int, group: int) -> None:
         """x = the sum of x over all ranks. `group` is SharedMemoryCommunicator.handle."""
@@ -276,12 +293,13 @@ class Program:
         lora: LoraStep | None = None,
         draw_at: Tensor | None = None,
         state: StateStep | None = None,
+        layer_inputs: Tensor | None = None,
     ) -> PreparedStep:
         """The arguments of `run` for the rows of buffer 0, which are computed in place. `angles` are those of each rope
         (Rotary.angles), `caches` (int64 [layers, 2]) the addresses of the layers' KV caches with the KV group of
         each, their form is `kv_form` (CpuKernels.kv_form), and `step` has the rows of the first group. If draw_at
         (int64 [D], token numbers) is given, `run` returns the greedy tokens of those tokens. `state` is that of
-        recurrent layers."""
+        recurrent layers, and `layer_inputs` buffer 1."""
         assert rows.is_contiguous()
         assert rows.dtype is self._kernels.dtype
         best = peaks = drawing = None
@@ -297,8 +315,10 @@ class Program:
             rows.data_ptr(), positions.data_ptr(), tables, caches.data_ptr(), kv_form,
             None if lora is None else lora.fields.data_ptr(), *step, drawing,
             None if state is None else state.fields.data_ptr(),
+            None if layer_inputs is None else layer_inputs.data_ptr(),
         )  # fmt: skip
-        return PreparedStep(best, arguments, (rows, positions, angles, caches, lora, draw_at, peaks, state))
+        kept = rows, positions, angles, caches, lora, draw_at, peaks, state, layer_inputs
+        return PreparedStep(best, arguments, kept)
 
     def run(self, ready: PreparedStep) -> GreedyTokens | None:
         """Runs the operations on the current contents of the prepared tensors. Each run of the same arguments writes

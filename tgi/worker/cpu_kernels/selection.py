@@ -18,7 +18,7 @@ class _DecoderConfig(Protocol):
     """What is needed of decoder_config.DecoderConfig."""
 
     @property
-    def head_dim(self) -> int: ...
+    def widest_head(self) -> int: ...
 
     @property
     def recurrent(self) -> MixerConfig | None: ...
@@ -78,7 +78,7 @@ def _require_fit(model: CpuModelCandidate) -> None:
     config = model.decoder
     if config is None:
         raise KernelsUnavailable("the model runs through transformers")
-    if config.head_dim > MAX_HEAD_DIM:
-        raise KernelsUnavailable(f"the model's head_dim of {config.head_dim} is over {MAX_HEAD_DIM}")
+    if config.widest_head > MAX_HEAD_DIM:
+        raise KernelsUnavailable(f"the model's head_dim of {config.widest_head} is over {MAX_HEAD_DIM}")
     if config.recurrent is not None and (obstacle := config.recurrent.kernel_obstacle):
         raise KernelsUnavailable(obstacle)

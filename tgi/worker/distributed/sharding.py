@@ -64,11 +64,40 @@ def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
     )
 
 
+def layer_kv_heads(config: DecoderConfig, shard: Shard, layer: int) -> range:
+    """The KV heads of a layer that a shard has."""
+    kv_heads = config.head_shape(layer).kv_heads
+    if kv_heads == config.kv_heads or not shard.divides_attention:
+        return shard.kv_heads if kv_heads == config.kv_heads else range(kv_heads)
+    heads, own = _shard_heads(replace(config, kv_heads=kv_heads), shard.rank, shard.ranks)
+    if heads != shard.heads:
+        raise UserError(
+            f"The model has layers of {config.kv_heads} and of {kv_heads} KV heads, which cannot both be divided among "
+            f"{shard.ranks} ranks. Choose a --num-shard that divides both."
+        )
+    return own
+
+
+def layer_inner(config: DecoderConfig, shard: Shard, layer: int) -> range:
+    """The inner columns of a layer's dense MLP that a shard has."""
+    inner = config.inner(layer)
+    return shard.inner if inner == config.intermediate else _shard_columns(inner, shard.rank, shard.ranks)
+
+
 def local_config(config: DecoderConfig, shard: Shard) -> DecoderConfig:
     """The model as the rank of this shard computes it. Its vocabulary remains whole."""
     experts = config.experts
+    layers = tuple(
+        layer._replace(
+            kv_heads=layer.kv_heads and len(layer_kv_heads(config, shard, number)),
+            intermediate=layer.intermediate and len(layer_inner(config, shard, number)),
+        )
+        for number, layer in enumerate(config.layers)
+    )
     return replace(
         config,
+        layers=layers,
+        alibi=config.alibi[shard.heads.start : shard.heads.stop],
         heads=len(shard.heads),
         kv_heads=len(shard.kv_heads),
         intermediate=len(shard.inner),

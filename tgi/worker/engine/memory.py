@@ -1,12 +1,14 @@
 """Sizes the KV cache, and derives the deployment's limits from it."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.messages.kv_groups import (
+    ONE_FULL_GROUP,
     GroupKind,
     KVGroup,
     cache_tokens,
@@ -17,6 +19,7 @@ from tgi.microkernel.messages.kv_groups import (
 )
 from tgi.microkernel.messages.protocol import DeploymentLimits
 from tgi.microkernel.settings.table import CPU_KV_CACHE_DTYPES, DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
+from tgi.worker.decoder_config import HeadShape
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ class CacheRequirements(NamedTuple):
     dtype: str
     device: str
     windows: Sequence[int | None] = ()  # of the layers, as in KVCacheSpec; empty: all layers keep all positions
+    # Of the layers, what has memory of its own in a page (KVCacheSpec.shapes), and its bytes; empty: all are alike.
+    shapes: Sequence[tuple[HeadShape, int]] = ()
     state_bytes: int = 0  # of a request's recurrent state; 0: the model has no recurrent layers
     # Where pages take no memory, since no layer has attention: pages for each snapshot, by what fits.
     spacing: int = 0
@@ -159,8 +164,14 @@ def choose_limits(
     require_context(settings, required.context)
     longest, size = settings.max_total_tokens or required.context, required.page_size
     groups = make_groups(required.windows, longest)
-    layers = len(required.windows) or 1
-    required = required._replace(page_bytes=required.page_bytes * group_layers(groups, layers) // layers)
+    if required.shapes and groups is not ONE_FULL_GROUP:
+        kinds: Counter[tuple[HeadShape, int]] = Counter()
+        for group in groups:
+            kinds |= Counter(required.shapes[layer] for layer in group.layers)
+        required = required._replace(page_bytes=sum(count * each for (_, each), count in kinds.items()))
+    else:
+        layers = len(required.windows) or 1
+        required = required._replace(page_bytes=required.page_bytes * group_layers(groups, layers) // layers)
     if not required.page_bytes:
         most = rows * pages_needed(groups, longest, tokens, size)
         left = memory.default // required.state_bytes - rows - 2 - max_draft_states(settings, required.device)

@@ -44,7 +44,7 @@ PACKED_TOKENS = {"cpu": 512, "cuda": 16384}
 class HeadSize(NamedTuple):
     """What select_cpu_kernels needs of a model."""
 
-    head_dim: int
+    widest_head: int
     recurrent: None = None
 
 

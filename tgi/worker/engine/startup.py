@@ -414,6 +414,9 @@ def _cache_requirements(models: LoadedModels) -> memory.CacheRequirements:
         device=served.device.type,
         # The layers of a draft model have pages in each page of the served model, so those must hold all positions.
         windows=served.kv.sliding_windows if models.draft is None else (),
+        shapes=()
+        if models.draft is not None
+        else models.cache_spec(served).layer_bytes(page_size(served.kv, served.device)),
         state_bytes=0 if served.kv.state is None else served.kv.state.bytes,
     )
 

@@ -43,11 +43,14 @@ class Router(NamedTuple):
     bias: Tensor | None  # float32 [experts]
     config: RouterConfig
     top_k: int  # experts per token
+    expert_scales: Tensor | None = None  # float32 [experts]: factors of the weights
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights float32 and the numbers of the experts of each row of x, both [rows, top_k]. The order of a row
         is that of the choice, the first one first."""
         config, logits = self.config, self.linear(x).to(torch.float32)
+        if config.score == "sparsemixer":
+            return self._mix_sparsely(logits)
         scores = logits.softmax(-1) if config.score == "softmax" else sigmoid(logits)
         choice = scores if self.bias is None else scores + self.bias
         if config.groups > 1:
@@ -59,7 +62,18 @@ class Router(NamedTuple):
         weights = scores.gather(1, chosen)
         if config.normalized:
             weights = weights / (reduce(torch.add, weights.unbind(1)) + LEAST_SUM)[:, None]
-        return weights * config.scale, chosen
+        weights = weights * config.scale
+        return weights if self.expert_scales is None else weights * self.expert_scales[chosen], chosen
+
+    def _mix_sparsely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        left, weights, chosen = logits, [], []
+        for _ in range(self.top_k):
+            most, best = left.max(-1, keepdim=True)
+            far = (most - logits) / logits.abs().clamp(min=most) > 2 * self.config.jitter
+            weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
+            chosen.append(best)
+            left = left.scatter(1, best, -torch.inf)
+        return torch.cat(weights, 1), torch.cat(chosen, 1)
 
 
 class SharedExpert(NamedTuple):
@@ -92,16 +106,22 @@ class MixtureOfExperts(NamedTuple):
         """Whether the experts have the inner columns of one rank: see Linear."""
         return self.experts[0].down.partial_sum
 
-    def __call__(self, x: Tensor, count: int) -> Tensor:
-        """The result [rows, hidden] for x [rows, hidden]. Rows from `count` on are padding and become zeros."""
+    def __call__(self, x: Tensor, count: int, seen: Tensor | None = None) -> Tensor:
+        """The result [rows, hidden] for x [rows, hidden]. Rows from `count` on are padding and become zeros. `seen` is
+        what the router chooses by; None: x."""
+        seen = x if seen is None else seen
         if self.packed is not None:
             assert count == len(x)
-            return self.packed(x)
-        weights, chosen = self.router.choose(x)
+            return self.packed(x, seen)
+        weights, chosen = self.router.choose(seen)
         weights, chosen, top_k = weights[:count], chosen[:count], self.router.top_k
         order = chosen.view(-1).argsort(stable=True)
         loads = torch.bincount(chosen.view(-1), minlength=len(self.experts)).tolist()
-        inputs = x.index_select(0, order // top_k).split(loads)
+        gathered = x.index_select(0, order // top_k)
+        if self.router.config.scales_inputs:
+            gathered = (gathered * weights.view(-1)[order][:, None]).to(x.dtype)
+            weights = torch.ones_like(weights)
+        inputs = gathered.split(loads)
         outputs = [mlp.down(mlp.gate_up(rows)) for mlp, rows in zip(self.experts, inputs, strict=True) if len(rows)]
         inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
         parts = torch.cat(outputs).index_select(0, inverse).view(count, top_k, -1).to(torch.float32)
@@ -126,7 +146,7 @@ def pack_experts(
     gate = None if shared is None or shared.gate is None else shared.gate.packed.weight
     shared_mlp = None if shared is None else packed[-1]
     rule = router.config, router.top_k, router.linear.packed, router.bias
-    return PackedExperts(kernels, *rule, own, shared_mlp, gate)
+    return PackedExperts(kernels, *rule, own, shared_mlp, gate, router.expert_scales)
 
 
 class GroupedExperts(NamedTuple):
@@ -148,9 +168,10 @@ class GroupedExperts(NamedTuple):
     up_bias: Tensor | None = None  # [rows of `up`]
     down_bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, count: int) -> Tensor:
+    def __call__(self, x: Tensor, count: int, seen: Tensor | None = None) -> Tensor:
         """The result [rows, hidden] for x [rows, hidden]; all `count` rows are tokens."""
         assert count == len(x)
+        assert seen is None
         kernels, router = self.kernels, self.router
         size = x.dtype, count * router.top_k, router.linear.outputs
         first, last = (kernels.choose_expert_tile(weight, *size) for weight in (self.up, self.down))

@@ -31,6 +31,10 @@ def inverse_frequencies(dim: int, parameters: dict[str, Any]) -> Tensor:
         return _llama3(inverse, parameters)
     if kind == "yarn":
         return _yarn(inverse, parameters)
+    if kind == "proportional":  # frequencies are those of a whole head, of which some pairs are rotated
+        rotated = int(float(parameters.get("partial_rotary_factor") or 1.0) * dim // 2)
+        inverse[rotated:] = 0
+        return inverse / float(parameters.get("factor") or 1.0)
     if kind == "longrope":  # for contexts within the original length; see config_reader
         return inverse / torch.tensor(parameters["short_factor"], dtype=torch.float32)
     return inverse
@@ -47,6 +51,8 @@ def attention_factor(parameters: dict[str, Any]) -> float:
         return 1.0
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
+    if kind == "longrope" and parameters.get("short_mscale") is not None:  # Phi-3.5-MoE
+        return float(parameters["short_mscale"])
     if factor <= 1.0:
         return 1.0
     if kind == "longrope":
@@ -97,10 +103,11 @@ class RotaryEmbedding:
         self.interleaved = rope.interleaved
         self.start = rope.start
         self._kernels = kernels
-        self._query_scale: tuple[float, int] | None = None
+        self._query_scale: tuple[float, int, int] | None = None
         if rope_type(rope.parameters) == QUERY_SCALE:  # cos is the factor, and sin 0
             original = rope.parameters["original_max_position_embeddings"]
-            self._query_scale = float(rope.parameters["llama_4_scaling_beta"]), int(original)
+            counted = int(rope.parameters.get("counted_from") or 0)
+            self._query_scale = float(rope.parameters["llama_4_scaling_beta"]), int(original), counted
         self._inverse_frequencies = inverse_frequencies(rope.dim, rope.parameters)
         self._attention_factor = attention_factor(rope.parameters)
         self._device = device
@@ -141,8 +148,8 @@ class RotaryEmbedding:
             angles = (positions[:, None] * self._inverse_frequencies).to(torch.float64).numpy()
             waves = numpy.stack([numpy.cos(angles), numpy.sin(angles)], axis=1) * self._attention_factor
         else:
-            beta, original = self._query_scale
-            factors = 1 + beta * numpy.log1p(numpy.floor(positions.to(torch.float64).numpy() / original))
+            beta, original, counted = self._query_scale
+            factors = 1 + beta * numpy.log1p(numpy.floor((positions.to(torch.float64).numpy() + counted) / original))
             factors = factors[:, None].repeat(self._table.shape[2] // 2, 1)
             waves = numpy.stack([factors, numpy.zeros_like(factors)], axis=1)
         rows = torch.from_numpy(waves).to(torch.float32)

@@ -70,11 +70,16 @@ def projection_parts(config: DecoderConfig, shard: Shard) -> ProjectionParts:
 
 def adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
     """The modules that adapters may change, by their names in checkpoints. Raises UserError if the model has recurrent
-    layers."""
+    layers, or layers of several shapes."""
     if config.recurrent is not None:
         raise UserError(
             "The model has recurrent layers, for which adapters are not served. Merge the adapter into the weights, or "
             "start without it."
+        )
+    if any(layer.head_dim or layer.intermediate or layer.shares is not None for layer in config.layers):
+        raise UserError(
+            "The model has layers of several shapes, for which adapters are not served. Merge the adapter into the "
+            "weights, or start without it."
         )
     found: dict[str, Module] = {}
     for number, layer in enumerate(config.layers):

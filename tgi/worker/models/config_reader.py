@@ -16,8 +16,10 @@ from tgi.worker.decoder_config import (
     ROPE_TYPES,
     DecoderConfig,
     ExpertsConfig,
+    HeadShape,
     LatentConfig,
     LayerConfig,
+    LayerInputConfig,
     Mixer,
     RopeConfig,
     RouterConfig,
@@ -61,8 +63,9 @@ LAYER_KINDS |= {"attention": "full_attention"}
 NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
 ATTENTION_BIAS = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")  # before those with experts
+EXPERTS_EVERY = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")  # so many layers
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 # The width of all shared experts together.
 SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
@@ -113,9 +116,11 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     if kind not in FAMILIES:
         raise UnsupportedConfig(f"model_type {kind!r}")
     family = FAMILIES[kind]
+    for key in family.inner_configs:
+        config = config | (config.get(key) or {})
     config = config | {name: config[own] for name, own in family.key_names.items() if config.get(own) is not None}
     values = {key: config.get(key, missing) for key, missing in (COMMON_KEYS | family.keys).items()}
-    if values.get("use_bidirectional_attention"):
+    if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which requests have not
         raise UnsupportedConfig("use_bidirectional_attention")
     heads = config["num_attention_heads"] if family.attention else 1
     latent = _latent(values, config) if family.latent else None
@@ -123,25 +128,28 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
     if not family.attention:  # sizes of what no layer has
         head_dim = 2
         values["num_key_value_heads"] = 1
-    ropes = _ropes(family, values, latent.rope_dim if latent else head_dim)
+    kinds = _one_part_kinds(config) if family.one_part else None
+    count = len(kinds) if kinds is not None else config["num_hidden_layers"]
+    shapes = [_head_shape(values, number, heads) for number in range(count)]
+    ropes = _ropes(family, values, latent.rope_dim if latent else head_dim, shapes)
     if latent:
         ropes = tuple(replace(rope, start=latent.rank) for rope in ropes)
     vision = VISION_FAMILIES.get(config.get(WHOLE_TYPE, kind))
     if vision is not None and vision.rope is not None:
         ropes = tuple(replace(one, axes=rope_axes(vision.rope, one.parameters, one.dim // 2)) for one in ropes)
     context = _context_length(config, values, ropes)
-    scaling = ropes[0].parameters
-    if scaling.get("llama_4_scaling_beta"):
-        ropes += (RopeConfig(head_dim, scaling | {"rope_type": QUERY_SCALE}),)
-    scale = len(ropes) - 1 if scaling.get("llama_4_scaling_beta") else None
+    scaling, scale = ropes[0].parameters, None
+    if factors := _query_scale(values, scaling):
+        ropes, scale = (*ropes, RopeConfig(head_dim, factors)), len(ropes)
     bias = any(values.get(key) for key in ATTENTION_BIAS)
     parallel = bool(values.get("use_parallel_residual"))
     two_norms = values.get("new_decoder_architecture") and values.get("num_ln_in_parallel_attn") != 1
     names = OTHER_NAMES.get(config.get(TEXT_TYPE, kind), family.names)
     one_norm = parallel and not (family.parallel_norms or two_norms)
-    kinds = _one_part_kinds(config) if family.one_part else None
-    count = len(kinds) if kinds is not None else config["num_hidden_layers"]
-    layers = tuple(_layer(family, values, number, context, scale, kinds) for number in range(count))
+    layers = tuple(
+        _layer(family, values, number, context, scale, kinds)._replace(**_own_sizes(config, values, number, shapes))
+        for number in range(count)
+    )
     scores, mixed = _attention_factors(values)
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
@@ -152,7 +160,7 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "head_dim": head_dim,
         "context_length": context,
         "layers": layers,
-        "ropes": ropes if any(layer.rope is not None for layer in layers) else (),
+        "ropes": ropes if any(layer.rope is not None or layer.query_scale is not None for layer in layers) else (),
         "tied": bool(config.get("tie_embedding", values["tie_word_embeddings"])),
         "names": replace(names, mlp_before=None) if one_norm else names,
         "norm_epsilon": next(values[key] for key in NORM_EPSILON if key in values),
@@ -170,6 +178,9 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         "mlp_scales": tuple(values.get("mlp_multipliers") or (1.0, 1.0)),
         "recurrent": _recurrent(family, config, values) if any(layer.recurs for layer in layers) else None,
         "parallel": parallel,
+        "layer_inputs": _layer_inputs(values),
+        "head_bias": bool(values.get("lm_head_bias")),
+        "alibi": _alibi_slopes(heads, values.get("alibi_bias_max", 8)) if family.positions == "alibi" else (),
         "learned_positions": values["max_position_embeddings"] if family.positions == "learned" else 0,
         "embedding_scale": _embedding_scale(family, config, values),
         "residual_scale": float(values.get("residual_multiplier", 1.0)),
@@ -186,6 +197,73 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         if config.get(key):
             raise UnsupportedConfig(key)
     return DecoderConfig(**fields | family.fixed)
+
+
+def _head_shape(values: dict[str, Any], number: int, heads: int) -> HeadShape | None:
+    """The sizes of a layer's keys and values where a family has several; None: those of the model."""
+    if "per_layer_config" not in values:
+        return None
+    usual = {"head_dim": values["head_dim"], "num_key_value_heads": values["num_key_value_heads"] or heads}
+    own: dict[str, Any] = {}
+    if values["per_layer_config"] is not None:
+        own = values["per_layer_config"].get(str(number), {})
+    elif not _has_sliding_window(values, number):
+        own = {"head_dim": values["global_head_dim"]}
+        if values["attention_k_eq_v"] and values["num_global_key_value_heads"] is not None:
+            own["num_key_value_heads"] = values["num_global_key_value_heads"]
+    if unknown := own.keys() - usual.keys():
+        raise UnsupportedConfig(f"{', '.join(sorted(unknown))} of single layers")
+    sizes = usual | own
+    return HeadShape(sizes["num_key_value_heads"], sizes["head_dim"])
+
+
+def _own_sizes(
+    config: dict[str, Any], values: dict[str, Any], number: int, shapes: list[HeadShape | None]
+) -> dict[str, Any]:
+    """The fields of a LayerConfig that say what is its own, and what belongs to an earlier layer."""
+    shape = shapes[number]
+    if shape is None:
+        return {}
+    slides = [_has_sliding_window(values, other) for other in range(len(shapes))]
+    if slides[-1]:  # transformers would leave out that window
+        raise UnsupportedConfig("a last layer with a sliding window")
+    first = len(shapes) - values["num_kv_shared_layers"]  # of those that share
+    shares = None
+    if number >= first:
+        shares = max((other for other in range(first) if slides[other] == slides[number]), default=None)
+        if shares is None or shapes[shares] != shape:
+            raise UnsupportedConfig("num_kv_shared_layers")
+    wide = number >= first and values["use_double_wide_mlp"]
+    return {
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "keys_as_values": bool(values["attention_k_eq_v"]) and not slides[number],
+        "shares": shares,
+        "intermediate": 2 * config["intermediate_size"] if wide else None,
+    }
+
+
+def _layer_inputs(values: dict[str, Any]) -> LayerInputConfig | None:
+    width = values.get("hidden_size_per_layer_input")
+    return LayerInputConfig(width, values["vocab_size_per_layer_input"]) if width else None
+
+
+def _query_scale(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any] | None:
+    """The parameters of a QUERY_SCALE, if the queries of some layers have one."""
+    if rope.get("llama_4_scaling_beta"):
+        return rope | {"rope_type": QUERY_SCALE}
+    if not values.get("attn_temperature_tuning"):
+        return None
+    factors = {"llama_4_scaling_beta": values["attn_scale"], "original_max_position_embeddings": values["floor_scale"]}
+    return {"rope_type": QUERY_SCALE, "rope_theta": 1.0, "counted_from": 1, **factors}
+
+
+def _alibi_slopes(heads: int, most: float) -> tuple[float, ...]:
+    """The slopes of ALiBi (Press et al., 2022): 2^-(most n / heads) for head n, counted from 1; where the number of
+    heads is no power of two, every other one of the next power of two first, then those in between."""
+    powers = 1 << (heads - 1).bit_length()
+    slopes = tuple(2.0 ** -(most * n / powers) for n in range(1, powers + 1))
+    return slopes if powers == heads else (*slopes[1::2], *slopes[::2])[:heads]
 
 
 def _kv_heads(values: dict[str, Any], heads: int) -> int:
@@ -259,6 +337,8 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
         return None
     width = values.get("moe_intermediate_size") or config["intermediate_size"]
     shared = _first(values, SHARED_WIDTH, 0) or width * _first(values, SHARED_EXPERTS, 0)
+    if family.router.get("score") == "sparsemixer" and _first(values, EXPERTS_PER_TOKEN, 0) != 2:
+        raise UnsupportedConfig("num_experts_per_tok of sparsemixer other than 2")
     router = RouterConfig(
         score=family.router_score,
         logit_bias=family.router_logit_bias,
@@ -268,14 +348,23 @@ def _experts(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]
         top_groups=values.get("topk_group") or 1,
         scale=float(values.get("routed_scaling_factor", 1.0)),
         group_best=family.router_group_best,
+        jitter=float(values.get("router_jitter_noise", 0.0)),
     )
     return ExpertsConfig(
-        count, _first(values, EXPERTS_PER_TOKEN, 0), width, router, shared, "shared_expert_intermediate_size" in values
+        count,
+        _first(values, EXPERTS_PER_TOKEN, 0),
+        width,
+        replace(router, **family.router),
+        shared,
+        "shared_expert_intermediate_size" in values,
+        family.parallel_experts,
     )
 
 
 def _intermediate(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]) -> int:
     """The width of a dense MLP. LFM2 states a width of which it takes two thirds, in whole blocks."""
+    if "intermediate_size_mlp" in values:  # the other one is that of experts
+        return int(values["intermediate_size_mlp"])
     if "shared_intermediate_size" in values and not _expert_count(values):  # what else is the shared expert
         return int(values["shared_intermediate_size"])
     if not family.has_mlp:
@@ -383,6 +472,8 @@ def _mixer(family: ModelFamily, values: dict[str, Any], number: int) -> Mixer:
 
 def _expert_count(values: dict[str, Any]) -> int:
     """The number of routed experts; 0: none."""
+    if not values.get("enable_moe_block", True):
+        return 0
     return _first(values, EXPERTS, 0)
 
 
@@ -409,8 +500,10 @@ def _layer(
     if kinds is not None:
         mixer = {"linear_attention": Mixer.RECURRENT, "full_attention": Mixer.ATTENTION}.get(kinds[number], Mixer.NONE)
         return LayerConfig(mixer, mixer == Mixer.NONE, rope=None, routed=kinds[number] == "moe")
-    slides = _has_sliding_window(values, number)
+    slides, chunked = _has_sliding_window(values, number), _attends_in_chunks(values, number)
     window = values.get("sliding_window") if slides else None
+    if chunked:
+        window = values["attention_chunk_size"]
     unwindowed = family.rope_in_windows_only and values["sliding_window"] is not None and not slides
     unrotated = unwindowed or family.positions != "rotary" or _has_no_rope(values, number)
     unrotated = unrotated or values.get("position_embedding_type", "rope") != "rope"
@@ -420,10 +513,21 @@ def _layer(
         mixer=_mixer(family, values, number),
         has_mlp=family.has_mlp,
         window=window if window and window < context else None,
-        query_scale=scale if scale is not None and not unrotated else None,
+        # Llama 4 scales the queries of those layers that are not rotated.
+        query_scale=scale if unrotated == ("attn_temperature_tuning" in values) else None,
         rope=None if unrotated else int(slides and "rope_local_base_freq" in values),
         routed=_is_routed(values, number),
+        chunked=chunked and bool(window and window < context),
     )
+
+
+def _attends_in_chunks(values: dict[str, Any], number: int) -> bool:
+    """Whether a query of the layer sees the tokens of its own chunk."""
+    if not values.get("attention_chunk_size"):
+        return False
+    if values.get("layer_types"):
+        return bool(values["layer_types"][number] == "chunked_attention")
+    return not _has_no_rope(values, number)
 
 
 def _is_routed(values: dict[str, Any], number: int) -> bool:
@@ -435,7 +539,9 @@ def _is_routed(values: dict[str, Any], number: int) -> bool:
     first, last = _first(values, DENSE_LAYERS, 0), number
     if values.get("moe_layer_end_index", -1) != -1:
         last = values["moe_layer_end_index"]
-    step = values.get("decoder_sparse_step") or values.get("moe_layer_interval") or 1
+    if values.get("moe_layers") is not None:
+        return number in values["moe_layers"]
+    step = next((values[key] for key in EXPERTS_EVERY if values.get(key)), 1)
     return first <= number <= last and (number + 1) % step == 0 and number not in (values.get("mlp_only_layers") or [])
 
 
@@ -466,7 +572,9 @@ def _has_no_rope(values: dict[str, Any], number: int) -> bool:
     return (number + 1) % values["no_rope_layer_interval"] == 0
 
 
-def _ropes(family: ModelFamily, values: dict[str, Any], head_dim: int) -> tuple[RopeConfig, ...]:
+def _ropes(
+    family: ModelFamily, values: dict[str, Any], head_dim: int, shapes: list[HeadShape | None]
+) -> tuple[RopeConfig, ...]:
     """The rotary parameters, from `rope_parameters` or the older keys `rope_theta` and `rope_scaling`.
 
     If layers with a sliding window have parameters of their own (gemma3_text, olmo3), these come second.
@@ -476,9 +584,15 @@ def _ropes(family: ModelFamily, values: dict[str, Any], head_dim: int) -> tuple[
         return (_rope(family, values, rope_values, values["rope_theta"], head_dim),)
     whole = rope_values.get("full_attention", {} if SLIDING in rope_values else rope_values) or {}
     local = rope_values.get(SLIDING) or {}
+    dims = []
+    for slides in (False, True):
+        kinds = {one.head_dim for at, one in enumerate(shapes) if one and _has_sliding_window(values, at) == slides}
+        if len(kinds) > 1:
+            raise UnsupportedConfig("different head_dim of layers of one kind")
+        dims.append(kinds.pop() if kinds else head_dim)
     return (
-        _rope(family, values, whole, values["rope_theta"], head_dim),
-        _rope(family, values, local, values["rope_local_base_freq"] or values["rope_theta"], head_dim),
+        _rope(family, values, whole, values["rope_theta"], dims[0]),
+        _rope(family, values, local, values["rope_local_base_freq"] or values["rope_theta"], dims[1]),
     )
 
 
@@ -491,11 +605,13 @@ def _rope(
         partial = 1.0
     if values.get("rotary_dim"):
         partial = values["rotary_dim"] / head_dim
-    if partial != 1.0 and "partial_rotary_factor" not in family.keys:
-        raise UnsupportedConfig("partial_rotary_factor")
     scaling = rope_type(parameters)
     scaling = "default" if scaling == "mrope" else scaling  # whose positions have axes: RopeConfig.axes
     scaling = family.aliases.get(scaling, scaling)
+    if scaling == "proportional":  # all of a head is rotated, some of it by nothing
+        parameters["partial_rotary_factor"], partial = partial, 1.0
+    if partial != 1.0 and "partial_rotary_factor" not in family.keys:
+        raise UnsupportedConfig("partial_rotary_factor")
     if scaling not in ROPE_TYPES:
         raise UnsupportedConfig(f"rope_type {scaling!r}")
     parameters["rope_type"] = scaling

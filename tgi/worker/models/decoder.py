@@ -33,7 +33,14 @@ from tgi.worker.lora.launched_deltas import LaunchedDeltas, adapter_table, runs_
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
 from tgi.worker.lora.projections import projection_parts, projection_shapes
 from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
-from tgi.worker.models.decoder_layer import DecoderLayer, DecoderStep, DecoderWeights, run_layer, write_program
+from tgi.worker.models.decoder_layer import (
+    DecoderLayer,
+    DecoderStep,
+    DecoderWeights,
+    InputWeights,
+    run_layer,
+    write_program,
+)
 from tgi.worker.models.interface import LogitsReader, PreparedDecode, WeightFootprint
 from tgi.worker.state_cache import StateSpec, StateTensor
 
@@ -62,6 +69,9 @@ class DecoderModel:
         self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
         self._whole_config, config = config, local_config(config, self._shard)
+        if gpu is not None and (missing := _missing_on_gpu(config)):
+            log.warning("%s is computed by torch's kernels, row by row: our own GPU kernels lack it", missing)
+            gpu = None
         # Receives the output of the last norm [T, hidden] of each step.
         self.hidden_reader: Callable[[Tensor], None] | None = None
         self.hidden_size = config.hidden
@@ -85,10 +95,15 @@ class DecoderModel:
                 if layer.attention is not None and layer.attention.sinks is not None
             ),
             state=_state_spec(config, dtype),
+            shapes=tuple(config.head_shapes) if len(set(config.head_shapes)) > 1 else (),
+            chunked=frozenset(at for at, number in enumerate(config.attention_layers) if config.layers[number].chunked),
+            slopes=torch.tensor(config.alibi, device=device) if config.alibi else None,
         )
         self.footprint = weights.footprint
         self.device = device
         self.cuda_graph_obstacle = None if gpu is not None else "torch's kernels need the contexts on the host"
+        if any(isinstance(mlp, MixtureOfExperts) for layer in weights.layers for mlp in layer.mlps):
+            self.cuda_graph_obstacle = "the host sorts the tokens by their experts"
         self._config = config
         self._gpu = gpu
         self._logits_options = config.logit_scale, config.logit_cap
@@ -107,6 +122,7 @@ class DecoderModel:
         # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in layer_linears(layer)]
+        linears += [] if weights.layer_inputs is None else [weights.layer_inputs.projection]
         self._row_counts = choose_row_counts([*linears, weights.head])
         # For LoRA on torch's kernels: per layer, the matrix with the activation, without its epilogue. Made on demand.
         self._without_epilogue: list[Linear | None] = []
@@ -152,14 +168,21 @@ class DecoderModel:
             calls.append(partial(self._communicator.all_reduce, hidden))
         if self._embedding_scale != 1.0:
             calls.append(partial(hidden.mul_, self._embedding_scale))
+        if (norm := self._weights.embedding_norm) is not None:
+            calls.append(partial(norm.normalize_in_place, hidden))
         if self._weights.positions is not None:
             calls.append(partial(self._add_positions, hidden, batch.positions))
+        layer_inputs = None
+        if (of_layers := self._weights.layer_inputs) is not None:
+            layer_inputs = of_layers(batch.tokens, hidden)
+            calls.append(partial(_write_inputs, of_layers, batch.tokens, hidden, layer_inputs))
         turns = batch.positions if batch.rope_positions is None else batch.rope_positions
         angles = self._angles(turns, batch.page_table.shape[-1] * attention.page_size)
         rows = attention.plan(batch).rows[0]
         ready = program.prepare(
             *(hidden, turns, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
             _program_state(batch, attention),
+            layer_inputs,
         )
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
@@ -220,6 +243,7 @@ class DecoderModel:
             hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
         if self._weights.positions is not None:
             self._add_positions(hidden, positions)
+        layer_inputs = None if self._weights.layer_inputs is None else self._weights.layer_inputs(tokens, hidden)
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
         deeper = () if batch.images is None else batch.images.deeper
@@ -236,6 +260,7 @@ class DecoderModel:
                     adapted,
                     logits_indices,
                     _program_state(batch, attention),
+                    layer_inputs,
                 )
             )
         else:
@@ -252,6 +277,7 @@ class DecoderModel:
                 deltas=deltas,
                 communicator=self._communicator,
                 state=state_rows(batch, attention),
+                layer_inputs=layer_inputs,
             )
             for number, layer in enumerate(self._weights.layers):
                 hidden = run_layer(layer, self._config, step.layer(number), hidden)
@@ -271,16 +297,18 @@ class DecoderModel:
         hidden += self._weights.positions.index_select(0, positions)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The scaled embeddings [rows, hidden] of the tokens. Each comes from the rank that has it; the others add
-        zeros."""
+        """The scaled and normed embeddings [rows, hidden] of the tokens. Each comes from the rank that has it, and the
+        other ranks add zeros."""
         hidden = self._weights.embedding(tokens)
         if self._communicator is not None:
             self._communicator.all_reduce(hidden)
-        return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
+        hidden = hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
+        return hidden if self._weights.embedding_norm is None else self._weights.embedding_norm(hidden)
 
     def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:
         """RotaryEmbedding.angles of each rope, at positions [rows] or [3, rows] below `longest`."""
-        return [rotary.angles(positions, longest, self.kv.heads + self.kv.kv_heads) for rotary in self._rotaries]
+        heads = self.kv.heads + max((shape.kv_heads for shape in self._config.head_shapes), default=0)
+        return [rotary.angles(positions, longest, heads) for rotary in self._rotaries]
 
     def with_layers(
         self, config: DecoderConfig, layers: list[DecoderLayer], norm: Norm, size: WeightFootprint
@@ -329,6 +357,25 @@ def _activated_linear(mlp: Mlp | Experts | None) -> Linear | None:
     return mlp.gate or mlp.up if isinstance(mlp, Mlp) else None
 
 
+def _write_inputs(weights: InputWeights, tokens: Tensor, hidden: Tensor, out: Tensor) -> None:
+    out.copy_(weights(tokens, hidden))
+
+
+def _missing_on_gpu(config: DecoderConfig) -> str:
+    """What attention needs and our own GPU kernels do not have; "" if they have all of it."""
+    if config.alibi:
+        return "attention with ALiBi"
+    if any(layer.chunked for layer in config.layers):
+        return "attention in chunks"
+    if (
+        len(set(config.head_shapes)) > 1
+        or config.value_norm
+        or any(layer.shares is not None for layer in config.layers)
+    ):
+        return "attention with heads of several sizes, normed values or shared keys"
+    return ""
+
+
 def layer_linears(layer: DecoderLayer) -> list[Linear]:
     """All linear layers of a decoder layer."""
     mlps, found = [], []
@@ -338,12 +385,15 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
         latent = attention.latent
         queries = () if latent is None else (latent.query_down, latent.query)
         found += [one for one in (attention.qkv, attention.output, attention.output_gate, *queries) if one is not None]
-    if isinstance(layer.mlp, Mlp):
-        mlps.append(layer.mlp)
-    elif layer.mlp is not None:
-        mlps += list(layer.mlp.experts) if isinstance(layer.mlp, MixtureOfExperts) else []
-        found.append(layer.mlp.router.linear)
-        if (shared := layer.mlp.shared) is not None:
+    if layer.layer_input is not None:
+        found += [layer.layer_input.down, layer.layer_input.up]
+    for mlp in layer.mlps:
+        if isinstance(mlp, Mlp):
+            mlps.append(mlp)
+            continue
+        mlps += list(mlp.experts) if isinstance(mlp, MixtureOfExperts) else []
+        found.append(mlp.router.linear)
+        if (shared := mlp.shared) is not None:
             mlps.append(shared.mlp)
             found += [] if shared.gate is None else [shared.gate]
     return [*found, *(linear for mlp in mlps for linear in mlp if linear is not None)]

@@ -51,6 +51,15 @@ class DecoderLayer(NamedTuple):
     mlp_before: Norm | None
     mlp: Mlp | Experts | None  # None: the layer has none
     mlp_after: Norm | None
+    experts: "ParallelExperts | None" = None  # next to `mlp`
+    layer_input: "LayerInput | None" = None
+    scale: float = 1.0  # multiplies the hidden states after the layer
+
+    @property
+    def mlps(self) -> list[Mlp | Experts]:
+        """Its dense MLP, or its experts, or both."""
+        both = self.mlp, self.experts and self.experts.experts
+        return [mlp for mlp in both if mlp is not None]
 
 
 class AttentionWeights(NamedTuple):
@@ -63,6 +72,25 @@ class AttentionWeights(NamedTuple):
     latent: "LatentProjections | None" = None  # of latent attention
     sinks: Tensor | None = None  # float32 [heads], see KVCacheSpec.sinks
     output_gate: Linear | None = None  # the result is multiplied by sigmoid(output_gate(input))
+
+
+class ParallelExperts(NamedTuple):
+    """A mixture of experts next to a dense MLP (Gemma 4), both in place of mlp(mlp_before(x)): dense_after(mlp(
+    mlp_before(x))) + after(experts(before(x))), where the router sees router(x)."""
+
+    dense_after: Norm
+    before: Norm
+    router: Norm
+    experts: Experts
+    after: Norm
+
+
+class LayerInput(NamedTuple):
+    """What a layer adds at its end; see LayerInputConfig."""
+
+    down: Linear  # with the activation
+    up: Linear
+    after: Norm
 
 
 class LatentProjections(NamedTuple):
@@ -84,17 +112,36 @@ class DecoderWeights(NamedTuple):
     norm: Norm
     head: Linear  # [vocab, hidden]
     positions: Tensor | None  # [DecoderConfig.learned_positions, hidden]
+    embedding_norm: Norm | None
+    layer_inputs: "InputWeights | None"
     footprint: WeightFootprint
 
 
+class InputWeights(NamedTuple):
+    """What per-layer embeddings are made of; see LayerInputConfig."""
+
+    embedding: Embedding  # [vocab, layers * width]; never divided among ranks
+    scale: float  # of the embedding
+    projection: Linear  # [layers * width, hidden]
+    norm: Norm  # with a weight [layers, width]
+
+    def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """The inputs of all layers [rows, layers * width] for ids [rows] with scaled embeddings [rows, hidden]."""
+        layers, width = self.norm.weight.shape
+        projected = self.norm(self.projection(hidden).view(-1, layers, width)).flatten(1)
+        return (projected + self.embedding(tokens) * self.scale) * 2**-0.5
+
+
 MIXER_INPUT, MIXER_OUTPUT = "mixer input", "mixer output"
+INPUT_DOWN, INPUT_UP = "layer input down", "layer input up"  # of LayerInput
 
 X = TypeVar("X")  # the rows of a step: a tensor [rows, width], or the program buffer that will hold it
 
 
 class LayerOperations(Protocol[X]):
     """The operations of a layer. `group` is a key of lora.projections.PROJECTION_GROUPS, for the deltas of adapters, or
-    of LATENT_GROUPS, or, in a recurrent layer, which has none, MIXER_INPUT or MIXER_OUTPUT."""
+    of LATENT_GROUPS, or INPUT_DOWN or INPUT_UP, or, in a recurrent layer, which has none, MIXER_INPUT or
+    MIXER_OUTPUT."""
 
     def norm(self, norm: Norm, x: X) -> X:
         """norm(x)."""
@@ -121,8 +168,17 @@ class LayerOperations(Protocol[X]):
     def gate_up(self, mlp: Mlp, x: X) -> X:
         """The input of mlp.down."""
 
-    def experts(self, experts: Experts, x: X) -> X:
-        """experts(x)."""
+    def norm_for_router(self, norm: Norm, x: X) -> X:
+        """norm(x), to stand next to another norm of x."""
+
+    def experts(self, experts: Experts, x: X, seen: X) -> X:
+        """experts(x), chosen by what the router sees."""
+
+    def times_layer_input(self, x: X) -> X:
+        """x * e, with the e of LayerInputConfig. May overwrite x."""
+
+    def scale(self, x: X, scale: float) -> X:
+        """scale * x. May overwrite x."""
 
     def all_reduce(self, x: X) -> X:
         """The sum of x over all ranks. May overwrite x."""
@@ -155,11 +211,19 @@ def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOpera
     scale = scale * config.mlp_scales[1]
     if isinstance(layer.mlp, Mlp):
         inner = operations.gate_up(layer.mlp, normed) if ahead is None else ahead
-        return _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden, scale)
-    mixed = operations.experts(layer.mlp, normed)
-    if layer.mlp.partial_sum:
-        mixed = operations.all_reduce(mixed)
-    return operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden, scale)
+        if layer.experts is None:
+            hidden = _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden, scale)
+        else:
+            mixed = _add_experts(layer.mlp.down, layer.experts, operations, inner, hidden)
+            hidden = operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden, scale)
+    else:
+        mixed = _mix_experts(layer.mlp, operations, normed, normed)
+        hidden = operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden, scale)
+    if layer.layer_input is not None:
+        down, up, after = layer.layer_input
+        inner = operations.times_layer_input(operations.linear(INPUT_DOWN, down, hidden))
+        hidden = operations.add_residual(operations.norm(after, operations.linear(INPUT_UP, up, inner)), hidden, 1.0)
+    return hidden if layer.scale == 1.0 else operations.scale(hidden, layer.scale)
 
 
 def _attend(attention: AttentionWeights, operations: LayerOperations[X], x: X) -> X:
@@ -168,6 +232,22 @@ def _attend(attention: AttentionWeights, operations: LayerOperations[X], x: X) -
         return _attend_latent(attention.latent, attention.qkv, operations, x)
     mixed = operations.attend(operations.linear("attention", attention.qkv, x), attention.query_key_norms)
     return mixed if attention.output_gate is None else operations.gate(attention.output_gate, x, mixed)
+
+
+def _mix_experts(experts: Experts, operations: LayerOperations[X], x: X, seen: X) -> X:
+    mixed = operations.experts(experts, x, seen)
+    return operations.all_reduce(mixed) if experts.partial_sum else mixed
+
+
+def _add_experts(down: Linear, parallel: ParallelExperts, operations: LayerOperations[X], inner: X, hidden: X) -> X:
+    """The sum of a dense MLP, from the input of its last matrix, and of the experts next to it."""
+    dense = operations.linear("down", down, inner)
+    if down.partial_sum:
+        dense = operations.all_reduce(dense)
+    dense = operations.norm(parallel.dense_after, dense)
+    seen = operations.norm_for_router(parallel.router, hidden)
+    mixed = _mix_experts(parallel.experts, operations, operations.norm(parallel.before, hidden), seen)
+    return operations.add_residual(operations.norm(parallel.after, mixed), dense, 1.0)
 
 
 def _attend_latent(latent: LatentProjections, key: Linear, operations: LayerOperations[X], x: X) -> X:
@@ -209,17 +289,19 @@ class DecoderStep(NamedTuple):
     deltas: LoraDeltas | PackedDeltas | LaunchedDeltas | None
     communicator: Communicator | None  # None: the only rank
     state: StateRows | None = None  # of the recurrent layers
+    layer_inputs: Tensor | None = None  # [rows, layers * width], see LayerInputConfig
 
     def layer(self, number: int) -> "TensorOperations":
         """The operations of a layer."""
         lora = None if self.deltas is None else self.deltas.layer_deltas(number)
-        return TensorOperations(self, self.config.layers[number], self.config.cache_number(number), lora)
+        return TensorOperations(self, number, self.config.layers[number], self.config.cache_number(number), lora)
 
 
 class TensorOperations(NamedTuple):
     """LayerOperations that compute on tensors at once."""
 
     step: DecoderStep
+    number: int  # of the layer
     layer: LayerConfig
     cache: int  # DecoderConfig.cache_number of the layer
     lora: LayerLoraDeltas | PackedLayerDeltas | LaunchedLayerDeltas | None
@@ -248,7 +330,7 @@ class TensorOperations(NamedTuple):
             mixed = self._transform_then_attend(qkv, norms, step.attention)
         else:
             mixed = self._transform_and_attend(qkv, norms, step.gpu_attention)
-        return self._padded(mixed.reshape(tokens, step.kv.heads * step.kv.result_dim), rows)
+        return self._padded(mixed.reshape(tokens, -1), rows)
 
     def mix(self, mixer: RecurrentMixer, normed: Tensor, projected: Tensor) -> Tensor:
         """The result of the mixer."""
@@ -274,7 +356,7 @@ class TensorOperations(NamedTuple):
         if not last:
             _norm_heads(norms, qkv)
         if rope is not None:
-            step.rotaries[rope].rotate(heads, step.kv.heads + step.kv.kv_heads, step.angles[rope])
+            step.rotaries[rope].rotate(heads, self._rotated, step.angles[rope])
         if last:
             _norm_heads(norms, qkv)
         if scale is not None:
@@ -302,16 +384,34 @@ class TensorOperations(NamedTuple):
         return attention.transform_and_attend(step.plan, self.cache, heads, factor, transform)
 
     def _by_head(self, qkv: Tensor) -> Tensor:
-        kv = self.step.kv
-        return qkv.view(len(qkv), kv.heads + kv.parts * kv.kv_heads, kv.head_dim)
+        return qkv.view(len(qkv), -1, self.step.config.head_shape(self.number).head_dim)
+
+    @property
+    def _rotated(self) -> int:
+        """The heads that are rotated: of queries and, where they belong to this layer, of keys."""
+        own = 0 if self.layer.shares is not None else self.step.config.head_shape(self.number).kv_heads
+        return self.step.kv.heads + own
 
     def gate_up(self, mlp: Mlp, x: Tensor) -> Tensor:
         """The gated activation of the MLP's first layers."""
         return mlp.gate_up(x) if self.lora is None else self.lora.apply_mlp_inner(mlp, x)
 
-    def experts(self, experts: Experts, x: Tensor) -> Tensor:
+    def norm_for_router(self, norm: Norm, x: Tensor) -> Tensor:
+        """The norm of x."""
+        return norm(x)
+
+    def experts(self, experts: Experts, x: Tensor, seen: Tensor) -> Tensor:
         """The mixture of experts of x."""
-        return experts(x, self.step.tokens)
+        return experts(x, self.step.tokens, None if seen is x else seen)
+
+    def times_layer_input(self, x: Tensor) -> Tensor:
+        """x * e."""
+        assert self.step.layer_inputs is not None
+        return x * self.step.layer_inputs.unflatten(1, (-1, x.shape[1]))[:, self.number]
+
+    def scale(self, x: Tensor, scale: float) -> Tensor:
+        """The scaled x."""
+        return x * scale
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks. Rows of padding, of which other ranks may have more, are left out."""
@@ -336,11 +436,15 @@ class ProgramBuffer(IntEnum):
     """The buffers of a program, one row per token."""
 
     HIDDEN = 0
+    LAYER_INPUTS = 1  # DecoderStep.layer_inputs
     NORMED = auto()
     QKV = auto()
     MIXED = auto()  # the result of attention
     INNER = auto()  # the input of mlp.down
     PROJECTED = auto()  # the result of a part, before it is added to HIDDEN
+    EXPERTS = auto()  # the same of a mixture of experts
+    ROUTED_BY = auto()  # the input of a router that has a norm of its own
+    LAYER_INPUT = auto()
     MIXER_INPUT = auto()  # of a recurrent layer
     MIXER_OUTPUT = auto()
     MIXER_GATES = auto()
@@ -354,7 +458,12 @@ class ProgramBuffer(IntEnum):
 
 # Where the linear layers of an input write, in a program.
 LATENT_GROUPS = {"query_down": ProgramBuffer.QUERY_DOWN, "query": ProgramBuffer.QUERY, "key": ProgramBuffer.KEY}
-_PROJECTED = {"attention": ProgramBuffer.QKV, MIXER_INPUT: ProgramBuffer.MIXER_INPUT, **LATENT_GROUPS}
+_PROJECTED = {
+    "attention": ProgramBuffer.QKV,
+    MIXER_INPUT: ProgramBuffer.MIXER_INPUT,
+    INPUT_DOWN: ProgramBuffer.LAYER_INPUT,
+    **LATENT_GROUPS,
+}
 
 
 def write_program(
@@ -372,7 +481,8 @@ def write_program(
     changed it.
     """
     layers = weights.layers
-    recordable = all(layer.mlp is None or isinstance(layer.mlp, Mlp) or _packed_experts(layer.mlp) for layer in layers)
+    mixtures = [mlp for layer in layers for mlp in layer.mlps if not isinstance(mlp, Mlp)]
+    recordable = all(_packed_experts(mixture) is not None for mixture in mixtures)
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
     if kv.cpu_kernels is None or not recordable or not normed:
         return None
@@ -384,25 +494,48 @@ def write_program(
         ProgramBuffer.MIXED: kv.heads * kv.result_dim,
         ProgramBuffer.INNER: config.intermediate,
         ProgramBuffer.PROJECTED: config.hidden,
+        ProgramBuffer.EXPERTS: config.hidden * bool(mixtures),
+        ProgramBuffer.ROUTED_BY: config.hidden * any(layer.experts is not None for layer in layers),
         ProgramBuffer.MIXER_INPUT: mixer_widths[0],
         ProgramBuffer.MIXER_OUTPUT: mixer_widths[1],
         ProgramBuffer.MIXER_GATES: mixer_widths[2],
         ProgramBuffer.OUTPUT_GATE: kv.heads * kv.result_dim if config.output_gate else 0,
     }
+    if config.layer_inputs is not None:
+        widths[ProgramBuffer.LAYER_INPUTS] = config.layer_inputs.width * len(layers)
+        widths[ProgramBuffer.LAYER_INPUT] = config.layer_inputs.width
     if config.latent is not None:
         widths[ProgramBuffer.QUERY_DOWN] = config.latent.query_rank or 0
         widths[ProgramBuffer.QUERY] = kv.heads * config.latent.query_dim
         widths[ProgramBuffer.KEY] = config.latent.key_dim
         widths[ProgramBuffer.VALUES] = kv.heads * config.latent.value_dim
-    program = Program(kv.cpu_kernels, [widths.get(buffer, 0) for buffer in ProgramBuffer])
+    columns = [widths.get(buffer, 0) for buffer in ProgramBuffer]
+    # Layers whose matrices have other sizes write to buffers of their own.
+    others: dict[tuple[ProgramBuffer, int], int] = {}
+    for layer in layers:
+        for buffer, width in _layer_widths(layer):
+            if width != widths[buffer] and (buffer, width) not in others:
+                others[buffer, width] = len(columns)
+                columns.append(width)
+    program = Program(kv.cpu_kernels, columns)
     if communicator is not None and not isinstance(communicator, SharedMemoryCommunicator):
         return None
     for number, layer in enumerate(layers):
-        operations = ProgramOperations(program, config, rotaries, kv, number, communicator)
+        operations = ProgramOperations(program, config, rotaries, kv, number, communicator, others)
         run_layer(layer, config, operations, ProgramBuffer.HIDDEN)
     scoring = config.logit_scale, config.logit_cap
     weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring, shards)
     return program
+
+
+def _layer_widths(layer: DecoderLayer) -> list[tuple[ProgramBuffer, int]]:
+    """The widths of a layer's buffers that other layers may have otherwise."""
+    found = []
+    if (attention := layer.attention) is not None and attention.latent is None:
+        found += [(ProgramBuffer.QKV, attention.qkv.outputs), (ProgramBuffer.MIXED, attention.output.inputs)]
+    if isinstance(layer.mlp, Mlp):
+        found.append((ProgramBuffer.INNER, layer.mlp.down.inputs))
+    return found
 
 
 def _packed_experts(experts: Experts) -> PackedExperts | None:
@@ -418,6 +551,11 @@ class ProgramOperations(NamedTuple):
     kv: KVCacheSpec
     number: int  # of the layer
     communicator: SharedMemoryCommunicator | None
+    others: dict[tuple[ProgramBuffer, int], int]  # the buffers of other widths than the usual one
+
+    def _buffer(self, buffer: ProgramBuffer, width: int) -> ProgramBuffer:
+        """The buffer for this use with this width."""
+        return self.others.get((buffer, width), buffer)  # type: ignore[return-value]  # a number, too
 
     def norm(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
         """The norm of x."""
@@ -442,27 +580,30 @@ class ProgramOperations(NamedTuple):
         self, group: str, linear: Linear, x: ProgramBuffer, residual: ProgramBuffer | None = None
     ) -> ProgramBuffer:
         """The linear layers `group` of x, with the residual added."""
-        y = _PROJECTED.get(group, ProgramBuffer.PROJECTED) if residual is None else residual
+        place = _PROJECTED.get(group, ProgramBuffer.PROJECTED)
+        y = self._buffer(place, linear.outputs) if residual is None else residual
         linear.append_to(self.program, x, y, y, None if group in LATENT_GROUPS else self._delta(group, x))
         return y
 
     def attend(self, qkv: ProgramBuffer, norms: tuple[Norm, ...]) -> ProgramBuffer:
         """Attention over the rows of qkv."""
         kv, layer, last = self.kv, self.config.layers[self.number], self.config.query_key_norm_last
-        rope, query_scale = layer.rope, layer.query_scale
+        rope, query_scale, shared = layer.rope, layer.query_scale, layer.shares is not None
+        kv_heads, dim = self.config.head_shape(self.number)
         if not last:
             self._norm_heads(norms, qkv)
         if rope is not None:
-            self.rotaries[rope].append_to(self.program, qkv, rope, kv.heads + kv.kv_heads, kv.head_dim)
+            self.rotaries[rope].append_to(self.program, qkv, rope, kv.heads + (0 if shared else kv_heads), dim)
         if last:
             self._norm_heads(norms, qkv)
         if query_scale is not None:
-            self.rotaries[query_scale].append_to(self.program, qkv, query_scale, kv.heads, kv.head_dim)
+            self.rotaries[query_scale].append_to(self.program, qkv, query_scale, kv.heads, dim)
         cache = self.config.cache_number(self.number)
-        scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(cache)
-        options = window, kv.softcap, kv.layer_sinks(cache), kv.value_dim
-        self.program.attention(qkv, ProgramBuffer.MIXED, cache, heads, kv.head_dim, scale, *options)
-        return ProgramBuffer.MIXED
+        scale, heads, window = self.config.attention_scale, (kv.heads, kv_heads), kv.sliding_window(cache)
+        options = window, kv.softcap, kv.layer_sinks(cache), kv.value_dim, shared, cache in kv.chunked, kv.slopes
+        mixed = self._buffer(ProgramBuffer.MIXED, kv.heads * (kv.value_dim or dim))
+        self.program.attention(qkv, mixed, cache, heads, dim, scale, *options)
+        return mixed
 
     def mix(self, mixer: RecurrentMixer, normed: ProgramBuffer, projected: ProgramBuffer) -> ProgramBuffer:
         """The result of the mixer."""
@@ -483,7 +624,7 @@ class ProgramOperations(NamedTuple):
 
     def gate_up(self, mlp: Mlp, x: ProgramBuffer) -> ProgramBuffer:
         """The gated activation of the MLP's first layers."""
-        delta, y = self._delta("inner", x), ProgramBuffer.INNER
+        delta, y = self._delta("inner", x), self._buffer(ProgramBuffer.INNER, mlp.down.inputs)
         if mlp.gate is None:
             mlp.up.append_to(self.program, x, y, delta=delta)
         else:
@@ -491,12 +632,28 @@ class ProgramOperations(NamedTuple):
             mlp.up.append_to(self.program, x, y, y, delta and delta._replace(column=mlp.gate.outputs))
         return y
 
-    def experts(self, experts: Experts, x: ProgramBuffer) -> ProgramBuffer:
+    def norm_for_router(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
+        """The norm of x."""
+        norm.append_to(self.program, x, ProgramBuffer.ROUTED_BY)
+        return ProgramBuffer.ROUTED_BY
+
+    def experts(self, experts: Experts, x: ProgramBuffer, seen: ProgramBuffer) -> ProgramBuffer:
         """The mixture of experts of x."""
         packed = _packed_experts(experts)
         assert packed is not None
-        self.program.experts(x, ProgramBuffer.PROJECTED, packed)
-        return ProgramBuffer.PROJECTED
+        self.program.experts(x, seen, ProgramBuffer.EXPERTS, packed)
+        return ProgramBuffer.EXPERTS
+
+    def times_layer_input(self, x: ProgramBuffer) -> ProgramBuffer:
+        """x * e."""
+        assert self.config.layer_inputs is not None
+        self.program.multiply(ProgramBuffer.LAYER_INPUTS, x, self.number * self.config.layer_inputs.width)
+        return x
+
+    def scale(self, x: ProgramBuffer, scale: float) -> ProgramBuffer:
+        """The scaled x."""
+        self.program.scale(x, scale)
+        return x
 
     def all_reduce(self, x: ProgramBuffer) -> ProgramBuffer:
         """The sum of x over all ranks."""

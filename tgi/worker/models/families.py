@@ -27,9 +27,9 @@ COMMON_KEYS: dict[str, Any] = {
 
 # Multimodal models whose text part computes what a model of text alone does. Their images: hub/vision_towers.py.
 WITH_TEXT_PART = (
-    "gemma3", "glm4v", "glm4v_moe", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llava", "llava_next",
-    "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
-    "smolvlm",
+    "gemma3", "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "idefics2", "idefics3", "internvl", "kimi_k25",
+    "lfm2_vl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip
 
 # Names under which models of a family are published, too. Those of Qwen2-VL have their text part in no part of its own.
@@ -68,6 +68,7 @@ class ModelFamily:
     names: TensorNames = LLAMA
     # Keys of config.json, by the names that other families have for them.
     key_names: dict[str, str] = field(default_factory=dict)
+    inner_configs: tuple[str, ...] = ()  # keys of config.json whose values have further keys
     # Values of config.json that early releases of the family have -> their current names.
     aliases: dict[str, str] = field(default_factory=dict)
     scale_embedding_by_width: bool = False  # the embedding is multiplied by sqrt(hidden)
@@ -89,10 +90,12 @@ class ModelFamily:
     mixes_both: bool = False  # each layer has the mixer next to attention
     delta_tensors: str = DeltaTensors.BY_KIND  # see GatedDeltaConfig
     delta_norm_epsilon: float | None = None
-    # "learned": a vector for each position is added to the embedding, and nothing is rotated; see DecoderConfig.
-    # "none": nothing is rotated.
+    # "learned": a vector for each position is added to the embedding, and nothing is rotated; "alibi": scores are
+    # reduced by distance; see DecoderConfig. "none": nothing is rotated.
     positions: str = "rotary"
     positions_optional: bool = False  # without a rope_theta in config.json, nothing is rotated
+    router: dict[str, Any] = field(default_factory=dict)  # fields of RouterConfig that are constant in the family
+    parallel_experts: bool = False  # see ExpertsConfig.parallel
     rope_in_windows_only: bool = False  # where some layers have a sliding window, the others have no rotary embedding
 
 
@@ -116,6 +119,34 @@ _GEMMA2 = {
     "sliding_window": 4096,
     "layer_types": None,
 }
+_GEMMA4 = {
+    **_GEMMA,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": None,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "layer_types": None,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        "sliding_attention": {},
+    },
+    "per_layer_config": None,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "enable_moe_block": False,
+    "num_experts": None,
+    "top_k_experts": None,
+    "moe_intermediate_size": None,
+    "norm_topk_prob": True,
+}
+_GEMMA4_FIXED = {"query_key_norm": "head", "value_norm": True, "attention_scale": 1.0, "layer_scales": True}
 _GLM = {
     "rms_norm_eps": 1.5625e-7,
     "attention_bias": True,
@@ -349,6 +380,32 @@ FAMILIES: dict[str, ModelFamily] = {
     "gemma3_text": ModelFamily(
         {**_GEMMA2, "sliding_window_pattern": 6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
         {"norm_offset": 1.0, "query_key_norm": "head"},
+        _FOUR_NORMS,
+        scale_embedding_by_width=True,
+    ),
+    "gemma4_text": ModelFamily(
+        _GEMMA4,
+        _GEMMA4_FIXED,
+        replace(
+            _FOUR_NORMS,
+            router="router.proj",
+            expert_gate="experts.{}.gate_proj",
+            expert_up="experts.{}.up_proj",
+            expert_down="experts.{}.down_proj",
+            stacked=StackedExperts("experts.gate_up_proj", "experts.down_proj"),
+        ),
+        scale_embedding_by_width=True,
+        router={"expert_scaled": True},
+        parallel_experts=True,
+    ),
+    "gemma4_unified_text": ModelFamily(
+        {
+            **_GEMMA4,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262144,
+            "hidden_size_per_layer_input": 0,
+        },
+        _GEMMA4_FIXED,
         _FOUR_NORMS,
         scale_embedding_by_width=True,
     ),
@@ -592,6 +649,82 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         required={"alibi": False},
     ),
+    "bloom": ModelFamily(
+        {
+            "intermediate_size": None,
+            "layer_norm_epsilon": 1e-5,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": True,
+        },
+        {**_LAYER_NORMS, **_ALL_BIASES, "embedding_norm": True},
+        replace(
+            _JOINT_QKV,
+            layout=CheckpointLayout(
+                (
+                    (r"^(transformer\.)?h\.", "model.layers."),
+                    (r"^(transformer\.)?word_embeddings\.", "model.embed_tokens."),
+                    (r"^(transformer\.)?word_embeddings_layernorm\.", "model.embed_norm."),
+                    (r"^(transformer\.)?ln_f\.", "model.norm."),
+                    (r"\.self_attention\.query_key_value\.", ".self_attn.qkv_proj."),
+                    (r"\.self_attention\.dense\.", ".self_attn.o_proj."),
+                    (r"\.dense_h_to_4h\.", ".up_proj."),
+                    (r"\.dense_4h_to_h\.", ".down_proj."),
+                ),
+                "heads",
+            ),
+        ),
+        key_names={
+            "hidden_size": "n_embed",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "seq_length",
+        },
+        required={"apply_residual_connection_post_layernorm": False},
+        positions="alibi",
+    ),
+    "mpt": ModelFamily(
+        {
+            "intermediate_size": None,
+            "layer_norm_epsilon": 1e-5,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+            "alibi_bias_max": 8,
+        },
+        {"norm_centred": True, "gated": False},
+        replace(
+            _JOINT_QKV,
+            layout=CheckpointLayout(
+                (
+                    (r"^transformer\.blocks\.", "model.layers."),
+                    (r"^transformer\.wte\.", "model.embed_tokens."),
+                    (r"^transformer\.norm_f\.", "model.norm."),
+                    (r"\.norm_1\.", ".input_layernorm."),
+                    (r"\.norm_2\.", ".post_attention_layernorm."),
+                    (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+                    (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+                    (r"\.ffn\.", ".mlp."),
+                )
+            ),
+        ),
+        key_names={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "max_position_embeddings": "max_seq_len",
+        },
+        inner_configs=("attn_config",),
+        required={
+            "alibi": True,
+            "prefix_lm": False,
+            "qk_ln": False,
+            "attn_type": "multihead_attention",
+            "softmax_scale": None,
+            "expansion_ratio": 4,
+            "logit_scale": None,
+            "no_bias": True,
+        },
+        positions="alibi",
+    ),
     "gpt_bigcode": ModelFamily(
         {
             "intermediate_size": None,
@@ -664,6 +797,63 @@ FAMILIES: dict[str, ModelFamily] = {
             "norm_topk_prob": True,
         },
         names=_MIXTRAL_NAMES,
+    ),
+    "phimoe": ModelFamily(
+        {
+            **_RMS5,
+            "rope_theta": 1000000.0,
+            "attention_bias": False,
+            "sliding_window": None,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.01,
+            "norm_topk_prob": False,
+            "lm_head_bias": False,
+        },
+        {"norm_centred": True, "norm_bias": True},
+        _MIXTRAL_NAMES,
+        router={"score": "sparsemixer"},
+    ),
+    "llama4_text": ModelFamily(
+        {
+            **_RMS5,
+            "attention_bias": False,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "layer_types": None,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
+            "use_qk_norm": True,
+            "intermediate_size_mlp": 16384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "num_shared_experts": 1,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 1,
+            "norm_topk_prob": False,
+        },
+        {"query_key_norm_last": True, "query_key_norm_scaled": False},
+        TensorNames(
+            gate="feed_forward.gate_proj",
+            up="feed_forward.up_proj",
+            down="feed_forward.down_proj",
+            router="feed_forward.router",
+            shared_expert="feed_forward.shared_expert",
+            expert_gate="feed_forward.experts.{}.gate_proj",
+            expert_up="feed_forward.experts.{}.up_proj",
+            expert_down="feed_forward.experts.{}.down_proj",
+            stacked=StackedExperts(
+                "feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", inputs_first=True
+            ),
+        ),
+        interleaved_rope=True,
+        optional_query_key_norm="head",
+        router={"score": "sigmoid", "scales_inputs": True},
     ),
     "minimax_m2": ModelFamily(
         {

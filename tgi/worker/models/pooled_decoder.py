@@ -11,6 +11,7 @@ from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.attention.packed import ALL, PackedAttention, PackedSequences
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.sharding import whole_model
 from tgi.worker.layers.linear import choose_row_counts
 from tgi.worker.layers.rotary import RotaryEmbedding
@@ -65,6 +66,7 @@ class PooledDecoder:
         if both and (window := config.get("sliding_window")):
             config["sliding_window"] = window // 2 + 1  # on each side, with the own position
         decoder = read_decoder_config(config)
+        _require_plain(decoder)
         self.hidden, self.context_length = decoder.hidden, decoder.context_length
         self.dtype, self.device = dtype, device
         self._config = decoder
@@ -109,3 +111,20 @@ class PooledDecoder:
         for number, layer in enumerate(self.weights.layers):
             x = run_layer(layer, self._config, step.layer(number), x)
         return self.weights.norm(x)
+
+
+def _require_plain(decoder: DecoderConfig) -> None:
+    """Raises UnsupportedConfig, naming what is missing, for a decoder of which `PooledDecoder` computes a part only."""
+    needed = {
+        "heads of several sizes": len(set(decoder.head_shapes)) > 1,
+        "keys of earlier layers": any(layer.shares is not None for layer in decoder.layers),
+        "per-layer embeddings": decoder.layer_inputs is not None,
+        "attention in chunks": any(layer.chunked for layer in decoder.layers),
+        "ALiBi": bool(decoder.alibi),
+        "learned positions": bool(decoder.learned_positions),
+        "attention sinks": decoder.sinks,
+        "recurrent layers": decoder.recurrent is not None,
+    }
+    for what, there in needed.items():
+        if there:
+            raise UnsupportedConfig(what)

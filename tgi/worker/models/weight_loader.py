@@ -15,9 +15,9 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import NO_FACTORS, CpuKernels, can_pack_together
-from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, Mixer
+from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, LayerInputConfig, Mixer, RouterConfig
 from tgi.worker.device_copies import StagedCopies
-from tgi.worker.distributed.sharding import Shard
+from tgi.worker.distributed.sharding import Shard, layer_inner, layer_kv_heads
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers import gated_delta, mamba2, short_conv
 from tgi.worker.layers.embedding import Embedding
@@ -29,7 +29,15 @@ from tgi.worker.layers.recurrence import ChosenRows, Recurrence
 from tgi.worker.mixers.gated_delta import GatedDeltaConfig
 from tgi.worker.mixers.mamba2 import Mamba2Config
 from tgi.worker.mixers.short_conv import ShortConvConfig
-from tgi.worker.models.decoder_layer import AttentionWeights, DecoderLayer, DecoderWeights, LatentProjections
+from tgi.worker.models.decoder_layer import (
+    AttentionWeights,
+    DecoderLayer,
+    DecoderWeights,
+    InputWeights,
+    LatentProjections,
+    LayerInput,
+    ParallelExperts,
+)
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.models.mtp import MtpNames, MtpParts
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, scale_weight, select_part, stack_weights
@@ -60,6 +68,11 @@ def _embedding_weight(source: WeightSource, config: DecoderConfig, shard: Shard,
     under_head = config.tied and f"{EMBEDDING}.weight" not in source and f"{HEAD}.weight" in source
     stored = source.weight(HEAD if under_head else EMBEDDING, config.vocab_size, config.hidden)
     return select_part(stored, shard.vocabulary, range(config.hidden), dtype)
+
+
+def _can_group(router: RouterConfig) -> bool:
+    """Whether our GPU kernels choose experts and weigh their outputs so."""
+    return router.score in ("softmax", "sigmoid") and not router.scales_inputs and not router.expert_scaled
 
 
 def _head_columns(heads: range, dim: int) -> range:
@@ -112,7 +125,10 @@ class DecoderWeightLoader:
         if not tied and self._device.type != "cpu":  # on CPU the embedding stays in the mapped file
             self._count(embedding_weight)
         positions = self._positions() if config.learned_positions else None
-        return DecoderWeights(embedding, layers, norm, head, positions, WeightFootprint(self._bytes, self._parameters))
+        inputs = None if config.layer_inputs is None else self._inputs(config.layer_inputs)
+        footprint = WeightFootprint(self._bytes, self._parameters)
+        first = self._norm(config.names.embedding_norm, config.hidden) if config.embedding_norm else None
+        return DecoderWeights(embedding, layers, norm, head, positions, first, inputs, footprint)
 
     def _head_bias(self) -> Tensor | None:
         if not self._config.head_bias:
@@ -126,6 +142,31 @@ class DecoderWeightLoader:
         weight = stored.to(self._device, self._dtype, copy=True)
         self._count(weight)
         return weight
+
+    def _inputs(self, inputs: LayerInputConfig) -> InputWeights:
+        config, names, layers = self._config, self._config.names, len(self._config.layers)
+        columns = layers * inputs.width
+        embedding = self._upload(self._source.weight(names.input_embedding, inputs.vocab_size, columns))
+        if self._device.type != "cpu":  # on CPU it stays in the mapped file
+            self._count(embedding)
+        # The projection is multiplied by hidden^-0.5 before its norm, for which epsilon stands in.
+        weight = self._norm_weight(names.input_norm, inputs.width).expand(layers, -1).contiguous()
+        return InputWeights(
+            Embedding(embedding, self._dtype),
+            float(torch.tensor(inputs.width**0.5, dtype=self._dtype)),
+            self._linear(False, config.hidden, StoredMatrix(names.input_projection, columns, range(columns))),
+            Norm(weight, None, config.norm_epsilon * config.hidden, False, self._own_kernels),
+        )
+
+    def _layer_input(self, prefix: str, inputs: LayerInputConfig) -> LayerInput:
+        config, names = self._config, self._config.names
+        down = StoredMatrix(prefix + names.input_down, inputs.width, range(inputs.width))
+        up = StoredMatrix(prefix + names.input_up, config.hidden, range(config.hidden))
+        return LayerInput(
+            self._linear(False, config.hidden, down, epilogue=config.activation),
+            self._linear(False, inputs.width, up),
+            self._norm(prefix + names.input_after, config.hidden),
+        )
 
     def load_mtp(self, names: MtpNames) -> tuple[MtpParts, DecoderLayer, Norm, WeightFootprint]:
         """The MTP layer of these names: its first parts, its decoder layer, which is the only one of the config, its
@@ -142,6 +183,7 @@ class DecoderWeightLoader:
     def _layer(self, number: int, prefix: str = "") -> DecoderLayer:
         config, names, prefix = self._config, self._config.layer_names(number), prefix or f"model.layers.{number}."
         layer = config.layers[number]
+        parallel = config.experts is not None and config.experts.parallel
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self._norm(prefix + name, config.hidden)
@@ -150,15 +192,18 @@ class DecoderWeightLoader:
         more_follows = attention_after is not None
         mlp = None
         if layer.has_mlp:
-            mlp = self._experts(prefix) if layer.routed else self._dense(prefix)
+            mlp = self._experts(prefix) if layer.routed and not parallel else self._dense(number, prefix)
         return DecoderLayer(
             attention_before=norm(names.attention_before) if layer.mixer != Mixer.NONE else None,
-            attention=self._attention(prefix, more_follows) if layer.attends else None,
+            attention=self._attention(number, prefix, more_follows) if layer.attends else None,
             recurrence=self._recurrence(prefix, number, more_follows) if layer.recurs else None,
             attention_after=attention_after,
             mlp_before=norm(names.mlp_before) if layer.has_mlp else None,
             mlp=mlp,
             mlp_after=norm(names.mlp_after),
+            experts=self._parallel_experts(prefix) if layer.routed and parallel else None,
+            layer_input=None if config.layer_inputs is None else self._layer_input(prefix, config.layer_inputs),
+            scale=float(self._source.tensor(prefix + names.scale, 1)) if config.layer_scales else 1.0,
         )
 
     def _recurrence(self, prefix: str, number: int, more_follows: bool) -> Recurrence:
@@ -172,17 +217,22 @@ class DecoderWeightLoader:
         assert isinstance(config, Mamba2Config)
         return mamba2.load(tensors, config, local, place)
 
-    def _attention(self, prefix: str, more_follows: bool) -> AttentionWeights:
-        config, names = self._config, self._config.names
+    def _attention(self, number: int, prefix: str, more_follows: bool) -> AttentionWeights:
+        config, names, layer = self._config, self._config.names, self._config.layers[number]
         if config.latent is not None:
             return self._latent_attention(config.latent, prefix, more_follows)
-        heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        queries, keys = self._head_columns(self._shard.heads), self._head_columns(self._shard.kv_heads)
-        qkv = (
+        shape, own = config.head_shape(number), layer_kv_heads(config, self._shard, number)
+        heads, kv_heads = config.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        queries, keys = _head_columns(self._shard.heads, shape.head_dim), _head_columns(own, shape.head_dim)
+        qkv = [
             StoredMatrix(prefix + names.query, heads, queries),
             StoredMatrix(prefix + names.key, kv_heads, keys),
             StoredMatrix(prefix + names.value, kv_heads, keys),
-        )
+        ]
+        if layer.shares is not None:
+            qkv = qkv[:1]
+        elif layer.keys_as_values:
+            qkv[2] = qkv[1]
         output = StoredMatrix(prefix + names.output, config.hidden, range(config.hidden))
         gate = None
         if config.output_gate:
@@ -194,11 +244,15 @@ class DecoderWeightLoader:
             first, gate = (
                 self._build(one, None, "none") for one in (stack_weights((query, *pairs), self._dtype), gates)
             )
+        elif layer.keys_as_values:  # stored once, and held twice
+            assert not config.qkv_bias
+            pairs = [self._matrices(False, config.hidden, one)[0][0] for one in qkv]
+            first = self._build(stack_weights(pairs, self._dtype), None, "none")
         else:
             first = self._linear(config.qkv_bias, config.hidden, *qkv)
         return AttentionWeights(
             qkv=first,
-            query_key_norms=self._query_key_norms(prefix + names.query_norm, prefix + names.key_norm),
+            query_key_norms=self._query_key_norms(number, prefix + names.query_norm, prefix + names.key_norm),
             output=self._last_linear(
                 config.output_bias, heads, queries, output, more_follows, config.attention_output_scale
             ),
@@ -256,10 +310,6 @@ class DecoderWeightLoader:
         weight = self._source.weight(name, outputs, self._config.hidden)
         return self._to_device(weight[chosen] if isinstance(weight, Tensor) else weight.rows(chosen))
 
-    def _head_columns(self, heads: range) -> range:
-        """The columns of these heads."""
-        return range(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
-
     def _last_linear(
         self, bias: bool, inputs: int, local: range, matrix: StoredMatrix, more_follows: bool, scale: float = 1.0
     ) -> Linear:
@@ -275,13 +325,13 @@ class DecoderWeightLoader:
             partial_sum=is_partial,
         )
 
-    def _dense(self, prefix: str) -> Mlp:
+    def _dense(self, number: int, prefix: str) -> Mlp:
         config, names = self._config, self._config.names
         return self._mlp(
             prefix,
             (names.gate, names.up, names.down),
-            config.intermediate,
-            self._shard.inner,
+            config.inner(number),
+            layer_inner(config, self._shard, number),
             names.mlp_after is not None,
         )
 
@@ -325,7 +375,7 @@ class DecoderWeightLoader:
         assert experts is not None
         each = (names.expert_gate, names.expert_up, names.expert_down)
         router, shared = self._router(prefix, experts), self._shared_expert(prefix, experts)
-        if self._gpu is not None:
+        if self._gpu is not None and _can_group(experts.router):
             return self._grouped_experts(prefix, each, experts, router, shared, self._gpu)
 
         def expert(number: int) -> Mlp:
@@ -335,6 +385,18 @@ class DecoderWeightLoader:
         each_mlp = [expert(number) for number in range(experts.count)]
         packed = None if self._kernels is None else pack_experts(self._kernels, router, each_mlp, shared)
         return MixtureOfExperts(router, each_mlp, shared, packed)
+
+    def _parallel_experts(self, prefix: str) -> ParallelExperts:
+        config, names = self._config, self._config.names
+        dense_after, before, after = (
+            self._norm(prefix + name, config.hidden)
+            for name in (names.dense_after, names.experts_before, names.experts_after)
+        )
+        stored = self._source.tensor(prefix + names.router_input_scale, config.hidden)
+        scale = stored.to(self._device, torch.float32) * config.hidden**-0.5
+        return ParallelExperts(
+            dense_after, before, before._replace(weight=scale, bias=None), self._experts(prefix), after
+        )
 
     def _grouped_experts(
         self,
@@ -388,7 +450,11 @@ class DecoderWeightLoader:
             stored = self._source.tensor(prefix + names.router_bias, *shape)
             bias = stored.flatten().to(self._device, torch.float32, copy=True)
         linear = self._unquantized(prefix + names.router, experts.count, experts.router.logit_bias)
-        return Router(linear, bias, experts.router, experts.top_k)
+        scales = None
+        if experts.router.expert_scaled:
+            found = self._source.tensor(prefix + names.router_expert_scale, experts.count)
+            scales = found.to(self._device, torch.float32, copy=True)
+        return Router(linear, bias, experts.router, experts.top_k, scales)
 
     def _shared_expert(self, prefix: str, experts: ExpertsConfig) -> SharedExpert | None:
         names, width = self._config.names, experts.shared_intermediate
@@ -403,6 +469,9 @@ class DecoderWeightLoader:
         offset = self._source.tensor(f"{name}.bias", outputs).to(self._device, self._dtype) if bias else None
         return self._build(self._to_device(weight), offset, "none")
 
+    def _ones(self, size: int) -> Tensor:
+        return torch.ones(size, device=self._device)
+
     def _norm_weight(self, name: str, *shape: int) -> Tensor:
         weight = self._source.tensor(f"{name}.weight", *shape).to(self._device, torch.float32, copy=True)
         return weight + self._config.norm_offset if self._config.norm_offset else weight
@@ -414,22 +483,26 @@ class DecoderWeightLoader:
             bias = self._source.tensor(f"{name}.bias", size).to(self._device, torch.float32, copy=True)
         return Norm(self._norm_weight(name, size), bias, config.norm_epsilon, config.norm_centred, self._own_kernels)
 
-    def _query_key_norms(self, query: str, key: str) -> tuple[Norm, ...]:
-        """DecoderLayer.query_key_norms: none; one with a weight [heads + kv_heads, head_dim]; or two, one over all
-        query heads and one over all key heads."""
-        config, shard = self._config, self._shard
-        kind, parts = (
-            config.query_key_norm,
-            ((query, config.heads, shard.heads), (key, config.kv_heads, shard.kv_heads)),
-        )
-        if kind is None:
+    def _query_key_norms(self, number: int, query: str, key: str) -> tuple[Norm, ...]:
+        """DecoderLayer.query_key_norms: none; one with a weight [heads + kv_heads, head_dim], or with another kv_heads
+        rows for the values; or two, one over all query heads and one over all key heads."""
+        config, layer = self._config, self._config.layers[number]
+        kv_heads, dim = config.head_shape(number)
+        local = layer_kv_heads(config, self._shard, number)
+        kind, parts = config.query_key_norm, [(query, config.heads, self._shard.heads), (key, kv_heads, local)]
+        if layer.shares is not None:
+            parts.pop()
+        if kind is None or (layer.rope is None and not config.query_key_norm_scaled):
             return ()
         if kind == "all":
-            return tuple(self._norm(name, heads * config.head_dim) for name, heads, _ in parts)
+            return tuple(self._norm(name, heads * dim) for name, heads, _ in parts)
         weights = []
-        for name, heads, local in parts:
-            stored = (heads, config.head_dim) if kind == "each" else (config.head_dim,)
-            weights.append(self._norm_weight(name, *stored).expand(heads, -1)[local.start : local.stop])
+        for name, heads, own in parts:
+            stored = (heads, dim) if kind == "each" else (dim,)
+            weight = self._norm_weight(name, *stored) if config.query_key_norm_scaled else self._ones(dim)
+            weights.append(weight.expand(heads, -1)[own.start : own.stop])
+        if config.value_norm and layer.shares is None:
+            weights.append(self._ones(dim).expand(len(local), -1))
         return (Norm(torch.cat(weights), None, config.norm_epsilon, config.norm_centred, self._own_kernels),)
 
     def _linear(

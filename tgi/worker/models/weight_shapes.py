@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
-from tgi.worker.decoder_config import DecoderConfig, LatentConfig, Mixer, TensorNames
-from tgi.worker.distributed.sharding import Shard
+from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, Mixer, TensorNames
+from tgi.worker.distributed.sharding import Shard, layer_inner, layer_kv_heads
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 from tgi.worker.tensor_shapes import MatrixShape, VectorShape
+
+VALUE_NORM = "self_attn.v_norm"  # no tensor of the checkpoint has this name
 
 
 def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
@@ -15,11 +17,15 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
             assert config.recurrent is not None
             name = f"model.layers.{number}.{config.names.mixer}"
             yield from config.recurrent.matrices(config.hidden, shard.recurrent, name)
-        yield from _attention_and_mlp(config, shard, number)
+        yield from _layer_matrices(config, shard, number)
     vocabulary, hidden = len(shard.vocabulary), range(config.hidden)
     yield MatrixShape(EMBEDDING, config.vocab_size, config.hidden, vocabulary, hidden)
     if rows := config.learned_positions:
         yield MatrixShape(POSITIONS, rows, config.hidden, rows, hidden, quantizable=False)
+    if inputs := config.layer_inputs:
+        columns, names = inputs.width * len(config.layers), config.names
+        yield MatrixShape(names.input_embedding, inputs.vocab_size, columns, inputs.vocab_size, range(columns))
+        yield MatrixShape(names.input_projection, columns, config.hidden, columns, hidden)
     if not config.tied:
         yield MatrixShape(HEAD, config.vocab_size, config.hidden, vocabulary, hidden)
 
@@ -36,57 +42,92 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
         if layer.attends:
             if config.latent is not None:
                 yield from _latent_norms(config.latent, config.names, prefix)
-            yield from _query_key_norms(config, shard, prefix)
+            yield from _query_key_norms(config, shard, number, prefix)
             if config.sinks:
                 yield VectorShape(prefix + names.sinks, config.heads, len(shard.heads), True)
         if layer.recurs:
             assert config.recurrent is not None
             place = shard.recurrent, prefix + names.mixer
             yield from config.recurrent.vectors(config.hidden, *place, shard.rank == 0)
-        for matrix in _attention_and_mlp(config, shard, number):
+        for matrix in _layer_matrices(config, shard, number):
             yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
         if config.activation == "xielu":
             for end in ("alpha_p", "alpha_n", "beta", "eps"):  # kept on the host
                 yield VectorShape(f"{prefix}{names.activation}.{end}", 1, 0, True)
         experts = config.experts
-        if experts is not None and experts.router.biased and config.layers[number].routed:
-            yield VectorShape(prefix + names.router_bias, experts.count, experts.count, True)
+        if experts is not None and config.layers[number].routed:
+            yield from _expert_vectors(config, experts, prefix)
+        if config.layer_inputs is not None:
+            yield from _norm(config, prefix + names.input_after)
+        if config.layer_scales:
+            yield VectorShape(prefix + names.scale, 1, 0, True)  # kept on the host
     yield from _norm(config, names.last_norm)
+    if config.embedding_norm:
+        yield from _norm(config, names.embedding_norm)
+    if inputs := config.layer_inputs:  # held expanded over the layers
+        yield VectorShape(f"{names.input_norm}.weight", inputs.width, inputs.width * len(config.layers), True)
     if config.head_bias:
         yield VectorShape(f"{HEAD}.bias", config.vocab_size, len(shard.vocabulary), False)
 
 
-def _attention_and_mlp(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:
-    layer, prefix = config.layers[number], f"model.layers.{number}."
+def _expert_vectors(config: DecoderConfig, experts: ExpertsConfig, prefix: str) -> Iterator[VectorShape]:
+    names = config.names
+    if experts.router.biased:
+        yield VectorShape(prefix + names.router_bias, experts.count, experts.count, True)
+    if experts.router.expert_scaled:
+        yield VectorShape(prefix + names.router_expert_scale, experts.count, experts.count, True)
+    if experts.parallel:
+        yield VectorShape(prefix + names.router_input_scale, config.hidden, config.hidden, True)
+        for name in (names.dense_after, names.experts_before, names.experts_after):
+            yield from _norm(config, prefix + name)
+
+
+def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:
+    """Those besides a recurrent mixer's."""
+    layer, names, prefix = config.layers[number], config.names, f"model.layers.{number}."
     if layer.attends and config.latent is not None:
         yield from _latent_attention(config, config.latent, shard, prefix)
     elif layer.attends:
-        yield from _attention_matrices(config, shard, prefix)
+        yield from _attention_matrices(config, shard, number, prefix)
     if layer.has_mlp:
         yield from _mlp_matrices(config, shard, number, prefix)
+    if inputs := config.layer_inputs:
+        hidden = range(config.hidden)
+        yield MatrixShape(prefix + names.input_down, inputs.width, config.hidden, inputs.width, hidden)
+        yield MatrixShape(prefix + names.input_up, config.hidden, inputs.width, config.hidden, range(inputs.width))
 
 
-def _attention_matrices(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
-    names, hidden, dim = config.names, config.hidden, config.head_dim
+def _attention_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:
+    names, hidden, layer = config.names, config.hidden, config.layers[number]
+    (kv_heads, dim), own = config.head_shape(number), layer_kv_heads(config, shard, number)
     if config.output_gate:
         yield MatrixShape(prefix + names.query, config.heads * dim, hidden, len(shard.heads) * dim, range(hidden))
-    for name, heads, local in (
-        (names.query, config.heads, shard.heads),
-        (names.key, config.kv_heads, shard.kv_heads),
-        (names.value, config.kv_heads, shard.kv_heads),
-    ):
-        yield MatrixShape(prefix + name, heads * dim, hidden, len(local) * dim, range(hidden), stack=prefix + "qkv")
+    # Keys that are values, too, are held twice.
+    keys = MatrixShape(
+        prefix + names.key,
+        kv_heads * dim,
+        hidden,
+        len(own) * dim * (2 if layer.keys_as_values else 1),
+        range(hidden),
+        stack=prefix + "qkv",
+    )
+    yield keys._replace(name=prefix + names.query, outputs=config.heads * dim, local_outputs=len(shard.heads) * dim)
+    if layer.shares is None:
+        yield keys
+        if not layer.keys_as_values:
+            yield keys._replace(name=prefix + names.value)
     queries = range(shard.heads.start * dim, shard.heads.stop * dim)
     yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
 
 
 def _mlp_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:
     names, hidden = config.names, config.hidden
-    if not config.layers[number].routed:
-        parts = (names.gate, names.up, names.down)
-        yield from _mlp(config, prefix, parts, config.intermediate, shard.inner)
-        return
     experts = config.experts
+    if not config.layers[number].routed or (experts is not None and experts.parallel):
+        parts = (names.gate, names.up, names.down)
+        yield from _mlp(config, prefix, parts, config.inner(number), layer_inner(config, shard, number))
+    if not config.layers[number].routed:
+        return
     assert experts is not None
     if experts.shared_intermediate:
         yield from _mlp(config, prefix, names.shared_parts, experts.shared_intermediate, shard.shared_inner)
@@ -135,16 +176,20 @@ def _norm(config: DecoderConfig, name: str) -> Iterator[VectorShape]:
         yield VectorShape(f"{name}.bias", config.hidden, config.hidden, True)
 
 
-def _query_key_norms(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[VectorShape]:
-    """Each weight is held expanded over the heads."""
-    if config.query_key_norm is None:
+def _query_key_norms(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[VectorShape]:
+    """Each weight is held expanded over the heads; norms without weights have ones."""
+    layer, names, (kv_heads, dim) = config.layers[number], config.names, config.head_shape(number)
+    own = layer_kv_heads(config, shard, number)
+    scaled = config.query_key_norm_scaled
+    if config.query_key_norm is None or (layer.rope is None and not scaled):
         return
-    names, dim = config.names, config.head_dim
-    parts = (names.query_norm, config.heads, shard.heads), (names.key_norm, config.kv_heads, shard.kv_heads)
-    for name, heads, local in parts:
+    parts = [(names.query_norm, config.heads, shard.heads), (names.key_norm, kv_heads, own)]
+    for name, heads, local in parts[:1] if layer.shares is not None else parts:
         stored = dim if config.query_key_norm == "head" else heads * dim
         held = heads * dim if config.query_key_norm == "all" else len(local) * dim
-        yield VectorShape(f"{prefix}{name}.weight", stored, held, True)
+        yield VectorShape(f"{prefix}{name}.weight", stored if scaled else 0, held, True)
+    if config.value_norm and layer.shares is None:
+        yield VectorShape(f"{prefix}{VALUE_NORM}.weight", 0, len(own) * dim, True)
 
 
 def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -> Iterator[VectorShape]:

@@ -18,7 +18,7 @@ from tgi.hub.weight_files import OF_DECODER, StoredTensor, choose_weight_files, 
 from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.host.interpreter import require_packages
 from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD, Settings
-from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
+from tgi.worker.decoder_config import DecoderConfig, HeadShape, UnsupportedConfig
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.engine import memory
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim, state_tensor_bytes, token_bytes
@@ -293,15 +293,30 @@ def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: 
         for vector in vectors(config, shard)
     )
     kv_dtype = settings.kv_cache_dtype or model.dtype
-    kv_token = token_bytes(
-        layers=len(config.attention_layers),
-        kv_heads=len(shard.kv_heads),
-        stored_dim=cpu_head_dim(config.head_dim) if device.is_cpu else config.head_dim,
+    own = local_config(config, shard)
+    kv_token = sum(_layer_bytes(own, shape, kv_dtype, device) for shape in own.head_shapes)
+    return matrix_bytes + vector_bytes, kv_token
+
+
+def _layer_bytes(config: DecoderConfig, shape: HeadShape, kv_dtype: str, device: Devices) -> int:
+    """Bytes of a token's keys and values in a layer of this shape."""
+    return token_bytes(
+        layers=1,
+        kv_heads=shape.kv_heads,
+        stored_dim=cpu_head_dim(shape.head_dim) if device.is_cpu else shape.head_dim,
         itemsize=ITEM_SIZES.get(kv_dtype, 1),
         scaled=kv_dtype == "int8",
         parts=2 if config.latent is None else 1,
     )
-    return matrix_bytes + vector_bytes, kv_token
+
+
+def _layer_sizes(model: PlannedModel, shard: Shard, device: Devices, settings: Settings) -> list[tuple[HeadShape, int]]:
+    """CacheRequirements.shapes of a rank."""
+    own, kv_dtype = local_config(model.config, shard), settings.kv_cache_dtype or model.dtype
+    if len(set(own.head_shapes)) == 1:
+        return []
+    page = CPU_PAGE_SIZE if device.is_cpu else GPU_PAGE_SIZE
+    return [(shape, page * _layer_bytes(own, shape, kv_dtype, device)) for shape in own.head_shapes]
 
 
 def matrix_sizes(model: PlannedModel, shard: Shard, device: Devices) -> dict[str, int]:
@@ -338,7 +353,7 @@ def matrix_sizes(model: PlannedModel, shard: Shard, device: Devices) -> dict[str
 
 def _is_lookup(matrix: MatrixShape, config: DecoderConfig) -> bool:
     """Whether this is an embedding that is not the output head too."""
-    return matrix.name == EMBEDDING and not config.tied
+    return (matrix.name == EMBEDDING and not config.tied) or matrix.name == config.names.input_embedding
 
 
 def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
@@ -401,7 +416,8 @@ def _model_activations(model: PlannedModel, shard: Shard, settings: Settings) ->
     experts = config.experts
     chosen = 0 if experts is None else experts.top_k
     inner = max(len(shard.inner), chosen * len(shard.expert_inner))
-    attention = (2 * len(shard.heads) + 2 * len(shard.kv_heads)) * config.head_dim
+    own = local_config(config, shard)
+    attention = max(((2 * own.heads + 2 * kv_heads) * dim for kv_heads, dim in own.head_shapes), default=0)
     token = ITEM_SIZES[model.dtype] * ((6 + chosen) * config.hidden + 2 * attention + 3 * inner)
     return tokens * token + LOGIT_COPIES * rows * config.vocab_size * 4 + GRAPH_POOL_BYTES
 
@@ -463,6 +479,7 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         dtype=deployment.served.dtype,
         device=devices.type,
         windows=() if deployment.draft else deployment.served.config.attention_windows,
+        shapes=() if deployment.draft else _layer_sizes(deployment.served, shards[0], devices, settings),
         state_bytes=most.state,
     )
     try:

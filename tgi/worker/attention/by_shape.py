@@ -1,0 +1,32 @@
+"""Attention of a model whose layers have keys and values of several sizes: each size has a backend of its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
+from tgi.worker.state_cache import StateCache
+
+
+class AttentionByShape:
+    """Implements AttentionBackend with backends for some layers each; see KVCacheSpec.by_shape."""
+
+    state: StateCache | None = None  # set by build_attention
+
+    def __init__(self, backends: Sequence[tuple[AttentionBackend, Sequence[int]]]) -> None:
+        """The backends, with the numbers of their layers in the model."""
+        self._backends = [backend for backend, _ in backends]
+        self._places = {
+            layer: (number, own) for number, (_, layers) in enumerate(backends) for own, layer in enumerate(layers)
+        }
+        self.page_size = self._backends[0].page_size
+
+    def plan(self, batch: ForwardBatch) -> list[Any]:
+        """See AttentionBackend: the plan of each backend."""
+        return [backend.plan(batch) for backend in self._backends]
+
+    def write_and_attend(self, plan: list[Any], layer: int, qkv: Tensor, scale: float) -> Tensor:
+        """See AttentionBackend."""
+        number, own = self._places[layer]
+        return self._backends[number].write_and_attend(plan[number], own, qkv, scale)
