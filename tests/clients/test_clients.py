@@ -5,6 +5,7 @@ The pinned dependencies of those in Python conflict, so each group runs its chec
 same time.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,14 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from scripts.train_picture_model import draw_picture
 from tests.clients.environments import GROUPS, NODE, ROOT, environment, node_environment
 from tests.live.server import Server, SharedServers
-from tests.models import pooling_model
+from tests.models import picture_model, pooling_model
 
 pytestmark = pytest.mark.live
 
 KEY = "the key"
 ANSWERING = Path(__file__).parent / "answering"
+PICTURES = 20
 NODE_CHECKS = {f"node-{path.stem.removeprefix('check_')}": path.name for path in sorted(NODE.glob("check_*.mjs"))}
 
 
@@ -46,8 +49,11 @@ def outcomes(
         guarded_server.wait_until_ready()
         # Without the user's proxies, tokens and client settings. served.py reads the addresses.
         embeddings = shared_server("--model-id", str(pooling_model("bert")))
+        seeing = shared_server("--model-id", str(picture_model()))
         addresses = {
             "TGI_EMBEDDINGS_URL": embeddings.url,
+            "TGI_PICTURES_URL": seeing.url,
+            "TGI_PICTURES": str(draw_pictures(directory / "pictures")),
             "TGI_URL": demo.url,
             "TGI_GUARDED_URL": guarded_server.url,
             "TGI_KEY": KEY,
@@ -61,6 +67,17 @@ def outcomes(
             command = [str(program), "--test", "--test-reporter=spec", file]
             outcomes[name] = pool.submit(run, name, command, directory / "node", environ, demo)
         yield outcomes
+
+
+def draw_pictures(directory: Path) -> Path:
+    """Pictures that the model has not seen, and answers.json, for pictures.py."""
+    directory.mkdir()
+    pictures = {f"{seed}.png": draw_picture(seed) for seed in range(PICTURES)}
+    for name, picture in pictures.items():
+        picture.image.save(directory / name)
+    answers = {name: picture.answer for name, picture in pictures.items()}
+    (directory / "answers.json").write_text(json.dumps(answers))
+    return directory
 
 
 def check(group: str, python: Path, environ: dict[str, str], server: Server) -> str:
