@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from tests.api.conftest import Front, Stream, openai_error, silent, texts
 from tgi.api import sse
 from tgi.microkernel.messages.protocol import Cancel, End, FinishReason, Generate
@@ -154,18 +156,19 @@ def test_a_slow_choice_does_not_delay_the_others(serve: Any) -> None:
     assert events[-1]["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
-def test_a_backlog_is_written_in_bounded_chunks(serve: Any) -> None:
-    """Thousands of unread tokens for one client are written in chunks, between which other tasks run."""
+@pytest.mark.parametrize("counts", [(768, 768), (128, 768)])
+def test_a_backlog_is_written_in_bounded_chunks(serve: Any, counts: tuple[int, int]) -> None:
+    """Thousands of unread tokens for one client are written in chunks, between which other tasks run. One may end in a
+    chunk that has more of the other."""
     front = serve(silent)
     stream = Stream(front, "/v1/completions", TWO % ',"stream":true')
     rids = asked(front, 2)
-    count = 3 * sse.MAX_EVENTS_PER_WRITE
-    for rid in rids:
+    for rid, count in zip(rids, counts, strict=True):
         tokens = [(k, "x", -0.5, False) for k in range(count)]
         front.tokenizers[0].send(texts(rid, *tokens), End(rid, FinishReason.LENGTH, "", "x" * count, 1, count))
     reply = stream.read_rest()
     events = [json.loads(part.removeprefix(b"data: ")) for part in reply.body.split(b"\n\n")[:-2]]
-    for index in (0, 1):
+    for index, count in enumerate(counts):
         choices = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in choices) == "x" * count
         assert [choice["finish_reason"] for choice in choices[-2:]] == [None, "length"]

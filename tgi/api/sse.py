@@ -67,7 +67,6 @@ class EventStream:
         self._generations = generations
         self._wake_event = generations[0].wake_event
         self._unfinished = [*enumerate(generations)]  # those whose last token is not written
-        self._max_events = MAX_EVENTS_PER_WRITE // len(generations) or 1  # of one generation in one chunk
         self._formatter = formatter
         self._watcher = watcher
         self._cancel = cancel
@@ -128,10 +127,11 @@ class EventStream:
         openings: list[str] = []
         closing = failure = ""
         self._has_more = False
+        most = MAX_EVENTS_PER_WRITE // len(self._unfinished) or 1  # of each generation
         for index, generation in self._unfinished:
             if not generation.unread_tokens.texts and generation.end is None:
                 continue
-            columns = generation.take_tokens(self._max_events)
+            columns = generation.take_tokens(most)
             if generation.end is None or generation.unread_tokens.texts:
                 self._has_more = self._has_more or bool(generation.unread_tokens.texts)
                 openings += self._open()
@@ -170,7 +170,6 @@ class EventStream:
         """Removes a finished generation. Returns the events that close the stream if it was the last one."""
         self._unfinished = [entry for entry in self._unfinished if entry[0] != index]
         if self._unfinished:
-            self._max_events = MAX_EVENTS_PER_WRITE // len(self._unfinished) or 1
             return ""
         request_metrics.record_success(self._generations)
         return self._formatter.closing_events()

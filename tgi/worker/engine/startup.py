@@ -405,18 +405,17 @@ def _kv_cache_dtype(name: str | None, device: str, cpu_kernels: bool) -> torch.d
 
 def _cache_requirements(models: LoadedModels) -> memory.CacheRequirements:
     loaded, served = models.all(), models.served
+    size = page_size(served.kv, served.device)
     return memory.CacheRequirements(
         context=min(model.context_length for model in loaded),
-        page_size=page_size(served.kv, served.device),
+        page_size=size,
         page_bytes=sum(page_bytes(models.cache_spec(model), model.device) for model in loaded),
         vocab_size=served.vocab_size,
         dtype=str(served.kv.dtype).removeprefix("torch."),
         device=served.device.type,
         # The layers of a draft model have pages in each page of the served model, so those must hold all positions.
         windows=served.kv.sliding_windows if models.draft is None else (),
-        shapes=()
-        if models.draft is not None
-        else models.cache_spec(served).layer_bytes(page_size(served.kv, served.device)),
+        shapes=() if models.draft is not None else tuple(models.cache_spec(served).layer_bytes(size)),
         state_bytes=0 if served.kv.state is None else served.kv.state.bytes,
     )
 
