@@ -89,7 +89,7 @@ def test_failures_are_sentences_and_not_part_of_the_conversation(url: str) -> No
     chat = Chat(Server(url, None, "m", {}), "", io.StringIO())
     with pytest.raises(UserError, match="answers 422: too long"):
         chat.handle("fail")
-    with pytest.raises(UserError, match="an event that is none of a chat"):
+    with pytest.raises(UserError, match="an event that a chat does not have"):
         chat.handle("broken")
     with pytest.raises(UserError, match="There is no command /unknown"):
         chat.handle("/unknown command")

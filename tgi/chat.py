@@ -104,7 +104,7 @@ def _pieces(data: bytes) -> Iterator[Piece]:
             if text := delta.get("content"):
                 yield Piece(text)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"The server has sent an event that is none of a chat: {data[:200]!r}") from error
+        raise UserError(f"The server has sent an event that a chat does not have: {data[:200]!r}") from error
 
 
 class Chat:

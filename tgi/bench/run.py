@@ -269,14 +269,17 @@ async def calibrate(target: Target) -> tuple[Target, float, list[str]]:
     notes: list[str] = []
     held = target._replace(extra=target.api.held)
     try:
-        few = await _answer(held, FEW_WORDS)
-        target = held
-    except BadStream:
-        if not target.api.held:
-            raise
-        few = await _answer(target, FEW_WORDS)
-        notes.append("the server does not know ignore_eos: answers may end before --output-tokens")
-    many = await _answer(target, MANY_WORDS)
+        try:
+            few = await _answer(held, FEW_WORDS)
+            target = held
+        except BadStream:
+            if not held.extra:
+                raise
+            few = await _answer(target, FEW_WORDS)
+            notes.append("the server does not know ignore_eos: answers may end before --output-tokens")
+        many = await _answer(target, MANY_WORDS)
+    except BadStream as error:
+        raise UserError(f"The first request to {target.api.path} was answered with {error}") from error
     if few.input_tokens is None or many.input_tokens is None or many.input_tokens <= few.input_tokens:
         notes.append(f"the server does not tell the tokens of prompts: {WORDS_PER_TOKEN:g} words are taken for one")
         return target, WORDS_PER_TOKEN, notes
@@ -284,14 +287,10 @@ async def calibrate(target: Target) -> tuple[Target, float, list[str]]:
 
 
 async def _answer(target: Target, words: int) -> Answer:
+    """Raises BadStream, and UserError if there is no answer."""
     text = " ".join(itertools.islice(itertools.cycle(WORDS), words))
     try:
         stream = await target.ask(target.models[0], [Message("user", text)], 4)
     except (OSError, TimeoutError) as error:
         raise UserError(f"The first request to {target.api.path} has failed: {_kind(error)} {error}".strip()) from error
-    try:
-        return target.api.read(stream.events())
-    except BadStream as error:
-        if target.extra == target.api.held and target.api.held:
-            raise
-        raise UserError(f"The first request to {target.api.path} was answered with {error}") from error
+    return target.api.read(stream.events())
