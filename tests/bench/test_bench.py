@@ -289,6 +289,21 @@ def test_workloads_have_their_lengths_and_repeat_by_seed() -> None:
     assert len(first(Shape(shared_tokens=50), 1)[0].system.split()) == 51
 
 
+def test_the_page_describes_the_workloads() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    texts = {
+        "random": "{0.input_tokens} tokens in, {0.output_tokens} out",
+        "sharegpt": "{0.input_tokens} in and {0.output_tokens} out in the mean, exponentially distributed",
+        "shared-prefix": "{0.shared_tokens:,} tokens that all prompts begin with, then {0.input_tokens} of their own",
+        "multi-turn": "conversations of",
+        "agent": "a long system prompt",
+    }
+    assert texts.keys() == SHAPES.keys()
+    rows = {line.split("|")[1].strip(" `"): line for line in page.splitlines() if line.startswith("| `")}
+    for name, text in texts.items():
+        assert text.format(SHAPES[name]) in rows[name]
+
+
 def test_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     said = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "x" * 40}]
