@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant
+from tests.worker.driving import make_engine
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.microkernel.messages.protocol import PAGE_KEY_BYTES, PagesTransferred, TransferPages
@@ -16,6 +17,7 @@ from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import KVCacheSpec, StorableBackend
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.engine.page_files import SUFFIX, PageFiles
+from tgi.worker.models.loader import build_model
 
 PAGES = 8
 KEYS = [bytes([number]) * PAGE_KEY_BYTES for number in range(PAGES)]
@@ -133,3 +135,21 @@ def test_a_disk_that_fails_costs_pages_only(written: tuple[Path, list[Tensor]]) 
     (root / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used"):
         Files(root / "file", parts)
+
+
+def test_pages_that_were_read_are_not_prefaulted(tiny_llama: Path, tmp_path: Path) -> None:
+    """Memory that no request has written to is prefaulted by writing to it."""
+    kernels = load_variant(next(name for name, one in VARIANTS.items() if one.element == "float32"))
+    engine = make_engine(build_model(tiny_llama, "float32", "cpu", lambda *_: None, kernels=kernels))
+    parts = engine.page_memory
+    assert parts is not None
+    for part in parts:
+        part[:4] = 7
+    files = engine.page_files = Files(tmp_path, parts)
+    assert files.transfer([0, 1, 2, 3], False, KEYS[:4]) == 4
+    for part in parts:
+        part[:4] = 0
+    assert files.transfer([2, 1, 3, 0], True, KEYS[:4]) == 4
+    while engine.prefault_memory():
+        pass
+    assert all(bool((part[:4] == 7).all()) for part in parts)

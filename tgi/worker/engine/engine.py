@@ -176,7 +176,10 @@ class TorchEngine:
         if not isinstance(self._attention, PrefaultingBackend):
             return False
         pages = -(-PREFAULT_TOKENS // self.limits.page_size)
-        return self._attention.prefault_pages(self._slots.touched_pages, pages)
+        used = self._slots.touched_pages
+        if self.page_files is not None:
+            used = max(used, self.page_files.touched_pages)
+        return self._attention.prefault_pages(used, pages)
 
     def release_memory(self) -> None:
         """See Engine."""

@@ -66,6 +66,7 @@ class PageFiles:
         self._writer, self._reader = (ThreadPoolExecutor(1, f"page {work}") for work in ("writer", "reader"))
         self._running: list[tuple[TransferPages, Future[int]]] = []
         self._complaints = ComplaintLimit()
+        self.touched_pages = 0  # pages from this one on were never read
         log.info(
             "The prefix cache has %d pages of %.2f MB in %s, of at most %d",
             *(len(self._keys), self._page_bytes / 1e6, self._directory, self.most),
@@ -89,6 +90,8 @@ class PageFiles:
 
     def submit(self, message: TransferPages, wake: Callable[[], None]) -> None:
         """Begins a transfer, when the steps before it are launched. Calls `wake` when it is done."""
+        if message.load:
+            self.touched_pages = max(self.touched_pages, 1 + max(unpack_int32(message.page_ids), default=-1))
         work = self._reader.submit(self._read, message) if message.load else self._writer.submit(self._write, message)
         work.add_done_callback(lambda _: wake())
         self._running.append((message, work))
