@@ -10,6 +10,8 @@ prompt has about `--prefix` tokens. All streams are greedy, and compared with th
 """
 
 import argparse
+import http.client
+import json
 import os
 import random
 import re
@@ -17,7 +19,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -86,6 +87,25 @@ def kill_worker(run: Path) -> float:
     return time.perf_counter()
 
 
+def stream_and_kill(port: int, body: dict[str, Any], run: Path) -> tuple[list[int], float]:
+    """The ids of a stream whose worker is killed in the middle, and the time from then to the next token: to the end of
+    the longest gap, since some tokens are on their way."""
+    ids: list[int] = []
+    times: list[float] = []
+    killed = 0.0
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", ROUTE, json.dumps(body), {"Content-Type": "application/json"})
+    for line in connection.getresponse():
+        if line.startswith(b"data:"):
+            times.append(time.perf_counter())
+            ids.append(json.loads(line[5:])["token"]["id"])
+            if len(ids) == TOKENS // 2:
+                killed = kill_worker(run)
+    connection.close()
+    gap = max(pairwise(times[TOKENS // 2 - 1 :]), key=lambda pair: pair[1] - pair[0])
+    return ids, gap[1] - killed
+
+
 def live(arguments: argparse.Namespace, directory: Path, log: Path, number: int) -> Start:
     """Starts the server, measures, and ends it."""
     port = free_port()
@@ -101,22 +121,13 @@ def live(arguments: argparse.Namespace, directory: Path, log: Path, number: int)
             print(f"  {' '.join(process.cmdline())[:60]:<30} {times.user + times.system:5.2f} s of processor time")
         (known,) = burst(port, ROUTE, [request(arguments.prefix, 1)])
         (other,) = burst(port, ROUTE, [request(arguments.prefix, 100 + number)])
-        whole = known.events()[-1].time - known.events()[0].time
-        killed: list[float] = []
-        timer = threading.Timer(
-            first_token(other) / 10 + whole / 2, lambda: killed.append(kill_worker(server.run_directory))
-        )
-        timer.start()
-        (resumed,) = burst(port, ROUTE, [request(arguments.prefix, 1)])
-        timer.join()
-        gap = max(pairwise(resumed.events()), key=lambda pair: pair[1].time - pair[0].time)
+        ids, returned = stream_and_kill(port, request(arguments.prefix, 1), server.run_directory)
         time.sleep(WRITING_SECONDS)
     for name, stages in STAGES.findall(log.read_text(errors="replace")):
         print(f"  {name}: {stages}")
-    ids = [event.data["token"]["id"] for event in resumed.events()]
     if ids != [event.data["token"]["id"] for event in known.events()]:
         sys.exit("The stream whose worker was killed differs from the undisturbed one.")
-    return Start(server.first, first_token(known), first_token(other), gap[1].time - killed[0], ids)
+    return Start(server.first, first_token(known), first_token(other), returned, ids)
 
 
 def main() -> None:
