@@ -255,7 +255,7 @@ def _layer(
         window = values["attention_chunk_size"]
     unwindowed = family.rope_in_windows_only and values["sliding_window"] is not None and not slides
     unrotated = unwindowed or family.positions != "rotary" or has_no_rope(values, number)
-    unrotated = unrotated or values.get("position_embedding_type", "rope") != "rope"
+    unrotated = unrotated or values.get("position_embedding_type", "rope") != "rope" or bool(values.get("alibi"))
     if family.positions_optional:
         unrotated = unrotated or (values["rope_parameters"] or {}).get("rope_theta") is None
     return LayerConfig(

@@ -1,5 +1,6 @@
 """GPT-2 and its kin: layer norms, biases, no gate, and fused or parallel parts under names of their own."""
 
+import math
 from dataclasses import replace
 
 from tgi.worker.decoder_config import CheckpointLayout, TensorNames
@@ -34,15 +35,38 @@ _GPT_RENAMES = (
     (r"\.ln_1\.", ".input_layernorm."),
     (r"\.ln_2\.", ".post_attention_layernorm."),
 )
+_GPT_LAYER_RENAMES = (
+    *_GPT_RENAMES,
+    (r"\.attn\.c_attn\.", ".self_attn.qkv_proj."),
+    (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
+    (r"\.mlp\.c_fc\.", ".mlp.up_proj."),
+    (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+)
+_GPT: Values = {"intermediate_size": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
 
 
 def _alibi(values: Values, config: Values) -> Values:
     """The slopes of ALiBi (Press et al., 2022): 2^-(most n / heads) for head n, counted from 1; where the number of
-    heads is no power of two, every other one of the next power of two first, then those in between."""
+    heads is no power of two, every other one of the next power of two first, then those in between. `alibi`: whether
+    the model has any (Falcon)."""
+    if not values.get("alibi", True):
+        return {}
     heads, most = config["num_attention_heads"], values.get("alibi_bias_max", 8)
     powers = 1 << (heads - 1).bit_length()
     slopes = tuple(2.0 ** -(most * n / powers) for n in range(1, powers + 1))
     return {"alibi": slopes if powers == heads else (*slopes[1::2], *slopes[::2])[:heads]}
+
+
+def _falcon_alibi(values: Values, config: Values) -> Values:
+    """Falcon rounds the slopes to bfloat16, and scales the scores after it has reduced them."""
+    scale = (config["hidden_size"] // config["num_attention_heads"]) ** -0.5
+    return {key: tuple(_bfloat16(slope) * scale for slope in slopes) for key, slopes in _alibi(values, config).items()}
+
+
+def _bfloat16(number: float) -> float:
+    """The nearest number of that type."""
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(round(mantissa * 256), exponent - 8)
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -118,6 +142,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "multi_query": True,
             "new_decoder_architecture": False,
             "num_ln_in_parallel_attn": None,
+            "alibi": False,
         },
         {**_LAYER_NORMS},
         replace(
@@ -140,7 +165,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "attention_bias": "bias",
             "mlp_bias": "bias",
         },
-        required={"alibi": False},
+        computed=_falcon_alibi,
     ),
     "bloom": ModelFamily(
         {
@@ -215,28 +240,18 @@ FAMILIES: dict[str, ModelFamily] = {
         computed=_alibi,
         positions="none",
     ),
-    "gpt_bigcode": ModelFamily(
-        {
-            "intermediate_size": None,
-            "layer_norm_epsilon": 1e-5,
-            "hidden_act": "gelu_pytorch_tanh",
-            "multi_query": True,
-            "tie_word_embeddings": True,
-        },
+    "gpt2": ModelFamily(
+        {**_GPT, "hidden_act": "gelu_new"},
         {**_LAYER_NORMS, **_ALL_BIASES},
-        replace(
-            _JOINT_QKV,
-            layout=CheckpointLayout(
-                (
-                    *_GPT_RENAMES,
-                    (r"\.attn\.c_attn\.", ".self_attn.qkv_proj."),
-                    (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
-                    (r"\.mlp\.c_fc\.", ".mlp.up_proj."),
-                    (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
-                ),
-                "heads",
-            ),
-        ),
+        replace(_JOINT_QKV, layout=CheckpointLayout(_GPT_LAYER_RENAMES, transposed=True)),
+        key_names=_GPT_KEYS,
+        required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        positions="learned",
+    ),
+    "gpt_bigcode": ModelFamily(
+        {**_GPT, "hidden_act": "gelu_pytorch_tanh", "multi_query": True},
+        {**_LAYER_NORMS, **_ALL_BIASES},
+        replace(_JOINT_QKV, layout=CheckpointLayout(_GPT_LAYER_RENAMES, "heads")),
         key_names=_GPT_KEYS,
         required={"scale_attn_weights": True},
         positions="learned",
