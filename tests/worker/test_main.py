@@ -43,7 +43,7 @@ def end(child: ChildProcess) -> int | None:
     return child.poll()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "persimmon"])
 def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path: Path) -> None:
     rundir.create_run_dir(tmp_path)
     directory = model(kind)
