@@ -11,6 +11,7 @@ from tgi.api import docs, page, request_metrics, tracing
 from tgi.api.asgi import PROBE_KEY, RECEIVE_KEY, RECORD_KEY, AsgiApp, Receive, Send
 from tgi.api.errors import ApiError, ClientDisconnected, Rejection, no_such_route
 from tgi.api.middleware import ClientMiddleware, CorsMiddleware, ReadinessMiddleware, RequestIdMiddleware
+from tgi.api.model_dispatch import ModelMiddleware
 from tgi.api.operations import KSERVE, OPERATIONS
 from tgi.api.requests import RequestRecord
 from tgi.api.routes.info import HealthResource
@@ -32,6 +33,8 @@ def build(service: Service) -> AsgiApp:
     if service.tracer is not None:  # before the API key, so that a span has its name also if the key is wrong
         app.add_middleware(tracing.SpanNameMiddleware(span_names(settings)))
     app.add_middleware(ClientMiddleware(service.clients, settings.aip_predict_route))
+    if settings.models:
+        app.add_middleware(ModelMiddleware())
     app.add_middleware(ReadinessMiddleware(service.router.health))
     app.resp_options.default_media_type = None  # type: ignore[assignment]  # an empty response has no content type
     handlers = ErrorHandlers(service)

@@ -195,6 +195,12 @@ class Router:
         self.assignments.release(tokenizer)
         self._submit_waiting()
 
+    def forget_deployment(self) -> None:
+        """The processes below have ended for good: those that follow may serve other files, within other limits."""
+        self.limits, self.adapters, self._adapters = None, {}, {}
+        self._require_model("")
+        self.health.forget_probe()
+
     def close(self) -> None:
         """Removes the links from the loop and closes them."""
         for timer in (self._tick_timer, self._resubmission_timer):

@@ -145,6 +145,18 @@ def server_url(settings: Settings) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
+class StageReport(Progress):
+    """Reports stages in words instead of showing them."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__(None, "")
+        self._report = report
+
+    def show_stage(self, stage: str, percent: float, size: int = 0) -> None:
+        """Reports the stage, and its percentage if it has a size."""
+        self._report(f"{stage} {percent:.0f}%" if size else stage)
+
+
 def format_megabytes(size: float) -> str:
     """Bytes as text in MB (10^6), without decimals from 10 MB on."""
     return f"{size / 1e6:.{0 if size >= 10e6 else 1}f} MB"
