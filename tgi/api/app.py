@@ -12,7 +12,7 @@ from tgi.api.asgi import PROBE_KEY, RECEIVE_KEY, RECORD_KEY, AsgiApp, Receive, S
 from tgi.api.errors import ApiError, ClientDisconnected, Rejection, no_such_route
 from tgi.api.middleware import ClientMiddleware, CorsMiddleware, ReadinessMiddleware, RequestIdMiddleware
 from tgi.api.model_dispatch import ModelMiddleware
-from tgi.api.operations import KSERVE, OPERATIONS
+from tgi.api.operations import KSERVE, OPERATIONS, SEVERAL_MODELS
 from tgi.api.requests import RequestRecord
 from tgi.api.routes.info import HealthResource
 from tgi.api.routes.native import RootResource
@@ -20,6 +20,8 @@ from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, Service
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.table import Settings
+
+ALL_OPERATIONS = OPERATIONS + KSERVE + SEVERAL_MODELS
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ def _with_head_event(receive: Receive) -> Receive:
 
 def resource_classes(settings: Settings) -> dict[str, type[Resource]]:
     """The resource of each path, in falcon's syntax. Raises UserError if the settings name a path that is in use."""
-    operations = OPERATIONS + (KSERVE if settings.kserve else ())
+    operations = OPERATIONS + (KSERVE if settings.kserve else ()) + (SEVERAL_MODELS if settings.models else ())
     classes = {operation.route: operation.resource for operation in operations} | docs.ROUTES
     if settings.ui:
         classes |= page.ROUTES
@@ -112,7 +114,7 @@ def _add_configured_path(
 
 def span_names(settings: Settings) -> dict[tuple[str, str], str]:
     """The name of a request's span by method and path."""
-    names = {(operation.method.upper(), operation.path): operation.span_name for operation in OPERATIONS + KSERVE}
+    names = {(operation.method.upper(), operation.path): operation.span_name for operation in ALL_OPERATIONS}
     if settings.aip_predict_route:
         names["POST", settings.aip_predict_route] = "vertex_compatibility"
     if settings.aip_health_route:

@@ -153,7 +153,7 @@ async def serve(process: Process) -> None:
             start_task(follow_tokenizers(model.router, process, pipeline))
             start_task(dispatcher.probe(model))
         probe_task = start_task(models.follow())
-        process.publish_state("ready")
+        start_task(report_start(models, report))
     try:
         await router.health.wait_for_status(FIRST_STATUS_SECONDS if models is None else 0.0)
         # In a running deployment, connections wait in the port's queue or go to another front end until the probe has
@@ -200,6 +200,14 @@ def build_dispatcher(service: Service, application: AsgiApp, new_router: Callabl
         one.models = models
     applications = {name: application if one is service else app.build(one) for name, one in services.items()}
     return ModelDispatcher(models, services, applications)
+
+
+async def report_start(models: Models, report: Callable[[str], None]) -> None:
+    """Reports the stage of several models until those that are loaded at start have been."""
+    while stage := models.stage:
+        report(stage)
+        await models.change()
+    report("")
 
 
 async def follow_tokenizers(router: Router, process: Process, pipeline: int) -> None:

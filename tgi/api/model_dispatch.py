@@ -88,7 +88,9 @@ class ModelDispatcher:
 
     async def _named(self, scope: dict[str, Any], body: "_Body") -> str | None:
         """The name of a model in a request, "" for the default one; None if it needs none, or is refused by any."""
-        if scope["method"] != "POST" or _needs_no_model(scope["path"]):
+        if scope["method"] == "POST" and _needs_no_model(scope["path"]):
+            return None
+        if scope["method"] != "POST":
             query = parse_qs(scope["query_string"].decode("latin-1"))
             return query["model"][0] if "model" in query else None
         req = Request(scope, body.receive_again)

@@ -20,6 +20,7 @@ from tgi.microkernel.processes.model_table import FrontEndWord, ModelState, Mode
 MODEL_KEY = "tgi.model"
 # Names that mean the first model: clients of TGI send "tgi".
 DEFAULT_NAMES = ("", "tgi")
+SUPERVISOR_IS_LOST = "waiting for the supervisor"
 RECONNECT_SECONDS = 0.1
 MAX_LINE_BYTES = 1 << 20
 
@@ -77,13 +78,20 @@ class Models:
             return self.default
         return self.all.get(name) or next((one for one in self.all.values() if one.has_adapter(name)), None)
 
+    @property
+    def stage(self) -> str:
+        """What the start of the server waits for, in words; "" when it has started."""
+        if self.has_started:
+            return ""
+        starting = next((one for one in self.all.values() if one.is_starting), None)
+        return f"{starting.name}: {starting.stage}" if starting else SUPERVISOR_IS_LOST
+
     def require_healthy(self) -> None:
         """Raises ApiError: 503 until the models that are loaded at start have been, and while no model can be."""
-        starting = next((one for one in self.all.values() if one.is_starting), None)
         if not self.has_started:
-            raise errors.unhealthy(f"{starting.name} {starting.stage}" if starting else "waiting for the supervisor")
+            raise errors.unhealthy(self.stage)
         if all(one.view.state == ModelState.FAILED for one in self.all.values()):
-            raise errors.unhealthy(f"{self.default.name} {self.default.stage}")
+            raise errors.unhealthy(f"{self.default.name}: {self.default.stage}")
 
     # --- use of a model ---
 
@@ -110,7 +118,7 @@ class Models:
             self._say(FrontEndWord.LOAD, model.name)
             failed = model.view.epoch if model.view.state == ModelState.FAILED else None
             while model.view.epoch == failed:
-                await self.change()
+                await self._next_view()
             await self._until_usable(model)
 
     async def unload(self, model: HostedModel, target: ModelState = ModelState.UNLOADED) -> None:
@@ -122,7 +130,7 @@ class Models:
             has_drained = model.view.epoch > first.epoch + 1
             if has_drained and model.view.state != ModelState.DRAINING and first.state != ModelState.LOADING:
                 return
-            await self.change()
+            await self._next_view()
 
     @contextlib.contextmanager
     def _waiting(self, model: HostedModel) -> Iterator[None]:
@@ -143,7 +151,13 @@ class Models:
             if view.state != ModelState.LOADED and model.wanted_epoch != view.epoch:
                 model.wanted_epoch = view.epoch
                 self._say(FrontEndWord.WANT, model.name)
-            await self.change()
+            await self._next_view()
+
+    async def _next_view(self) -> None:
+        """Waits for a change. Raises ApiError: 503 while the supervisor, which makes changes, is not connected."""
+        if self._writer is None:
+            raise errors.unhealthy(SUPERVISOR_IS_LOST)
+        await self.change()
 
     # --- the supervisor ---
 
@@ -160,6 +174,7 @@ class Models:
                     self._apply([ModelView(*fields) for fields in json.loads(line)])
                 self._writer.close()
             self._writer = None
+            self.wake()
             await asyncio.sleep(RECONNECT_SECONDS)
 
     def _apply(self, views: Iterable[ModelView]) -> None:

@@ -151,7 +151,8 @@ class ModelTable:
             self.end(front_end, model.name, now)
 
     def want(self, front_end: int, name: str, now: float, *, again: bool = False) -> None:
-        """A request waits for a model that it cannot use now. `again`: also for one that has just failed."""
+        """A request waits for a model that it cannot use now: to be repeated when the state has changed to another one
+        than LOADED. `again`: also for one that has just failed."""
         model = self.models[name]
         if model.state is ModelState.FAILED and now < model.retry_at and not again:
             return
@@ -165,7 +166,6 @@ class ModelTable:
     def begin(self, front_end: int, name: str, now: float) -> None:
         """The first request of a front end uses the model."""
         model = self.models[name]
-        model.waiting.discard(front_end)
         model.holders.add(front_end)
         model.used_at = now
 
@@ -239,8 +239,6 @@ class ModelTable:
                 model.has_processes = False
                 model.life += 1
             self._enter(model, model.target)
-            if model.waiting:
-                self._load(model, now)
 
     def decide(self, now: float) -> list[Started]:
         """The operations to begin now. To be called after each change, and from time to time."""
