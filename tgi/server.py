@@ -62,6 +62,9 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if settings.worker == "remote":
         roles = [role for role in roles if role != "worker"]
     _check_hosts(settings, roles)
+    served = load_served_models(settings)
+    if served and not {*ROLES} <= {*roles}:
+        raise UserError("Only `tgi up` serves several models: it starts the processes of each. Name one model here.")
     raise_file_limit()
     fork_servers = start_fork_servers(_preloads(settings, roles))
     preload = Preload.of(settings)
@@ -111,7 +114,6 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         )
     if settings.ray is not None and settings.listen is None:
         settings = _with_link_for_ray(settings)
-    served = load_served_models(settings)
     _announce(settings)  # after checks that may reject the start, whose error is then the only output
     if "api" in roles and settings.compute_type is None:
         settings = replace(settings, compute_type=compute_type(settings))

@@ -1,6 +1,8 @@
 """A server of several models: choice by name, loading and unloading, and what one model's faults do to another."""
 
+import gzip
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -205,6 +207,48 @@ def test_a_flood_of_one_model_leaves_another_one_alone(server: Server) -> None:
 
 def test_ps_names_the_model_of_each_process(server: Server) -> None:
     assert {name.split("-")[0] for name in model_processes(server, "b")} == {"tokenizer", "scheduler", "worker"}
+
+
+def test_bodies_of_any_form_reach_their_model(server: Server) -> None:
+    """What names no model, or cannot be read, is answered as by a server of one model."""
+    expected = text(ask(server, "b"))
+    body = {"model": "b", "prompt": "Once", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    content = json.dumps(body).encode()
+    json_type = {"content-type": "application/json"}
+    zipped = json_type | {"content-encoding": "gzip"}
+
+    def post(data: Any, headers: dict[str, str] = json_type) -> httpx.Response:
+        return server.client.post("/v1/completions", content=data, headers=headers)
+
+    assert text(post(gzip.compress(content), zipped)) == expected
+    assert text(post(b"\xef\xbb\xbf" + content)) == expected
+    assert text(post(iter([content[:9], content[9:]]))) == expected  # in chunks
+    assert text(post(json.dumps(body | {"suffix": None, "user": "x" * 100_000}).encode())) == expected
+    assert post(content, {"content-type": "text/plain"}).status_code == 415
+    assert post(content[:-1]).status_code == 400
+    assert post(gzip.compress(content)[:-9], zipped).status_code == 400
+    assert post(b"").status_code == 400
+    assert post(b'{"model": 7, "prompt": "a"}').status_code == 422
+    assert post(b"[" * 100_000).status_code == 400
+    assert post(b" " * 3_000_000).status_code == 413
+    assert server.client.get("/v1/completions").status_code == 405
+    waits = json_type | {"x-model-wait": "soon"}
+    server.client.post("/v1/models/b/unload")
+    assert post(content, waits).status_code == 422
+
+
+def test_a_client_that_leaves_while_its_model_is_loaded(server: Server) -> None:
+    server.client.post("/v1/models/b/unload")
+    with server.suspended("api-0"), socket.create_connection(("127.0.0.1", server.port)) as client:
+        body = b'{"model": "b", "prompt": "Once", "max_tokens": 2000}'
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        client.sendall(head % len(body) + body)
+    assert text(ask(server, "b"))
+    server.wait_until(lambda: server.metric("tgi_batch_current_size") == 0, "nothing is computed for it")
+    server.client.post("/v1/models/b/unload")  # would wait for a request that used it
+    assert states(server)["b"] == "unloaded"
 
 
 def test_a_batch_of_requests_to_several_models(server: Server) -> None:

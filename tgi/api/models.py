@@ -74,9 +74,11 @@ class Models:
     def find(self, name: str) -> HostedModel | None:
         """The model that a request means by this name, of its own or of an adapter; None if there is none. A server of
         one model takes every name for it, as TGI does."""
+        if (model := self.all.get(name)) is not None:
+            return model
         if name in DEFAULT_NAMES or len(self.all) == 1:
             return self.default
-        return self.all.get(name) or next((one for one in self.all.values() if one.has_adapter(name)), None)
+        return next((one for one in self.all.values() if one.has_adapter(name)), None)
 
     @property
     def stage(self) -> str:

@@ -125,7 +125,8 @@ class Progress:
         """Prints that the server is ready, with the summary as text on a terminal and as log fields elsewhere."""
         what = f"{settings.model_id} on {url}" if url else self._title
         ready = f"Ready in {self._clock() - self._began:.1f} s: {what}"
-        facts = {name: value for state in states for name, value in state.facts.items()}
+        own = [] if settings.models else states  # those of several models differ
+        facts = {name: value for state in own for name, value in state.facts.items()}
         watched = sys.stderr.isatty() and not self._logs
         if watched:
             sys.stderr.write("\x1b[K")
@@ -242,6 +243,7 @@ def summary_lines(settings: Settings, facts: dict[str, Any], url: str) -> list[s
         chats = bool(facts.get(CHAT_TEMPLATE))
         rows += [("network", text)] if (text := exposure(settings)) else []
         rows += [("page", f"{url}/ui")] if settings.ui else []
+        rows += [("models", f"curl {url}/v1/models")] if settings.models else []
         rows += [("docs", f"{url}/docs"), ("ask", example_request(settings, chats, url, facts.get(TASK, "")))]
     return [f"  {name:<9} {value}" for name, value in rows]
 

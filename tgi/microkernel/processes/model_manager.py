@@ -184,7 +184,7 @@ class ModelManager:
 
     def _begin(self, started: Started) -> rollout.Waiting:
         name, operation = started
-        log.info("%s: %s", name, operation)
+        log.debug("%s: %s", name, operation)
         pipeline, settings = self._pipelines[name], self._settings[name]
         match operation:
             case Operation.RESOLVE:
@@ -211,9 +211,11 @@ class ModelManager:
         except Exception as failure:
             log.error("%s: an operation has failed", name, exc_info=failure)
             error = f"The supervisor failed ({type(failure).__name__}: {failure})"
+        operation_kind = self._table.models[name].operation
         del self._operations[name]
         self._table.operation_ended(name, time.monotonic(), error)
-        log.info("%s is %s", name, self._table.models[name].state)
+        if operation_kind is not Operation.RESOLVE:
+            log.info("%s is %s", name, self._table.models[name].state)
 
     def _resolving(self, name: str) -> Generator[str, None, None]:
         """Finds the files of a model in a thread, since it may download them."""

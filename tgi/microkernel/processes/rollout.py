@@ -69,6 +69,11 @@ def scale(supervisor: Supervisor, role: str, count: int) -> Operation:
     """Starts or retires front ends, tokenizers or replicas of this supervisor until there are `count`."""
     if role != REPLICA and (role not in DRAIN_ORDER or role in SINGLE_ROLES):
         raise UserError(f"Only api, media, tokenizer and replica can be scaled, not {role}.")
+    if supervisor.settings.models and role != "api":
+        raise UserError(
+            "Only the front ends of a server of several models can be scaled. The processes of a model are settings of "
+            "its own (replicas, validation-workers)."
+        )
     if role == "media" and not supervisor.settings.sees_images:
         raise UserError("This server has no media processes: its model is served without images.")
     if not 1 <= count <= MAX_REPLICAS:
@@ -197,6 +202,11 @@ def wake(supervisor: Supervisor, pipeline: int) -> Waiting:
 
 def require_reloadable(settings: Settings) -> None:
     """Raises UserError if a server with these settings cannot serve two models for a while."""
+    if settings.models:
+        raise UserError(
+            "A server of several models cannot be reloaded. POST /v1/models/NAME/unload and the next request load one "
+            "of its models anew, from its files as they are then."
+        )
     if settings.ray is not None:
         raise UserError(
             "A server with --ray cannot be reloaded: its nodes connect to the schedulers of the present model. End it "

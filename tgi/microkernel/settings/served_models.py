@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings.options import integer, resolve_value, seconds
+from tgi.microkernel.settings.options import integer, seconds
 from tgi.microkernel.settings.table import DEFAULTS, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
 
 # Each has a directory of sockets, whose name has at most two digits.
@@ -17,6 +17,10 @@ NAMED_MODEL = re.compile(r"([A-Za-z0-9][\w.:/-]{0,127})=(.+)", re.ASCII)
 LOADED_AT = ("start", "first-use")
 # The settings of a table in the file: those of a model, its limits and its processes.
 OWN_SETTINGS = (*RELOADED_MODEL, *RELOADED_LIMITS, "device", "num_shard", "replicas", "validation_workers")
+
+# Settings without a meaning for one model, with their values of "not set".
+ONLY_FOR_SEVERAL = {"load_models": DEFAULTS.load_models, "model_ttl": None, "max_loaded_models": None}
+HOSTS_SETTINGS = ("listen", "tokenizer_listen", "connect", "group", "ray")
 
 
 class ServedModel(NamedTuple):
@@ -37,7 +41,14 @@ def served_models(settings: Settings) -> list[ServedModel]:
     """The models of a server with several, in order; [] for a server of one. Pipeline n + 1 serves the n-th of them.
     Raises UserError for what --models cannot mean."""
     if not settings.models:
+        for name, unset in ONLY_FOR_SEVERAL.items():
+            if getattr(settings, name) != unset:
+                source = settings.model_id or "SOURCE"
+                raise _invalid(f"`{name}` is for models with a name. Name it: --model-id NAME={source}")
         return []
+    for name in HOSTS_SETTINGS:
+        if getattr(settings, name):
+            raise _invalid(f"`{name}` and several models exclude each other: all their processes run on this host")
     if settings.model_id is not None:
         raise _invalid(
             f"`model_id` is {settings.model_id}, and several models are named, too. Name this one as well: "
@@ -75,7 +86,10 @@ def _tables_of_file(entry: str) -> dict[str, dict[str, Any]]:
 
 
 def _served_model(server: Settings, name: str, table: Mapping[str, Any]) -> ServedModel:
-    given = {key.replace("-", "_"): str(value) for key, value in table.items()}
+    given = {
+        key.replace("-", "_"): ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        for key, value in table.items()
+    }
     try:
         ttl = _ttl(given.pop("ttl")) if "ttl" in given else server.model_ttl
         at = given.pop("load", server.load_models)
@@ -85,12 +99,7 @@ def _served_model(server: Settings, name: str, table: Mapping[str, Any]) -> Serv
             raise ValueError("`model-id` is missing: a Hub id, a directory or a .gguf file")
         if odd := next((key for key in given if key not in OWN_SETTINGS), None):
             raise ValueError(f"`{odd}` is no setting of one model. Known: ttl, load, {', '.join(OWN_SETTINGS)}")
-        own = {
-            key: resolve_value(key, OPTIONS[key]._replace(over=()), None, getattr(DEFAULTS, key), {key.upper(): value})
-            if OPTIONS[key].separator
-            else OPTIONS[key].parse(value)
-            for key, value in given.items()
-        }
+        own = {key: OPTIONS[key].parse(value) for key, value in given.items()}
     except ValueError as error:
         raise _invalid(f"`models`, {name}: {error}") from error
     return ServedModel(name, replace(server, **own, models=(), served_name=name), ttl, at == "start")
