@@ -3,6 +3,7 @@
 Read operations.py first: the table of all routes. A request then passes through these modules, in this order:
 
   http_server    connections, their limits, and the server; tls: its certificate
+  model_dispatch on a server of several models: which one a request is for; models: which are loaded
   app            the falcon application: middleware and error handlers
   routes/        one module per group of routes; they decode (json_body), answer, and format (native, chat, completions)
   resumption     ids of events, for clients that come back

@@ -188,6 +188,12 @@ class Router:
         self._downstream.remove(tokenizer)
         assert tokenizer.peer is None
 
+    def forget_deployment(self) -> None:
+        """The processes below have ended for good: those that follow may serve other files, within other limits."""
+        self.limits, self.adapters, self._adapters = None, {}, {}
+        self._require_model("")
+        self.health.forget_probe()
+
     def close(self) -> None:
         """Removes the links from the loop and closes them."""
         if self._tick_timer is not None:

@@ -120,6 +120,41 @@ class Settings:
     model_id: str | None = setting(
         MODEL, None, "Hub id, local directory or .gguf file.", text, also=("HF_MODEL_ID",), unset="a small demo model"
     )
+    models: tuple[str, ...] = setting(
+        MODEL,
+        (),
+        "Several models: NAME=SOURCE, or a TOML file with a table for each. --model-id NAME=SOURCE, repeated, is the "
+        "same.",
+        text,
+        env=("TGI_MODELS",),
+        separator=",",
+        unset="one model",
+    )
+    load_models: str = setting(
+        MODEL,
+        "start",
+        "With several models: when each is loaded. A table of the file may say otherwise.",
+        text,
+        env=("TGI_LOAD_MODELS",),
+        choices=("start", "first-use"),
+    )
+    model_ttl: float | None = setting(
+        MODEL,
+        None,
+        "With several models: seconds without a request after which a model is unloaded.",
+        seconds,
+        env=("TGI_MODEL_TTL",),
+        unset="never",
+    )
+    max_loaded_models: int | None = setting(
+        MODEL,
+        None,
+        "With several models: how many are loaded at once. For another one the least recently used is unloaded, as it "
+        "is where memory is short.",
+        count,
+        env=("TGI_MAX_LOADED_MODELS",),
+        unset="as memory allows",
+    )
     revision: str | None = setting(
         MODEL, None, "Branch, tag or commit on the Hub.", text, also=("HF_MODEL_REVISION",), unset="main"
     )
@@ -768,6 +803,7 @@ class Settings:
 
     # Derived at start, not options
     run_dir: Path = field(default=Path("."))
+    served_name: str | None = None  # of one of several models
     pipeline: int = 0  # counts the models that `tgi reload` has started
     replica_index: int = 0  # of a scheduler or worker: its place among the replicas of its pipeline
     given_api_keys: tuple[str, ...] = ()  # api_key without those of api_key_file
