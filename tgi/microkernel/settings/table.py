@@ -468,6 +468,21 @@ class Settings:
         unset="powers of two up to --max-batch-size",
     )
     prefix_caching: bool = setting(PERFORMANCE, True, "Share the KV pages of equal prefixes.", boolean)
+    prefix_cache_dir: str | None = setting(
+        PERFORMANCE,
+        None,
+        "Directory for KV pages on disk, which outlive the server: a prompt that it has computed before is read.",
+        text,
+        env=("TGI_PREFIX_CACHE_DIR",),
+        unset="pages are kept in memory only",
+    )
+    prefix_cache_bytes: int = setting(
+        PERFORMANCE,
+        16 << 30,
+        "Bytes of all files in --prefix-cache-dir; the least recently used are removed.",
+        count,
+        env=("TGI_PREFIX_CACHE_BYTES",),
+    )
     step_target: float = setting(
         PERFORMANCE,
         0.2,
