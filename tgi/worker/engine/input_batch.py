@@ -136,7 +136,9 @@ class Slots:
     def mirror_page_table(self, padding_page: int) -> Tensor:
         """Keeps a copy of the page tables on the device from now on, int32 [G, count + 1, pages of the longest
         request]. Entries that are not assigned, thus all of the padding slot, are `padding_page`. All slots must be
-        empty."""
+        empty at the first call; later calls, for another model, return the same copy."""
+        if self._device_page_table is not None:
+            return self._device_page_table
         shape = (len(self._groups), self.padding_slot + 1, self.page_table.shape[1])
         self._device_page_table = torch.full(shape, padding_page, dtype=torch.int32, device=self.ids.device)
         return self._device_page_table
