@@ -333,7 +333,7 @@ class DecodeGraphs:
     def _columns(self, graph: CapturedGraph, rows: StepRows) -> NDArray[np.int64]:
         """What a graph reads in a step of these rows: StepColumns."""
         key, count, padding = graph.key, len(rows.slots), self._slots.padding_slot
-        column = np.zeros(len(graph.inputs), np.int64)
+        column = np.zeros(graph.inputs.numel(), np.int64)
         if not key.tokens:
             column[:count], column[key.rows : key.rows + count] = rows.slots, rows.starts
             column[count : key.rows] = padding

@@ -395,6 +395,8 @@ class TorchEngine:
 
 def _find_bad_word_rows(rows: StepRows, batch: SamplingBatch) -> Ints | None:
     """PendingStep.bad_word_rows."""
+    if batch.params.unprocessed.all():
+        return None
     positions = np.flatnonzero(batch.params.bad_words)
     if not len(positions):
         return None
