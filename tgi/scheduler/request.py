@@ -5,8 +5,10 @@ from collections import deque
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
+
 from tgi.microkernel.links.link import PeerId
-from tgi.microkernel.messages.codec import INT32, UINT32, unpack_int32
+from tgi.microkernel.messages.codec import INT32, unpack_int32
 from tgi.microkernel.messages.protocol import (
     IMAGE_DIGEST_BYTES,
     MAX_PROMPT_TOP_TOKENS,
@@ -287,7 +289,7 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
         )
     if tokens > limits.max_input_tokens and not (request.prompt_only and tokens == limits.max_input_tokens + 1):
         return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {tokens}"
-    if max(array(UINT32, request.token_ids.tobytes())) >= limits.vocab_size:  # a negative id is large as uint32
+    if np.frombuffer(request.token_ids, np.uint32).max() >= limits.vocab_size:  # a negative id is large as uint32
         return f"token ids must be below {limits.vocab_size}, and not negative"
     return ""
 
