@@ -62,6 +62,24 @@ NUMBERS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "head_dim": "attention.key_length",
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+    "conv_kernel": "ssm.conv_kernel",
+    "ssm_state_size": "ssm.state_size",
+    "mamba_num_heads": "ssm.time_step_rank",
+    "n_groups": "ssm.group_count",
+}
+
+PLAIN = (".bias", "norm.weight", "ffn_gate_inp.weight", "conv.weight", "conv1d.weight", "ssm_a", "ssm_d")
+# Of Nemotron-H with experts.
+NUMBERS_OF_EXPERTS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
 }
 
 
@@ -82,8 +100,10 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
             parts = {"down": values} if match[2] == "down" else {"gate": values[:, 0::2], "up": values[:, 1::2]}
             found |= {f"{match[1]}{part}_proj.{end}": np.ascontiguousarray(one) for part, one in parts.items()}
             continue
-        if name.endswith(".conv.conv.weight"):
+        if name.endswith((".conv.conv.weight", ".conv1d.weight")):
             values = values.squeeze(1)
+        if name.endswith((".A_log", ".mixer.D")):
+            values = values[:, None] if name.endswith("D") else -np.exp(values[:, None])
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
         else:
@@ -120,20 +140,21 @@ def write_gguf(
     one of each stored name. Norms, biases and routers stay float32.
     """
     config = json.loads((model / "config.json").read_text())
-    kind = config["model_type"]
-    arch = MODEL_ARCH_NAMES[architecture(kind)]
-    names = get_tensor_name_map(architecture(kind), config["num_hidden_layers"])
+    kind, layers = config["model_type"], config.get("layers_block_type") or config.get("layer_types") or []
+    number = MODEL_ARCH.NEMOTRON_H_MOE if "moe" in layers else architecture(kind)
+    arch, count = MODEL_ARCH_NAMES[number], config.get("num_hidden_layers") or len(layers)
+    names = get_tensor_name_map(number, count)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {}
     tensors = load_file(model / "model.safetensors")
     keys = {
-        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.block_count": count,
         f"{arch}.context_length": config["max_position_embeddings"],
         f"{arch}.embedding_length": config["hidden_size"],
         f"{arch}.feed_forward_length": config["intermediate_size"],
         f"{arch}.attention.head_count": heads,
         f"{arch}.attention.head_count_kv": kv_heads,
-        f"{arch}.rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
+        f"{arch}.rope.freq_base": rope.get("full_attention", rope).get("rope_theta"),
         **{f"{arch}.{stored}": config[name] for name, stored in NUMBERS.items() if config.get(name)},
         **tokenizer_metadata(model),
     }
@@ -143,9 +164,15 @@ def write_gguf(
             f"{arch}.rope.scaling.factor": rope["factor"],
             f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
-    if kind in ("lfm2", "lfm2_moe"):
-        attends = [layer == "full_attention" for layer in config["layer_types"]]
-        keys[f"{arch}.attention.head_count_kv"] = [kv_heads * one for one in attends]
+    if kind in ("lfm2", "lfm2_moe", "nemotron_h"):
+        keys[f"{arch}.attention.head_count_kv"] = [kv_heads * (layer == "full_attention") for layer in layers]
+    if kind == "nemotron_h":
+        keys = {key: value for key, value in keys.items() if ".expert_" not in key}
+        if "moe" in layers:
+            keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_EXPERTS.items()}
+        inner = config["moe_intermediate_size" if "moe" in layers else "intermediate_size"]
+        keys[f"{arch}.feed_forward_length"] = [inner * (layer in ("mlp", "moe")) for layer in layers]
+        keys[f"{arch}.ssm.inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
     if kind == "lfm2":
         keys[f"{arch}.feed_forward_length"] = len(tensors["model.layers.0.feed_forward.w1.weight"])
     if kind == "lfm2_moe":
@@ -167,11 +194,15 @@ def write_gguf(
             values = permute(values, heads if ".q_proj." in name else kv_heads)
         if kind in SHIFTED and name.endswith("norm.weight"):
             values = values + 1
+        if name.endswith("mixer.norm.weight"):
+            values = values.reshape(config["n_groups"], -1)
         whole = name + ".weight" * name.endswith("sinks") + ".bias" * name.endswith("expert_bias")
-        found = (names.get_name(one, (".weight", ".bias")) for one in (whole, whole.removeprefix("model.")))
+        whole = re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole)
+        others = (whole.removeprefix("model."), re.sub(r"^backbone(.*)\.mixer\.experts", r"model\1.mlp.experts", whole))
+        found = (names.get_name(one, (".weight", ".bias")) for one in (whole, *others))
         stored = next((one for one in found if one is not None), None)
         assert stored is not None, name
-        plain = values.ndim == 1 or stored.endswith((".bias", "norm.weight", "ffn_gate_inp.weight", "conv.weight"))
+        plain = values.ndim == 1 or stored.endswith(PLAIN)
         asked = quantization if isinstance(quantization, str) else quantization(stored)
         block = GGMLQuantizationType["F32" if plain else asked]
         raw = random_blocks(values, block) if block in SCALES else quantize(values, block)

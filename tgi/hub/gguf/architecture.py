@@ -1,7 +1,7 @@
 """Maps a GGUF file's metadata and tensor names to those of Hugging Face models."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tgi.hub.gguf.reader import GGUFFile
@@ -55,12 +55,14 @@ class Metadata:
             raise self.wrong(key, value, "a positive number")
         return value
 
-    def per_layer(self, key: str, layers: int) -> list[int]:
-        """A list with an integer of at least 0 for each layer."""
+    def of_some_layers(self, key: str, layers: int) -> tuple[int, list[int]]:
+        """A positive integer that some layers have, and a list that has it for these, for others 0."""
         value = self.file.metadata.get(key)
-        if not isinstance(value, list) or len(value) != layers or not all(type(n) is int and n >= 0 for n in value):
+        if not isinstance(value, list) or len(value) != layers or not all(type(one) is int for one in value):
             raise self.wrong(key, value, f"a list of {layers} whole numbers")
-        return value
+        if len(found := {*value} - {0}) != 1 or min(found) < 0:
+            raise self.wrong(key, value, "one positive number, or 0, for each layer")
+        return found.pop(), value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
@@ -79,7 +81,8 @@ class Metadata:
 
 # Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
 # state, 3H three of them; I MLP, 2I its two joint matrices; E number of experts, M one expert; L tokens that a
-# convolution reads.
+# convolution reads. Of Mamba2: X its channels, X/G those of a group, G number of groups, T heads, C channels of the
+# convolution, P the joint projection; W all shared experts.
 Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
 
 _ATTENTION: tuple[Block, ...] = (
@@ -129,13 +132,17 @@ class GGUFArchitecture:
     permuted: bool = False  # llama.cpp's converter reorders the rows of q and k
     norm_shift: float = 0.0  # what the converter adds to the scales of all norms
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
-    # Those of layers of a kind: "attention", or "recurrent" without key heads; "dense", the first ones, or "experts".
+    # Those of layers of a kind: "attention"; without key heads "mlp", if they have only that, or "recurrent"; "dense",
+    # the first ones, or "experts".
     kinds: dict[str, tuple[Block, ...]] = field(default_factory=dict)
     required: dict[str, object] = field(default_factory=dict)  # metadata keys that must have this value, if present
     rotates_part: bool = False  # of a head
-    layer_types: tuple[str, str] | None = None  # names in config.json of layers with attention, and of recurrent ones
+    layer_types: dict[str, str] = field(default_factory=dict)  # kinds of layers by their names in config.json
+    layer_types_key: str = "layer_types"
     reshaped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # shapes in the file, if not those in the result
     last_norm: tuple[str, str] = ("output_norm", "model.norm")
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
 
 
 _NO_PADDING: dict[str, object] = {"pad_token_id": None}  # transformers' default lies outside smaller vocabularies
@@ -162,7 +169,48 @@ _LFM2_MIXERS: dict[str, tuple[Block, ...]] = {
         ("shortconv.out_proj", "conv.out_proj", ("H", "H")),
     ),
 }
+_MAMBA2_NUMBERS = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.time_step_rank": "mamba_num_heads",
+    "ssm.group_count": "n_groups",
+}
+_MAMBA2_SHAPES: dict[str, tuple[str, ...]] = {
+    "ssm_conv1d": ("C", "L"),
+    "ssm_a": ("T", "1"),
+    "ssm_d": ("T", "1"),
+    "ssm_norm": ("G", "X/G"),
+}
+_NEMOTRON_H: dict[str, tuple[Block, ...]] = {
+    "attention": tuple((name, own.replace("self_attn", "mixer"), shape) for name, own, shape in _ATTENTION),
+    "recurrent": (
+        ("ssm_in", "mixer.in_proj", ("P", "H")),
+        ("ssm_conv1d", "mixer.conv1d", ("C", "1", "L")),
+        ("ssm_conv1d.bias", "mixer.conv1d.bias", ("C",)),
+        ("ssm_dt.bias", "mixer.dt_bias", ("T",)),
+        ("ssm_a", "mixer.A_log", ("T",)),
+        ("ssm_d", "mixer.D", ("T",)),
+        ("ssm_norm", "mixer.norm", ("X",)),
+        ("ssm_out", "mixer.out_proj", ("H", "X")),
+    ),
+    "mlp": (("ffn_up", "mixer.up_proj", ("I", "H")), ("ffn_down", "mixer.down_proj", ("H", "I"))),
+}
 _LFM2_NORM = ("token_embd_norm", "model.embedding_norm")
+
+_NEMOTRON = GGUFArchitecture(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    (("attn_norm", "norm", ("H",)),),
+    fixed={"mlp_hidden_act": "relu2", "n_group": 1, "topk_group": 1},
+    epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
+    layer_types={"linear_attention": "recurrent", "full_attention": "attention", "mlp": "mlp"},
+    layer_types_key="layers_block_type",
+    reshaped=_MAMBA2_SHAPES,
+    kinds=_NEMOTRON_H,
+    last_norm=("output_norm", "backbone.norm_f"),
+    embedding="backbone.embeddings",
+    layers="backbone.layers",
+)
 
 FAMILIES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
@@ -392,7 +440,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         numbers={"shortconv.l_cache": "conv_L_cache"},
         fixed={"block_auto_adjust_ff_dim": False},
         epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
-        layer_types=("full_attention", "conv"),
+        layer_types={"full_attention": "attention", "conv": "recurrent"},
         reshaped={"shortconv.conv": ("H", "L")},
         last_norm=_LFM2_NORM,
     ),
@@ -421,9 +469,35 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         },
         epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
         required={"expert_gating_func": 2, "expert_weights_norm": True},  # sigmoid
-        layer_types=("full_attention", "conv"),
+        layer_types={"full_attention": "attention", "conv": "recurrent"},
         reshaped={"shortconv.conv": ("H", "L")},
         last_norm=_LFM2_NORM,
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": replace(
+        _NEMOTRON,
+        numbers={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
+        },
+        required={"expert_group_count": 1},
+        layer_types={"linear_attention": "recurrent", "full_attention": "attention", "moe": "mlp"},
+        kinds={
+            **_NEMOTRON_H,
+            "mlp": (
+                ("ffn_gate_inp", "mixer.gate", ("E", "H")),
+                ("exp_probs_b.bias", "mixer.gate.e_score_correction_bias", ("E",)),
+                ("ffn_up_exps", "mixer.experts.{}.up_proj", ("E", "M", "H")),
+                ("ffn_down_exps", "mixer.experts.{}.down_proj", ("E", "H", "M")),
+                ("ffn_up_shexp", "mixer.shared_experts.up_proj", ("W", "H")),
+                ("ffn_down_shexp", "mixer.shared_experts.down_proj", ("H", "W")),
+            ),
+        },
     ),
 }
 
@@ -450,7 +524,8 @@ class TargetTensor:
 
     weights.py undoes what llama.cpp's converter has done: where `heads` is set, it has reordered the rows of each head;
     where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
-    into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it.
+    into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it; where
+    `exponent` is set, it has stored -exp of the numbers.
     """
 
     source: str
@@ -460,6 +535,7 @@ class TargetTensor:
     shift: float = 0.0
     part: tuple[int, int] | None = None
     reshaped: tuple[int, ...] = ()
+    exponent: bool = False
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -530,14 +606,15 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     heads = metadata.positive(f"{architecture}.attention.head_count")
     if layers > MAX_LAYERS:
         raise metadata.wrong(f"{architecture}.block_count", layers, f"at most {MAX_LAYERS}")
-    own_kv_heads = []
-    if family.layer_types is None:
+    own_kv_heads, inners = [0] * layers, [0] * layers
+    if not family.layer_types:
         kv_heads = metadata.positive(f"{architecture}.attention.head_count_kv", heads)
     else:
-        own_kv_heads = metadata.per_layer(f"{architecture}.attention.head_count_kv", layers)
-        kv_heads = max(own_kv_heads)
-        if {*own_kv_heads} - {0} != {kv_heads}:
-            raise metadata.wrong(f"{architecture}.attention.head_count_kv", own_kv_heads, "0 or one other number")
+        kv_heads, own_kv_heads = metadata.of_some_layers(f"{architecture}.attention.head_count_kv", layers)
+    if "mlp" in family.kinds:
+        inner, inners = metadata.of_some_layers(f"{architecture}.feed_forward_length", layers)
+    else:
+        inner = metadata.positive(f"{architecture}.feed_forward_length")
     head_dim = metadata.positive(f"{architecture}.attention.key_length", max(1, hidden // heads))
     context = metadata.positive(f"{architecture}.context_length")
     if heads % kv_heads:
@@ -566,7 +643,7 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         "model_type": family.model_type,
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": metadata.positive(f"{architecture}.feed_forward_length"),
+        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -583,10 +660,15 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     for stored, name in family.numbers.items():
         key = f"{architecture}.{stored}"
         if key in metadata.file.metadata:
-            whole = isinstance(metadata.file.metadata[key], int)
-            config[name] = metadata.integer(key) if whole else metadata.number(key)
-    if family.layer_types is not None:
-        config["layer_types"] = [family.layer_types[count == 0] for count in own_kv_heads]
+            value = metadata.file.metadata[key]
+            read = metadata.integer if isinstance(value, int) else metadata.number
+            config[name] = value if isinstance(value, bool) else read(key)
+    if family.layer_types:
+        names = {kind: name for name, kind in family.layer_types.items()}
+        kinds = zip(own_kv_heads, inners, strict=True)
+        config[family.layer_types_key] = [
+            names["attention" if heads else "mlp" if inner else "recurrent"] for heads, inner in kinds
+        ]
     for name, sources in family.biases.items():
         config[name] = f"blk.0.{sources[0]}.bias" in tensors
     _add_unstated_values(metadata, architecture, family, config)
@@ -649,6 +731,14 @@ def _add_unstated_values(
         used = metadata.positive(f"{architecture}.expert_used_count")
         if count > MAX_EXPERTS or used > count:
             raise metadata.wrong(f"{architecture}.expert_count", count, f"{used} to {MAX_EXPERTS}")
+    if kind == "nemotron_h":
+        inner = metadata.positive(f"{architecture}.ssm.inner_size")
+        for stored, name in _MAMBA2_NUMBERS.items():
+            config[name] = metadata.positive(f"{architecture}.{stored}")
+        groups, parts = config["n_groups"], config["mamba_num_heads"]
+        if inner % groups or inner % parts:
+            raise metadata.wrong(f"{architecture}.ssm.inner_size", inner, f"a multiple of {groups} and {parts}")
+        config["mamba_head_dim"] = inner // parts
     if kind in ("gemma2", "gemma3_text"):
         largest = layers == {"gemma2": 46, "gemma3_text": 62}[kind]  # 27B
         scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
@@ -664,10 +754,17 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * head_dim, kv_heads * head_dim
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
     sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
-    sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache", 0)}
+    sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache") or config.get("conv_kernel", 0)}
+    sizes["W"] = config.get("moe_shared_expert_intermediate_size", 0)
+    if "mamba_head_dim" in config:
+        parts, groups = config["mamba_num_heads"], config["n_groups"]
+        inner = parts * config["mamba_head_dim"]
+        convolved = inner + 2 * groups * config["ssm_state_size"]
+        sizes |= {"X": inner, "X/G": inner // groups, "G": groups, "T": parts, "C": convolved}
+        sizes["P"] = inner + convolved + parts
     biased = {name for flag, names in family.biases.items() if config[flag] for name in names}
     biased |= set(family.always_biased)
     blocks = list(family.blocks)
@@ -675,7 +772,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
         for at, count in (("q", heads), ("k", kv_heads)):
             sizes[at] = count
             blocks.append((f"attn_{at}_norm", f"self_attn.{at}_norm", (at, "D")))
-    wanted = [TargetTensor("token_embd.weight", "model.embed_tokens.weight", (config["vocab_size"], hidden))]
+    wanted = [TargetTensor("token_embd.weight", f"{family.embedding}.weight", (config["vocab_size"], hidden))]
 
     def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
         source = prefix + short
@@ -688,20 +785,19 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
                         full = f"{name.format(expert)}.{end}"
                         wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, experts)))
             return
-        if short.endswith((".weight", ".bias")):
-            wanted.append(TargetTensor(source, name, shape))
-            return
         reshaped = tuple(sizes[size] for size in family.reshaped.get(short, ()))
+        if short.endswith((".weight", ".bias", "ssm_a", "ssm_d")):
+            wanted.append(TargetTensor(source, name, shape, reshaped=reshaped, exponent=short == "ssm_a"))
+            return
         wanted.append(TargetTensor(f"{source}.weight", f"{name}.weight", shape, permuted, shift, reshaped=reshaped))
         if short in biased:
             wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
 
     for layer in range(config["num_hidden_layers"]):
-        recurs = family.layer_types is not None and config["layer_types"][layer] == family.layer_types[1]
-        dense = layer < config.get("num_dense_layers", 0)
-        kinds = ("recurrent" if recurs else "attention", "dense" if dense else "experts")
+        kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
+        kinds = (kind, "dense" if layer < config.get("num_dense_layers", 0) else "experts")
         for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):
-            add(f"blk.{layer}.", source, f"model.layers.{layer}.{name}", tuple(sizes[size] for size in shape))
+            add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(sizes[size] for size in shape))
     add("", *family.last_norm, (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
