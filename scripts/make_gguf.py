@@ -26,8 +26,9 @@ ARCHITECTURES = {
     "gpt_oss": MODEL_ARCH.GPT_OSS,
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
 }
-PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee")
+PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoehybrid")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
 # others, so that random codes have a mean of 0.
 SCALES = {
@@ -67,6 +68,11 @@ NUMBERS = {
     "ssm_state_size": "ssm.state_size",
     "mamba_num_heads": "ssm.time_step_rank",
     "n_groups": "ssm.group_count",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
 
 PLAIN = (".bias", "norm.weight", "ffn_gate_inp.weight", "conv.weight", "conv1d.weight", "ssm_a", "ssm_d")
@@ -102,7 +108,11 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
             continue
         if name.endswith((".conv.conv.weight", ".conv1d.weight")):
             values = values.squeeze(1)
-        if name.endswith((".A_log", ".mixer.D")):
+        if name.endswith("input_linear.weight"):  # of Granite
+            stem, rows = name.removesuffix("input_linear.weight"), values.shape[-2] // 2
+            found |= {f"{stem}first.weight": values[..., :rows, :], f"{stem}second.weight": values[..., rows:, :]}
+            continue
+        if name.endswith((".A_log", ".D")):
             values = values[:, None] if name.endswith("D") else -np.exp(values[:, None])
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
@@ -164,7 +174,7 @@ def write_gguf(
             f"{arch}.rope.scaling.factor": rope["factor"],
             f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
-    if kind in ("lfm2", "lfm2_moe", "nemotron_h"):
+    if kind in ("lfm2", "lfm2_moe", "nemotron_h", "granitemoehybrid"):
         keys[f"{arch}.attention.head_count_kv"] = [kv_heads * (layer == "full_attention") for layer in layers]
     if kind == "nemotron_h":
         keys = {key: value for key, value in keys.items() if ".expert_" not in key}
@@ -173,6 +183,9 @@ def write_gguf(
         inner = config["moe_intermediate_size" if "moe" in layers else "intermediate_size"]
         keys[f"{arch}.feed_forward_length"] = [inner * (layer in ("mlp", "moe")) for layer in layers]
         keys[f"{arch}.ssm.inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
+    if kind == "granitemoehybrid":
+        keys[f"{arch}.ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+        keys[f"{arch}.rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
     if kind == "lfm2":
         keys[f"{arch}.feed_forward_length"] = len(tensors["model.layers.0.feed_forward.w1.weight"])
     if kind == "lfm2_moe":
@@ -194,13 +207,17 @@ def write_gguf(
             values = permute(values, heads if ".q_proj." in name else kv_heads)
         if kind in SHIFTED and name.endswith("norm.weight"):
             values = values + 1
-        if name.endswith("mixer.norm.weight"):
-            values = values.reshape(config["n_groups"], -1)
+        if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+            values = values.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
         whole = name + ".weight" * name.endswith("sinks") + ".bias" * name.endswith("expert_bias")
-        whole = re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole)
+        whole = re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole).replace("mamba.dt.", "mamba.dt_proj.")
         others = (whole.removeprefix("model."), re.sub(r"^backbone(.*)\.mixer\.experts", r"model\1.mlp.experts", whole))
         found = (names.get_name(one, (".weight", ".bias")) for one in (whole, *others))
         stored = next((one for one in found if one is not None), None)
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)\.(first|second|output_linear)\.weight", name):
+            end = "_exps" if match[2] != "shared_mlp" else "_shexp" * bool(config["num_local_experts"])
+            part = {"first": "gate", "second": "up", "output_linear": "down"}[match[3]]
+            stored = f"blk.{match[1]}.ffn_{part}{end}.weight"
         assert stored is not None, name
         plain = values.ndim == 1 or stored.endswith(PLAIN)
         asked = quantization if isinstance(quantization, str) else quantization(stored)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError
@@ -79,10 +79,11 @@ class Metadata:
 
 # Architectures as llama.cpp's convert_hf_to_gguf.py writes them, and as its model code reads what that omits.
 
+# "a+b" is the tensor whose rows are those of a, then those of b.
 # Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
 # state, 3H three of them; I MLP, 2I its two joint matrices; E number of experts, M one expert; L tokens that a
 # convolution reads. Of Mamba2: X its channels, X/G those of a group, G number of groups, T heads, C channels of the
-# convolution, P the joint projection; W all shared experts.
+# convolution, P the joint projection; W all shared experts, 2W their two joint matrices.
 Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
 
 _ATTENTION: tuple[Block, ...] = (
@@ -115,6 +116,16 @@ _ATTENTION_BIASES: dict[str, tuple[str, ...]] = {"attention_bias": ("attn_q", "a
 _MLP_BIASES: dict[str, tuple[str, ...]] = {"mlp_bias": ("ffn_down", "ffn_up", "ffn_gate")}
 
 
+class Mamba2Names(NamedTuple):
+    """Keys of config.json."""
+
+    kernel: str
+    state: str
+    heads: str
+    groups: str
+    head_dim: str
+
+
 @dataclass(frozen=True)
 class GGUFArchitecture:
     """One architecture. A name with "{}" is one tensor for all experts; one that ends in .weight or .bias is whole, and
@@ -139,6 +150,7 @@ class GGUFArchitecture:
     rotates_part: bool = False  # of a head
     layer_types: dict[str, str] = field(default_factory=dict)  # kinds of layers by their names in config.json
     layer_types_key: str = "layer_types"
+    mamba2: Mamba2Names | None = None
     reshaped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # shapes in the file, if not those in the result
     last_norm: tuple[str, str] = ("output_norm", "model.norm")
     embedding: str = "model.embed_tokens"
@@ -150,6 +162,12 @@ _GEMMA: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activati
 _LAYER_NORM = "attention.layer_norm_epsilon"
 
 _NUMBERS_OF_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _LFM2: tuple[Block, ...] = (("attn_norm", "operator_norm", ("H",)), ("ffn_norm", "ffn_norm", ("H",)))
 _LFM2_MLP: tuple[Block, ...] = (
     ("ffn_gate", "feed_forward.w1", ("I", "H")),
@@ -169,12 +187,21 @@ _LFM2_MIXERS: dict[str, tuple[Block, ...]] = {
         ("shortconv.out_proj", "conv.out_proj", ("H", "H")),
     ),
 }
-_MAMBA2_NUMBERS = {
-    "ssm.conv_kernel": "conv_kernel",
-    "ssm.state_size": "ssm_state_size",
-    "ssm.time_step_rank": "mamba_num_heads",
-    "ssm.group_count": "n_groups",
-}
+
+
+def _mamba2(prefix: str) -> tuple[Block, ...]:
+    return (
+        ("ssm_in", f"{prefix}.in_proj", ("P", "H")),
+        ("ssm_conv1d", f"{prefix}.conv1d", ("C", "1", "L")),
+        ("ssm_conv1d.bias", f"{prefix}.conv1d.bias", ("C",)),
+        ("ssm_dt.bias", f"{prefix}.dt_bias", ("T",)),
+        ("ssm_a", f"{prefix}.A_log", ("T",)),
+        ("ssm_d", f"{prefix}.D", ("T",)),
+        ("ssm_norm", f"{prefix}.norm", ("X",)),
+        ("ssm_out", f"{prefix}.out_proj", ("H", "X")),
+    )
+
+
 _MAMBA2_SHAPES: dict[str, tuple[str, ...]] = {
     "ssm_conv1d": ("C", "L"),
     "ssm_a": ("T", "1"),
@@ -183,16 +210,7 @@ _MAMBA2_SHAPES: dict[str, tuple[str, ...]] = {
 }
 _NEMOTRON_H: dict[str, tuple[Block, ...]] = {
     "attention": tuple((name, own.replace("self_attn", "mixer"), shape) for name, own, shape in _ATTENTION),
-    "recurrent": (
-        ("ssm_in", "mixer.in_proj", ("P", "H")),
-        ("ssm_conv1d", "mixer.conv1d", ("C", "1", "L")),
-        ("ssm_conv1d.bias", "mixer.conv1d.bias", ("C",)),
-        ("ssm_dt.bias", "mixer.dt_bias", ("T",)),
-        ("ssm_a", "mixer.A_log", ("T",)),
-        ("ssm_d", "mixer.D", ("T",)),
-        ("ssm_norm", "mixer.norm", ("X",)),
-        ("ssm_out", "mixer.out_proj", ("H", "X")),
-    ),
+    "recurrent": _mamba2("mixer"),
     "mlp": (("ffn_up", "mixer.up_proj", ("I", "H")), ("ffn_down", "mixer.down_proj", ("H", "I"))),
 }
 _LFM2_NORM = ("token_embd_norm", "model.embedding_norm")
@@ -205,6 +223,7 @@ _NEMOTRON = GGUFArchitecture(
     epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
     layer_types={"linear_attention": "recurrent", "full_attention": "attention", "mlp": "mlp"},
     layer_types_key="layers_block_type",
+    mamba2=Mamba2Names("conv_kernel", "ssm_state_size", "mamba_num_heads", "n_groups", "mamba_head_dim"),
     reshaped=_MAMBA2_SHAPES,
     kinds=_NEMOTRON_H,
     last_norm=("output_norm", "backbone.norm_f"),
@@ -245,12 +264,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         "GraniteForCausalLM",
         _ATTENTION + _MLP + _NORMS,
         _ATTENTION_BIASES | _MLP_BIASES,
-        numbers={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        numbers=_GRANITE,
         permuted=True,
     ),
     "gemma": GGUFArchitecture("gemma", "GemmaForCausalLM", _ATTENTION + _MLP + _NORMS, fixed=_GEMMA, norm_shift=1.0),
@@ -499,6 +513,37 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             ),
         },
     ),
+    "granitehybrid": GGUFArchitecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        _NORMS,
+        numbers={
+            **_GRANITE,
+            **_NUMBERS_OF_EXPERTS,
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        fixed={"num_local_experts": 0},
+        permuted=True,
+        layer_types={"mamba": "recurrent", "attention": "attention"},
+        mamba2=Mamba2Names("mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_n_groups", "mamba_d_head"),
+        reshaped=_MAMBA2_SHAPES,
+        kinds={
+            "attention": _ATTENTION,
+            "recurrent": _mamba2("mamba"),
+            "dense": (
+                ("ffn_gate+ffn_up", "shared_mlp.input_linear", ("2W", "H")),
+                ("ffn_down", "shared_mlp.output_linear", ("H", "W")),
+            ),
+            "experts": (
+                ("ffn_gate_shexp+ffn_up_shexp", "shared_mlp.input_linear", ("2W", "H")),
+                ("ffn_down_shexp", "shared_mlp.output_linear", ("H", "W")),
+                ("ffn_gate_inp", "block_sparse_moe.router.layer", ("E", "H")),
+                ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+                ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+                ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+            ),
+        },
+    ),
 }
 
 # A llama with experts.
@@ -525,7 +570,8 @@ class TargetTensor:
     weights.py undoes what llama.cpp's converter has done: where `heads` is set, it has reordered the rows of each head;
     where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
     into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it; where
-    `exponent` is set, it has stored -exp of the numbers.
+    `exponent` is set, it has stored -exp of the numbers; where `then` is set, it has split the rows, and `then` is the
+    second half.
     """
 
     source: str
@@ -536,11 +582,19 @@ class TargetTensor:
     part: tuple[int, int] | None = None
     reshaped: tuple[int, ...] = ()
     exponent: bool = False
+    then: str = ""
 
     @property
     def stored(self) -> tuple[int, ...]:
         """The shape in the file."""
-        return self.reshaped or (self.shape if self.part is None else (self.part[1], *self.shape))
+        rows, *columns = self.shape
+        whole = (rows // len(self.sources), *columns)
+        return self.reshaped or (whole if self.part is None else (self.part[1], *whole))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The tensors of the file."""
+        return (self.source, self.then) if self.then else (self.source,)
 
     @property
     def matrix(self) -> bool:
@@ -582,15 +636,21 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     config = _config(metadata, architecture, family)
     wanted = _tensors(config, family)
     for tensor in wanted:
-        found = file.tensors.get(tensor.source)
-        if found is None:
-            raise UserError(f"{file.path} lacks the tensor {tensor.source!r}. Fetch or convert it again.")
-        if found.shape != tensor.stored:
-            raise UserError(
-                f"{file.path}: the tensor {tensor.source!r} has shape {list(found.shape)}, "
-                f"expected {list(tensor.stored)}. Fetch or convert it again."
-            )
-    unknown = set(file.tensors) - {tensor.source for tensor in wanted} - {"rope_freqs.weight"}
+        for source in tensor.sources:
+            found = file.tensors.get(source)
+            if found is None:
+                raise UserError(f"{file.path} lacks the tensor {source!r}. Fetch or convert it again.")
+            if found.shape != tensor.stored:
+                raise UserError(
+                    f"{file.path}: the tensor {source!r} has shape {list(found.shape)}, "
+                    f"expected {list(tensor.stored)}. Fetch or convert it again."
+                )
+            if found.type != file.tensors[tensor.source].type:
+                raise UserError(
+                    f"{file.path}: the tensors {' and '.join(tensor.sources)}, which become one, are of different "
+                    "types. Use another quantization of the model, or its safetensors version."
+                )
+    unknown = set(file.tensors) - {source for tensor in wanted for source in tensor.sources} - {"rope_freqs.weight"}
     if unknown:
         raise UserError(
             f"{file.path} has tensors that a {architecture} model does not use, such as {min(unknown)!r}. "
@@ -726,19 +786,19 @@ def _add_unstated_values(
     kind, layers = config["model_type"], config["num_hidden_layers"]
     if kind == "gpt_oss":
         config["rope_parameters"]["truncate"] = False
-    if "expert_count" in family.numbers:
+    if "expert_count" in family.numbers and (config.get("num_local_experts", 1) or "dense" not in family.kinds):
         count = metadata.positive(f"{architecture}.expert_count")
         used = metadata.positive(f"{architecture}.expert_used_count")
         if count > MAX_EXPERTS or used > count:
             raise metadata.wrong(f"{architecture}.expert_count", count, f"{used} to {MAX_EXPERTS}")
-    if kind == "nemotron_h":
-        inner = metadata.positive(f"{architecture}.ssm.inner_size")
-        for stored, name in _MAMBA2_NUMBERS.items():
-            config[name] = metadata.positive(f"{architecture}.{stored}")
-        groups, parts = config["n_groups"], config["mamba_num_heads"]
+    if (names := family.mamba2) is not None:
+        for name, stored in zip(names, ("conv_kernel", "state_size", "time_step_rank", "group_count"), strict=False):
+            config[name] = metadata.positive(f"{architecture}.ssm.{stored}")
+        inner = metadata.positive(key := f"{architecture}.ssm.inner_size")
+        groups, parts = config[names.groups], config[names.heads]
         if inner % groups or inner % parts:
-            raise metadata.wrong(f"{architecture}.ssm.inner_size", inner, f"a multiple of {groups} and {parts}")
-        config["mamba_head_dim"] = inner // parts
+            raise metadata.wrong(key, inner, f"a multiple of {groups} and {parts}")
+        config[names.head_dim] = inner // parts
     if kind in ("gemma2", "gemma3_text"):
         largest = layers == {"gemma2": 46, "gemma3_text": 62}[kind]  # 27B
         scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
@@ -746,6 +806,8 @@ def _add_unstated_values(
     if kind == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": 10000.0}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    if kind == "granitemoehybrid" and metadata.file.metadata.get(f"{architecture}.rope.scaling.finetuned"):
+        config["position_embedding_type"] = "rope"
     if kind == "cohere":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
 
@@ -757,14 +819,14 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
     sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
-    sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache") or config.get("conv_kernel", 0)}
-    sizes["W"] = config.get("moe_shared_expert_intermediate_size", 0)
-    if "mamba_head_dim" in config:
-        parts, groups = config["mamba_num_heads"], config["n_groups"]
-        inner = parts * config["mamba_head_dim"]
-        convolved = inner + 2 * groups * config["ssm_state_size"]
-        sizes |= {"X": inner, "X/G": inner // groups, "G": groups, "T": parts, "C": convolved}
-        sizes["P"] = inner + convolved + parts
+    shared = config.get("moe_shared_expert_intermediate_size") or config.get("shared_intermediate_size", 0)
+    sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache", 0), "W": shared, "2W": 2 * shared}
+    if (names := family.mamba2) is not None:
+        parts, groups = config[names.heads], config[names.groups]
+        channels = parts * config[names.head_dim]
+        convolved = channels + 2 * groups * config[names.state]
+        sizes |= {"X": channels, "X/G": channels // groups, "G": groups, "T": parts, "C": convolved}
+        sizes |= {"P": channels + convolved + parts, "L": config[names.kernel]}
     biased = {name for flag, names in family.biases.items() if config[flag] for name in names}
     biased |= set(family.always_biased)
     blocks = list(family.blocks)
@@ -775,7 +837,8 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
     wanted = [TargetTensor("token_embd.weight", f"{family.embedding}.weight", (config["vocab_size"], hidden))]
 
     def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
-        source = prefix + short
+        short, _, then = short.partition("+")
+        source, then = prefix + short, f"{prefix}{then}.weight" if then else ""
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
         shift = family.norm_shift if short.endswith("norm") else 0.0
         if "{}" in name:
@@ -789,13 +852,15 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
         if short.endswith((".weight", ".bias", "ssm_a", "ssm_d")):
             wanted.append(TargetTensor(source, name, shape, reshaped=reshaped, exponent=short == "ssm_a"))
             return
-        wanted.append(TargetTensor(f"{source}.weight", f"{name}.weight", shape, permuted, shift, reshaped=reshaped))
+        wanted.append(
+            TargetTensor(f"{source}.weight", f"{name}.weight", shape, permuted, shift, reshaped=reshaped, then=then)
+        )
         if short in biased:
             wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
 
     for layer in range(config["num_hidden_layers"]):
         kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
-        kinds = (kind, "dense" if layer < config.get("num_dense_layers", 0) else "experts")
+        kinds = (kind, "experts" if experts and layer >= config.get("num_dense_layers", 0) else "dense")
         for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):
             add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(sizes[size] for size in shape))
     add("", *family.last_norm, (hidden,))

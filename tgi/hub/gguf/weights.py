@@ -131,7 +131,12 @@ def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
     """Yields the tensor's stored columns in row order, at most PIECE elements at a time."""
-    tensor, heads = file.tensors[wanted.source], wanted.heads
+    for source in wanted.sources:
+        yield from _pieces_of(file, file.tensors[source], wanted, form)
+
+
+def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
+    heads = wanted.heads
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = math.prod(tensor.shape) // columns
     if len(tensor.shape) == 1 and not heads:
