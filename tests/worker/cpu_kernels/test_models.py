@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
-from tests.worker.cpu_kernels.available import our_kernels
+from tests.worker.cpu_kernels.available import EMULATED, our_kernels
 from tests.worker.driving import drive, make_engine
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention, page_size
@@ -29,7 +29,7 @@ COMPARED = 16  # prompts
 
 @cache
 def directory(kind: str) -> Path:
-    return make(kind, hidden=128, intermediate=192)
+    return make(kind, hidden=128, intermediate=192, **{"layers": 1} if EMULATED else {})
 
 
 def prompts(count: int = len(LENGTHS)) -> list[list[int]]:
