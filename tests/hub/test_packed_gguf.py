@@ -223,15 +223,15 @@ def test_a_weight_whose_scales_are_beyond_float16_is_dequantized(tmp_path: Path)
             assert torch.equal(as_plain(found, torch.float32), expected)
 
 
+def logits(directory: Path) -> torch.Tensor:
+    loaded = load(directory)
+    return prefill(loaded, memory(loaded), list(range(5, 80)), pages(0))
+
+
 def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path) -> None:
     """Import names the experts one by one. MXFP4 is bfloat16 exactly, so that both imports of it have the same
     weights."""
-    original, ids = model("gpt_oss", dtype="bfloat16", intermediate=96), list(range(5, 80))
-
-    def logits(directory: Path) -> torch.Tensor:
-        loaded = load(directory)
-        return prefill(loaded, memory(loaded), ids, pages(0))
-
+    original = model("gpt_oss", dtype="bfloat16", intermediate=96)
     source = write_gguf(original, tmp_path / "plain.gguf")
     imported(source, tmp_path / "plain", packed=False)
     assert torch.equal(logits(tmp_path / "plain"), logits(original))
@@ -241,3 +241,17 @@ def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     assert config["quantization_config"]["kept"] == {"MXFP4": 9}
     torch.testing.assert_close(logits(tmp_path / "packed"), logits(tmp_path / "rounded"), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("experts", [6, 0])
+def test_granite_hybrid_has_the_joint_matrices_of_its_checkpoint(experts: int, tmp_path: Path) -> None:
+    more = (("num_local_experts", experts), ("time_step_limit", (0.0, float("inf"))), ("shared_intermediate_size", 64))
+    original = model("granitemoehybrid", dtype="bfloat16", more=more)
+    source = write_gguf(original, tmp_path / "plain.gguf")
+    imported(source, tmp_path / "plain", packed=False)
+    assert torch.equal(logits(tmp_path / "plain"), logits(original))
+    source = write_gguf(original, tmp_path / "m.gguf", "Q8_0")
+    found = imported(source, tmp_path / "packed", packed=True)
+    assert any(name.endswith("shared_mlp.input_linear.weight.codes") for name in found)
+    wanted, expected = logits(tmp_path / "packed"), logits(original)
+    assert float((wanted - expected).norm() / expected.norm()) < 0.3
