@@ -179,9 +179,11 @@ async def reload_files(service: Service) -> None:
     replace what was loaded. What cannot be read stays as it is."""
     if service.clients.reload_if_readable():
         log.info("reloaded the keys")
-    for adapter in list(service.router.adapters.values()):
+    models = service.models
+    routers = [service.router] if models is None else [one.router for one in models.all.values() if one.is_usable]
+    for router, adapter in [(router, adapter) for router in routers for adapter in router.adapters.values()]:
         request = AdapterUpdateRequest(WakeEvent(), adapter.name, adapter.path)
-        service.router.submit(request)
+        router.submit(request)
         while not request.ended:
             await request.wake_event.wait()
         if request.result is not None and request.result.error:
