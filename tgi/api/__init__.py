@@ -13,6 +13,7 @@ Read operations.py first: the table of all routes. A request then passes through
   requests       live requests to the tokenizers, and the record of an HTTP request
   admission      permits of the clients, and the limits of their keys
   router         which tokenizer has which request, and what happens when one is lost
+  downstream     links to the processes below, and which of them has which request
   tokenizers     what is known of each tokenizer, and which one gets a request
   token_delivery hands received tokens to the requests
   token_columns  tokens in columns, and their JSON

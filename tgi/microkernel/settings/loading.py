@@ -191,6 +191,11 @@ def _reject_contradictions(settings: Settings) -> None:
                 f"`{number}` is {processes}, so the last {role} would listen at port {last}, and ports end at 65535. "
                 f"Give {flag(name)} a lower port."
             )
+    if settings.prefix_cache_dir is not None:
+        if not settings.prefix_caching:
+            raise _invalid("`prefix_cache_dir` is set, but `prefix_caching` is off. Leave out one of them")
+        if settings.replicas > 1 or (settings.num_shard or 1) > 1:
+            raise _invalid("`prefix_cache_dir` is for one worker of one rank, without `replicas` and `num_shard`")
     _reject_contradictory_ranks(settings)
     if settings.ray is not None and (settings.connect or settings.group or settings.worker == "remote"):
         raise _invalid("`ray` places the workers, so it excludes `connect`, `group` and a remote worker")
