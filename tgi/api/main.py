@@ -181,7 +181,7 @@ async def reload_files(service: Service) -> None:
         log.info("reloaded the keys")
     models = service.models
     routers = [service.router] if models is None else [one.router for one in models.all.values() if one.is_usable]
-    for router, adapter in [(router, adapter) for router in routers for adapter in router.adapters.values()]:
+    for router, adapter in [(one, adapter) for one in routers for adapter in one.adapters.values()]:
         request = AdapterUpdateRequest(WakeEvent(), adapter.name, adapter.path)
         router.submit(request)
         while not request.ended:
