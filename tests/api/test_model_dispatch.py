@@ -47,9 +47,11 @@ class Supervisor:
         self.writer.write(json.dumps(views).encode() + b"\n")
         await until(lambda: self.models.default.view.epoch == self._epoch)
 
-    def ask(self, model: str, gone: asyncio.Event | None = None, **headers: str) -> "asyncio.Task[InnerResponse]":
+    def ask(self, model: str, gone: asyncio.Event | None = None, wait: str = "60") -> "asyncio.Task[InnerResponse]":
         body = json.dumps({"model": model, "prompt": "a"}).encode()
-        return asyncio.ensure_future(send_request(self.dispatcher, "POST", "/v1/completions", body, headers, {}, gone))
+        return asyncio.ensure_future(
+            send_request(self.dispatcher, "POST", "/v1/completions", body, {"x-model-wait": wait}, {}, gone)
+        )
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -118,9 +120,9 @@ def test_requests_that_wait_are_told_and_bounded(tmp_path: Path) -> None:
         await until(lambda: supervisor.models.all["b"].waiting == LIMIT)
         await until(lambda: ["want", "b"] in supervisor.heard)
         assert (await supervisor.ask("b")).status == 429
-        at_once = await supervisor.ask("a", **{"x-model-wait": "0"})
+        at_once = await supervisor.ask("a", wait="0")
         assert (at_once.status, at_once.headers["x-startup-stage"]) == (503, "unloaded")
-        assert (await supervisor.ask("a", **{"x-model-wait": "-1"})).status == 422
+        assert (await supervisor.ask("a", wait="-1")).status == 422
         gone.set()
         assert {one.status for one in await asyncio.gather(*waiting)} == {499}
         await until(lambda: ["give up", "b"] in supervisor.heard)
