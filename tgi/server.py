@@ -66,7 +66,7 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if served and not {*ROLES} <= {*roles}:
         raise UserError("Only `tgi up` serves several models: it starts the processes of each. Name one model here.")
     raise_file_limit()
-    fork_servers = start_fork_servers(_preloads(settings, roles))
+    fork_servers = start_fork_servers(preloads(settings, roles))
     preload = Preload.of(settings)
     terminal = ControllingTerminal()
     # Until the supervisor handles signals. A SIGHUP that reloads files has nothing to do yet.
@@ -190,7 +190,7 @@ def _model_manager(supervisor: Supervisor, settings: Settings, served: Sequence[
     return ModelManager(path, served, settings.max_loaded_models, supervisor, resolve, fits)
 
 
-def _preloads(settings: Settings, roles: Sequence[str]) -> dict[str, Callable[[], None]]:
+def preloads(settings: Settings, roles: Sequence[str]) -> dict[str, Callable[[], None]]:
     """What the fork servers for processes of these roles import: one what all of them do, and one what the worker does
     besides, torch above all."""
     worker = Preload.of(settings) if "worker" in roles else None
