@@ -217,6 +217,24 @@ def test_flags_of_other_servers_are_named_here(name: str) -> None:
         assert f"No such option {name!r}. Here it is {flag(FLAGS_OF_OTHERS[name])}." in result.output
 
 
+@pytest.mark.parametrize(
+    ("given", "models", "model"),
+    [
+        (("--model-id", "a=x", "--model-id=b=y=z"), ("a=x", "b=y=z"), None),
+        (("--models", "a=x", "--model-id", "b=y"), ("a=x", "b=y"), None),
+        (("--model-id", "owner/name"), (), "owner/name"),
+        (("--model-id", "/m=1"), (), "/m=1"),
+    ],
+)
+def test_a_model_id_with_a_name_is_one_of_several(
+    given: tuple[str, ...], models: tuple[str, ...], model: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr("tgi.server.run_server", lambda settings, roles: started.append(settings))
+    assert CliRunner().invoke(main, ["up", *given]).exit_code == 0
+    assert [(one.models, one.model_id) for one in started] == [(models, model)]
+
+
 def test_ps_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TGI_RUN", str(tmp_path / "run"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

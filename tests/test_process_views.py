@@ -47,11 +47,17 @@ def rows(*names: str) -> list[dict[str, Any]]:
     work = "step 296: 2 decode rows, 0 prompt tokens"
     return [
         {
-            "name": name, "pid": 65512, "state": "ready", "stage": "ready", "cpu": 3.2,
+            "name": name, "model": "m", "pid": 65512, "state": "ready", "stage": "ready", "cpu": 3.2,
             "memory_mb": 33.0, "beat_age": 0.4, "progress_age": 0.0, "work": work,
         }
         for name in names
     ]  # fmt: skip
+
+
+def test_the_models_of_several_are_named() -> None:
+    first, second = rows("worker-0", "worker-1")
+    lines = table([first, second | {"model": "other"}], None)
+    assert [line.split()[:2] for line in lines] == [["name", "model"], ["worker-0", "m"], ["worker-1", "other"]]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ FLAGS_OF_OTHERS = {
     "--lora-modules": "lora_adapters", "--lora-paths": "lora_adapters", "--lora": "lora_adapters",
     "--speculative-model": "draft_model_id", "--model-draft": "draft_model_id",
     "--num-speculative-tokens": "speculate",
+    "--models-preset": "models", "--models-max": "max_loaded_models", "--sleep-idle-seconds": "model_ttl",
+    "--served-model-name": "models",
     "--cache-type-k": "kv_cache_dtype", "--kv-cache-type": "kv_cache_dtype",
 }  # fmt: skip
 

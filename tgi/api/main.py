@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -70,9 +70,9 @@ async def serve(process: Process) -> None:
         settings.stall_limit,
         TokenRates(process.run_dir / "token-rates"),
         media_directory(process.run_dir),
-        f"{process.name}-{process.boot.hex()[:8]}",
     )
-    router = new_router()
+    life = f"{process.name}-{process.boot.hex()[:8]}"
+    router = new_router(life)
     assert settings.model_id is not None  # the command line has set the default
     assert process.listen_fd is not None  # and opened the port
     tracer = tracing.create_tracer(settings, process.name)
@@ -88,9 +88,10 @@ async def serve(process: Process) -> None:
     )
     service.clients.reload_if_readable()  # another front end may have reloaded since the settings were read
     application = app.build(service)
-    dispatcher = build_dispatcher(service, application, new_router) if settings.models else None
-    if dispatcher is not None:
-        application = dispatcher
+    dispatcher = None
+    if settings.models:
+        others = [new_router(f"{life}-{number}") for number in range(1, len(settings.models))]
+        application = dispatcher = build_dispatcher(service, application, others)
     models = service.models
     routers = [router] if models is None else [model.router for model in models.all.values()]
     batches = BatchRunner(application, service, f"{process.name} {process.boot.hex()}")
@@ -178,9 +179,11 @@ async def reload_files(service: Service) -> None:
     replace what was loaded. What cannot be read stays as it is."""
     if service.clients.reload_if_readable():
         log.info("reloaded the keys")
-    for adapter in list(service.router.adapters.values()):
+    models = service.models
+    routers = [service.router] if models is None else [one.router for one in models.all.values() if one.is_usable]
+    for router, adapter in [(one, adapter) for one in routers for adapter in one.adapters.values()]:
         request = AdapterUpdateRequest(WakeEvent(), adapter.name, adapter.path)
-        service.router.submit(request)
+        router.submit(request)
         while not request.ended:
             await request.wake_event.wait()
         if request.result is not None and request.result.error:
@@ -189,11 +192,13 @@ async def reload_files(service: Service) -> None:
             log.info("reloaded the adapter %s", adapter.name)
 
 
-def build_dispatcher(service: Service, application: AsgiApp, new_router: Callable[[], Router]) -> ModelDispatcher:
-    """The application in front of several models. The first one has this service and application."""
+def build_dispatcher(service: Service, application: AsgiApp, others: Iterable[Router]) -> ModelDispatcher:
+    """The application in front of several models. The first one has this service and application; `others`: the
+    routers of the others."""
     names = [entry.partition("=")[0] for entry in service.settings.models]
     service.model_id = names[0]
-    services = {name: service.for_model(name, new_router()) if number else service for number, name in enumerate(names)}
+    services = {names[0]: service}
+    services |= {name: service.for_model(name, own) for name, own in zip(names[1:], others, strict=True)}
     hosted = [HostedModel(name, one.router) for name, one in services.items()]
     models = Models(service.run_dir / SOCKET_NAME, hosted)
     for one in services.values():

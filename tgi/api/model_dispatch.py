@@ -26,9 +26,11 @@ from tgi.microkernel.settings.options import MAX_SECONDS, seconds
 # In the scope of a request: the error that it is answered with.
 ERROR_KEY = "tgi.model_error"
 # Requests below these paths need no model, nor do those without a JSON body.
-WITHOUT_MODEL = ("/v1/models", "/v1/files", "/v1/batches", "/v1/conversations", "/models", "/sleep", "/wake_up")
+WITHOUT_MODEL = ("/v1/models", "/v1/files", "/v1/batches", "/v1/conversations", "/sleep", "/wake_up")
 # Of the response to a request that has waited: the state in which it found its model, and milliseconds.
 STATE_HEADER, WAIT_HEADER = b"x-model-state", b"x-model-wait"
+# Retry-After where too many requests wait for a model.
+MODEL_RETRY_SECONDS = 5
 # Of a request: for how many seconds it would wait.
 LIMIT_HEADER = "x-model-wait"
 
@@ -122,7 +124,10 @@ class ModelDispatcher:
         return model
 
     async def _wait(self, model: HostedModel, scope: dict[str, Any], body: "_Body") -> None:
-        """Waits until a model is loaded. Raises ApiError: 503 if it cannot be, or not in time; ClientDisconnected."""
+        """Waits until a model is loaded. Raises ApiError: 503 if it cannot be, or not in time, 429 if as many requests
+        wait as may run; ClientDisconnected."""
+        if model.waiting >= self._server.settings.max_concurrent_requests:
+            raise errors.overloaded(MODEL_RETRY_SECONDS)
         limit = self._server.settings.start_timeout
         if (given := Request(scope, body.receive_again).get_header(LIMIT_HEADER)) is not None:
             try:

@@ -11,8 +11,11 @@ let model = "tgi";
 let conversation = []; // {role, content, reasoning, calls, tokens, node, …}; what is sent is derived from it
 let running = null; // the AbortController of the answer that streams
 
-export function begin(served) {
+export function use(served) {
   model = served;
+}
+
+export function begin() {
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = $("input").value.trim();

@@ -1,7 +1,7 @@
 // The frame of the page: its two views, the colours, the model, and whether the server is ready.
 
 import * as chat from "./chat.js";
-import { $ } from "./dom.js";
+import { $, make } from "./dom.js";
 import * as live from "./live.js";
 import { request, root } from "./server.js";
 
@@ -59,21 +59,40 @@ async function watch() {
   setTimeout(watch, ready ? 5000 : 1000);
 }
 
-async function start() {
-  live.begin();
-  watch();
-  let info = null;
-  while (!info) {
+// The JSON at a path, as soon as the server has it.
+async function asked(path) {
+  for (;;) {
     try {
-      info = await (await request("info")).json();
+      return await (await request(path)).json();
     } catch (error) {
       if (error.status !== 503) $("health").textContent = error.message;
       await new Promise((resolve) => setTimeout(resolve, 1000));
     }
   }
-  const name = info.model_id.startsWith("/") ? info.model_id.split("/").findLast(Boolean) : info.model_id;
-  $("model").textContent = document.title = name;
-  chat.begin(name);
+}
+
+function useModel(name) {
+  document.title = name;
+  chat.use(name);
+}
+
+async function start() {
+  live.begin();
+  watch();
+  const several = (await asked("v1/models")).data.filter((one) => one.status).map((one) => one.id);
+  if (several.length) {
+    // Each is loaded when it is asked, so none has to be ready.
+    const choice = make("select", { ariaLabel: "Model" }, ...several.map((id) => new Option(id)));
+    choice.addEventListener("change", () => useModel(choice.value));
+    $("model").replaceChildren(choice);
+    useModel(several[0]);
+  } else {
+    const { model_id: id } = await asked("info");
+    const name = id.startsWith("/") ? id.split("/").findLast(Boolean) : id;
+    $("model").textContent = name;
+    useModel(name);
+  }
+  chat.begin();
   if (location.hash === "#live") select($("tab-live"));
   else $("input").focus();
 }

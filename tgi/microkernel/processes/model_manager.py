@@ -34,6 +34,7 @@ from tgi.microkernel.settings.table import Settings
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 1 << 16
+FITTING_SECONDS = 1.0
 MAX_ERROR = 2000  # characters of a reason
 
 # Finds the files of a model, downloads them if necessary, and tells the stage: see `server.py`. Raises UserError.
@@ -55,11 +56,11 @@ class ModelManager:
     ) -> None:
         """`path`: of the socket. `fits`: whether a model with these settings should fit into memory now."""
         self._resolve = resolve
+        self._fits = fits
+        self._fitting: dict[str, tuple[bool, float]] = {}  # what was measured, and until when it counts
         self._settings = {one.name: one.settings for one in models}  # of resolved ones with their files
         self._pipelines = {one.name: number for number, one in enumerate(models, 1)}
-        self._table = ModelTable(
-            [(one.name, one.ttl) for one in models], max_loaded, lambda name: fits(self._settings[name])
-        )
+        self._table = ModelTable([(one.name, one.ttl) for one in models], max_loaded, self._fits_now)
         self._operations: dict[str, rollout.Waiting] = {}
         self._connections: dict[int, socket.socket] = {}
         self._received: dict[int, bytes] = {}  # the begin of a line
@@ -180,6 +181,14 @@ class ModelManager:
         del self._received[number]
         self._table.disconnect(number, time.monotonic())
 
+    def _fits_now(self, name: str) -> bool:
+        """Whether a model should fit into memory. Measuring a GPU takes a process, so a result counts for a while."""
+        found, until = self._fitting.get(name, (False, 0.0))
+        if time.monotonic() >= until:
+            found = self._fits(self._settings[name])
+            self._fitting[name] = found, time.monotonic() + FITTING_SECONDS
+        return found
+
     # --- operations ---
 
     def _begin(self, started: Started) -> rollout.Waiting:
@@ -213,6 +222,7 @@ class ModelManager:
             error = f"The supervisor failed ({type(failure).__name__}: {failure})"
         operation_kind = self._table.models[name].operation
         del self._operations[name]
+        self._fitting.clear()
         self._table.operation_ended(name, time.monotonic(), error)
         if operation_kind is not Operation.RESOLVE:
             log.info("%s is %s", name, self._table.models[name].state)
