@@ -85,6 +85,7 @@ class Request:
         "last_start",
         "max_total_tokens",
         "missing_pages",
+        "page_keys",
         "partition",
         "partition_index",
         "planned",
@@ -93,6 +94,7 @@ class Request:
         "prompt_tokens",
         "prompt_top_n",
         "published_pages",
+        "read_from",
         "received_at",
         "rid",
         "sampling",
@@ -171,6 +173,8 @@ class Request:
         self.slot = NO_SLOT
         self.snapshot_at = NO_SNAPSHOTS
         self.vector = b""  # what it ends in, with `pooling`
+        self.page_keys: list[bytes] = []  # of its first pages, as far as they are known; see page_index.py
+        self.read_from: object = None  # the PageIndex that has looked for its pages in files
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
 
     def _set_prompt_logprobs(self, begin: int, top_n: int) -> None:
