@@ -49,6 +49,16 @@ SAMPLES = tempfile.TemporaryDirectory(prefix="tgi-metrics-")
 metrics.use_directory(Path(SAMPLES.name))
 
 
+@pytest.fixture
+def samples_here(tmp_path: Path) -> Iterator[Path]:
+    """Directs the samples of this process to tmp_path for one test."""
+    store = metrics._process.store
+    assert store is not None
+    metrics.use_directory(tmp_path)
+    yield tmp_path
+    metrics.use_directory(store.directory)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama() -> Path:
     return model("llama")

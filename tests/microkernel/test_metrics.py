@@ -50,12 +50,10 @@ def written(once: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Directs the samples of this process to tmp_path for one test."""
-    monkeypatch.setattr(metrics._process, "store", MetricStore(tmp_path))
-    monkeypatch.setattr(metrics._process, "metrics", {})
+def here(samples_here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`samples_here` with limits for the buckets of lengths."""
     monkeypatch.setattr(metrics._process, "length_limits", {"input": 1000, "total": 2000})
-    return tmp_path
+    return samples_here
 
 
 def samples(text: str) -> dict[str, float]:

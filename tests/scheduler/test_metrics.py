@@ -8,7 +8,6 @@ import pytest
 from tests.scheduler.simulation import Simulation
 from tgi.microkernel.messages.protocol import StepResult
 from tgi.microkernel.observability import metrics
-from tgi.microkernel.observability.metric_store import MetricStore
 from tgi.microkernel.observability.metrics import FLUSH_SECONDS
 from tgi.scheduler.metrics import SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler
@@ -38,9 +37,7 @@ class MeasuredScheduler:
 
 
 @pytest.fixture
-def metered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Simulation, SchedulerMetrics]:
-    monkeypatch.setattr(metrics._process, "store", MetricStore(tmp_path))
-    monkeypatch.setattr(metrics._process, "metrics", {})
+def metered(samples_here: Path) -> tuple[Simulation, SchedulerMetrics]:
     sim, scheduler_metrics = Simulation(WORKER_CONFIG), SchedulerMetrics()
     sim.scheduler = MeasuredScheduler(sim.scheduler, scheduler_metrics)  # type: ignore[assignment]
     return sim, scheduler_metrics

@@ -81,12 +81,11 @@ class PagePool:
 
     def _evict(self, count: int) -> list[int]:
         """Removes the least recently used idle pages from the prefix cache."""
+        by_key, key_of, hash_of, references = self._by_key, self._key_of, self._hash_of, self._references
         evicted = [self._idle.popitem(last=False)[0] for _ in range(count)]
         for page in evicted:
-            del self._by_key[self._key_of[page]]
-            self._key_of[page] = b""
-            self._hash_of[page] = NO_HASH
-            self._references[page] = 1
+            del by_key[key_of[page]]
+            key_of[page], hash_of[page], references[page] = b"", NO_HASH, 1
         return evicted
 
     def find_prefix(self, parent: bytes, column: bytes, max_pages: int) -> tuple[list[int], bytes]:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import Any
 
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
@@ -99,9 +100,8 @@ class TokenizerRequestState:
         """Sets the encoded prompt, and drops its source (up to megabytes) from `generate`."""
         self.stage = RequestStage.HELD
         self.prompt = prompt
-        sampling = self.generate.sampling._replace(grammar=prompt.grammar)
         self.generate = self.generate._replace(
-            inputs="", chat=b"", grammar=b"", input_ids=b"", bad_words=[], listed_texts=[], sampling=sampling, images=[]
+            inputs="", chat=b"", grammar=b"", input_ids=b"", bad_words=[], listed_texts=[], images=[]
         )
         if self.generate.pooling is not None:
             self.generate = self.generate._replace(pooling=PoolingInput())
@@ -117,20 +117,20 @@ class TokenizerRequestState:
         self.max_new_tokens = max_new_tokens
         self.stop_ids = self._stop_token_ids | (frozenset() if self.generate.ignore_eos else vocabulary.eos_ids)
         self._min_new_tokens = self.generate.sampling.min_new_tokens
-        sampling = self.generate.sampling
+        sampling: dict[str, Any] = {"grammar": self.prompt.grammar}
         if self._min_new_tokens:
-            end_ids = pack_column(INT32, sorted(token_id for token_id in self.stop_ids if token_id < model_vocab_size))
-            sampling = sampling._replace(end_ids=end_ids)
+            end_ids = sorted(token_id for token_id in self.stop_ids if token_id < model_vocab_size)
+            sampling["end_ids"] = pack_column(INT32, end_ids)
         if words := [word for word in self.prompt.bad_words if max(word) < model_vocab_size]:
-            ids = pack_column(INT32, [token_id for word in words for token_id in word])
-            sampling = sampling._replace(bad_word_ids=ids, bad_word_lengths=pack_column(INT32, map(len, words)))
+            sampling["bad_word_ids"] = pack_column(INT32, [token_id for word in words for token_id in word])
+            sampling["bad_word_lengths"] = pack_column(INT32, map(len, words))
         if listed := [token_id for token_id in self.prompt.listed_ids if token_id < model_vocab_size]:
-            sampling = sampling._replace(listed_ids=pack_column(INT32, listed))
+            sampling["listed_ids"] = pack_column(INT32, listed)
         limit, answer_format = self.prompt.reasoning_limit, self.prompt.answer_format
         if limit is not None and answer_format is not None:
             budget = limit.budget(max_new_tokens)
-            sampling = sampling._replace(**reasoning_sampling(answer_format, format_tokens, budget, model_vocab_size))
-        self.generate = self.generate._replace(sampling=sampling)
+            sampling |= reasoning_sampling(answer_format, format_tokens, budget, model_vocab_size)
+        self.generate = self.generate._replace(sampling=self.generate.sampling._replace(**sampling))
         if self.generate.skip_special_tokens:
             self._hidden_ids = vocabulary.special_ids
         if self.generate.hide_stop and not self.stop_ids <= self._hidden_ids:

@@ -159,6 +159,8 @@ def use_directory(directory: Path) -> None:
     """Sets the directory for the samples of this process."""
     _process.store = MetricStore(directory)
     _process.metrics.clear()
+    for name in SERIES:
+        globals().pop(name, None)  # see __getattr__
 
 
 def set_length_limits(max_input_tokens: int, max_total_tokens: int) -> None:
@@ -184,7 +186,8 @@ def __getattr__(name: str) -> Any:
     if name not in SERIES:
         raise AttributeError(name)
     keys = SERIES[name].labels
-    return _LabelledSeries(name, keys) if keys else _metric(name, ())
+    globals()[name] = series = _LabelledSeries(name, keys) if keys else _metric(name, ())
+    return series  # the next access finds it without a call
 
 
 def _metric(name: str, labels: tuple[str, ...]) -> Any:
