@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 # Norms of heads, gelu and norms behind parts; layer norms, neighbouring pairs and one input for both parts; a bias, no
 # gate; part of a head turned, joined matrices; experts; layers of transformers; latent attention; clamped and learned
-# activations; convolutions; the delta rule.
+# activations; convolutions; the delta rule; ALiBi; attention in chunks.
 KINDS = (
     "gemma3_text",
     "cohere",
@@ -47,6 +47,8 @@ KINDS = (
     "mistral4",
     "lfm2",
     "qwen3_next",
+    "bloom",
+    "llama4_text",
 )
 
 
@@ -66,7 +68,8 @@ def logprobs(model: Model, adapters: tuple[Any, ...] = (None, None)) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_matches_torch(kind: str) -> None:
-    directory = make(kind) if kind == "qwen3_next" else make(kind, layers=2)  # whose three layers have their kinds
+    # The layers of some are of kinds that their number follows from.
+    directory = make(kind) if kind in ("qwen3_next", "llama4_text") else make(kind, layers=2)
     ours, torchs = (load(directory, gpu) for gpu in (GPU, None))
     torch.testing.assert_close(logprobs(ours), logprobs(torchs), rtol=0, atol=1e-4)
 

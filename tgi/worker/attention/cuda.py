@@ -121,6 +121,8 @@ class CudaAttention:
                 cap=kv.softcap,
                 sinks=kv.layer_sinks(layer),
                 counters=self._counters,
+                chunked=layer in kv.chunked,
+                slopes=kv.slopes,
             )
         return mixed if value_scale == 1.0 else mixed.mul_(value_scale)
 
@@ -151,7 +153,7 @@ def _prompt_attention(kv: KVCacheSpec, page_size: int, device: torch.device) -> 
     kernels = kv.gpu_kernels
     if device.type != "cuda" or kernels is None or kernels.batch_invariant or kv.sinks or kv.value_dim is not None:
         return None
-    if kv.dtype.itemsize != 2 or kv.cache_dtype is not kv.dtype:
+    if kv.dtype.itemsize != 2 or kv.cache_dtype is not kv.dtype or kv.chunked or kv.slopes is not None:
         return None
     from tgi.worker.gpu_kernels.flash_attention import Heads, choose_prompt_attention
 
