@@ -121,6 +121,41 @@ class Settings:
     model_id: str | None = setting(
         MODEL, None, "Hub id, local directory or .gguf file.", text, also=("HF_MODEL_ID",), unset="a small demo model"
     )
+    models: tuple[str, ...] = setting(
+        MODEL,
+        (),
+        "Several models: NAME=SOURCE, or a TOML file with a table for each. --model-id NAME=SOURCE, repeated, is the "
+        "same.",
+        text,
+        env=("TGI_MODELS",),
+        separator=",",
+        unset="one model",
+    )
+    load_models: str = setting(
+        MODEL,
+        "start",
+        "With several models: when each is loaded. A table of the file may say otherwise.",
+        text,
+        env=("TGI_LOAD_MODELS",),
+        choices=("start", "first-use"),
+    )
+    model_ttl: float | None = setting(
+        MODEL,
+        None,
+        "With several models: seconds without a request after which a model is unloaded.",
+        seconds,
+        env=("TGI_MODEL_TTL",),
+        unset="never",
+    )
+    max_loaded_models: int | None = setting(
+        MODEL,
+        None,
+        "With several models: how many are loaded at once. For another one the least recently used is unloaded, as it "
+        "is where memory is short.",
+        count,
+        env=("TGI_MAX_LOADED_MODELS",),
+        unset="as memory allows",
+    )
     revision: str | None = setting(
         MODEL, None, "Branch, tag or commit on the Hub.", text, also=("HF_MODEL_REVISION",), unset="main"
     )
@@ -435,6 +470,21 @@ class Settings:
         unset="1 to --max-batch-size, and steps with prompt chunks or drafts",
     )
     prefix_caching: bool = setting(PERFORMANCE, True, "Share the KV pages of equal prefixes.", boolean)
+    prefix_cache_dir: str | None = setting(
+        PERFORMANCE,
+        None,
+        "Directory for KV pages on disk, which outlive the server: a prompt that it has computed before is read.",
+        text,
+        env=("TGI_PREFIX_CACHE_DIR",),
+        unset="pages are kept in memory only",
+    )
+    prefix_cache_bytes: int = setting(
+        PERFORMANCE,
+        16 << 30,
+        "Bytes of all files in --prefix-cache-dir; the least recently used are removed.",
+        count,
+        env=("TGI_PREFIX_CACHE_BYTES",),
+    )
     step_target: float = setting(
         PERFORMANCE,
         0.2,
@@ -770,6 +820,7 @@ class Settings:
 
     # Derived at start, not options
     run_dir: Path = field(default=Path("."))
+    served_name: str | None = None  # of one of several models
     pipeline: int = 0  # counts the models that `tgi reload` has started
     replica_index: int = 0  # of a scheduler or worker: its place among the replicas of its pipeline
     given_api_keys: tuple[str, ...] = ()  # api_key without those of api_key_file

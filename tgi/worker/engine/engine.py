@@ -11,7 +11,13 @@ from llguidance import LLTokenizer
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, Step, StepResult
 from tgi.microkernel.observability.progress import WorkerFacts
-from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, ForwardBatch, PrefaultingBackend
+from tgi.worker.attention.interface import (
+    AttentionBackend,
+    CapturableBackend,
+    ForwardBatch,
+    PrefaultingBackend,
+    StorableBackend,
+)
 from tgi.worker.device_copies import copy_to_device, copy_to_host
 from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
 from tgi.worker.engine.decode_fast_path import DecodeFastPath
@@ -19,6 +25,7 @@ from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
 from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
 from tgi.worker.engine.mtp_runner import MtpRunner
+from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.prompt_logprobs import (
     PromptLogprobReader,
     PromptLogprobTensors,
@@ -101,6 +108,7 @@ class TorchEngine:
     ) -> None:
         self.limits = limits
         self.served: WorkerFacts | None = None  # for the start summary; set by start_engine
+        self.page_files: PageFiles | None = None  # set by start_engine
         self.adapters = AdapterRegistry(lambda directory: model.load_adapter(directory))
         self._model = model
         self._attention = attention
@@ -121,6 +129,10 @@ class TorchEngine:
             limits.groups,
             images,
         )
+        attentions = [attention] if draft_model is None else [attention, draft_model.attention]
+        parts = [one.page_memory for one in attentions if isinstance(one, StorableBackend)]
+        # The parts of all pages, each [pages, ...]; None: they cannot be kept in files.
+        self.page_memory = [part for one in parts for part in one] if len(parts) == len(attentions) else None
         watermark = watermark or Watermark(model.vocab_size, model.device)
         self._batch_builder = BatchBuilder(self._slots, watermark, attention.state is not None)
         self._decode_fast_path = DecodeFastPath(model, attention, self._slots)
@@ -168,7 +180,10 @@ class TorchEngine:
         if not isinstance(self._attention, PrefaultingBackend):
             return False
         pages = -(-PREFAULT_TOKENS // self.limits.page_size)
-        return self._attention.prefault_pages(self._slots.touched_pages, pages)
+        used = self._slots.touched_pages
+        if self.page_files is not None:
+            used = max(used, self.page_files.touched_pages)
+        return self._attention.prefault_pages(used, pages)
 
     def release_memory(self) -> None:
         """See Engine."""

@@ -12,16 +12,18 @@ from zlib import crc32
 import torch
 from llguidance import LLTokenizer
 
+from tgi import __version__
 from tgi.hub.llguidance_tables import token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.hub.vision_towers import VisionFamily, vision_family
+from tgi.hub.weight_files import weights_identity
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.host.rundir import media_directory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
-from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups, recurrent_group
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups, recurrent_group
 from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
@@ -37,6 +39,7 @@ from tgi.worker.engine import memory
 from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, chunk_tokens, graph_batch_sizes
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set, numa_nodes, usable_cores
@@ -140,10 +143,36 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
+    if settings.prefix_cache_dir is not None:
+        engine.page_files = _open_page_files(settings, Path(settings.prefix_cache_dir), models, engine)
     engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.tower.nbytes)
     if device == "cpu":
         release_freed_memory()
     return engine
+
+
+def _open_page_files(
+    settings: Settings, directory: Path, models: LoadedModels, engine: TorchEngine
+) -> PageFiles | None:
+    """The files of the engine's pages; None: the model keeps something else of a request than pages for all positions.
+    Raises UserError where pages cannot be kept in files."""
+    groups, memory = engine.limits.groups, engine.page_memory
+    if memory is None:
+        raise UserError("--prefix-cache-dir is for workers on CPU: pages on a GPU are not kept in files. Leave it out.")
+    if len(groups) > 1 or groups[0].kind != GroupKind.FULL:
+        kinds = ", ".join(sorted({group.kind for group in groups}))
+        log.warning("--prefix-cache-dir has no effect: layers of this model keep %s positions or states", kinds)
+        return None
+    identity = {
+        "version": __version__,
+        "kernels": [models.kernels.partition(",")[0], _instructions()],
+        "quantize": [settings.quantize, settings.draft_quantize],
+        "models": [weights_identity(path) for path in quantization_by_directory(settings)],
+        "dtypes": [str(model.kv.dtype) for model in models.all()],
+        "dummy": not settings.needs_weights,
+        "mtp": settings.draft_model_id == MTP,
+    }
+    return PageFiles(directory, identity, memory, settings.prefix_cache_bytes)
 
 
 def _require_draft_pages(models: LoadedModels) -> None:
