@@ -27,6 +27,7 @@ from tgi.worker.device_copies import StagedCopies
 from tgi.worker.engine import cuda_graphs, startup
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, start_engine
+from tgi.worker.gpu_kernels import flash_attention
 from tgi.worker.gpu_kernels.attention_arguments import Rotation
 from tgi.worker.gpu_kernels.grouped_matmul import choose_tile
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -110,6 +111,15 @@ def gpu() -> GpuKernels:
 def test_kernels_pass_their_trials(gpu: GpuKernels) -> None:
     """Otherwise a worker does not use the kernels, and neither do the engines below."""
     assert gpu.capability == torch.cuda.get_device_capability()
+
+
+@pytest.mark.parametrize("library", flash_attention.LIBRARIES, ids=lambda library: library.name)
+def test_a_library_for_long_prompts_passes_its_trial(library: flash_attention.Library, gpu: GpuKernels) -> None:
+    """Where it is installed and for this GPU. The log has the times of it and of our own kernel."""
+    if gpu.capability[0] not in library.capabilities:
+        pytest.skip(f"{library.name} is not for this GPU")
+    chosen = flash_attention.PromptAttention(library, pytest.importorskip(library.module))
+    flash_attention.self_test(chosen, flash_attention.Heads(32, 8, 128, 16, torch.bfloat16), torch.device(GPU))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

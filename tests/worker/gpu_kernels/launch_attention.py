@@ -25,6 +25,8 @@ def launches(dtype: torch.dtype) -> None:
     capability = triton.runtime.driver.active.get_current_device()
     for kept, dim, cap in LAUNCHED[capability, dtype]:
         launch(dtype, kept, dim, cap, divmod(capability, 10))
+    if (capability, dtype) == (90, BRAIN):
+        launch(dtype, dtype, 128, None, divmod(capability, 10), chunked=True, slopes=torch.empty(32))
 
 
 def everything(dtype: torch.dtype) -> None:
@@ -44,6 +46,8 @@ def launch(
     capability: tuple[int, int],
     heads: int = 32,
     kv_heads: int = 8,
+    chunked: bool = False,
+    slopes: torch.Tensor | None = None,
 ) -> None:
     """How many rows there are, how wide their table is and where a step puts both, and how far is seen, compiles
     nothing more."""
@@ -67,6 +71,8 @@ def launch(
                 capability=capability,
                 counters=counters,
                 splits=splits,
+                chunked=chunked and window is not None,
+                slopes=slopes,
             )
 
 

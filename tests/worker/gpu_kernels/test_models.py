@@ -29,11 +29,11 @@ CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 # Norms of heads, gelu and norms behind parts; layer norms, neighbouring pairs and one input for both parts; a bias, no
 # gate; part of a head turned, joined matrices; experts; layers of transformers; latent attention; clamped and learned
-# activations; convolutions; the delta rule.
+# activations; convolutions; the delta rule; ALiBi; attention in chunks.
 KINDS = {  # with the number of layers: where all are of one kind, one is enough
     **{"gemma3_text": 2, "cohere": 2, "starcoder2": 1, "phi3": 1, "qwen3_moe": 1, "persimmon": 1, "ministral3": 1},
     **{"hunyuan_v1_dense": 1, "dots1": 2, "qwen2_moe": 1, "deepseek_v2": 2, "gpt_oss": 2, "apertus": 1, "mistral4": 1},
-    **{"lfm2": 2, "qwen3_next": 3},
+    **{"lfm2": 2, "qwen3_next": 3, "bloom": 1, "llama4_text": 3},
 }
 
 

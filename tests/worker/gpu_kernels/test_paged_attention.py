@@ -22,6 +22,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAGE, SCALE = 16, 0.2
 SINKS = (3 * random_tensor(CPU, 4, seed=4),)
+CHUNKED, SLOPES = frozenset({0}), torch.tensor([0.5, 0.25, 0.0625, 1.0])
 # Relative to the largest number of the result.
 TOLERANCE = {HALF: 2**-10, BRAIN: 2**-7, SINGLE: 1e-6}
 
@@ -56,7 +57,7 @@ class Case:
         for there, given in ((self.cache.keys, self.keys), (self.cache.values, self.values)):
             there.fill_(math.nan)
             for own, known, count in zip(tables, given, self.counts, strict=True):
-                first = max(0, len(known) - count + 1 - (kv.sliding_window(0) or len(known)))  # others are given back
+                first = max(0, kv.reach(0).first_seen(len(known) - count))  # others are given back
                 at = torch.tensor([own[n // PAGE] * PAGE + n % PAGE for n in range(first, len(known))])
                 there.view(torch.uint8).flatten(0, 1)[at] = known[first:].view(torch.uint8)
 
@@ -70,6 +71,8 @@ class Case:
         gpu.paged_attention(
             *(self.query, self.cache.keys, self.cache.values, rows, out, SCALE, kv.sliding_window(0), kv.softcap),
             sinks=kv.layer_sinks(0),
+            chunked=0 in kv.chunked,
+            slopes=kv.slopes,
             counters=counters,
             splits=splits,
             tile=tile,
@@ -86,7 +89,9 @@ class Case:
                 scores = kv.softcap * torch.tanh(scores / kv.softcap)
             own = torch.arange(len(key) - len(mine), len(key))[:, None, None, None]
             at = torch.arange(len(key))
-            hidden = (at > own) | (at <= own - (kv.sliding_window(0) or 1 << 30))
+            hidden = kv.reach(0).masked(at, own)
+            if kv.slopes is not None:
+                scores = scores - kv.slopes.double().view(kv.kv_heads, -1, 1) * (own - at)
             scores = scores.masked_fill(hidden, -math.inf)
             if kv.sinks:  # a key whose value is 0
                 sinks = kv.sinks[0].double().view(kv.kv_heads, -1, 1).expand(len(mine), -1, -1, -1)
@@ -125,6 +130,12 @@ def ones(*contexts: int) -> list[tuple[int, int]]:
         (KVCacheSpec(1, 4, 1, 64, BRAIN), [(4, 200), (8, 8), (1, 90)], 4),
         (KVCacheSpec(1, 6, 2, 32, SINGLE, (15,)), [(8, 120), (3, 3)], 8),
         (KVCacheSpec(1, 4, 2, 64, HALF, stored_dtype=E5M2), [(20, 40), (1, 17)], None),
+        # In chunks, and with ALiBi.
+        (KVCacheSpec(1, 4, 2, 64, SINGLE, (50,), chunked=CHUNKED), ones(1, 50, 51, 257), 2),
+        (KVCacheSpec(1, 4, 1, 64, BRAIN, (33,), chunked=CHUNKED), [(90, 90), (40, 120), (1, 67)], None),
+        (KVCacheSpec(1, 4, 2, 64, SINGLE, slopes=SLOPES), ones(1, 64, 257), 4),
+        (KVCacheSpec(1, 4, 4, 32, HALF, softcap=5.0, slopes=SLOPES), [(40, 40), (9, 100), (1, 3)], None),
+        (KVCacheSpec(1, 4, 2, 64, HALF, (30,), stored_dtype=E5M2, slopes=SLOPES), [(20, 40), (1, 17)], 2),
         # With sinks.
         (KVCacheSpec(1, 4, 2, 64, SINGLE, sinks=SINKS), ones(1, 64, 257), 4),
         (KVCacheSpec(1, 4, 1, 64, BRAIN, (20,), sinks=SINKS), [(40, 40), (1, 90)], 1),

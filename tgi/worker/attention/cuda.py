@@ -10,7 +10,7 @@ it materializes all scores of a row. Such steps are not captured as CUDA graphs,
 
 import logging
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec, Reach
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rows
 from tgi.worker.kv_cache_sizes import GPU_PAGE_SIZE
 from tgi.worker.state_cache import StateCache
+
+if TYPE_CHECKING:
+    from tgi.worker.gpu_kernels.flash_attention import PromptAttention
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class CudaAttention:
         self._places = kv.places
         self._caches = [PagedCache(kv, pages + 1, self.page_size, device) for _ in range(kv.caches)]
         self._counters = None if kv.gpu_kernels is None else kv.gpu_kernels.split_counters(device)
+        self._prompts = _prompt_attention(kv, self.page_size, device)
         kernels = "torch's kernels, row by row" if kv.gpu_kernels is None else "our own kernels"
         log.debug("attention on %s: %s; KV cache in %s", device, kernels, str(kv.cache_dtype).removeprefix("torch."))
 
@@ -107,12 +111,18 @@ class CudaAttention:
             query = kernels.rotate_and_write_latent(qkv, cache.keys, slots, key_scale, transform.rotation)
         mixed = torch.empty(*query.shape[:2], kv.result_dim, dtype=query.dtype, device=query.device)
         for rows in plan.groups[group]:
+            if self._prompts is not None and self._prompts.serves(rows):
+                reach = kv.sliding_window(layer), kv.softcap
+                self._prompts.attend(query, cache.keys, cache.values, rows, mixed, scale, *reach)
+                continue
             kernels.paged_attention(
                 *(query, cache.keys, cache.values, rows, mixed, scale * key_scale),
                 window=kv.sliding_window(layer),
                 cap=kv.softcap,
                 sinks=kv.layer_sinks(layer),
                 counters=self._counters,
+                chunked=layer in kv.chunked,
+                slopes=kv.slopes,
             )
         return mixed if value_scale == 1.0 else mixed.mul_(value_scale)
 
@@ -136,6 +146,18 @@ class CudaAttention:
                 out = explicit_attention(q, k, v, bias < 0, scale, cap, sinks, kv.slopes)
             mixed[own] = out[0].transpose(0, 1)
         return mixed
+
+
+def _prompt_attention(kv: KVCacheSpec, page_size: int, device: torch.device) -> "PromptAttention | None":
+    """The library that computes the attention of long prompts (gpu_kernels/flash_attention.py); None: our kernel."""
+    kernels = kv.gpu_kernels
+    if device.type != "cuda" or kernels is None or kernels.batch_invariant or kv.sinks or kv.value_dim is not None:
+        return None
+    if kv.dtype.itemsize != 2 or kv.cache_dtype is not kv.dtype or kv.chunked or kv.slopes is not None:
+        return None
+    from tgi.worker.gpu_kernels.flash_attention import Heads, choose_prompt_attention
+
+    return choose_prompt_attention(kernels, Heads(kv.heads, kv.kv_heads, kv.head_dim, page_size, kv.dtype), device)
 
 
 class PagedCache:

@@ -107,6 +107,8 @@ def paged_attention(
     batch_invariant: bool = False,
     tile: Tile | None = None,
     splits: int | None = None,
+    chunked: bool = False,
+    slopes: Tensor | None = None,
 ) -> None:
     """Writes the attention of these rows to `out` [T, heads, elements of a value], which is contiguous.
 
@@ -114,9 +116,10 @@ def paged_attention(
     kv_heads, head_dim] are the KV cache of a layer, of the queries' type or of 8-bit floats; they already have the
     step's own. Values of fewer elements than a key are the first of these (latent attention). Scores are multiplied by
     `scale` and limited to cap * tanh(score / cap). `window`: the number of positions that a query sees; None: all.
-    `sinks` float32 [heads] are scores without a value. `capability` is the GPU's. `counters` int32 [COUNTERS] are zero
-    before and after. `batch_invariant`: one tile and one split for any shape of a step; a query's bits depend on its
-    row's context alone. `tile` and `splits` override what is chosen.
+    `sinks` float32 [heads] are scores without a value. `chunked`: a query sees its own chunk of `window` positions
+    instead. `slopes` float32 [heads]: a score is reduced by slope * distance (ALiBi). `capability` is the GPU's.
+    `counters` int32 [COUNTERS] are zero before and after. `batch_invariant`: one tile and one split for any shape of a
+    step; a query's bits depend on its row's context alone. `tile` and `splits` override what is chosen.
     """
     _, heads, dim = query.shape
     page, kv_heads, size = keys.shape[1], keys.shape[2], out.shape[2]
@@ -143,10 +146,11 @@ def paged_attention(
     if by_bits:
         keys, values = keys.view(torch.int8), values.view(torch.int8)
     _attend[blocks, lanes, splits](
-        *(query, keys, values, rows.table, rows.context, rows.starts, sinks, out, sums, weights, counters),
+        *(query, keys, values, rows.table, rows.context, rows.starts, sinks, slopes, out, sums, weights, counters),
         *(count, rows.first, query.stride(0), rows.table.stride(0), NO_WINDOW if window is None else window, scale),
         CAP=cap or 0.0,
         WINDOWED=window is not None,
+        CHUNKED=chunked,
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -184,10 +188,10 @@ def _converted(x, dtype: tl.constexpr, BY_BITS: tl.constexpr):
 @triton.jit
 def _tiles(
     q, q_rest, peak, total, found,
-    keys, values, own_table, head, position, length, window, scale, begin, end,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    BY_BITS: tl.constexpr,
+    keys, values, own_table, head, position, first_seen, bias, length, scale, begin, end,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, PAGE: tl.constexpr,
+    KEYS: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
     """Attends to the tiles of keys from `begin` to `end` - 1. MASKED: some of these keys are not visible to some query,
     or lie beyond the context."""
@@ -202,7 +206,7 @@ def _tiles(
         place = begins + number[None, :]
         used = at < length  # memory beyond the context is uninitialized
         if MASKED and WINDOWED:
-            used &= at > tl.min(position, 0) - window  # pages before the window may be those of other requests
+            used &= at >= tl.min(first_seen, 0)  # pages before the window may be those of other requests
         if MASKED or WIDTH != SIZE:
             written = used[:, None] & (number < SIZE)[None, :]
             key = tl.load(keys + place, mask=written, other=0.0)
@@ -228,10 +232,12 @@ def _tiles(
         if CAP > 0.0:
             score = CAP - 2 * CAP / (tl.exp(score * (2.0 / CAP)) + 1)  # CAP * tanh(score / CAP)
             score *= LOG2_E
+        if BIASED:
+            score -= bias[:, None] * (position[:, None] - at[None, :]).to(tl.float32)
         if MASKED:
             hidden = at[None, :] > position[:, None]
             if WINDOWED:
-                hidden |= at[None, :] <= position[:, None] - window
+                hidden |= at[None, :] < first_seen[:, None]
             score = tl.where(hidden, float("-inf"), score)
         higher = tl.maximum(peak, tl.max(score, 1))
         if MASKED:
@@ -293,6 +299,7 @@ def _attend(
     context,
     starts,
     sinks,
+    slopes,
     out,
     sums,
     weights,
@@ -305,6 +312,7 @@ def _attend(
     scale,
     CAP: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -347,7 +355,10 @@ def _attend(
     length = tl.load(context + row)
     lowest = length - count + block * BLOCK  # position of the first query
     visible = tl.minimum(lowest + BLOCK, length)  # keys that the last query sees
-    first_tile, end_tile = tl.maximum(lowest - window + 1, 0) // KEYS, (visible + KEYS - 1) // KEYS
+    first_key = tl.maximum(lowest - window + 1, 0)
+    if CHUNKED:
+        first_key = lowest // window * window
+    first_tile, end_tile = first_key // KEYS, (visible + KEYS - 1) // KEYS
     share = (end_tile - first_tile + SPLITS - 1) // SPLITS
     begin = first_tile + split * share
     end = tl.minimum(begin + share, end_tile)
@@ -360,6 +371,9 @@ def _attend(
     place = tl.arange(0, QUERIES)
     of_block, of_group = place // GROUP, place % GROUP
     position = lowest + of_block
+    first_seen = position - window + 1
+    if CHUNKED:
+        first_seen = position // window * window
     real = (of_block < BLOCK) & (block * BLOCK + of_block < count)
     token = (begin_query + block * BLOCK + of_block).to(tl.int64)
     mine = lane * GROUP + of_group
@@ -380,6 +394,10 @@ def _attend(
     if sinks is not None:  # counted once, in the first split
         peak = tl.where(split == 0, tl.load(sinks + mine) * LOG2_E, peak)
         total = tl.where(split == 0, 1.0, total)
+    BIASED: tl.constexpr = slopes is not None
+    bias = peak
+    if BIASED:
+        bias = tl.load(slopes + mine) * LOG2_E
     found = tl.zeros([QUERIES, WIDTH], tl.float32)
     # All queries see all keys of the tiles before `whole`.
     whole = end
@@ -389,13 +407,13 @@ def _attend(
         whole = tl.maximum(begin, tl.minimum(end, (lowest + 1) // KEYS))
         peak, total, found = _tiles(
             q, q_rest, peak, total, found,
-            keys, values, table + row.to(tl.int64) * table_width, head, position, length, window, factor, begin, whole,
-            False, WINDOWED, CAP, KV_HEADS, DIM, SIZE, WIDTH, REST, PAGE, KEYS, BY_BITS,
+            keys, values, table + row.to(tl.int64) * table_width, head, position, first_seen, bias, length, factor,
+            begin, whole, False, WINDOWED, BIASED, CAP, KV_HEADS, DIM, SIZE, WIDTH, REST, PAGE, KEYS, BY_BITS,
         )  # fmt: skip
     peak, total, found = _tiles(
         q, q_rest, peak, total, found,
-        keys, values, table + row.to(tl.int64) * table_width, head, position, length, window, factor, whole, end,
-        True, WINDOWED, CAP, KV_HEADS, DIM, SIZE, WIDTH, REST, PAGE, KEYS, BY_BITS,
+        keys, values, table + row.to(tl.int64) * table_width, head, position, first_seen, bias, length, factor,
+        whole, end, True, WINDOWED, BIASED, CAP, KV_HEADS, DIM, SIZE, WIDTH, REST, PAGE, KEYS, BY_BITS,
     )  # fmt: skip
     result = (token * HEADS + mine)[:, None] * SIZE + number[None, :]
     if SPLITS == 1:
@@ -439,12 +457,19 @@ def self_test(device: torch.device) -> None:
         starts = torch.tensor([0, *counts], device=device).cumsum(0).int() if max(counts) > 1 else None
         rows = Rows(0, sum(counts), max(counts), starts, table.int().to(device), context)
         out = torch.full_like(query, float("nan"))
-        for own in (None, sinks):
-            options = 0.25, window, cap, own
+        for own, chunked, slopes in ((None, False, None), (sinks, window is not None, sinks.abs())):
             paged_attention(
-                query, keys, values, rows, out, *options, capability=capability, counters=counters, splits=splits
+                *(query, keys, values, rows, out, 0.25, window, cap, own),
+                chunked=chunked,
+                slopes=slopes,
+                capability=capability,
+                counters=counters,
+                splits=splits,
             )
-            expected = reference_attention(query, keys, values, table.tolist(), counts, context.tolist(), *options)
+            rows_of = table.tolist(), counts, context.tolist()
+            expected = reference_attention(
+                *(query, keys, values), *rows_of, 0.25, window, cap, own, chunked=chunked, slopes=slopes
+            )
             check_close(f"attention to a cache of {cache_dtype}", out.cpu(), expected, 0.02)
 
 
@@ -459,6 +484,8 @@ def reference_attention(
     window: int | None,
     cap: float | None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """The reference: row by row in float32, on CPU."""
     kv_heads = keys.shape[2]
@@ -469,9 +496,11 @@ def reference_attention(
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
         own = torch.arange(length - len(mine), length)[:, None, None, None]
+        if slopes is not None:
+            scores = scores - slopes.cpu().view(kv_heads, -1, 1) * (own - torch.arange(length))
         hidden = torch.arange(length) > own
         if window is not None:
-            hidden |= torch.arange(length) <= own - window
+            hidden |= torch.arange(length) < (own // window * window if chunked else own - window + 1)
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             own_sinks = sinks.cpu().view(kv_heads, -1, 1).expand(len(mine), -1, -1, -1)

@@ -363,10 +363,6 @@ def _write_inputs(weights: InputWeights, tokens: Tensor, hidden: Tensor, out: Te
 
 def _missing_on_gpu(config: DecoderConfig) -> str:
     """What attention needs and our own GPU kernels do not have; "" if they have all of it."""
-    if config.alibi:
-        return "attention with ALiBi"
-    if any(layer.chunked for layer in config.layers):
-        return "attention in chunks"
     if (
         len(set(config.head_shapes)) > 1
         or config.value_norm

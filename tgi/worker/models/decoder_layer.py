@@ -369,7 +369,7 @@ class TensorOperations(NamedTuple):
         last = step.config.query_key_norm_last
         head_norm = norms[0].of_heads(last) if len(norms) == 1 else None
         if head_norm is None:
-            assert not last
+            assert not (last and norms)
             _norm_heads(norms, qkv)
         rotation = None
         if rope is not None:
