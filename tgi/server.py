@@ -51,9 +51,9 @@ logger = logging.getLogger(__name__)
 RAY_PORT_OFFSET = 100
 
 # The packages of requirements/worker.txt.
-WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf", "typing_extensions")
+WORKER_PACKAGES = ("torch", "safetensors", "transformers", "gguf", "typing_extensions")
 # Of these, and PIL, those that load images.
-MEDIA_PACKAGES = ("safetensors", "numpy", "transformers", "PIL")
+MEDIA_PACKAGES = ("safetensors", "transformers", "PIL")
 
 
 def run_server(settings: Settings, roles: Sequence[str]) -> None:

@@ -279,7 +279,7 @@ class ConnectionGuard:
                     info = one.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, LAST_DATA_RECEIVED.stop)
                     silent = int.from_bytes(info[LAST_DATA_RECEIVED], sys.byteorder)
                     if not unread and silent > HEARTBEAT_TIMEOUT_MILLISECONDS:
-                        one.shutdown(sockets.SHUT_RDWR)
+                        _shut_down(one)
 
     def local_address(self, connection: int) -> str:
         """The address of this host to which a peer has connected; "" if it is closed."""
@@ -290,7 +290,7 @@ class ConnectionGuard:
     def _shut_down(self, connection: int) -> None:
         """Makes libzmq close a connection."""
         for one in self._open(connection):
-            one.shutdown(sockets.SHUT_RDWR)
+            _shut_down(one)
 
     def _open(self, connection: int) -> Iterator[sockets.socket]:
         """Yields the socket of a connection if it is open. libzmq may have closed it meanwhile, and the descriptor may
@@ -302,6 +302,12 @@ class ConnectionGuard:
     def _complain(self, message: str) -> None:
         if self._complaints.allows_one():
             log.warning("%s", message)
+
+
+def _shut_down(one: sockets.socket) -> None:
+    """Shuts a connection down, unless the peer has just done so."""
+    with contextlib.suppress(OSError):
+        one.shutdown(sockets.SHUT_RDWR)
 
 
 class Connector:
