@@ -13,7 +13,7 @@ launches it, and `self_test(device)`, which compares it with torch on small tens
 - latent_write: the same as kv_write for latent attention,
 - causal_conv, delta_rule: the mixers of recurrent layers, with their state,
 - matmul: rows times a weight in 16 or 32 bits, in one order for any number of rows,
-- quantized_matmul: few rows times a quantized weight,
+- quantized_matmul: rows times a quantized weight,
 - routing: which tokens each expert of a mixture computes, and the weighted sum of a token's experts,
 - grouped_matmul: sorted rows times the weights of their experts, plain or quantized,
 - lora: what adapters add to projections,
