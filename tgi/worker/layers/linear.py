@@ -1,4 +1,5 @@
 """Linear layers that are batch invariant: each row of the result has the same bits, however many rows share a call.
+On a GPU they are only with our GPU kernels and `--batch-invariant`: see `find_product`.
 
 torch on CPU: the weight is reordered once for oneDNN, which then serves any number of rows. But oneDNN chooses a kernel
 by the number of rows, and kernels sum in different orders. So calls are made with few different row counts only, at
@@ -9,7 +10,8 @@ The epilogue (silu, gelu, add, mul) runs inside the kernel, on the float32 sums:
 another pass over memory. It also keeps silu exact: torch's elementwise silu uses another exp() for the odd elements at
 the end of each thread's share, so its result depends on the number of rows and threads.
 
-Our own CPU and GPU kernels are batch invariant for any row count, and take quantized weights as they are stored.
+Our own CPU kernels are batch invariant for any row count. They, and our GPU kernels, take quantized weights as they are
+stored.
 """
 
 import copy
