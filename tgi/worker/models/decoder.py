@@ -23,7 +23,7 @@ from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, 
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.greedy import GreedyTokens, block_columns, block_maxima, merge_block_maxima
-from tgi.worker.head_logits import HeadLogits
+from tgi.worker.head_logits import HeadLogits, VocabularyShard
 from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
@@ -140,9 +140,10 @@ class DecoderModel:
         if self.kv.gpu_kernels is None:
             return HeadLogits(self._logits(hidden, batch.logits_indices))
         values = self._weights.head(self._head_input(hidden, batch.logits_indices))
+        shard = None
         if self._communicator is not None:
-            values = self._communicator.all_gather(values, self._vocabulary_widths)
-        return HeadLogits(values, *self._logits_options)
+            shard = VocabularyShard(self._communicator, self._vocabulary_widths)
+        return HeadLogits(values, *self._logits_options, shard)
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
