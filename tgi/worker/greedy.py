@@ -44,12 +44,13 @@ def block_maxima(logits: Tensor) -> Tensor:
     places = argmax(blocks)[:, None]
     # A softmax computes each row alike wherever it stands, which sums of torch's exp() do not.
     sums = -torch.log_softmax(blocks, -1).gather(1, places)
-    return torch.cat((blocks.gather(1, places), places.to(torch.float32), sums), 1).view(len(logits), -1)
+    found = torch.cat((blocks.gather(1, places), places.to(torch.float32), sums), 1)
+    return found.view(len(logits), block_columns(logits.shape[1]))
 
 
 def merge_block_maxima(blocks: Tensor) -> GreedyTokens:
     """The greedy tokens of rows whose `block_maxima` are joined [n, columns]."""
-    highest, places, sums = blocks.view(len(blocks), -1, PARTS).unbind(-1)
+    highest, places, sums = blocks.unflatten(1, (blocks.shape[1] // PARTS, PARTS)).unbind(-1)
     block = argmax(highest.contiguous())[:, None]
     most = highest.gather(1, block)
     logs = torch.where(highest == -torch.inf, highest, highest - most + sums)
