@@ -24,8 +24,10 @@ ARCHITECTURES = {
     "mixtral": MODEL_ARCH.LLAMA,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
+    "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "lfm2_moe": MODEL_ARCH.LFM2MOE,
 }
-PERMUTED = ("llama", "mixtral", "granite", "smollm3")
+PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
 # others, so that random codes have a mean of 0.
 SCALES = {
@@ -45,6 +47,9 @@ NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "norm_epsilon": "attention.layer_norm_epsilon",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "conv_L_cache": "shortconv.l_cache",
+    "num_dense_layers": "leading_dense_block_count",
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
@@ -77,6 +82,8 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
             parts = {"down": values} if match[2] == "down" else {"gate": values[:, 0::2], "up": values[:, 1::2]}
             found |= {f"{match[1]}{part}_proj.{end}": np.ascontiguousarray(one) for part, one in parts.items()}
             continue
+        if name.endswith(".conv.conv.weight"):
+            values = values.squeeze(1)
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
         else:
@@ -118,6 +125,7 @@ def write_gguf(
     names = get_tensor_name_map(architecture(kind), config["num_hidden_layers"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     rope = config["rope_parameters"]
+    tensors = load_file(model / "model.safetensors")
     keys = {
         f"{arch}.block_count": config["num_hidden_layers"],
         f"{arch}.context_length": config["max_position_embeddings"],
@@ -135,24 +143,35 @@ def write_gguf(
             f"{arch}.rope.scaling.factor": rope["factor"],
             f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
+    if kind in ("lfm2", "lfm2_moe"):
+        attends = [layer == "full_attention" for layer in config["layer_types"]]
+        keys[f"{arch}.attention.head_count_kv"] = [kv_heads * one for one in attends]
+    if kind == "lfm2":
+        keys[f"{arch}.feed_forward_length"] = len(tensors["model.layers.0.feed_forward.w1.weight"])
+    if kind == "lfm2_moe":
+        keys[f"{arch}.expert_gating_func"] = 2
     if config.get("head_dim"):
         keys[f"{arch}.attention.value_length"] = config["head_dim"]
     if rope.get("partial_rotary_factor"):
-        keys[f"{arch}.rope.dimension_count"] = int(rope["partial_rotary_factor"] * config["hidden_size"] // heads)
+        keys[f"{arch}.rope.dimension_count"] = int(
+            rope["partial_rotary_factor"] * (config.get("head_dim") or config["hidden_size"] // heads)
+        )
     if config.get("sliding_window") and kind != "starcoder2":
         keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
     keys |= metadata or {}
     writer = GGUFWriter(path, arch)
     for key, value in keys.items():
         add(writer, key, value)
-    for name, values in joined(load_file(model / "model.safetensors")).items():
+    for name, values in joined(tensors).items():
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
         if kind in SHIFTED and name.endswith("norm.weight"):
             values = values + 1
-        stored = names.get_name(name + ".weight" * name.endswith("sinks"), try_suffixes=(".weight", ".bias"))
+        whole = name + ".weight" * name.endswith("sinks") + ".bias" * name.endswith("expert_bias")
+        found = (names.get_name(one, (".weight", ".bias")) for one in (whole, whole.removeprefix("model.")))
+        stored = next((one for one in found if one is not None), None)
         assert stored is not None, name
-        plain = values.ndim == 1 or stored.endswith((".bias", "norm.weight", "ffn_gate_inp.weight"))
+        plain = values.ndim == 1 or stored.endswith((".bias", "norm.weight", "ffn_gate_inp.weight", "conv.weight"))
         asked = quantization if isinstance(quantization, str) else quantization(stored)
         block = GGMLQuantizationType["F32" if plain else asked]
         raw = random_blocks(values, block) if block in SCALES else quantize(values, block)

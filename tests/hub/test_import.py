@@ -96,6 +96,15 @@ GRANTED: dict[str, dict[str, Any]] = {
     "starcoder2": {"tie": True, "more": (("sliding_window", None),)},
     "mixtral": {},
     "qwen3_moe": {"more": (("mlp_only_layers", None),)},
+    "olmoe": {},
+    "seed_oss": {},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "arcee": {},
+    "glm4": {},
+    "cohere2": {"tie": True, "layers": 4, "more": (("sliding_window_pattern", 4),)},
+    "lfm2": {"tie": True},
+    "lfm2_moe": {"tie": True, "more": (("routed_scaling_factor", 1.0),)},
 }
 
 

@@ -153,12 +153,20 @@ def test_q4_1_is_kept_bit_for_bit(tmp_path: Path) -> None:
 TIED: dict[str, dict[str, Any]] = {
     "gemma2": {"tie": True, "more": (("query_pre_attn_scalar", 16),)},
     "cohere": {"tie": True},
+    "lfm2_moe": {"tie": True, "more": (("routed_scaling_factor", 1.0),)},
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "block"),
-    [("llama", "Q4_0"), ("mixtral", "Q8_0"), ("phi3", "Q4_1"), ("gemma2", "Q8_0"), ("cohere", "Q5_1")],
+    [
+        ("llama", "Q4_0"),
+        ("mixtral", "Q8_0"),
+        ("phi3", "Q4_1"),
+        ("gemma2", "Q8_0"),
+        ("cohere", "Q5_1"),
+        ("lfm2_moe", "Q8_0"),
+    ],
 )
 def test_a_packed_import_equals_a_dequantized_one(kind: str, block: str, tmp_path: Path) -> None:
     """Rows in the order of transformers, experts separated, norms not quantized; as many bytes as in the file."""
@@ -168,7 +176,8 @@ def test_a_packed_import_equals_a_dequantized_one(kind: str, block: str, tmp_pat
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-        assert (name in packed) is (tensor.ndim == 1 or name.endswith(("norm.weight", "moe.gate.weight"))), name
+        plain = ("norm.weight", "moe.gate.weight", "feed_forward.gate.weight", "conv.conv.weight")
+        assert (name in packed) is (tensor.ndim == 1 or name.endswith(plain)), name
     if block in ("Q8_0", "Q4_0", "Q4_1"):
         stored = sum(
             len(tensor.data) for tensor in reader.read_gguf(source).tensors.values() if tensor.type.name == block

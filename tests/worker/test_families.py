@@ -66,9 +66,11 @@ def prompts() -> list[list[int]]:
 def expected(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
     """For each prompt: its ids with those of the decode steps, and the logprobs of every position from transformers."""
     transformers.utils.logging.disable_progress_bar()
-    (named,) = json.loads((directory / "config.json").read_text())["architectures"]
+    config = json.loads((directory / "config.json").read_text())
+    (named,) = config["architectures"]
+    attention = "sdpa" if config.get("alibi") else "eager"  # which would add Falcon's ALiBi twice
     reference = getattr(transformers, named).from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
+        directory, dtype=torch.float32, attn_implementation=attention
     )
     texts = [ids + list(range(300 + row, 300 + row + DECODED)) for row, ids in enumerate(prompts())]
     with torch.inference_mode():
@@ -183,6 +185,14 @@ OTHER_SHAPES: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
     ("falcon", (("new_decoder_architecture", False), ("multi_query", False), ("num_kv_heads", 4), ("bias", True))),
     ("falcon", (("new_decoder_architecture", False), ("parallel_attn", False))),
     ("falcon", (("num_ln_in_parallel_attn", 1),)),
+    (
+        "falcon",  # falcon-rw
+        (
+            *(("new_decoder_architecture", False), ("multi_query", False), ("num_kv_heads", 4), ("bias", True)),
+            *(("alibi", True), ("parallel_attn", False)),
+        ),
+    ),
+    ("falcon", (("alibi", True), ("num_attention_heads", 6), ("num_kv_heads", 2), ("hidden_size", 96))),
     ("gpt_bigcode", (("multi_query", False),)),
     ("bloom", (("n_head", 6), ("hidden_size", 48))),
     ("gemma4_text", (("enable_moe_block", False), ("attention_k_eq_v", False), ("num_global_key_value_heads", None))),

@@ -43,7 +43,7 @@ def end(child: ChildProcess) -> int | None:
     return child.poll()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "persimmon"])
 def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path: Path) -> None:
     rundir.create_run_dir(tmp_path)
     directory = model(kind)
@@ -161,17 +161,21 @@ def test_the_smallest_limits_are_enough_to_start(least: dict[str, int], tmp_path
 
 def test_steps_of_all_sizes_are_run_to_compile_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(build_model(model("llama"), "float32", "cpu", lambda stage, percent: None), slots=8, pages=8)
-    launch, sizes = engine.launch, []
+    launch, sizes, given = engine.launch, [], []
 
     def recorded(step: Step) -> Any:
         sizes.append(unpack_int32(step.counts))
+        given.append(step.slots)
         return launch(step)
 
     monkeypatch.setattr(engine, "launch", recorded)
     startup.warm_up_sizes(engine, engine.limits, 6, 4096)
-    assert {len(counts) for counts in sizes if set(counts) == {1}} == {1, 2, 4}
+    assert {len(counts) for counts in sizes if set(counts) == {1}} == {1, 2, 4, 6}
     assert {counts[0] for counts in sizes if len(counts) == 1} >= {1, 2, 4, 8, 16, 32, 64}
-    assert max(map(max, sizes)) + 2 <= 8 * engine.limits.page_size
+    assert max(map(max, sizes)) + 2 == 8 * engine.limits.page_size
+    assert next(rows for rows, slots in zip(sizes, given, strict=True) if slots and slots[0].prompt_logprobs_from) == [
+        8 * engine.limits.page_size - 2
+    ]  # the longest chunk is run with all that takes memory
 
 
 def test_a_restarted_worker_has_as_many_pages_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,14 +143,14 @@ def test_a_cached_prefix_gives_the_same_logprobs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_fallback_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
-    engine = make_engine(build(make("gpt2"), dtype))
+    engine = make_engine(build(make("persimmon"), dtype))
     asked = prompts(13)[8:]
     slots = [asking(at, ids, 2) for at, ids in enumerate(asked)]
     alone = [tell(engine, [one._replace(slot=0)])[0] for one in slots]
     for chunk in (4096, 33, 5):
         assert tell(engine, slots, chunk) == alone
     # With the same weights, which are rounded to the type, and nothing else rounded.
-    network = transformers.AutoModelForCausalLM.from_pretrained(make("gpt2"), dtype=dtype).float()
+    network = transformers.AutoModelForCausalLM.from_pretrained(make("persimmon"), dtype=dtype).float()
     for ids, (logprobs, tops) in zip(asked, alone, strict=True):
         expected, likeliest = reference(network, ids, 2)
         close = 1e-4 if dtype is torch.float32 else 0.2

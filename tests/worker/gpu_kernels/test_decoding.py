@@ -16,6 +16,8 @@ from tests.worker.loras import ALL, make_adapter
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
+from tgi.worker.engine import cuda_graphs
+from tgi.worker.engine.cuda_graphs import GraphKey
 from tgi.worker.engine.engine import GraphCaptureConfig
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, warm_up
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
@@ -139,27 +141,30 @@ def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str) -> 
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)
 
 
-def test_steps_with_adapters_are_recorded(tmp_path: Path) -> None:
-    """Adapters of two ranks and none in one step, whose slots later rows with another adapter and without one get.
-    Compared with torch's products of each adapter."""
+def test_steps_with_adapters_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters of two ranks and none in one step, prompts or not, whose slots later rows with another adapter and
+    without one get. Compared with torch's products of each adapter."""
+    monkeypatch.setattr(cuda_graphs, "USES_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(cuda_graphs, "chunk_sizes", lambda most: [most])
     directory, found = make("llama", layers=1), []
     for gpu in (GPU, None):
         model = build_model(directory, "float32", "cpu", lambda stage, percent: None, gpu=gpu)
         attention, tapes = CudaAttention(model.kv, PAGES, CPU), Tapes()
-        recording = GraphCaptureConfig(tapes, attention, [3]) if gpu is not None else None
+        recording = GraphCaptureConfig(tapes, attention, [3], 28) if gpu is not None else None
         engine = make_engine(model, slots=3, pages=PAGES, attention=attention, recording=recording)
         for name, rank, targets in (("a", 4, ALL), ("b", 20, ("q_proj", "v_proj"))):
             path = make_adapter(tmp_path / name, directory, rank, targets, seed=rank)
             load_adapters(engine.adapters, ((name, str(path)),))
         digests = {one.name: one.digest for one in engine.adapters.loaded_adapters}
-        assert engine.capture_decode_graphs() == (gpu is not None)
+        assert (engine.capture_decode_graphs() > 0) == (gpu is not None)
         for names in (("a", None, "b"), (None, "b", "a")):
             samplings = [SamplingParams(0, adapter=name or "", adapter_digest=digests.get(name, b"")) for name in names]
             found.append(drive(engine, [[5, 9, 3], [7] * 20, [1, 2]], 3, samplings))
         if gpu is not None:
             assert engine._decode_graphs is not None
-            assert sorted(engine._decode_graphs._graphs) == [(3, 0), (3, 32)]
-            assert tapes.played == 2 + 2 * 2  # each once to be checked, and the steps behind the prompts
+            prompts = [GraphKey(rows, rank, 28, 28) for rows, rank in ((0, 32), (3, 0))]
+            assert sorted(engine._decode_graphs._graphs) == [prompts[0], GraphKey(3), prompts[1], GraphKey(3, 32)]
+            assert tapes.played == 4 + 2 * 3  # each once to be checked, and the steps
     for ours, torchs in zip(found[0] + found[1], found[2] + found[3], strict=True):
         assert ours.ids == torchs.ids
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)

@@ -36,7 +36,7 @@ KINDS = (
     "starcoder2",
     "phi3",
     "qwen3_moe",
-    "gpt2",
+    "persimmon",
     "ministral3",
     "hunyuan_v1_dense",
     "dots1",

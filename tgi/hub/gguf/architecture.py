@@ -55,6 +55,13 @@ class Metadata:
             raise self.wrong(key, value, "a positive number")
         return value
 
+    def per_layer(self, key: str, layers: int) -> list[int]:
+        """A list with an integer of at least 0 for each layer."""
+        value = self.file.metadata.get(key)
+        if not isinstance(value, list) or len(value) != layers or not all(type(n) is int and n >= 0 for n in value):
+            raise self.wrong(key, value, f"a list of {layers} whole numbers")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self.file.metadata.get(key, default)
@@ -71,7 +78,8 @@ class Metadata:
 # Architectures as llama.cpp's convert_hf_to_gguf.py writes them, and as its model code reads what that omits.
 
 # Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
-# state; I MLP, 2I its two joint matrices; E number of experts, M one expert.
+# state, 3H three of them; I MLP, 2I its two joint matrices; E number of experts, M one expert; L tokens that a
+# convolution reads.
 Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
 
 _ATTENTION: tuple[Block, ...] = (
@@ -99,17 +107,19 @@ _FOUR_NORMS: tuple[Block, ...] = (
     ("ffn_norm", "pre_feedforward_layernorm", ("H",)),
     ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
 )
+_BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
 _ATTENTION_BIASES: dict[str, tuple[str, ...]] = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output")}
 _MLP_BIASES: dict[str, tuple[str, ...]] = {"mlp_bias": ("ffn_down", "ffn_up", "ffn_gate")}
 
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
-    """One architecture. A name with "{}" is one tensor for all experts."""
+    """One architecture. A name with "{}" is one tensor for all experts; one that ends in .weight or .bias is whole, and
+    so is its name in the result."""
 
     model_type: str
     architecture: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...]  # of all layers
     # Key of config.json -> tensors that have a bias if it is set; the bias of the first one decides.
     biases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     always_biased: tuple[str, ...] = ()
@@ -119,6 +129,13 @@ class GGUFArchitecture:
     permuted: bool = False  # llama.cpp's converter reorders the rows of q and k
     norm_shift: float = 0.0  # what the converter adds to the scales of all norms
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    # Those of layers of a kind: "attention", or "recurrent" without key heads; "dense", the first ones, or "experts".
+    kinds: dict[str, tuple[Block, ...]] = field(default_factory=dict)
+    required: dict[str, object] = field(default_factory=dict)  # metadata keys that must have this value, if present
+    rotates_part: bool = False  # of a head
+    layer_types: tuple[str, str] | None = None  # names in config.json of layers with attention, and of recurrent ones
+    reshaped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # shapes in the file, if not those in the result
+    last_norm: tuple[str, str] = ("output_norm", "model.norm")
 
 
 _NO_PADDING: dict[str, object] = {"pad_token_id": None}  # transformers' default lies outside smaller vocabularies
@@ -126,6 +143,26 @@ _GEMMA: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activati
 _LAYER_NORM = "attention.layer_norm_epsilon"
 
 _NUMBERS_OF_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_LFM2: tuple[Block, ...] = (("attn_norm", "operator_norm", ("H",)), ("ffn_norm", "ffn_norm", ("H",)))
+_LFM2_MLP: tuple[Block, ...] = (
+    ("ffn_gate", "feed_forward.w1", ("I", "H")),
+    ("ffn_up", "feed_forward.w3", ("I", "H")),
+    ("ffn_down", "feed_forward.w2", ("H", "I")),
+)
+_LFM2_MIXERS: dict[str, tuple[Block, ...]] = {
+    "attention": (
+        *_ATTENTION[:3],
+        ("attn_output", "self_attn.out_proj", ("H", "Q")),
+        ("attn_q_norm", "self_attn.q_layernorm", ("D",)),
+        ("attn_k_norm", "self_attn.k_layernorm", ("D",)),
+    ),
+    "recurrent": (
+        ("shortconv.in_proj", "conv.in_proj", ("3H", "H")),
+        ("shortconv.conv", "conv.conv", ("H", "1", "L")),
+        ("shortconv.out_proj", "conv.out_proj", ("H", "H")),
+    ),
+}
+_LFM2_NORM = ("token_embd_norm", "model.embedding_norm")
 
 FAMILIES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
@@ -138,7 +175,9 @@ FAMILIES: dict[str, GGUFArchitecture] = {
     "qwen2": GGUFArchitecture(
         "qwen2", "Qwen2ForCausalLM", _ATTENTION + _MLP + _NORMS, always_biased=("attn_q", "attn_k", "attn_v")
     ),
-    "qwen3": GGUFArchitecture("qwen3", "Qwen3ForCausalLM", _ATTENTION + _MLP + _NORMS + _HEAD_NORMS, _ATTENTION_BIASES),
+    "qwen3": GGUFArchitecture(
+        "qwen3", "Qwen3ForCausalLM", _ATTENTION + _MLP + _NORMS + _HEAD_NORMS, biases=_ATTENTION_BIASES
+    ),
     "phi3": GGUFArchitecture(
         "phi3",
         "Phi3ForCausalLM",
@@ -151,6 +190,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         ),
         numbers={"attention.sliding_window": "sliding_window"},
         fixed=_NO_PADDING,
+        rotates_part=True,
     ),
     "granite": GGUFArchitecture(
         "granite",
@@ -222,7 +262,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         "starcoder2",
         "Starcoder2ForCausalLM",
         (*_ATTENTION, ("ffn_up", "mlp.c_fc", ("I", "H")), ("ffn_down", "mlp.c_proj", ("H", "I")), *_NORMS),
-        {"use_bias": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")},
+        {"use_bias": _BIASED},
         always_biased=("attn_norm", "ffn_norm", "output_norm"),
         fixed={"hidden_act": "gelu_pytorch_tanh"},
         epsilon=(_LAYER_NORM, "norm_epsilon"),
@@ -232,7 +272,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         "GptOssForCausalLM",
         (
             *_ATTENTION,
-            ("attn_sinks", "self_attn.sinks", ("A",)),
+            ("attn_sinks.weight", "self_attn.sinks", ("A",)),
             ("attn_norm", "input_layernorm", ("H",)),
             ("post_attention_norm", "post_attention_layernorm", ("H",)),
             ("ffn_gate_inp", "mlp.router", ("E", "H")),
@@ -271,6 +311,120 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         },
         fixed={"norm_topk_prob": True},
     ),
+    "olmoe": GGUFArchitecture(
+        "olmoe",
+        "OlmoeForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            ("attn_q_norm", "self_attn.q_norm", ("Q",)),
+            ("attn_k_norm", "self_attn.k_norm", ("K",)),
+            ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+        ),
+        numbers={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        fixed={"norm_topk_prob": False},
+    ),
+    "seed_oss": GGUFArchitecture(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+        ),
+        {"attention_bias": ("attn_q", "attn_k", "attn_v"), "attention_out_bias": ("attn_output",)},
+    ),
+    "ernie4_5": GGUFArchitecture(
+        "ernie4_5", "Ernie4_5ForCausalLM", _ATTENTION + _MLP + _NORMS, {"use_bias": (*_BIASED, "ffn_gate")}
+    ),
+    "hunyuan-dense": GGUFArchitecture(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            *_NORMS,
+            ("attn_q_norm", "self_attn.query_layernorm", ("D",)),
+            ("attn_k_norm", "self_attn.key_layernorm", ("D",)),
+        ),
+    ),
+    "arcee": GGUFArchitecture(
+        "arcee",
+        "ArceeForCausalLM",
+        _ATTENTION + _MLP[1:] + _NORMS,
+        _ATTENTION_BIASES | {"mlp_bias": ("ffn_down", "ffn_up")},
+        fixed={"hidden_act": "relu2"},
+        permuted=True,
+    ),
+    "glm4": GGUFArchitecture(
+        "glm4",
+        "Glm4ForCausalLM",
+        (
+            *_ATTENTION,
+            ("ffn_up", "mlp.gate_up_proj", ("2I", "H")),
+            ("ffn_down", "mlp.down_proj", ("H", "I")),
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("post_attention_norm", "post_self_attn_layernorm", ("H",)),
+            ("ffn_norm", "post_attention_layernorm", ("H",)),
+            ("post_ffw_norm", "post_mlp_layernorm", ("H",)),
+        ),
+        {"attention_bias": ("attn_q", "attn_k", "attn_v")},
+        fixed=_NO_PADDING,
+        rotates_part=True,
+    ),
+    "cohere2": GGUFArchitecture(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        (*_ATTENTION, *_MLP, ("attn_norm", "input_layernorm", ("H",))),
+        numbers={"logit_scale": "logit_scale", "attention.sliding_window": "sliding_window"},
+        fixed={"sliding_window_pattern": 4},
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+    ),
+    "lfm2": GGUFArchitecture(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        _LFM2 + _LFM2_MLP,
+        kinds=_LFM2_MIXERS,
+        numbers={"shortconv.l_cache": "conv_L_cache"},
+        fixed={"block_auto_adjust_ff_dim": False},
+        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+        layer_types=("full_attention", "conv"),
+        reshaped={"shortconv.conv": ("H", "L")},
+        last_norm=_LFM2_NORM,
+    ),
+    "lfm2moe": GGUFArchitecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        _LFM2,
+        kinds={
+            **_LFM2_MIXERS,
+            "dense": _LFM2_MLP,
+            "experts": (
+                ("ffn_gate_inp", "feed_forward.gate", ("E", "H")),
+                ("exp_probs_b.bias", "feed_forward.expert_bias", ("E",)),
+                ("ffn_gate_exps", "feed_forward.experts.{}.w1", ("E", "M", "H")),
+                ("ffn_up_exps", "feed_forward.experts.{}.w3", ("E", "M", "H")),
+                ("ffn_down_exps", "feed_forward.experts.{}.w2", ("E", "H", "M")),
+            ),
+        },
+        numbers={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "num_dense_layers",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+        required={"expert_gating_func": 2, "expert_weights_norm": True},  # sigmoid
+        layer_types=("full_attention", "conv"),
+        reshaped={"shortconv.conv": ("H", "L")},
+        last_norm=_LFM2_NORM,
+    ),
 }
 
 # A llama with experts.
@@ -296,7 +450,7 @@ class TargetTensor:
 
     weights.py undoes what llama.cpp's converter has done: where `heads` is set, it has reordered the rows of each head;
     where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
-    into one tensor, of which this is the nth.
+    into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it.
     """
 
     source: str
@@ -305,11 +459,12 @@ class TargetTensor:
     heads: int = 0
     shift: float = 0.0
     part: tuple[int, int] | None = None
+    reshaped: tuple[int, ...] = ()
 
     @property
     def stored(self) -> tuple[int, ...]:
         """The shape in the file."""
-        return self.shape if self.part is None else (self.part[1], *self.shape)
+        return self.reshaped or (self.shape if self.part is None else (self.part[1], *self.shape))
 
     @property
     def matrix(self) -> bool:
@@ -338,7 +493,10 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
         )
     if metadata.integer(f"{architecture}.expert_count", 0) and architecture == "llama":
         family = MIXTRAL
-    known_keys = KNOWN | set(family.numbers)
+    known_keys = KNOWN | set(family.numbers) | set(family.required)
+    for name, value in family.required.items():
+        if file.metadata.get(key := f"{architecture}.{name}", value) != value:
+            raise metadata.wrong(key, file.metadata[key], str(value))
     for key in file.metadata:
         name = key.removeprefix(f"{architecture}.")
         if name != key and name.startswith(HEEDED) and name not in known_keys:
@@ -370,17 +528,24 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     hidden = metadata.positive(f"{architecture}.embedding_length")
     layers = metadata.positive(f"{architecture}.block_count")
     heads = metadata.positive(f"{architecture}.attention.head_count")
-    kv_heads = metadata.positive(f"{architecture}.attention.head_count_kv", heads)
-    head_dim = metadata.positive(f"{architecture}.attention.key_length", max(1, hidden // heads))
-    context = metadata.positive(f"{architecture}.context_length")
     if layers > MAX_LAYERS:
         raise metadata.wrong(f"{architecture}.block_count", layers, f"at most {MAX_LAYERS}")
+    own_kv_heads = []
+    if family.layer_types is None:
+        kv_heads = metadata.positive(f"{architecture}.attention.head_count_kv", heads)
+    else:
+        own_kv_heads = metadata.per_layer(f"{architecture}.attention.head_count_kv", layers)
+        kv_heads = max(own_kv_heads)
+        if {*own_kv_heads} - {0} != {kv_heads}:
+            raise metadata.wrong(f"{architecture}.attention.head_count_kv", own_kv_heads, "0 or one other number")
+    head_dim = metadata.positive(f"{architecture}.attention.key_length", max(1, hidden // heads))
+    context = metadata.positive(f"{architecture}.context_length")
     if heads % kv_heads:
         raise metadata.wrong(f"{architecture}.attention.head_count_kv", kv_heads, f"a divisor of {heads}")
     turned = metadata.positive(f"{architecture}.rope.dimension_count", head_dim)
     if head_dim % 2 or metadata.integer(f"{architecture}.attention.value_length", head_dim) != head_dim:
         raise metadata.wrong(f"{architecture}.attention.value_length", head_dim, f"the head size {head_dim}, even,")
-    if turned % 2 or turned > head_dim or (turned != head_dim and family.model_type != "phi3"):
+    if turned % 2 or turned > head_dim or (turned != head_dim and not family.rotates_part):
         raise metadata.wrong(f"{architecture}.rope.dimension_count", turned, f"the head size {head_dim}")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{metadata.file.path} lacks the tensor 'token_embd.weight'. Fetch or convert it again.")
@@ -420,9 +585,11 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         if key in metadata.file.metadata:
             whole = isinstance(metadata.file.metadata[key], int)
             config[name] = metadata.integer(key) if whole else metadata.number(key)
+    if family.layer_types is not None:
+        config["layer_types"] = [family.layer_types[count == 0] for count in own_kv_heads]
     for name, sources in family.biases.items():
         config[name] = f"blk.0.{sources[0]}.bias" in tensors
-    _add_unstated_values(metadata, architecture, config)
+    _add_unstated_values(metadata, architecture, family, config)
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in metadata.file.metadata:
             config[f"{name}_token_id"] = metadata.integer(f"tokenizer.ggml.{name}_token_id")
@@ -470,12 +637,14 @@ def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     return {"factor": float(f"{factor:.6g}"), **LLAMA3_ROPE}
 
 
-def _add_unstated_values(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+def _add_unstated_values(
+    metadata: Metadata, architecture: str, family: GGUFArchitecture, config: dict[str, Any]
+) -> None:
     """Adds values that llama.cpp's model code hard-codes for some architectures and the file omits."""
     kind, layers = config["model_type"], config["num_hidden_layers"]
     if kind == "gpt_oss":
         config["rope_parameters"]["truncate"] = False
-    if kind in ("mixtral", "qwen3_moe", "gpt_oss"):
+    if "expert_count" in family.numbers:
         count = metadata.positive(f"{architecture}.expert_count")
         used = metadata.positive(f"{architecture}.expert_used_count")
         if count > MAX_EXPERTS or used > count:
@@ -498,6 +667,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
     experts = config.get("num_local_experts") or config.get("num_experts") or 0
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
     sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
+    sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache", 0)}
     biased = {name for flag, names in family.biases.items() if config[flag] for name in names}
     biased |= set(family.always_biased)
     blocks = list(family.blocks)
@@ -507,8 +677,8 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
             blocks.append((f"attn_{at}_norm", f"self_attn.{at}_norm", (at, "D")))
     wanted = [TargetTensor("token_embd.weight", "model.embed_tokens.weight", (config["vocab_size"], hidden))]
 
-    def add(source: str, name: str, shape: tuple[int, ...]) -> None:
-        short = source.rpartition(".")[2]
+    def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
+        source = prefix + short
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
         shift = family.norm_shift if short.endswith("norm") else 0.0
         if "{}" in name:
@@ -518,15 +688,21 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
                         full = f"{name.format(expert)}.{end}"
                         wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, experts)))
             return
-        named = name if short == "attn_sinks" else f"{name}.weight"
-        wanted.append(TargetTensor(f"{source}.weight", named, shape, permuted, shift))
+        if short.endswith((".weight", ".bias")):
+            wanted.append(TargetTensor(source, name, shape))
+            return
+        reshaped = tuple(sizes[size] for size in family.reshaped.get(short, ()))
+        wanted.append(TargetTensor(f"{source}.weight", f"{name}.weight", shape, permuted, shift, reshaped=reshaped))
         if short in biased:
             wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
 
     for layer in range(config["num_hidden_layers"]):
-        for source, name, shape in blocks:
-            add(f"blk.{layer}.{source}", f"model.layers.{layer}.{name}", tuple(sizes[size] for size in shape))
-    add("output_norm", "model.norm", (hidden,))
+        recurs = family.layer_types is not None and config["layer_types"][layer] == family.layer_types[1]
+        dense = layer < config.get("num_dense_layers", 0)
+        kinds = ("recurrent" if recurs else "attention", "dense" if dense else "experts")
+        for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):
+            add(f"blk.{layer}.", source, f"model.layers.{layer}.{name}", tuple(sizes[size] for size in shape))
+    add("", *family.last_norm, (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
     return wanted
