@@ -55,11 +55,12 @@ def sample_head(
     """
     if gpu_sample is None:
         return sample(head.float32(), batch, noise, kernels)
-    if batch.params.plain.all():
+    plain = batch.params.plain.all()
+    if head.shard is not None and (not plain or has_limits(batch.params, head.shard.vocab)):
+        head = head.joined()
+    if plain:
         return SampledTokens(*_sample_plain(head, batch, gpu_sample), None)
     rows = np.flatnonzero(~batch.params.plain)
-    if head.shard is not None and (len(rows) or has_limits(batch.params, head.shard.vocab)):
-        head = head.joined()
     if len(rows) == len(batch.positions):
         return _sample_processed(head.float32(), batch, noise, gpu_sample)
     ids, logprobs = _sample_plain(head, batch, gpu_sample)
