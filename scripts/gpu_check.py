@@ -10,6 +10,7 @@ directory); the table of all sections comes last.
     tests     what needs a GPU: kernels, CUDA graphs, copies
     families  every family's tiny model against transformers on the device
     SHAPE     decode and prefill of a known shape, next to the device's own rates
+    quantized products with all kinds of quantized weights
     profile   the host's functions and the kernels of decode steps
     stack     all processes: start to first token, throughput next to the engine alone, kill -9 to next token
     peer      transformers' continuous batching on the same load
@@ -77,6 +78,14 @@ def sections(device: str, shapes: list[str]) -> list[Section]:
             for shape in shapes
         ),
         Section(
+            "quantized",
+            bench(
+                "quantized", *place, *([] if device == "cuda" else ["--rows", "1,20"]), "--json", "{out}/quantized.json"
+            ),
+            60,
+            _quantized,
+        ),
+        Section(
             "profile",
             bench("gpu-profile", *place, *profile, "--trace", "{out}", "--json", "{out}/profile.json"),
             60,
@@ -120,6 +129,10 @@ def _shape(found: Any) -> str:
         f"copy {peaks['read'] / 1e12:.2f} TB/s, product {peaks['product'] / 1e12:.0f} TFLOP/s; {', '.join(steps)}; "
         f"prefill {', '.join(prefill)}; launch without graphs {launch:.1f} ms; {', '.join(mixed)}"
     )
+
+
+def _quantized(found: Any) -> str:
+    return ", ".join(f"{one['kind']} {one['rows']} rows {one['us']:.0f} µs ({one['share']:.0%})" for one in found)
 
 
 def _profile(found: Any) -> str:

@@ -23,6 +23,7 @@ MEASUREMENTS = {
     "lora": ("lora", "decode steps with LoRA adapters"),
     "ranks": ("ranks", "decode steps of a model that is divided among several ranks on CPU"),
     "gpu": ("gpu", "decode and prefill on a GPU, next to its peaks"),
+    "quantized": ("quantized", "products with quantized weights on a GPU"),
     "host": ("host", "the worker's loop per decode step, with the device stubbed"),
     "gpu-profile": ("gpu_profile", "the host's functions and the kernels of decode steps on a GPU"),
     "stack": ("stack", "all processes on a known shape: start, throughput next to the engine alone, kill -9"),

@@ -13,7 +13,7 @@ from tests.models import model
 from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
 from tests.worker.loras import make_adapter
-from tests.worker.quantization.weights import random_floats, random_weight, random_whole
+from tests.worker.quantization.weights import random_float4, random_floats, random_weight, random_whole
 from tests.worker.test_sampling import draws
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.settings.table import Settings
@@ -313,14 +313,16 @@ def test_adapters_give_the_same_logits_as_on_a_cpu(gpu: GpuKernels, tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_in_few_bits_are_those_of_what_the_weights_stand_for(gpu: GpuKernels, dtype: torch.dtype) -> None:
-    """Of few rows from their columns, a row's bits whatever its company; of many as products.py says."""
+    """A row's bits do not depend on the others of a launch with the same tile."""
     there = torch.device(GPU)
     forms = [random_whole(4112, 4096, 8), random_whole(1040, 4096, 4), random_weight(4112, 4096, 4, 128, True)]
     forms += [random_weight(1040, 4096, 4, 32, False), random_weight(1040, 4096, 8, 16, True)]
+    forms += [random_float4(4112, 4096, 32), random_float4(1040, 4096, 16)]
     floats = float8.stays_float8_on(there)
     if floats:
         assert float8.has_float8_matmul(there)
         forms += [random_floats(4112, 4096), random_floats(1040, 14336)]
+        forms.append(forms[-1]._replace(scales=forms[-1].scales.repeat(1, 112)))  # of blocks of 128 inputs
     for weight in (form.to(there) for form in forms):
         outputs, inputs = weight.shape
         multiply = find_product(weight, random_tensor(there, outputs, dtype=dtype), dtype, gpu)
@@ -328,7 +330,7 @@ def test_products_in_few_bits_are_those_of_what_the_weights_stand_for(gpu: GpuKe
         expected = multiply_exactly(x, weight) + random_tensor(there, outputs)
         for rows in (1, 5, 16, 17, 64, 300):
             found = multiply(x[:rows]).float()
-            rounded = weight.floating and rows > KERNEL_MAX_ROWS_FP8
+            rounded = weight.floating and weight.scales.shape[1] == 1 and rows > KERNEL_MAX_ROWS_FP8
             assert (found - expected[:rows]).norm() <= (0.04 if rounded else 0.004) * expected[:rows].norm()
             if rows <= KERNEL_MAX_ROWS_FP8:
                 assert torch.equal(found[:1], multiply(x[:1]).float())
@@ -339,7 +341,7 @@ def multiply_exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["plain", "int8", "int4", "int4 in groups", "fp8"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4", "int4 in groups", "mxfp4", "fp8"])
 def test_experts_are_what_torch_computes(gpu: GpuKernels, kind: str, dtype: torch.dtype) -> None:
     """With real sizes, for tiles of all sizes. A token's bits depend on its own experts alone."""
     there, experts, hidden, inner = torch.device(GPU), 16, 1024, 384
@@ -349,6 +351,8 @@ def test_experts_are_what_torch_computes(gpu: GpuKernels, kind: str, dtype: torc
     def made(outputs: int, inputs: int) -> Weight:
         if kind == "fp8":
             return random_floats(outputs, inputs).to(there)
+        if kind == "mxfp4":
+            return random_float4(outputs, inputs, 32).to(there)
         if kind == "plain":
             return random_tensor(there, outputs, inputs, dtype=dtype) / inputs**0.5
         weight = random_weight(outputs, inputs, 4, 128, True) if "groups" in kind else None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.worker.cpu_kernels.available import EMULATED, EPSILON, VARIANTS, library, load_variant, numbers
 from tests.worker.cpu_kernels.test_linear import weight_types
+from tests.worker.quantization.weights import random_float4
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels, PackedWeight
 from tgi.worker.quantization.weight import QuantizedWeight
@@ -85,6 +86,20 @@ def assert_rows(kernels: CpuKernels, packed: PackedWeight, weight: Tensor) -> No
         found = kernels.gather_rows(packed, ids)
         assert found.dtype is weight.dtype
         assert torch.equal(found, weight[ids])
+
+
+@pytest.mark.parametrize("group", [32, 16])
+def test_4_bit_floats_have_the_bits_of_twice_as_large_integers(kernels: CpuKernels, group: int) -> None:
+    for outputs, inputs in ((75, 416), (7, 96)):
+        weight = random_float4(outputs, inputs, group)
+        floats, integers = (
+            kernels.pack_weight(kernels.supported_weight(one)) for one in (weight, weight.as_integers())
+        )
+        assert floats.memory.nbytes < 0.7 * integers.memory.nbytes
+        for rows in (1, 2, 7, 40, 200):
+            x = numbers(rows, inputs, dtype=kernels.dtype)
+            assert torch.equal(kernels.linear(x, floats), kernels.linear(x, integers))
+        assert_rows(kernels, floats, weight.dequantized(kernels.dtype))
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 16)])

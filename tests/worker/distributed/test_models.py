@@ -1,7 +1,7 @@
 """Every family of DecoderModel on several ranks against one rank, on torch's kernels or on our own."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.distributed.communicator import Communicator
+from tgi.worker.greedy import find_greedy_tokens
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.families import FAMILIES
@@ -61,7 +62,7 @@ def load(directory: Path, native: bool | str, dtype: str, quantize: str | None, 
 
 def logits(call: RankCall | None, *options: Any) -> list[torch.Tensor]:
     """Of three prompts in one batch, of each alone, and of a decode step after them; and the greedy logprobs."""
-    model, native = load(*options, call), options[1]
+    model = load(*options, call)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in LENGTHS]
     pages = [list(range(4 * row, 4 * row + 4)) for row in range(len(prompts))]
@@ -74,10 +75,10 @@ def logits(call: RankCall | None, *options: Any) -> list[torch.Tensor]:
         model.forward(make_batch(first, attention.page_size), attention)  # for the state of recurrent layers
         greedy = model.forward_greedy(make_batch(second, attention.page_size), attention)
         assert greedy.ids.tolist() == decoded.argmax(-1).tolist()
-        if native:  # the ranks exchange block maxima, which are those of the joined logits
-            kernels = model.kv.cpu_kernels
-            assert kernels is not None
-            assert all(torch.equal(*both) for both in zip(greedy, kernels.greedy_tokens(decoded), strict=True))
+        # The ranks exchange block maxima, which are those of the joined logits.
+        kernels = model.kv.cpu_kernels
+        joined = find_greedy_tokens(decoded) if kernels is None else kernels.greedy_tokens(decoded)
+        assert all(torch.equal(*both) for both in zip(greedy, joined, strict=True))
         alone = [model.forward(make_batch([row], attention.page_size), attention) for row in first]
     return [together, torch.cat(alone), decoded, greedy.logprobs]
 
@@ -112,6 +113,40 @@ DIVIDED = (
 @pytest.mark.parametrize(("kind", "native"), with_variants(in_depth(FAMILIES, (*DIVIDED, *STRUCTURES)), (False, True)))
 def test_families(kind: str, native: bool, two: Ranks) -> None:
     check(two, make(kind), native)
+
+
+def exchanged(call: RankCall, directory: Path) -> tuple[list[int], int, bool]:
+    """The bytes of each exchange of a greedy step of three rows on torch's kernels, and the number of sums."""
+    model = load(directory, False, "float32", None, call)
+    gathered, reduced = [], []
+    gather, reduce = call.gloo.all_gather, call.gloo.all_reduce
+
+    def all_gather(x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        gathered.append(len(x) * sum(widths) * x.itemsize)
+        return gather(x, widths)
+
+    def all_reduce(x: torch.Tensor) -> None:
+        reduced.append(x.numel())
+        reduce(x)
+
+    call.gloo.all_gather, call.gloo.all_reduce = all_gather, all_reduce  # type: ignore[method-assign]
+    try:
+        attention = build_attention(model.kv, 20, CPU)
+        rows = [Row([5, 6], 0, [row]) for row in range(3)]
+        with torch.inference_mode():
+            model.forward_greedy(make_batch(rows, attention.page_size), attention)
+    finally:
+        del call.gloo.all_gather, call.gloo.all_reduce
+    return gathered, len(reduced), load(directory, True, "float32", None, call)._weights.embedding.partial
+
+
+def test_greedy_rows_exchange_block_maxima_and_each_rank_has_the_embedding(two: Ranks) -> None:
+    """Not so on our kernels if it is also the output head: it is divided then, and its results are added up."""
+    for tie in (False, True):
+        directory = make("llama", tie=tie, layers=2)
+        for gathered, reduced, divided in two.call(f"{__name__}.exchanged", directory):
+            assert gathered == [3 * 512 // 32 * 12]
+            assert (reduced, divided) == (2 * 2, tie)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])

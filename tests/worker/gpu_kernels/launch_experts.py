@@ -9,7 +9,7 @@ from tgi.worker.gpu_kernels.grouped_matmul import choose_tile, grouped_matmul
 from tgi.worker.gpu_kernels.routing import combine, route
 from tgi.worker.quantization.weight import QuantizedWeight, Weight
 
-QUANTIZED = (0, 1, 2, 10)  # of forms: 8-bit integers and the codebook, 8-bit floats, 4-bit integers with shifts
+QUANTIZED = (0, 1, 2, 10, 11)  # of forms: 8-bit integers, the codebook, 8-bit floats, 4-bit integers, MXFP4
 EXPERTS, HIDDEN, INNER, TOP_K = 128, 2048, 768, 8  # of Qwen3-30B-A3B
 
 

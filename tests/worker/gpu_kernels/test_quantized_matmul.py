@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.worker.quantization.weights import random_floats, random_weight, random_whole
+from tests.worker.quantization.weights import random_float4, random_floats, random_weight, random_whole
 from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.gpu_kernels.quantized_matmul import TILES, quantized_matmul
 from tgi.worker.gpu_kernels.self_test import random_tensor
-from tgi.worker.layers.linear import KERNEL_MAX_ROWS, KERNEL_MAX_ROWS_FP8, Linear, find_product
+from tgi.worker.layers.linear import KERNEL_MAX_ROWS_FP8, Linear, find_product
 from tgi.worker.quantization import float8
 from tgi.worker.quantization.weight import QuantizedWeight
 from tgi.worker.quantization.weight_forms import GROUPS
@@ -56,7 +57,42 @@ def test_one_scale_for_each_output(inputs: int) -> None:
 
 def test_many_inputs_and_rows() -> None:
     check(random_weight(18, 4096, 4, 128, True))
-    check(random_floats(9, 64), rows=40)
+
+
+def block_scaled(outputs: int, inputs: int) -> QuantizedWeight:
+    """8-bit floats with a scale for each 128 inputs."""
+    weight = random_floats(outputs, inputs)
+    return weight._replace(scales=torch.rand(outputs, inputs // 128) / 100)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        *(random_whole(70, 160, 8), random_whole(70, 160, 4), random_floats(70, 160), block_scaled(70, 256)),
+        *(random_weight(70, 160, 4, 32, True), random_weight(70, 128, 8, 128, False)),
+        *(random_float4(70, 160, 16), random_float4(70, 160, 32)),
+    ],
+)
+def test_any_number_of_rows(weight: QuantizedWeight) -> None:
+    """By the tiles of few rows and many, in several blocks of rows and outputs, in 16 and 32 bits."""
+    check(weight)
+    x, bias = random_tensor(CPU, 70, weight.shape[1]), random_tensor(CPU, 70, seed=1)
+    expected = F.linear(x, weight.dequantized(torch.float32), bias)
+    for rows in (40, 70):
+        found = GPU.quantized_matmul(x[:rows].half(), weight, bias.half())
+        near(found, F.linear(x[:rows].half().float(), weight.dequantized(torch.float32), bias.half().float()))
+    found = GPU.quantized_matmul(x[:20], weight, bias)
+    assert (found - expected[:20]).norm() <= 1e-6 * expected[:20].norm()
+
+
+def test_with_one_tile_a_row_has_the_same_bits_in_any_batch() -> None:
+    """The interpreter adds up alike in all tiles; so this shows which tile is launched."""
+    weight, x = random_weight(40, 256, 4, 32, False), random_tensor(CPU, 80, 256, dtype=HALF)
+    invariant = GpuKernels((9, 0), batch_invariant=True)
+    tile = TILES[4][1][1]
+    for rows in (1, 80):
+        found = invariant.quantized_matmul(x[:rows], weight, None)
+        assert torch.equal(found, quantized_matmul(x[:rows], weight, None, tile))
 
 
 def test_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,16 +105,19 @@ def test_a_single_group() -> None:
     check(random_weight(5, 64, 4, 64, False))
 
 
-def test_few_rows_use_the_quantized_columns() -> None:
-    bias = random_tensor(CPU, 32, dtype=HALF)
-    for weight, few in ((random_floats(32, 64), KERNEL_MAX_ROWS_FP8), (random_whole(32, 64, 4), KERNEL_MAX_ROWS)):
+def test_the_whole_matrix_is_never_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit floats with one scale for each output are multiplied as such by many rows."""
+    bias, x = random_tensor(CPU, 32, dtype=HALF), random_tensor(CPU, 70, 256, dtype=HALF)
+    weights = random_floats(32, 256), random_whole(32, 256, 4), random_float4(32, 256, 32), block_scaled(32, 256)
+    for weight in weights:
         multiply = find_product(weight, bias, HALF, GPU)
-        x = random_tensor(CPU, few + 1, 64, dtype=HALF)
-        assert torch.equal(multiply(x[:few]), GPU.quantized_matmul(x[:few], weight, bias))
-        many = F.linear(x, weight.dequantized(HALF), bias)
-        if weight.floating:
-            many = float8.float8_matmul(x, weight, bias, GPU.quantize_rows)
-        assert torch.equal(multiply(x), many)
+        with monkeypatch.context() as patch:
+            patch.setattr(QuantizedWeight, "dequantized", None)
+            for rows in (KERNEL_MAX_ROWS_FP8, 70):
+                expected = GPU.quantized_matmul(x[:rows], weight, bias)
+                if weight is weights[0] and rows > KERNEL_MAX_ROWS_FP8:
+                    expected = float8.float8_matmul(x, weight, bias, GPU.quantize_rows)
+                assert torch.equal(multiply(x[:rows]), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, HALF])

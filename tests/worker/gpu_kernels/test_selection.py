@@ -23,6 +23,10 @@ FAILING = f"{__package__}.failing"
 
 def test_kernels_that_would_not_be_used_are_not_tested(caplog: pytest.LogCaptureFixture) -> None:
     assert select_gpu_kernels([ModelSpec(None, torch.float32)], "cpu") == (None, "they are for GPUs")
+    for kind in ("mamba2", "falcon_h1"):
+        found, reason = select_gpu_kernels([spec_of(kind)], "cuda", batch_invariant=True)
+        assert found is None
+        assert "Mamba2" in reason
     assert not caplog.messages
 
 

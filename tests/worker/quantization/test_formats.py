@@ -47,10 +47,6 @@ INTEGERS: list[tuple[Form, int, int, bool]] = [  # format, bits, group and shift
     (Compressed(bits=8, symmetric=False), 8, 32, True),
     (Compressed("int-quantized", 8, -1), 8, 128, False),
     (Compressed("naive-quantized", 8, -1, symmetric=False), 8, 128, True),
-    (Float4(), 8, 16, False),
-    (Float4("modelopt"), 8, 16, False),
-    (Float4("compressed-tensors", "MXFP4"), 8, 32, False),
-    (Float4("modelopt", "MXFP4"), 8, 32, False),
 ]
 
 
@@ -61,6 +57,22 @@ def test_integers_are_kept_exactly(form: Form, bits: int, group: int, shifted: b
     assert isinstance(found, QuantizedWeight)
     assert (found.bits, found.group, found.shifts is not None) == (bits, group, shifted)
     assert torch.equal(found.dequantized(torch.float32), meant)
+
+
+@pytest.mark.parametrize("kind", ["NVFP4", "MXFP4"])
+@pytest.mark.parametrize("tool", ["compressed-tensors", "modelopt"])
+def test_4_bit_floats_are_kept_exactly(tool: str, kind: str, tmp_path: Path) -> None:
+    form = Float4(tool, kind)
+    meant = write_layer(form, some_weight(), tmp_path)
+    found = read(tmp_path)
+    assert isinstance(found, QuantizedWeight)
+    assert (found.bits, found.is_float4, found.factor_group) == (4, True, form.size)
+    assert found.nbytes == OUTPUTS * (INPUTS // 2 + INPUTS // form.size + 8)
+    grouped, integers = found.with_group_scales(), found.as_integers()
+    assert (grouped.bits, grouped.group, integers.bits, integers.group) == (4, form.size, 8, form.size)
+    assert grouped.scales.dtype is integers.scales.dtype is (torch.float16 if kind == "MXFP4" else torch.float32)
+    for weight in (found, grouped, integers):
+        assert torch.equal(weight.dequantized(torch.float32), meant)
 
 
 @pytest.mark.parametrize(("bits", "error"), [(4, 15 / 2048), (8, 128 / 2048)])
@@ -97,7 +109,13 @@ def test_unsupported_weights_are_dequantized(form: Form, tmp_path: Path) -> None
     assert torch.equal(found, meant)
 
 
-@pytest.mark.parametrize("form", [Fp8(), Fp8("fbgemm_fp8", 1), Fp8("compressed-tensors"), Fp8("compressed-tensors", 1)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(Fp8(), Fp8("fbgemm_fp8", 1), Fp8("compressed-tensors"), Fp8("compressed-tensors", 1)),
+        *(Fp8("fp8", 32, 64, "weight_scale_inv"), Fp8("compressed-tensors", 32, INPUTS), Fp8("fp8", 128, 32)),
+    ],
+)
 def test_8_bit_floats_are_kept_on_a_device_that_multiplies_them(form: Form, tmp_path: Path) -> None:
     meant = write_layer(form, some_weight(), tmp_path)
     found = read(tmp_path, float8=True)
@@ -109,8 +127,7 @@ def test_8_bit_floats_are_kept_on_a_device_that_multiplies_them(form: Form, tmp_
 @pytest.mark.parametrize(
     ("form", "outputs", "dtype", "reason"),
     [
-        (Fp8("fp8", 32, 96, "weight_scale_inv"), OUTPUTS, torch.float8_e4m3fn, "its scales are for blocks"),
-        (Fp8("compressed-tensors", 32, INPUTS), OUTPUTS, torch.float8_e4m3fn, "its scales are for blocks"),
+        (Fp8("fp8", 32, 96, "weight_scale_inv"), OUTPUTS, torch.float8_e4m3fn, "its blocks of 96 inputs"),
         (Fp8(), OUTPUTS, torch.float8_e5m2, "nothing is computed with e5m2"),
         (Fp8(), OUTPUTS - 8, torch.float8_e4m3fn, "no multiples of 16"),
     ],

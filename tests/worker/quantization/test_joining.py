@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.quantization.weights import random_floats, random_weight, random_whole
+from tests.worker.quantization.weights import random_float4, random_floats, random_weight, random_whole
 from tgi.worker.quantization.weight import QuantizedWeight, stack_weights
 from tgi.worker.quantization.weight_forms import GROUPS
 
@@ -65,6 +65,32 @@ def test_8_bit_floats_stay_quantized_only_among_themselves() -> None:
     beside = stack_weights([one, integers], torch.float32)
     assert isinstance(beside, torch.Tensor)
     assert torch.equal(beside, torch.cat([expected[0], integers.dequantized(torch.float32)]))
+
+
+def test_4_bit_floats_stay_so_among_their_kind_and_become_integers_among_others() -> None:
+    mx, nv = (random_float4(3, 128, group, seed=group) for group in (32, 16))
+    other = random_float4(2, 128, 32)
+    for one, more, bits, group in (
+        (mx, other, 4, 128),
+        (mx.with_group_scales(), other.with_group_scales()._replace(scales=torch.ones(2, 4)), 4, 32),
+        (mx, nv, 8, 16),
+        (nv, random_weight(2, 128, 4, 32, True), 8, 16),
+        (mx, random_whole(2, 128, 4), 8, 32),
+    ):
+        found = stack_weights([one, more], torch.bfloat16)
+        assert isinstance(found, QuantizedWeight)
+        assert (found.bits, found.group) == (bits, group)
+        expected = torch.cat([part.dequantized(torch.float32) for part in (one, more)])
+        assert torch.equal(found.dequantized(torch.float32), expected)
+    assert torch.equal(mx.rows(torch.tensor([2, 0])).dequantized(torch.float32), mx.dequantized(torch.float32)[[2, 0]])
+    for weight, held in product((mx, nv), (False, True)):
+        part = (weight.with_group_scales() if held else weight).inputs(range(32, 96))
+        assert part is not None
+        assert torch.equal(part.dequantized(torch.float32), weight.dequantized(torch.float32)[:, 32:96])
+    assert mx.inputs(range(16, 64)) is None
+    part = mx.with_group_scales().inputs(range(16, 64))
+    assert part is not None
+    assert torch.equal(part.dequantized(torch.float32), mx.dequantized(torch.float32)[:, 16:64])
 
 
 def test_with_a_plain_weight_the_result_is_plain() -> None:

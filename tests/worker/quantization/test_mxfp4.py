@@ -58,7 +58,7 @@ def test_a_checkpoint_in_mxfp4(tmp_path: Path) -> None:
             name = f"model.layers.1.mlp.experts.2.{part}_proj"
             weight = source.weight(name, outputs, inputs)
             assert isinstance(weight, QuantizedWeight)
-            assert (weight.bits, weight.group, weight.scales.dtype) == (8, 32, torch.float16)
+            assert (weight.bits, weight.is_float4, weight.factor_group) == (4, True, 32)
             assert torch.equal(weight.dequantized(torch.float32), plain.weight(name, outputs, inputs))
     check_against_transformers(twin)
     ids = torch.arange(3, 80).tolist()

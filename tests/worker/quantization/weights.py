@@ -4,6 +4,7 @@ import torch
 
 from tgi.worker.quantization.quantize import quantize_weight
 from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight
+from tgi.worker.quantization.weight_forms import MX_GROUP
 
 
 def random_weight(outputs: int, inputs: int, bits: int, group: int, shifted: bool, seed: int = 0) -> QuantizedWeight:
@@ -21,6 +22,18 @@ def random_floats(outputs: int, inputs: int, seed: int = 0) -> QuantizedWeight:
     """A weight of 8-bit floats."""
     generator = torch.Generator().manual_seed(seed)
     return quantize_weight(torch.randn(outputs, inputs, generator=generator) / 50, "fp8")
+
+
+def random_float4(outputs: int, inputs: int, group: int, seed: int = 0) -> QuantizedWeight:
+    """A weight of 4-bit floats, in MXFP4 with groups of 32 inputs and in NVFP4 with groups of 16."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    if group == MX_GROUP:
+        factors = torch.randint(110, 126, (outputs, inputs // group), generator=generator, dtype=torch.uint8)
+        return QuantizedWeight(codes, torch.ones(outputs, 1, dtype=torch.float64), None, factors.view(torch.int8))
+    floats = torch.rand(outputs, inputs // group, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.full((outputs, 1), 1 / 75.0, dtype=torch.float64)
+    return QuantizedWeight(codes, scales, None, floats.view(torch.int8))
 
 
 def random_whole(outputs: int, inputs: int, bits: int, seed: int = 0) -> QuantizedWeight:

@@ -28,8 +28,8 @@ struct OutputVectors {
     Float each[4];
 };
 
-// Decodes a panel of codes in groups with scales, 32 inputs at a time.
-template <int bits, bool shifts>
+// Decodes a panel of codes in groups with scales, 32 inputs at a time. `floats`: they are 4-bit floats.
+template <int bits, bool shifts, bool floats = false>
 class GroupDecoder {
   public:
     static constexpr int64_t step = 32, right = 512;  // as of `amx_columns`
@@ -80,7 +80,10 @@ class GroupDecoder {
     // Decodes `rows` rows of both tiles.
     template <int rows>
     TGI_INLINE void tiles(const uint8_t* codes, bf16* to) const {
-        const NibbleNumbers nibbles(shifts ? 0 : -8);
+        const auto nibbles = [] {
+            if constexpr (floats) return Float4Numbers();
+            else return NibbleNumbers(shifts ? 0 : -8);
+        }();
         for (int v = 0; v < 4; v += 2, codes += 64 * bits, to += 512) {
             const Float scale[2] = {scale_.each[v], scale_.each[v + 1]};
             const Float shift[2] = {shift_.each[v], shift_.each[v + 1]};

@@ -19,6 +19,9 @@ constexpr int64_t MAX_PARTIAL_SUMS = 4096;  // rows of stored partial sums: 512 
 template <FormatKind kind>
 struct BfloatOperands {
     static constexpr int BITS = kind == FormatKind::eight_bit_groups ? 8 : 4;  // of codes
+    static constexpr bool FLOATS = kind == FormatKind::four_bit_floats;
+    template <bool shifts>
+    using Decoder = GroupDecoder<BITS, shifts && !FLOATS, FLOATS>;
     using Sum = float;
     using SumReader = FloatSums;
     static constexpr int64_t MAX_ROWS = MAX_TILE_ROWS;  // rows of a block
@@ -35,14 +38,14 @@ struct BfloatOperands {
         if constexpr (kind == FormatKind::numbers)
             use([=](const uint8_t* panel) { return amx_columns((const bf16*)panel, panel + PREFETCH_DISTANCE, end); });
         else with_shifts(call.weight.form, [&](auto shifts) {
-            use([&](const uint8_t* panel) { return GroupDecoder<BITS, shifts>(call.weight, panel); });
+            use([&](const uint8_t* panel) { return Decoder<shifts>(call.weight, panel); });
         });
     }
 
     // Writes the columns of `depth` inputs from `k` on to `to`.
     void decode(const uint8_t* panel, int64_t k, int64_t depth, bf16* to) const {
         with_shifts(call.weight.form, [&](auto shifts) {
-            GroupDecoder<BITS, shifts> source(call.weight, panel + call.weight.form.panel_bytes(k));
+            Decoder<shifts> source(call.weight, panel + call.weight.form.panel_bytes(k));
             for (int64_t done = 0; done < depth; done += 32) source.decode(to + done * PANEL);
         });
     }

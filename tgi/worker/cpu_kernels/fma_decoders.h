@@ -51,6 +51,58 @@ struct NibbleBlock {
     const uint8_t* at;
 };
 
+// The numbers of a table of 16 that 16 bytes from 0 to 15 select.
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+TGI_INLINE Int look_up(const int8_t* table, Bytes at) {
+#if defined(__x86_64__)
+    const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), (__m128i)at);
+#if defined(__AVX512F__)
+    return {{(IntRegister)_mm512_cvtepi8_epi32(found)}};
+#else
+    return {{(IntRegister)_mm256_cvtepi8_epi32(found),
+        (IntRegister)_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(found, found))}};
+#endif
+#else
+    alignas(16) int8_t found[16];
+    vst1q_s8(found, vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)at));
+    return load(found);
+#endif
+}
+
+TGI_INLINE Bytes load_bytes(const uint8_t* at) {
+    Bytes found;
+    memcpy(&found, at, 16);
+    return found;
+}
+
+// The numbers of a table, which is given as bytes and as floats, for the lower (0) or upper (1) codes of 16 bytes.
+template <int which>
+TGI_INLINE Float nibbles(const uint8_t* codes, [[maybe_unused]] const int8_t* table, [[maybe_unused]] Float numbers) {
+#if defined(__AVX512F__)
+    // The permutation uses the lower four bits of each lane and ignores the others.
+    const __m512i words = _mm512_cvtepu8_epi32((__m128i)load_bytes(codes));
+    return {{_mm512_permutexvar_ps(which ? _mm512_srli_epi32(words, 4) : words, numbers.part[0])}};
+#else
+    return to_float(look_up(table, which ? load_bytes(codes) >> 4 : load_bytes(codes) & 15));
+#endif
+}
+
+alignas(16) constexpr int8_t E2M1_DOUBLED[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// The same of 4-bit floats, each with its row's own factor.
+struct Float4Block {
+    static constexpr int64_t SIZE = 16 * PANEL;
+
+    template <int which>
+    TGI_INLINE Float input(int j, int half) const {
+        return nibbles<which>(at + 256 * half + 16 * j, E2M1_DOUBLED, numbers);
+    }
+
+    const uint8_t* at;
+    Float numbers = to_float(load(E2M1_DOUBLED));
+};
+
 template <class T>
 struct CodeBlock {
     static constexpr int64_t SIZE = 32 * PANEL;
@@ -196,25 +248,6 @@ struct FmaBlock<IntegerColumns> {
     const int8_t* at;
 };
 
-// The numbers of a table of 16 that 16 bytes from 0 to 15 select.
-typedef uint8_t Bytes __attribute__((vector_size(16)));
-
-TGI_INLINE Int look_up(const int8_t* table, Bytes at) {
-#if defined(__x86_64__)
-    const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), (__m128i)at);
-#if defined(__AVX512F__)
-    return {{(IntRegister)_mm512_cvtepi8_epi32(found)}};
-#else
-    return {{(IntRegister)_mm256_cvtepi8_epi32(found),
-        (IntRegister)_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(found, found))}};
-#endif
-#else
-    alignas(16) int8_t found[16];
-    vst1q_s8(found, vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)at));
-    return load(found);
-#endif
-}
-
 // Codes of the 4-bit codebook.
 class CodebookColumns {
   public:
@@ -235,7 +268,7 @@ struct FmaBlock<CodebookColumns> {
     TGI_INLINE explicit FmaBlock(CodebookColumns& all)
         : table(all.table_), at(all.at_ + PANEL), levels(to_float(load(all.table_))) {
         for (int half = 0; half < 2; half++)
-            factor[half] = to_float(look_up(all.factors_, bytes(all.at_ + LANES * half))) * broadcast(1 / 127.f);
+            factor[half] = to_float(look_up(all.factors_, load_bytes(all.at_ + LANES * half))) * broadcast(1 / 127.f);
         all.at_ += PANEL + 512;
     }
 
@@ -243,25 +276,7 @@ struct FmaBlock<CodebookColumns> {
     TGI_INLINE Float input(int j, int half) const {
         // Near 1.5 * 2^23 all float32 numbers are integers: an addition rounds to them, ties to even.
         const Float rounder = broadcast(12582912.f);
-        return fma(level<which>(at + 256 * half + 16 * j), factor[half], rounder) - rounder;
-    }
-
-    static TGI_INLINE Bytes bytes(const uint8_t* at) {
-        Bytes found;
-        memcpy(&found, at, 16);
-        return found;
-    }
-
-    // The levels of the lower (0) or upper (1) codes of 16 bytes.
-    template <int which>
-    TGI_INLINE Float level(const uint8_t* codes) const {
-#if defined(__AVX512F__)
-        // The permutation uses the lower four bits of each lane and ignores the others.
-        const __m512i words = _mm512_cvtepu8_epi32((__m128i)bytes(codes));
-        return {{_mm512_permutexvar_ps(which ? _mm512_srli_epi32(words, 4) : words, levels.part[0])}};
-#else
-        return to_float(look_up(table, which ? bytes(codes) >> 4 : bytes(codes) & 15));
-#endif
+        return fma(nibbles<which>(at + 256 * half + 16 * j, table, levels), factor[half], rounder) - rounder;
     }
 
     const int8_t* table;
@@ -279,6 +294,8 @@ template <>
 inline constexpr int64_t PREFETCHED<CodeBlock<int8_t>> = 2 * PANEL;
 template <>
 inline constexpr int64_t PREFETCHED<NibbleBlock> = PANEL;
+template <>
+inline constexpr int64_t PREFETCHED<Float4Block> = PANEL;
 
 // Calls `use` with a function that makes the columns of a panel from its input `k` on: of numbers, k is a multiple of 32.
 template <class Use>
@@ -315,7 +332,8 @@ void with_groups(const PackedWeight& w, const Use& use) {
             return GroupColumns<Block, shifts>{at, form.group, header, unit_bytes, form.scale_bytes};
         });
     };
-    form.shifts ? grouped(std::true_type()) : grouped(std::false_type());
+    if constexpr (std::is_same_v<Block, Float4Block>) grouped(std::false_type());
+    else form.shifts ? grouped(std::true_type()) : grouped(std::false_type());
 }
 
 // The same for formats of one kind.
@@ -324,6 +342,7 @@ void with_columns(const PackedWeight& w, const Use& use) {
     if constexpr (kind == FormatKind::numbers) with_numbers(w, use);
     else if constexpr (kind == FormatKind::integers) with_integers(w, use);
     else if constexpr (kind == FormatKind::eight_bit_groups) with_groups<CodeBlock<int8_t>>(w, use);
+    else if constexpr (kind == FormatKind::four_bit_floats) with_groups<Float4Block>(w, use);
     else with_groups<NibbleBlock>(w, use);
 }
 

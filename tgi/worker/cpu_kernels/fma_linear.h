@@ -20,7 +20,7 @@ struct ScaledSums {
     const float *at, *scales;
 };
 
-// The sums of the rows' inputs in each group, and for 4-bit codes the rows as their factors (NibbleBlock).
+// The sums of the rows' inputs in each group, and for 4-bit integers the rows as their factors (NibbleBlock).
 struct GroupSumsJob final : Job {
     GroupSumsJob(const OperandRows& x, int64_t rows, int64_t group, float* sums, float* factors)
         : x(x), rows(rows), group(group), sums(sums), factors(factors) {}
@@ -47,7 +47,7 @@ struct GroupSumsJob final : Job {
     static constexpr int64_t CHUNK = 16;  // rows of a chunk
     const OperandRows x;
     const int64_t rows, group;
-    float *const sums, *const factors;  // factors: none for 8-bit codes
+    float *const sums, *const factors;  // factors: none for other codes
 };
 
 // Bytes of a part of 16 outputs that stays in the L1 cache next to the rows.
@@ -193,7 +193,7 @@ inline FmaOperands fma_operands(ThreadPool& pool, const LinearCall& call) {
     OperandRows x = operand_rows(pool, call);
     static thread_local std::vector<float> sums, factors;
     if (const int64_t group = call.weight.form.group) {
-        const bool has_factors = call.weight.form.bits == 4;
+        const bool has_factors = call.weight.form.kind() == FormatKind::four_bit_groups;
         if ((int64_t)sums.size() < call.rows * x.step / group) sums.resize(call.rows * x.step / group);
         if (has_factors && (int64_t)factors.size() < call.rows * x.step) factors.resize(call.rows * x.step);
         const GroupSumsJob job(x, call.rows, group, sums.data(), has_factors ? factors.data() : nullptr);

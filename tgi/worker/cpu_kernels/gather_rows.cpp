@@ -55,6 +55,7 @@ struct GatherRowsJob final : Job {
     void coded_row(int64_t panel, int64_t n, Element* y) const {
         const uint8_t* at = w.panel(panel);
         if (w.form.integer) return integer_row(n, at, y);
+        if (w.form.floats) return grouped_row(GroupDecoder<4, false, true>(w, at), n, y);
         with_shifts(w.form, [&](auto shifts) {
             if (w.form.bits == 8) grouped_row(GroupDecoder<8, shifts>(w, at), n, y);
             else grouped_row(GroupDecoder<4, shifts>(w, at), n, y);
@@ -90,6 +91,7 @@ struct GatherRowsJob final : Job {
         if (w.form.integer)
             with_integers(w, [&](const auto& columns_at) { integer_row(columns_at(panel, 0), panel, n, y); });
         else if (w.form.bits == 8) with_groups<CodeBlock<int8_t>>(w, grouped);
+        else if (w.form.floats) with_groups<Float4Block>(w, grouped);
         else with_groups<NibbleBlock>(w, grouped);
     }
 
@@ -102,7 +104,8 @@ struct GatherRowsJob final : Job {
             const float scale = columns.factor(header, 0, n);
             const uint8_t* tile = at + columns.header + (k % unit / 32 * 2 + n / 16) * 64 * bits + n % 16;
             const int64_t i = k % 32;
-            const float code = bits == 8 ? (int8_t)tile[16 * i] : tile[i / 2 * 16] >> i % 2 * 4 & 15;
+            const int nibble = tile[i / 2 * 16] >> i % 2 * 4 & 15;
+            const float code = bits == 8 ? (int8_t)tile[16 * i] : w.form.floats ? E2M1_DOUBLED[nibble] : nibble;
             const float shift = Columns::shifts ? columns.factor(header, 1, n) : Columns::subtracts_eight ? -8 * scale : 0;
             y[k] = round_to<Element>(std::fma(code, scale, shift));
         }

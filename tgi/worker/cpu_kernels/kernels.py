@@ -32,6 +32,7 @@ INTEGER_FORMAT = 1 << 17  # integers with one scale for each output
 GATED_FORMAT = 1 << 18  # a gate and an up projection
 HALF_FORMAT = 1 << 19  # a plain weight of 16 bits is float16; without the flag, bfloat16
 SCALES32_FORMAT = 1 << 20  # scales and shifts of groups are float32; without the flag, float16
+FLOAT4_FORMAT = 1 << 21  # 4-bit codes in groups are floats
 MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within int32
 SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
 
@@ -83,6 +84,7 @@ def format_code(weight: Weight) -> int:
         return weight.bits | INTEGER_FORMAT
     flags = SHIFTS_FORMAT if weight.shifts is not None else 0
     flags |= SCALES32_FORMAT if weight.scales.dtype is torch.float32 else 0
+    flags |= FLOAT4_FORMAT if weight.is_float4 else 0
     return weight.bits | weight.group << 8 | flags
 
 
@@ -206,6 +208,7 @@ class CpuKernels:
         exact and reads half the memory.
         """
         if not isinstance(weight, Tensor):
+            weight = weight.with_group_scales()
             if weight.is_integer or not self.dot_engine or weight.shifts is None:
                 return weight
             return weight.with_factors(torch.float16)
@@ -243,9 +246,13 @@ class CpuKernels:
                 assert weight.group in GROUPS
                 assert weight.shifts is None or weight.shifts.dtype is weight.scales.dtype
                 assert not self.dot_engine or weight.shifts is None or weight.scales.dtype is torch.float16
-                assert weight.factors is None
+                assert weight.factors is None or not weight.factors.shape[1]
                 assert not weight.floating
-                self._pack_grouped(*map(_address, columns[:3]), *to)
+                codes, scales, shifts, _ = columns
+                if weight.is_float4:  # codes stand for twice the number, an integer
+                    assert scales is not None
+                    scales = scales / 2
+                self._pack_grouped(*map(_address, (codes, scales, shifts)), *to)
         return packed
 
     def _empty_packed(self, outputs: int, inputs: int, form: int) -> PackedWeight:

@@ -12,6 +12,7 @@ void linear(ThreadPool& pool, const LinearCall& call) {
         case FormatKind::numbers: return linear_of<FormatKind::numbers>(pool, call);
         case FormatKind::eight_bit_groups: return linear_of<FormatKind::eight_bit_groups>(pool, call);
         case FormatKind::four_bit_groups: return linear_of<FormatKind::four_bit_groups>(pool, call);
+        case FormatKind::four_bit_floats: return linear_of<FormatKind::four_bit_floats>(pool, call);
         case FormatKind::integers: return linear_of<FormatKind::integers>(pool, call);
     }
 }
@@ -22,6 +23,7 @@ void grouped_linear(ThreadPool& pool, const LinearCall& call, const std::vector<
         case FormatKind::numbers: return grouped_linear_of<FormatKind::numbers>(pool, call, groups);
         case FormatKind::eight_bit_groups: return grouped_linear_of<FormatKind::eight_bit_groups>(pool, call, groups);
         case FormatKind::four_bit_groups: return grouped_linear_of<FormatKind::four_bit_groups>(pool, call, groups);
+        case FormatKind::four_bit_floats: return grouped_linear_of<FormatKind::four_bit_floats>(pool, call, groups);
         case FormatKind::integers: return grouped_linear_of<FormatKind::integers>(pool, call, groups);
     }
 }

@@ -11,10 +11,11 @@ namespace tgi {
 constexpr int64_t PANEL = 32;  // outputs that are computed together
 
 // The formats of one kind share the code of products (linear_of).
-enum class FormatKind { numbers, eight_bit_groups, four_bit_groups, integers };
+enum class FormatKind { numbers, eight_bit_groups, four_bit_groups, four_bit_floats, integers };
 
 // The format of a weight: plain numbers (bfloat16 or float16 with 16 bits, or float32); 8-bit or 4-bit codes in groups,
-// with a scale and perhaps a shift, in float16 or float32, for each output and `group` inputs; or `integer`: 8-bit
+// with a scale and perhaps a shift, in float16 or float32, for each output and `group` inputs, where 4-bit codes may be
+// `floats`, those of E2M1_DOUBLED (quantization/weight.py), which have no shifts; or `integer`: 8-bit
 // integers with one scale for each output, stored as such or as 4-bit codebook codes with a factor for each output and
 // 32 inputs.
 //
@@ -22,11 +23,12 @@ enum class FormatKind { numbers, eight_bit_groups, four_bit_groups, integers };
 struct WeightFormat {
     explicit WeightFormat(int64_t code)
         : bits(code & 255), group(code >> 8 & 255), shifts(code >> 16 & 1), integer(code >> 17 & 1),
-          weights(1 + (code >> 18 & 1)), half(code >> 19 & 1), scale_bytes(code >> 20 & 1 ? 4 : 2) {}
+          weights(1 + (code >> 18 & 1)), half(code >> 19 & 1), scale_bytes(code >> 20 & 1 ? 4 : 2), floats(code >> 21 & 1) {}
 
     FormatKind kind() const {
         if (integer) return FormatKind::integers;
         if (!group) return FormatKind::numbers;
+        if (floats) return FormatKind::four_bit_floats;
         return bits == 8 ? FormatKind::eight_bit_groups : FormatKind::four_bit_groups;
     }
 
@@ -67,7 +69,7 @@ struct WeightFormat {
     }
 
     static constexpr int64_t TABLE = 128, SCALES = PANEL * 4;
-    int64_t bits, group, shifts, integer, weights, half, scale_bytes;
+    int64_t bits, group, shifts, integer, weights, half, scale_bytes, floats;
 };
 
 // A weight [outputs, inputs] in panels of 32 outputs, the last one padded with zeros; or a gate and an up projection of

@@ -742,6 +742,28 @@ struct NibbleNumbers {
 #endif
 };
 
+// The number of E2M1_DOUBLED for the lower four bits of a lane; the other bits are ignored.
+struct Float4Numbers {
+#if defined(__x86_64__)
+    TGI_INLINE Float of(Int lanes) const {
+        return {{_mm512_permutexvar_ps((__m512i)lanes.part[0], table.part[0])}};
+    }
+
+    const Float table{{(FloatRegister)_mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)}};
+#else
+    TGI_INLINE Float of(Int lanes) const {
+        Int x;
+        TGI_EACH_REGISTER {
+            const uint8x16_t at = vreinterpretq_u8_s32(lanes.part[i] & vdupq_n_s32(15));
+            x.part[i] = vshrq_n_s32(vshlq_n_s32(vreinterpretq_s32_s8(vqtbl1q_s8(table, at)), 24), 24);
+        }
+        return to_float(x);
+    }
+
+    const int8x16_t table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+#endif
+};
+
 // A table of 128 bytes.
 struct ByteTable {
 #if defined(__x86_64__)

@@ -3,6 +3,7 @@
 - `sharding.py`: how a model is divided among the ranks. Read it first.
 - `rank_place.py`: one rank's place in its group.
 - `communicator.py`: how the ranks combine their results.
+- `symmetric_memory.py`: sums of few bytes between GPUs of one host.
 - `shared_memory.py`: the same between CPU kernels on one host.
 - `group_memory.py`: how the ranks of one host come to share memory.
 

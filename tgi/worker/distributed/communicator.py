@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tgi.worker.distributed.rank_place import HostRendezvous
+from tgi.worker.distributed.symmetric_memory import SymmetricMemory, connect
 
 # A rank that loads or compiles longer than the others lets them wait.
 PATIENCE = timedelta(hours=1)
@@ -39,14 +40,18 @@ class Communicator(Protocol):
 
 
 class TorchCommunicator(Communicator):
-    """Implements Communicator by torch.distributed: gloo on CPU, NCCL on GPUs."""
+    """Implements Communicator by torch.distributed: gloo on CPU; on GPUs NCCL, and symmetric memory for sums of few
+    bytes where that works."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: Path | HostRendezvous, device: torch.device) -> None:
         """`rendezvous`: a file that only this group uses and that does not exist before, or a place on the network."""
         self.rank, self.ranks = rank, ranks
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        self._small: SymmetricMemory | None = None
         if isinstance(rendezvous, Path):
             dist.init_process_group(backend, f"file://{rendezvous}", PATIENCE, ranks, rank)
+            if device.type == "cuda" and torch.version.hip is None:  # all ranks are on this host
+                self._small = connect(device)
             return
         host, port, listener = rendezvous
         store = dist.TCPStore(host, port, ranks, rank == 0, PATIENCE, False, master_listen_fd=listener)
@@ -55,7 +60,8 @@ class TorchCommunicator(Communicator):
     @override
     def all_reduce(self, x: Tensor) -> None:
         if x.device.type != "cpu":
-            dist.all_reduce(x)
+            reduce_sum = dist.all_reduce if self._small is None or not self._small.takes(x) else self._small.all_reduce
+            reduce_sum(x)
             return
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         dist.all_gather(parts, x)

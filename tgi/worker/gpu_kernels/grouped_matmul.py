@@ -20,7 +20,7 @@ from tgi.worker.activations import gated as gated_product
 from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.gpu_kernels.float8 import quantize_rows
 from tgi.worker.gpu_kernels.gated_activation import _activation, _multiply
-from tgi.worker.gpu_kernels.quantized_matmul import codebook_table, decoded_tile, group_of
+from tgi.worker.gpu_kernels.quantized_matmul import codebook_table, decoded_tile, float4_weights, group_of
 from tgi.worker.gpu_kernels.routing import Routing, route
 from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
 from tgi.worker.quantization import float8
@@ -60,7 +60,7 @@ def choose_tile(weight: Weight, dtype: torch.dtype, rows: int, experts: int) -> 
     if dtype is torch.float32:
         kind = 32
     elif isinstance(weight, QuantizedWeight):
-        kind = "fp8" if weight.floating else weight.bits
+        kind = "fp8" if weight.floating and weight.scales.shape[1] == 1 else weight.bits
     return next(tile for mean, tile in TILES[kind] if rows <= mean * experts)
 
 
@@ -158,7 +158,7 @@ def grouped_matmul(
         columns, groups, group = (weight, None, None, None, None), 1, 0
     else:
         grouped = weight.scales if weight.factors is None else weight.factors
-        columns = (*weight, None if weight.factors is None else codebook_table(x))
+        columns = (*weight, codebook_table(weight, x))
         groups, group = grouped.shape[1], group_of(weight)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     left, row_scales = quantize_rows(x) if tile.floats else (x.contiguous(), None)
@@ -192,7 +192,9 @@ def self_test(device: torch.device) -> None:
     if interpreted or torch.cuda.get_device_capability(device) >= float8.MIN_CAPABILITY:
         kinds.append("fp8")
     forms: dict[str, list[Weight]] = {"16 bits": [one.to(device, dtype) for one in plain]}
-    forms |= {kind: [quantize_weight(one, kind).to(device) for one in plain] for kind in kinds}
+    quantized = {kind: [quantize_weight(one, kind).to(device) for one in plain] for kind in kinds}
+    floats = [float4_weights(one.codes) for one in quantized["int4"]]
+    forms |= quantized | {kind: [one[kind] for one in floats] for kind in floats[0]}
     for tokens in (2,) if interpreted else (2, 20, 200):
         x = random_tensor(device, tokens, hidden, dtype=dtype)
         for kind, (both, single) in forms.items():

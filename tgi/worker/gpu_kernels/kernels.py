@@ -34,8 +34,8 @@ class GpuKernels:
         self.norm, self.norm_in_place = norm.norm, norm.norm_in_place
         self.gated_activation = gated_activation.gated_activation
         self.activation, self.sigmoid_gate = gated_activation.activation, gated_activation.sigmoid_gate
-        self.quantized_matmul = quantized_matmul.quantized_matmul
-        self.route, self.combine = routing.route, routing.combine
+        self.quantized_matmul = partial(quantized_matmul.quantized_matmul, batch_invariant=batch_invariant)
+        self.route, self.combine = partial(routing.route, batch_invariant=batch_invariant), routing.combine
         self.choose_expert_tile, self.grouped_matmul = grouped_matmul.choose_tile, grouped_matmul.grouped_matmul
         self.quantize_rows = float8.quantize_rows
         self.sample = sampling.sample

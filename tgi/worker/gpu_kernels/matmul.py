@@ -31,18 +31,24 @@ SINGLE = Tile(32, 32, 32, 4, 2)
 BAND = 8  # blocks of rows that share the weight in the L2 cache
 
 
+@triton.jit
+def place_in_band(rows, outputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BAND: tl.constexpr):
+    """The block of rows and the block of outputs of this program. Neighbouring programs compute a band of rows for the
+    same outputs."""
+    program, across, down = tl.program_id(0), tl.cdiv(outputs, OUTPUTS), tl.cdiv(rows, ROWS)
+    band = program // (BAND * across)
+    height = tl.minimum(down - band * BAND, BAND)
+    place = program - band * BAND * across
+    return band * BAND + place % height, place // height
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _matmul(
     x, weight, bias, y, rows, outputs, inputs,
     ADDS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs compute a band of rows for the same outputs.
-    program, across, down = tl.program_id(0), tl.cdiv(outputs, OUTPUTS), tl.cdiv(rows, ROWS)
-    band = program // (BAND * across)
-    height = tl.minimum(down - band * BAND, BAND)
-    place = program - band * BAND * across
-    row = (band * BAND + place % height) * ROWS + tl.arange(0, ROWS)
-    output = (place // height) * OUTPUTS + tl.arange(0, OUTPUTS)
+    block, across = place_in_band(rows, outputs, ROWS, OUTPUTS, BAND)
+    row, output = block * ROWS + tl.arange(0, ROWS), across * OUTPUTS + tl.arange(0, OUTPUTS)
     given, there = row < rows, output < outputs
     left = x + row.to(tl.int64)[:, None] * inputs
     right = weight + output.to(tl.int64)[:, None] * inputs

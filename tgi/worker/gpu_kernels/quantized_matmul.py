@@ -1,12 +1,14 @@
-"""Few rows times a quantized weight: y = x @ weight.T + bias from the columns of QuantizedWeight, in one launch.
+"""Rows times a quantized weight: y = x @ weight.T + bias from the columns of QuantizedWeight, in one launch.
 
-Such a product takes as long as the weight takes to be read, and the kernel reads only its quantized form. Tiles are
-decoded in registers. With one scale for each output, the codes, which 16 bits represent exactly, are multiplied, and
-the sum is multiplied by the scale. In groups, the dequantized weight is computed in float32 and rounded to the type of
-x. Sums are float32. One program sums all inputs of its outputs, for 16 rows, so a row's result does not depend on the
-number of other rows.
+A product of few rows takes as long as the weight takes to be read, and the kernel reads only its quantized form. Tiles
+are decoded in registers, so the dequantized weight is never in memory, whatever the number of rows. With one scale for
+each output, the codes, which 16 bits represent exactly, are multiplied, and the sum is multiplied by the scale. In
+groups, the dequantized weight is computed in float32 and rounded to the type of x. Sums are float32. One program sums
+all inputs of its outputs. The number of rows chooses the tile, and with it the bits of a row's result, unless one tile
+is given for all.
 """
 
+import math
 from functools import cache
 
 import torch
@@ -15,16 +17,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi.worker.gpu_kernels.matmul import BAND, Tile, place_in_band
 from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
 from tgi.worker.quantization import float8
 from tgi.worker.quantization.quantize import quantize_weight
 from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight, codebook_on
 
-ROWS = 16  # of a tile
-NARROW, WIDE = 16, 32  # outputs of a tile
 MANY_OUTPUTS = 4096  # fill a GPU also with wide tiles
-INPUTS = 256  # of a tile: wide enough that most columns of scales are prefetched too, and few registers hold it
-STAGES = {1: 6, 2: 4}  # tiles in flight from memory, by codes per byte
+# The tiles up to a number of rows, by bits of a code (32: of the inputs), for fewer outputs than MANY_OUTPUTS and for
+# others. Few rows take as long as the weight takes to be read; the inputs of their tiles are wide enough that most
+# columns of scales are prefetched too, and few registers hold them. Those up to 16 rows have run on an H100, the others
+# are those of grouped_matmul.py that have.
+TILES: dict[int, tuple[tuple[float, Tile, Tile], ...]] = {
+    4: (
+        (16, Tile(16, 16, 256, 2, 4), Tile(16, 32, 256, 4, 4)),
+        (64, Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3)),
+        (math.inf, Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
+    ),
+    8: (
+        (16, Tile(16, 16, 256, 2, 6), Tile(16, 32, 256, 4, 6)),
+        (64, Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3)),
+        (math.inf, Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
+    ),
+    32: ((math.inf, Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)),),
+}
+INVARIANT_ROWS = 64  # whose tile serves any number of rows where results must not depend on it
 
 
 # Eight codes of four bits select numbers of 16 bits by four byte permutations for each four bytes: the low bytes of 16
@@ -152,12 +169,56 @@ def _codebook_tile(
 
 
 @triton.jit
+def _float4(word, LEFT: tl.constexpr):
+    """2**-126 times the number of the 4-bit float that is shifted to the highest four bits of an integer: sign, two
+    exponent bits and one of the fraction become those of a float, which may be subnormal."""
+    return (((word << LEFT) >> 6) & -0x7E400000).to(tl.float32, bitcast=True)  # the bits 31 and 22 to 24
+
+
+@triton.jit
+def _float4_number(word, LEFT: tl.constexpr, scale, DTYPE: tl.constexpr):
+    return (_float4(word, LEFT) * 8.507059173023462e37 * scale).to(DTYPE)  # 2**126
+
+
+@triton.jit
+def _float4_tile(
+    codes, factors, places, there, start, width, groups,
+    GROUP: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`decoded_tile` of 4-bit floats: their numbers times the factors, exponents of 8 bits in groups of 32, floats of
+    8 bits in groups of 16. bfloat16 has all these products."""
+    word = _words(codes, places, there, start, width, OUTPUTS, INPUTS, GROUP)
+    at = start // GROUP + tl.arange(0, INPUTS // GROUP)
+    mask = there[:, None] & (at < groups)[None, :]
+    byte = tl.load(factors + places[:, None] * groups + at[None, :], mask=mask, other=0).to(tl.int32)
+    if GROUP == 32:
+        bits = (byte & 0xFF) << 23
+        scale = tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)  # 2**-127 is subnormal
+    else:
+        bits = (byte << 20) & -0x78100000  # the bits 31 and 20 to 26
+        scale = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    scale = scale[:, :, None]
+    return _interleaved(
+        _float4_number(word, 28, scale, DTYPE),
+        _float4_number(word, 24, scale, DTYPE),
+        _float4_number(word, 20, scale, DTYPE),
+        _float4_number(word, 16, scale, DTYPE),
+        _float4_number(word, 12, scale, DTYPE),
+        _float4_number(word, 8, scale, DTYPE),
+        _float4_number(word, 4, scale, DTYPE),
+        _float4_number(word, 0, scale, DTYPE),
+        OUTPUTS,
+        INPUTS,
+    )
+
+
+@triton.jit
 def decoded_tile(
     codes,  # [outputs, width], two in a byte where these are uint8
     scales,  # [outputs, groups], or [outputs, 1] where there are factors or no groups
     shifts,  # [outputs, groups], or None
     factors,  # [outputs, groups], or None
-    table,  # of `codebook_table`, or None
+    table,  # of `codebook_table`, or None: factors are those of 4-bit floats
     places,  # int64 [OUTPUTS], of outputs
     there,  # [OUTPUTS]: whether there is such an output
     start,  # the first input
@@ -173,6 +234,8 @@ def decoded_tile(
     PACKED: tl.constexpr = 2 if codes.dtype.element_ty == tl.uint8 else 1
     if PACKED == 2 and factors is None:
         return _four_bit_tile(codes, scales, shifts, places, there, start, width, groups, GROUP, OUTPUTS, INPUTS, DTYPE)
+    elif factors is not None and table is None:
+        return _float4_tile(codes, factors, places, there, start, width, groups, GROUP, OUTPUTS, INPUTS, DTYPE)
     elif factors is not None and table.dtype.element_ty == tl.int32:
         return _codebook_tile(codes, factors, table, places, there, start, width, groups, OUTPUTS, INPUTS, DTYPE)
     else:
@@ -215,20 +278,23 @@ def _quantized_matmul(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    BAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    block, across = place_in_band(rows, outputs, ROWS, OUTPUTS, BAND)
+    row, output = block * ROWS + tl.arange(0, ROWS), across * OUTPUTS + tl.arange(0, OUTPUTS)
     there, given = output < outputs, row < rows
     places = output.to(tl.int64)  # a large head has more than 2**31 codes
+    left_places = x + row.to(tl.int64)[:, None] * inputs
     sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, inputs, INPUTS):
         at = start + tl.arange(0, INPUTS)
-        left = tl.load(x + row[:, None] * inputs + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
+        left = tl.load(left_places + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
         right = decoded_tile(
             codes, scales, shifts, factors, table, places, there, start, width, groups, GROUP, OUTPUTS, INPUTS,
             left.dtype,
         )  # fmt: skip
-        sums = tl.dot(left, tl.trans(right), sums)
+        sums = tl.dot(left, tl.trans(right), sums, input_precision=PRECISION)
     if GROUP == 0 or factors is not None:
         sums *= tl.load(scales + output, mask=there, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
@@ -243,8 +309,11 @@ def _byte_planes(device: torch.device, dtype: torch.dtype) -> Tensor:
     return CODEBOOK.to(dtype).view(torch.uint8).view(-1, 16, 2).mT.contiguous().view(torch.int32).view(-1, 8).to(device)
 
 
-def codebook_table(x: Tensor) -> Tensor:
-    """The codebook for `decoded_tile`: byte planes where assembly is available, else int8 [factors, 16]."""
+def codebook_table(weight: QuantizedWeight, x: Tensor) -> Tensor | None:
+    """The codebook for `decoded_tile`, if the weight has codes of it: byte planes where assembly is available, else
+    int8 [factors, 16]."""
+    if weight.factors is None or weight.is_float4:
+        return None
     if torch.version.hip is not None or x.dtype.itemsize != 2:
         return codebook_on(x.device)
     return _byte_planes(x.device, x.dtype)
@@ -257,42 +326,66 @@ def group_of(weight: QuantizedWeight) -> int:
     return 0 if alone else weight.shape[1] // grouped.shape[1]
 
 
-def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias [rows, outputs] for x [rows, inputs] in bfloat16 or float16, with any number of rows."""
+def choose_tile(weight: QuantizedWeight, dtype: torch.dtype, rows: int) -> Tile:
+    """The tile for this number of rows in `dtype`."""
+    wide = weight.shape[0] >= MANY_OUTPUTS
+    fit = (tiles for most, *tiles in TILES[32 if dtype is torch.float32 else weight.bits] if rows <= most)
+    return next(fit)[wide]
+
+
+def quantized_matmul(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tile: Tile | None = None, batch_invariant: bool = False
+) -> Tensor:
+    """x @ weight.T + bias [rows, outputs] for x [rows, inputs], with any number of rows. `batch_invariant`: by one tile
+    for any number."""
     rows, (outputs, inputs) = x.shape[0], weight.shape
+    tile = tile or choose_tile(weight, x.dtype, INVARIANT_ROWS if batch_invariant else rows)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     codes, scales, shifts, factors = weight
-    grouped = scales if factors is None else factors
-    groups = grouped.shape[1]
-    tile = WIDE if outputs >= MANY_OUTPUTS else NARROW
-    each = 8 // weight.bits
-    _quantized_matmul[triton.cdiv(outputs, tile), triton.cdiv(rows, ROWS)](
-        *(x.contiguous(), codes, scales, shifts, factors, None if factors is None else codebook_table(x), bias, y),
-        *(rows, outputs, inputs, codes.shape[1], groups),
-        GROUP=group_of(weight),
-        ROWS=ROWS,
-        OUTPUTS=tile,
-        INPUTS=INPUTS,
-        num_warps=tile // 8,
-        num_stages=STAGES[each],
-    )
+    groups = (scales if factors is None else factors).shape[1]
+    if rows:
+        _quantized_matmul[triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),](
+            *(x.contiguous(), codes, scales, shifts, factors, codebook_table(weight, x), bias, y),
+            *(rows, outputs, inputs, codes.shape[1], groups),
+            GROUP=group_of(weight),
+            ROWS=tile.rows,
+            OUTPUTS=tile.outputs,
+            INPUTS=tile.inputs,
+            BAND=BAND,
+            PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
     return y
 
 
 def self_test(device: torch.device) -> None:
-    """All kinds of weights, with tiles of both sizes. Raises SelfTestFailed if the results differ from torch's."""
+    """All kinds of weights, with tiles of all sizes. Raises SelfTestFailed if the results differ from torch's."""
     interpreted = device.type == "cpu"  # which does not multiply bfloat16
     outputs, dtype = (40, torch.float16) if interpreted else (MANY_OUTPUTS + 8, torch.bfloat16)
-    x, bias = random_tensor(device, 5, 416, dtype=dtype), random_tensor(device, outputs, dtype=dtype)
+    bias = random_tensor(device, outputs, dtype=dtype)
     plain, groups = random_tensor(torch.device("cpu"), outputs, 416), random_tensor(device, outputs, 13).half()
     forms = {form: quantize_weight(plain, form).to(device) for form in ("int8", "int4")}
     forms["int8 in groups"] = forms["int8"]._replace(scales=groups, shifts=groups)
     forms["int4 in groups"] = QuantizedWeight(forms["int4"].codes, groups, None)
+    forms |= float4_weights(forms["int4"].codes)
     if interpreted or torch.cuda.get_device_capability(device) >= float8.MIN_CAPABILITY:
         forms["fp8"] = quantize_weight(plain, "fp8").to(device)
+        forms["fp8 in groups"] = forms["fp8"]._replace(scales=groups.float())
     for form, weight in forms.items():
-        expected = F.linear(x, weight.dequantized(dtype), bias)
-        check_close(f"a product with {form}", quantized_matmul(x, weight, bias), expected, 2**-7)
-    small = forms["int4"].split([24, outputs - 24])[0]
+        for rows in (5,) if interpreted else (5, 40, 150):
+            x = random_tensor(device, rows, 416, dtype=dtype)
+            expected = F.linear(x, weight.dequantized(dtype), bias)
+            check_close(f"a product of {rows} rows with {form}", quantized_matmul(x, weight, bias), expected, 2**-7)
+    x, small = random_tensor(device, 5, 416, dtype=dtype), forms["int4"].split([24, outputs - 24])[0]
     expected = F.linear(x, small.dequantized(dtype))
     check_close("a small product with int4", quantized_matmul(x, small, None), expected, 2**-7)
+
+
+def float4_weights(codes: Tensor) -> dict[str, QuantizedWeight]:
+    """Weights of 4-bit floats with these codes, uint8 [outputs, inputs / 2], and factors of many sizes."""
+    (outputs, width), scales = codes.shape, torch.full((len(codes), 1), 0.75, dtype=torch.float64, device=codes.device)
+    numbers = torch.arange(outputs * width // 8, device=codes.device).view(outputs, -1)  # as many as groups of 16
+    exponents, floats = 120 + numbers[:, : width // 16] % 8, 33 + numbers % 29
+    forms = {"MXFP4": exponents, "NVFP4": floats}
+    return {name: QuantizedWeight(codes, scales, None, one.to(torch.int8)) for name, one in forms.items()}

@@ -173,9 +173,17 @@ def _sort(
     )  # fmt: skip
 
 
-def route(logits: Tensor, bias: Tensor | None, router: RouterConfig, top_k: int, block: int) -> Routing:
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    router: RouterConfig,
+    top_k: int,
+    block: int,
+    batch_invariant: bool = False,
+) -> Routing:
     """The `top_k` experts of each token that the router chooses by logits [tokens, experts] (of equal ones the first),
-    and their weights. `bias` float32 [experts]: see RouterConfig. Products compute blocks of `block` rows."""
+    and their weights. `bias` float32 [experts]: see RouterConfig. Products compute blocks of `block` rows.
+    `batch_invariant`: one tile for any number of tokens, since a tile adds up the experts in its own order."""
     tokens, experts = logits.shape
     rows = tokens * top_k
     blocks = most_blocks(rows, experts, block)
@@ -185,7 +193,8 @@ def route(logits: Tensor, bias: Tensor | None, router: RouterConfig, top_k: int,
 
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     rest = integers(tokens, top_k), integers(rows), integers(experts), integers(blocks), integers(blocks)
-    size = FEW_TOKENS if tokens <= FEW_TOKENS * MANY_TILES else MANY_TOKENS
+    few = tokens <= FEW_TOKENS * MANY_TILES and not batch_invariant
+    size = FEW_TOKENS if few else MANY_TOKENS
     tiles = triton.cdiv(tokens, size)
     numbers = counts = None
     if tiles > 1:

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi.worker.gpu_kernels.self_test import SelfTestFailed, check_close, random_tensor
+from tgi.worker.head_logits import VocabularyShard
 from tgi.worker.sampling.noise import FACTORS, Noise
 
 CHUNK = 4096  # tokens of a split
@@ -56,7 +57,12 @@ HASH_1, HASH_2, HASH_3 = (tl.constexpr(factor & 0xFFFFFFFF) for factor in FACTOR
 
 
 def sample(
-    logits: Tensor, columns: Tensor, limited: bool, scale: float = 1.0, cap: float | None = None
+    logits: Tensor,
+    columns: Tensor,
+    limited: bool,
+    scale: float = 1.0,
+    cap: float | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Samples ids int64 [R] from logits [R, vocab] of any float type, whose rows may have a larger stride. Returns them
     and their logprobs float32 [R] after temperature and limits.
@@ -64,8 +70,13 @@ def sample(
     A logit is cap * tanh(scale * x / cap), or scale * x without a cap. `columns` int32 [7, R], contiguous, has the
     parameters of the rows (sampling_batch.pack_columns). `limited`: some row has top-k, top-p or min-p. The logprob is
     NaN for a row whose highest logit is infinite.
+
+    `shard`: this is one rank of several, without limits, whose logits are those of its tokens. The ranks exchange what
+    they have found in their splits. Ids are those of the joined logits; logprobs may differ in the last bits, since
+    splits end where a rank's tokens do.
     """
     rows, vocab = logits.shape
+    assert shard is None or not limited
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if not rows:
@@ -80,7 +91,13 @@ def sample(
     shapes = {"CHUNK": CHUNK, "WIDTH": max(SPLITS, triton.next_power_of_2(splits))}
     options: dict[str, Any] = {"num_warps": CHUNK_WARPS, "enable_fp_fusion": False}
     grid = (splits, rows)
-    _measure_splits[grid](*row_of, stats, found, **model, CHUNK=CHUNK, **options)
+    first = 0 if shard is None else shard.first
+    _measure_splits[grid](*row_of, stats, found, first, **model, CHUNK=CHUNK, **options)
+    if shard is not None:
+        stats, found = _join_splits(stats, found, shard)
+        vocab, splits = shard.vocab, stats.shape[2]
+        row_of = (logits, logits.stride(0), vocab, rows, splits, columns)
+        shapes["WIDTH"] = max(SPLITS, triton.next_power_of_2(splits))
     counts, masses, floats, numbers = found, stats, stats, found  # not used without limits
     if limited:
         counts = torch.empty(rows, splits, PIVOTS.value, dtype=torch.int32, device=logits.device)
@@ -102,6 +119,15 @@ def sample(
             num_warps=BLOCK_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return ids, logprobs
+
+
+def _join_splits(stats: Tensor, found: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """The statistics and ids of all ranks' splits."""
+    rows = stats.shape[1]
+    own = torch.cat((stats[: KEPT.value].flatten(0, 1), found.view(torch.float32).flatten(0, 1)))
+    joined = shard.communicator.all_gather(own, [triton.cdiv(width, CHUNK) for width in shard.widths])
+    joined = joined.view(len(own) // rows, rows, -1)
+    return joined[: KEPT.value].contiguous(), joined[KEPT.value :].contiguous().view(torch.int32)
 
 
 @triton.jit
@@ -214,14 +240,16 @@ def _find_bracket(counts, masses, row, unit, top_k, top_p, splits, WIDTH: tl.con
     return below, upto, first, last, base_count, base_mass, everything, size
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows", "splits", "first"])
 def _measure_splits(
     logits, row_stride, vocab, rows, splits, columns, stats, found,
+    first,  # of the tokens whose logits these are
     SCALE: tl.constexpr, CAP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = split * CHUNK + tl.arange(0, CHUNK)
     y = _load_logits(logits + row * row_stride, at, at < vocab, SCALE, CAP)
+    at += first
     temperature = _load_float(columns, TEMPERATURE, rows, row)
     _top_k, _top_p, _log_min_p, limited = _load_limits(columns, rows, row)
     peak, peak_id = _highest(y, at)

@@ -56,6 +56,10 @@ class GpuModelCandidate(Protocol):
         """Whether its attention is latent attention."""
 
     @property
+    def has_torch_mixers(self) -> bool:
+        """Whether torch's kernels compute its recurrent layers on a GPU."""
+
+    @property
     def mixer_kernels(self) -> tuple[str, ...]:
         """The modules here that its recurrent layers need."""
 
@@ -86,6 +90,8 @@ def select_gpu_kernels(
     one is waited for."""
     if device != "cuda":
         return None, "they are for GPUs"
+    if batch_invariant and any(model.has_torch_mixers for model in models):
+        return None, "its Mamba2 layers, in chunks of a prompt and in an order that the batch decides"
     if importlib.util.find_spec("triton") is None:
         log.warning("computing with torch's kernels, which are slower than our own: triton is not installed")
         return None, "triton is not installed"

@@ -1,4 +1,5 @@
-"""Layers that models are built of. Results are batch invariant: a row's bits do not depend on the other rows.
+"""Layers that models are built of. On CPU results are batch invariant: a row's bits do not depend on the other rows. On
+a GPU they are with `--batch-invariant`.
 
 linear      matrix products with epilogues, in row counts that agree bit for bit; read this first
 norm        RMS norm and layer norm

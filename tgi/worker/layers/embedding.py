@@ -10,8 +10,8 @@ from tgi.worker.quantization.weight import Weight, as_plain
 
 
 class Embedding:
-    """Rows of a weight [vocab, hidden], converted to `dtype` at lookup. Of several ranks each has the rows of some
-    tokens, and zeros for the others.
+    """Rows of a weight [vocab, hidden], converted to `dtype` at lookup. If it is `partial`, this rank has the rows of
+    some tokens, and zeros for the others.
 
     The weight is either a tensor, usually mapped from the checkpoint file, of which only the rows looked up are read;
     or a linear layer (a tied output head) in the packed layout of the CPU kernels.
@@ -23,6 +23,11 @@ class Embedding:
         self._dtype = dtype
         self._local = local
         self._first = 0 if local is None else local.start
+
+    @property
+    def partial(self) -> bool:
+        """Whether the results are complete when all ranks' are added up."""
+        return self._local is not None
 
     @property
     def shared(self) -> bool:

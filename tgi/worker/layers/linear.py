@@ -1,4 +1,5 @@
 """Linear layers that are batch invariant: each row of the result has the same bits, however many rows share a call.
+On a GPU they are only with our GPU kernels and `--batch-invariant`: see `find_product`.
 
 torch on CPU: the weight is reordered once for oneDNN, which then serves any number of rows. But oneDNN chooses a kernel
 by the number of rows, and kernels sum in different orders. So calls are made with few different row counts only, at
@@ -9,7 +10,8 @@ The epilogue (silu, gelu, add, mul) runs inside the kernel, on the float32 sums:
 another pass over memory. It also keeps silu exact: torch's elementwise silu uses another exp() for the odd elements at
 the end of each thread's share, so its result depends on the number of rows and threads.
 
-Our own CPU and GPU kernels are batch invariant for any row count, and take quantized weights as they are stored.
+Our own CPU kernels are batch invariant for any row count. They, and our GPU kernels, take quantized weights as they are
+stored.
 """
 
 import copy
@@ -334,9 +336,9 @@ def _agrees(layer: Linear, size: int) -> bool:
     return all(torch.equal(call(start, start + size), expected[start : start + size]) for start in starts)
 
 
-# Rows up to which our GPU kernel multiplies with a quantized weight, by the expected cost of the alternatives:
-# dequantize the weight, or multiply in FP8. Estimated, not measured on a GPU.
-KERNEL_MAX_ROWS, KERNEL_MAX_ROWS_FP8 = 64, 16
+# Rows up to which our GPU kernel multiplies with 8-bit floats, by the expected cost of rounding the activations to
+# them. Estimated, not measured on a GPU.
+KERNEL_MAX_ROWS_FP8 = 16
 
 Product = Callable[[Tensor], Tensor]
 
@@ -344,31 +346,29 @@ Product = Callable[[Tensor], Tensor]
 def find_product(weight: Weight, bias: Tensor | None, dtype: torch.dtype, gpu: GpuKernels | None) -> Product:
     """The function x @ weight.T + bias of x [rows, inputs] in `dtype`, for a weight that may be quantized (on CUDA).
 
-    Kernels that are batch invariant compute any number of rows in one way: plain weights in tiles of one size,
-    quantized ones from their bits. Otherwise calls with few rows use our GPU kernel on the quantized weight, if there
-    is one; calls with more rows dequantize the whole weight or, for FP8 weights on a device with FP8 products, quantize
-    the activations to FP8.
+    Our GPU kernels decode quantized weights tile by tile within the product; the whole matrix is never dequantized.
+    With 8-bit floats of one scale for each output, on a device that multiplies them, calls with many rows quantize the
+    activations too; not so with kernels that are batch invariant, which compute any number of rows in one way. Without
+    our kernels each call dequantizes the whole weight or multiplies 8-bit floats.
     """
     invariant = gpu is not None and gpu.batch_invariant
     if isinstance(weight, Tensor):
         return partial(gpu.matmul if gpu is not None and invariant else F.linear, weight=weight, bias=bias)
-    dequantizing = partial(_dequantize_and_multiply, weight, bias, dtype)
-    if dtype is torch.float32:
-        return dequantizing
-    fp8 = weight.floating and float8.has_float8_matmul(weight.device)
-    scaled = float8.quantize_rows if gpu is None else gpu.quantize_rows
-    many_rows = partial(float8.float8_matmul, weight=weight, bias=bias, row_quantizer=scaled) if fp8 else dequantizing
     if gpu is None:
-        return many_rows
-    few_rows = partial(gpu.quantized_matmul, weight=weight, bias=bias)
-    if invariant:
-        return few_rows
-    return partial(_multiply_by_rows, KERNEL_MAX_ROWS_FP8 if fp8 else KERNEL_MAX_ROWS, few_rows, many_rows)
+        decoding: Product = partial(_dequantize_and_multiply, weight, bias, dtype)
+    else:
+        decoding = partial(gpu.quantized_matmul, weight=weight, bias=bias)
+    whole_rows = weight.floating and weight.scales.shape[1] == 1
+    if invariant or not whole_rows or dtype is torch.float32 or not float8.has_float8_matmul(weight.device):
+        return decoding
+    scaled = float8.quantize_rows if gpu is None else gpu.quantize_rows
+    many_rows = partial(float8.float8_matmul, weight=weight, bias=bias, row_quantizer=scaled)
+    return many_rows if gpu is None else partial(_multiply_by_rows, decoding, many_rows)
 
 
 def _dequantize_and_multiply(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, x: Tensor) -> Tensor:
     return F.linear(x, weight.dequantized(dtype), bias)
 
 
-def _multiply_by_rows(max_few: int, few_rows: Product, many_rows: Product, x: Tensor) -> Tensor:
-    return few_rows(x) if x.shape[0] <= max_few else many_rows(x)
+def _multiply_by_rows(few_rows: Product, many_rows: Product, x: Tensor) -> Tensor:
+    return few_rows(x) if x.shape[0] <= KERNEL_MAX_ROWS_FP8 else many_rows(x)

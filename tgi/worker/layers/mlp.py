@@ -91,9 +91,9 @@ class SharedExpert(NamedTuple):
 class MixtureOfExperts(NamedTuple):
     """A mixture of experts; see ExpertsConfig.
 
-    Batch invariance: each expert computes its tokens in the order of the batch, with linear layers whose rows do not
-    depend on each other, and a token's result is summed over its experts from the most probable one on. So it does not
-    depend on the experts that other tokens chose.
+    Batch invariance, where linear layers have it: each expert computes its tokens in the order of the batch, and a
+    token's result is summed over its experts from the most probable one on. So it does not depend on the experts that
+    other tokens chose.
     """
 
     router: Router

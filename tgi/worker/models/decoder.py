@@ -22,8 +22,8 @@ from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
-from tgi.worker.head_logits import HeadLogits
+from tgi.worker.greedy import GreedyTokens, block_columns, block_maxima, merge_block_maxima
+from tgi.worker.head_logits import HeadLogits, VocabularyShard
 from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
@@ -140,9 +140,10 @@ class DecoderModel:
         if self.kv.gpu_kernels is None:
             return HeadLogits(self._logits(hidden, batch.logits_indices))
         values = self._weights.head(self._head_input(hidden, batch.logits_indices))
+        shard = None
         if self._communicator is not None:
-            values = self._communicator.all_gather(values, self._vocabulary_widths)
-        return HeadLogits(values, *self._logits_options)
+            shard = VocabularyShard(self._communicator, self._vocabulary_widths)
+        return HeadLogits(values, *self._logits_options, shard)
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
@@ -151,10 +152,13 @@ class DecoderModel:
         hidden, greedy = self._run_layers(batch, attention, reader, batch.logits_indices)
         if greedy is not None:
             return greedy
-        if self._communicator is not None and self._vocabulary_shards is WHOLE_VOCABULARY:
-            logits, kernels = self._logits(hidden, batch.logits_indices), self.kv.cpu_kernels
-            return find_greedy_tokens(logits) if kernels is None else kernels.greedy_tokens(logits)
         x = self._head_input(hidden, batch.logits_indices)
+        if self._communicator is not None and self._vocabulary_shards is WHOLE_VOCABULARY:
+            if (kernels := self.kv.cpu_kernels) is not None:
+                return kernels.greedy_tokens(self._logits(hidden, batch.logits_indices))
+            blocks = block_maxima(self._weights.head.logits(x, *self._logits_options))
+            widths = [block_columns(width) for width in self._vocabulary_widths]
+            return merge_block_maxima(self._communicator.all_gather(blocks, widths))
         return self._weights.head.greedy_tokens(x, *self._logits_options, self._vocabulary_shards)
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
@@ -164,7 +168,8 @@ class DecoderModel:
             return None
         hidden = torch.empty(len(batch.tokens), self._config.hidden, dtype=self.kv.dtype)
         calls = [self._weights.embedding.prepare_lookup(batch.tokens, hidden)]
-        if self._communicator is not None:
+        if self._weights.embedding.partial:
+            assert self._communicator is not None
             calls.append(partial(self._communicator.all_reduce, hidden))
         if self._embedding_scale != 1.0:
             calls.append(partial(hidden.mul_, self._embedding_scale))
@@ -297,10 +302,11 @@ class DecoderModel:
         hidden += self._weights.positions.index_select(0, positions)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The scaled and normed embeddings [rows, hidden] of the tokens. Each comes from the rank that has it, and the
-        other ranks add zeros."""
+        """The scaled and normed embeddings [rows, hidden] of the tokens. Where ranks divide the embedding, each comes
+        from the rank that has it, and the other ranks add zeros."""
         hidden = self._weights.embedding(tokens)
-        if self._communicator is not None:
+        if self._weights.embedding.partial:
+            assert self._communicator is not None
             self._communicator.all_reduce(hidden)
         hidden = hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
         return hidden if self._weights.embedding_norm is None else self._weights.embedding_norm(hidden)

@@ -60,6 +60,11 @@ class ModelSpec(NamedTuple):
         recurrent = None if self.decoder is None else self.decoder.recurrent
         return () if recurrent is None else recurrent.gpu_kernels
 
+    @property
+    def has_torch_mixers(self) -> bool:
+        """Whether torch's kernels compute its recurrent layers on a GPU."""
+        return self.decoder is not None and self.decoder.recurrent is not None and not self.mixer_kernels
+
 
 def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) -> ModelSpec:
     """The ModelSpec of a model directory.
@@ -200,7 +205,7 @@ def _build_decoder(
         # Maps the file again for the embedding, which releases the pages read so far; lookups read only their rows.
         with stored() as checkpoint:
             weights = weights._replace(
-                embedding=stored_embedding(scheme.stored_source(checkpoint, exact=exact), config, shard, dtype)
+                embedding=stored_embedding(scheme.stored_source(checkpoint, exact=exact), config, dtype)
             )
     progress("measuring kernels", 95)
     return DecoderModel(config, weights, dtype, device, kernels, gpu, scales, shard, communicator)

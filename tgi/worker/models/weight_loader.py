@@ -53,21 +53,16 @@ class StoredMatrix(NamedTuple):
     local: range  # the outputs that this rank computes
 
 
-def stored_embedding(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Embedding:
-    """The embedding as stored: a lookup reads from the mapped file."""
-    return Embedding(_embedding_weight(source, config, shard, dtype), dtype, _local_tokens(shard))
+def stored_embedding(source: WeightSource, config: DecoderConfig, dtype: torch.dtype) -> Embedding:
+    """The embedding as stored, of all tokens: a lookup reads from the mapped file."""
+    return Embedding(_embedding_weight(source, config, range(config.vocab_size), dtype), dtype)
 
 
-def _local_tokens(shard: Shard) -> range | None:
-    """Embedding.local of a rank."""
-    return None if shard.ranks == 1 else shard.vocabulary
-
-
-def _embedding_weight(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Weight:
+def _embedding_weight(source: WeightSource, config: DecoderConfig, tokens: range, dtype: torch.dtype) -> Weight:
     # Where the head shares it, some trainers keep it under the head's name alone.
     under_head = config.tied and f"{EMBEDDING}.weight" not in source and f"{HEAD}.weight" in source
     stored = source.weight(HEAD if under_head else EMBEDDING, config.vocab_size, config.hidden)
-    return select_part(stored, shard.vocabulary, range(config.hidden), dtype)
+    return select_part(stored, tokens, range(config.hidden), dtype)
 
 
 def _can_group(router: RouterConfig) -> bool:
@@ -112,7 +107,9 @@ class DecoderWeightLoader:
         for number in range(len(config.layers)):
             layers.append(self._layer(number))
             progress(100 * len(layers) // len(config.layers))
-        embedding_weight = self._upload(_embedding_weight(self._source, config, self._shard, self._dtype))
+        # Each rank has the embedding of all tokens, so that they need not add it up, unless the head shares it.
+        local = self._shard.vocabulary if config.tied else range(config.vocab_size)
+        embedding_weight = self._upload(_embedding_weight(self._source, config, local, self._dtype))
         tied = config.tied or f"{HEAD}.weight" not in self._source
         if tied:
             head = self._build(self._to_device(embedding_weight), self._head_bias(), "none")
@@ -120,7 +117,7 @@ class DecoderWeightLoader:
             stored = StoredMatrix(HEAD, config.vocab_size, self._shard.vocabulary)
             head = self._linear(config.head_bias, config.hidden, stored)
         rows = head if tied and self._kernels is not None else embedding_weight
-        embedding = Embedding(rows, self._dtype, _local_tokens(self._shard))
+        embedding = Embedding(rows, self._dtype, local if len(local) < config.vocab_size else None)
         norm = self._norm(config.names.last_norm, config.hidden)
         if not tied and self._device.type != "cpu":  # on CPU the embedding stays in the mapped file
             self._count(embedding_weight)

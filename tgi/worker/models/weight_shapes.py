@@ -19,7 +19,8 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
             yield from config.recurrent.matrices(config.hidden, shard.recurrent, name)
         yield from _layer_matrices(config, shard, number)
     vocabulary, hidden = len(shard.vocabulary), range(config.hidden)
-    yield MatrixShape(EMBEDDING, config.vocab_size, config.hidden, vocabulary, hidden)
+    looked_up = vocabulary if config.tied else config.vocab_size
+    yield MatrixShape(EMBEDDING, config.vocab_size, config.hidden, looked_up, hidden)
     if rows := config.learned_positions:
         yield MatrixShape(POSITIONS, rows, config.hidden, rows, hidden, quantizable=False)
     if inputs := config.layer_inputs:

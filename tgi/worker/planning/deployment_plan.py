@@ -71,7 +71,7 @@ class PlannedModel(NamedTuple):
         """The forms of the layers in the files; None: all are plain."""
         if self.tensors is not None:
             return PackedForms(self.tensors, exact=self.dtype == "float32")
-        return None if self.checkpoint is None else CheckpointForms(self.checkpoint, device.float8)
+        return None if self.checkpoint is None else CheckpointForms(self.checkpoint, device.float8, device.is_cpu)
 
 
 class PlannedDeployment(NamedTuple):

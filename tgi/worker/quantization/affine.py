@@ -22,18 +22,15 @@ class AffineWeight(NamedTuple):
     zeros: Tensor  # uint8 [outputs, groups]
     scales: Tensor  # float [outputs, groups]
     order: Tensor | None = None  # the group of each input, int64 [inputs]; None: the groups follow each other
-    wide: bool = False  # scales are kept in float32, whatever the type of the model
 
-    def unsupported_reason(self, exact: bool = False) -> str | None:
+    def unsupported_reason(self, exact: bool = False, float8: bool = False) -> str | None:
         """Why `quantized` cannot represent this weight; None: it can."""
         if self.order is not None:
             return "its groups are scattered over the inputs (act-order)"
         if self._group_size() is None:
             return f"its groups of {self.inputs // self.scales.shape[1]} inputs are not made of 16, 32, 64 or 128"
         half = self.scales.to(torch.float16).float()
-        if not (exact or self.wide) and not torch.all(
-            (half - self.scales.float()).abs() <= SCALE_ERROR * self.scales.float().abs()
-        ):
+        if not exact and not torch.all((half - self.scales.float()).abs() <= SCALE_ERROR * self.scales.float().abs()):
             return "its scales are beyond what float16 has"
         return None
 
@@ -44,7 +41,7 @@ class AffineWeight(NamedTuple):
         2**-11 (SCALE_ERROR if the result is subnormal). A zero point becomes a shift of -scale * zero, rounded to
         float16, with an error of at most zero / 2048 of the level spacing: 0.0073 with 4 bits, 0.0625 with 8 bits, for
         which zero points count from the middle of the codes. A zero point in the middle needs no shift and is exact.
-        `exact`: where float16 would round a scale or a shift, all are float32, as they always are if `wide`.
+        `exact`: where float16 would round a scale or a shift, all are float32.
         """
         group = self._group_size()
         assert group is not None
@@ -56,7 +53,7 @@ class AffineWeight(NamedTuple):
             zeros = self.zeros.float() - (middle if self.bits == 8 else 0)
             factors.append(-factors[0] * zeros)
         rounds = exact and any((one.half() != one).any() for one in factors)
-        dtype = torch.float32 if self.wide or rounds else torch.float16
+        dtype = torch.float32 if rounds else torch.float16
         scales, *shifts = (one.to(dtype).repeat_interleave(repeats, 1) for one in factors)
         if self.bits == 8:
             codes = (codes ^ 0x80).view(torch.int8)

@@ -22,8 +22,9 @@ from torch import Tensor
 from tgi.worker.quantization import fp8
 from tgi.worker.quantization.affine import AffineWeight, unpack_bits
 from tgi.worker.quantization.config import QuantizationConfig
-from tgi.worker.quantization.float4 import ACTIVATIONS_REMARK, MX_GROUP, NV_GROUP, read_float4
-from tgi.worker.quantization.layer_tensors import FLOATS, WORDS, LayerTensors
+from tgi.worker.quantization.float4 import ACTIVATIONS_REMARK, read_float4
+from tgi.worker.quantization.layer_tensors import FLOATS, WORDS, LayerTensors, StoredWeight
+from tgi.worker.quantization.weight_forms import MX_GROUP, NV_GROUP
 
 FLOAT4_GROUPS = {"nvfp4-pack-quantized": NV_GROUP, "mxfp4-pack-quantized": MX_GROUP}  # inputs that share a scale
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *FLOAT4_GROUPS, "dense")
@@ -56,7 +57,7 @@ class CompressedTensorsFormat:
         self._schemes = [_read_scheme(groups.within(name)) for name in groups.values]
         self.remarks = tuple(_remarks(config, self._schemes))
 
-    def read_weight(self, tensors: LayerTensors) -> AffineWeight | fp8.BlockScaledFloats | Tensor:
+    def read_weight(self, tensors: LayerTensors) -> StoredWeight | Tensor:
         """See CheckpointFormat."""
         if "weight_packed" in tensors:
             scheme = self._scheme_of(tensors, "weight_packed")

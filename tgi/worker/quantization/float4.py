@@ -7,48 +7,65 @@ NAME.weight: the codes of consecutive inputs, the first one in the lower half of
 - of NVFP4 float8_e4m3fn [outputs, inputs / 16]: factors, to be multiplied by the float32 NAME.weight_scale_2 of
   modelopt or divided by the float32 NAME.weight_global_scale of compressed-tensors, one number for all.
 
-Twice the number of a code is an integer, so that a weight is one of 8 bits in groups, exactly: an exponent is a
-scale of float16, and the product of the two factors of NVFP4 one of float32.
+They are kept as they are (QuantizedWeight of 4-bit floats).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tgi.worker.quantization.affine import AffineWeight, unpack_bits
 from tgi.worker.quantization.layer_tensors import LayerTensors
+from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight_forms import MX_GROUP, NV_GROUP
 
-MX_GROUP, NV_GROUP = 32, 16  # inputs that share a scale
-DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])  # twice the numbers of the codes
-ZERO = 128  # of the codes of AffineWeight
-HALVED_POWERS = torch.tensor([2.0 ** (exponent - 128) for exponent in range(256)])
+NO_NUMBER = 255  # of exponents
 ACTIVATIONS_REMARK = (
     "activations are not quantized to 4 bits, though the checkpoint may provide for it: they keep the model's type"
 )
 
 
-def read_float4(tensors: LayerTensors, codes: str, factor: str) -> AffineWeight:
+class Float4Weight(NamedTuple):
+    """A weight [outputs, inputs] of 4-bit floats."""
+
+    codes: Tensor  # uint8 [outputs, inputs / 2]
+    factors: Tensor  # uint8 [outputs, inputs / 32] of MXFP4 or float8_e4m3fn [outputs, inputs / 16] of NVFP4
+    scale: float = 1.0  # of all
+
+    def unsupported_reason(self, exact: bool = False, float8: bool = False) -> str | None:
+        """Why `quantized` cannot represent this weight; None: it can."""
+        return None
+
+    def quantized(self, exact: bool = False) -> QuantizedWeight:
+        """The same weight, exactly."""
+        scales = torch.full((len(self.codes), 1), self.scale, dtype=torch.float64)
+        return QuantizedWeight(self.codes.contiguous(), scales, None, self.factors.contiguous().view(torch.int8))
+
+    def dequantized(self) -> Tensor:
+        """The weight, float32 [outputs, inputs]."""
+        return self.quantized().dequantized(torch.float32)
+
+
+def read_float4(tensors: LayerTensors, codes: str, factor: str) -> Float4Weight:
     """The weight with codes in this column. The type of its scales shows whether it is MXFP4 or NVFP4, whose scales are
     multiplied by the number in the column `factor`: "weight_scale_2", or "weight_global_scale", which divides them.
     Raises UserError if a column is missing or unfit."""
     packed = tensors.read_checked(codes, (torch.uint8,), tensors.outputs, (tensors.inputs + 1) // 2)
     if tensors.stored("weight_scale").dtype is torch.uint8:
-        shape = tensors.outputs, tensors.group_count(MX_GROUP)
-        return mx_weight(packed, tensors.read_checked("weight_scale", (torch.uint8,), *shape))
+        return read_exponents(tensors, packed, "weight_scale")
     shape = tensors.outputs, tensors.group_count(NV_GROUP)
-    scales = tensors.read_checked("weight_scale", (torch.float8_e4m3fn,), *shape).float()
-    whole = tensors.read_checked(factor, (torch.float32,), *(1,) * tensors.stored(factor).dim()).reshape(())
-    scales = scales / whole if factor == "weight_global_scale" else scales * whole
-    if not scales.isfinite().all():
+    scales = tensors.read_checked("weight_scale", (torch.float8_e4m3fn,), *shape)
+    whole = tensors.read_checked(factor, (torch.float32,), *(1,) * tensors.stored(factor).dim()).reshape(()).double()
+    number = float(1 / whole if factor == "weight_global_scale" else whole)
+    if not (scales.double() * number).float().isfinite().all():
         raise tensors.unfit("weight_scale", f"has, with {factor}, numbers that are not finite")
-    return _affine(packed, scales / 2, wide=True)
+    return Float4Weight(packed, scales, number)
 
 
-def mx_weight(packed: Tensor, exponents: Tensor) -> AffineWeight:
-    """MXFP4 of codes uint8 [outputs, inputs / 2] and exponents uint8 [outputs, inputs / 32]."""
-    return _affine(packed, HALVED_POWERS[exponents.int()])
-
-
-def _affine(packed: Tensor, scales: Tensor, wide: bool = False) -> AffineWeight:
-    codes = (DOUBLED + ZERO).to(torch.uint8)[unpack_bits(packed, 4).int()]
-    zeros = torch.full(scales.shape, ZERO, dtype=torch.uint8)
-    return AffineWeight(8, codes.shape[1], codes, zeros, scales, wide=wide)
+def read_exponents(tensors: LayerTensors, codes: Tensor, column: str) -> Float4Weight:
+    """MXFP4 of codes uint8 [outputs, inputs / 2] and the exponents uint8 [outputs, inputs / 32] in this column. Raises
+    UserError if they are missing or unfit."""
+    exponents = tensors.read_checked(column, (torch.uint8,), tensors.outputs, tensors.group_count(MX_GROUP))
+    if bool((exponents == NO_NUMBER).any()):
+        raise tensors.unfit(column, f"has the exponent {NO_NUMBER}, which stands for no number")
+    return Float4Weight(codes, exponents)

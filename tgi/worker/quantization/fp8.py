@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgi.worker.quantization import float8
 from tgi.worker.quantization.affine import build_by_rows
 from tgi.worker.quantization.config import QuantizationConfig
+from tgi.worker.quantization.float8 import fits_float8
 from tgi.worker.quantization.layer_tensors import FLOATS, LayerTensors
 from tgi.worker.quantization.weight import QuantizedWeight
-from tgi.worker.quantization.weight_forms import FLOAT8_MULTIPLE
+from tgi.worker.quantization.weight_forms import FLOAT8_MULTIPLE, GROUPS
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
@@ -30,29 +30,39 @@ class BlockScaledFloats(NamedTuple):
     block_outputs: int
     block_inputs: int
 
-    def unsupported_reason(self) -> str | None:
-        """Why QuantizedWeight cannot represent this weight; None: it can."""
+    def unsupported_reason(self, exact: bool = False, float8: bool = False) -> str | None:
+        """Why QuantizedWeight cannot represent this weight; None: it can. `float8`: the device multiplies 8-bit
+        floats."""
+        if not float8:
+            return "this device does not multiply 8-bit floats"
         if self.codes.dtype is not torch.float8_e4m3fn:
             return "of 8-bit floats, nothing is computed with e5m2"
-        if self.scales.shape[1] > 1 or 1 < self.block_outputs < self.codes.shape[0]:
-            return "its scales are for blocks"
-        if not float8.fits_float8(*self.codes.shape):
+        inputs = self.codes.shape[1]
+        if self.scales.shape[1] > 1 and (self.block_inputs not in GROUPS or inputs % self.block_inputs):
+            return f"its blocks of {self.block_inputs} inputs, or their number, are not supported"
+        if not fits_float8(*self.codes.shape):
             return f"its outputs and inputs are no multiples of {FLOAT8_MULTIPLE}"
         return None
 
-    def quantized(self) -> QuantizedWeight:
+    def quantized(self, exact: bool = False) -> QuantizedWeight:
         """The same weight, exactly. `unsupported_reason` must be None."""
-        scales = self.scales.expand(self.codes.shape[0], 1).contiguous()
-        return QuantizedWeight(self.codes.contiguous(), scales, None)
+        return QuantizedWeight(self.codes.contiguous(), self._scales().contiguous(), None)
+
+    def _scales(self) -> Tensor:
+        """A scale for each output and block of inputs."""
+        outputs, blocks = self.codes.shape[0], self.scales.shape[1]
+        if len(self.scales) == 1:
+            return self.scales.expand(outputs, blocks)
+        return self.scales.repeat_interleave(self.block_outputs, 0)[:outputs]
 
     def dequantized(self) -> Tensor:
         """The weight, float32 [outputs, inputs]."""
         outputs, inputs = self.codes.shape
-        scales = self.scales.repeat_interleave(self.block_outputs, 0)
+        scales = self._scales()
 
         def piece(rows: slice) -> Tensor:
             numbers = _float32(self.codes[rows])
-            return numbers.mul_(scales[rows][: len(numbers)].repeat_interleave(self.block_inputs, 1)[:, :inputs])
+            return numbers.mul_(scales[rows].repeat_interleave(self.block_inputs, 1)[:, :inputs])
 
         return build_by_rows(outputs, inputs, piece)
 

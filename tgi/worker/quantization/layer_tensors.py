@@ -1,14 +1,31 @@
-"""Access to the tensors of one layer of a checkpoint, with checks of shape and type."""
+"""Access to the tensors of one layer of a checkpoint, with checks of shape and type, and what is read of them."""
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.quantization.weight import QuantizedWeight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WORDS = (torch.int32,)
 INDICES = (torch.int32, torch.int64)
+
+
+class StoredWeight(Protocol):
+    """A weight as a checkpoint has it."""
+
+    def unsupported_reason(self, exact: bool = False, float8: bool = False) -> str | None:
+        """Why QuantizedWeight cannot represent this weight; None: it can. `exact`: scales are not rounded to float16.
+        `float8`: the device multiplies 8-bit floats."""
+
+    def quantized(self, exact: bool = False) -> QuantizedWeight:
+        """The same weight. `unsupported_reason` must be None."""
+
+    def dequantized(self) -> Tensor:
+        """The weight, float32 [outputs, inputs]."""
 
 
 class LayerTensors:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from tgi.worker.quantization import fp8
-from tgi.worker.quantization.affine import AffineWeight
 from tgi.worker.quantization.config import QuantizationConfig
 from tgi.worker.quantization.float4 import ACTIVATIONS_REMARK, read_float4
-from tgi.worker.quantization.layer_tensors import LayerTensors
+from tgi.worker.quantization.layer_tensors import LayerTensors, StoredWeight
 from tgi.worker.quantization.weight_forms import MODELOPT_ALGORITHMS, modelopt_algorithm
 
 
@@ -28,7 +27,7 @@ class ModeloptFormat:
         self.remarks: tuple[str, ...] = (f"the weights are in modelopt's {algorithm}",)
         self.remarks += (fp8.REMARK,) if algorithm.startswith("FP8") else (ACTIVATIONS_REMARK,)
 
-    def read_weight(self, tensors: LayerTensors) -> AffineWeight | fp8.BlockScaledFloats | Tensor:
+    def read_weight(self, tensors: LayerTensors) -> StoredWeight | Tensor:
         """See CheckpointFormat."""
         for column in ("pre_quant_scale", "svdquant_lora_a"):
             if column in tensors:

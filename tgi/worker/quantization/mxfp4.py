@@ -6,10 +6,10 @@ inputs / 32] the exponents.
 
 import torch
 
-from tgi.worker.quantization.affine import AffineWeight
 from tgi.worker.quantization.config import QuantizationConfig
-from tgi.worker.quantization.float4 import MX_GROUP, mx_weight
+from tgi.worker.quantization.float4 import Float4Weight, read_exponents
 from tgi.worker.quantization.layer_tensors import LayerTensors
+from tgi.worker.quantization.weight_forms import MX_GROUP
 
 
 class Mxfp4Format:
@@ -17,14 +17,13 @@ class Mxfp4Format:
     list of other layers is not needed."""
 
     stored_as = ("blocks",)
-    remarks = ("the weights are in MXFP4, which is held in 8 bits, exactly",)
+    remarks = ("the weights are in MXFP4",)
 
     def __init__(self, config: QuantizationConfig) -> None:
         """The config has nothing that the tensors do not show."""
 
-    def read_weight(self, tensors: LayerTensors) -> AffineWeight:
+    def read_weight(self, tensors: LayerTensors) -> Float4Weight:
         """See CheckpointFormat."""
         groups = tensors.group_count(MX_GROUP)
         blocks = tensors.read_checked("blocks", (torch.uint8,), tensors.outputs, groups, MX_GROUP // 2)
-        exponents = tensors.read_checked("scales", (torch.uint8,), tensors.outputs, groups)
-        return mx_weight(blocks.flatten(1), exponents)
+        return read_exponents(tensors, blocks.flatten(1), "scales")

@@ -1,4 +1,4 @@
-"""QuantizedWeight: the one representation of quantized weights, the 4-bit codebook, and the stacking of weights."""
+"""QuantizedWeight: the one representation of quantized weights, its 4-bit tables, and the stacking of weights."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tgi.worker.quantization.weight_forms import FACTOR_GROUP, GROUPS
+from tgi.worker.quantization.weight_forms import GROUPS, MX_GROUP
 
 DEQUANTIZED_AT_ONCE = 1 << 24  # elements
 
@@ -25,9 +25,14 @@ class QuantizedWeight(NamedTuple):
       upper half. With shifts, codes are 0 to 15; without shifts, they represent -8 to 7.
     - 4-bit codebook (`factors` is not None): one scale for each output, no shifts, codes packed as above, and
       weight[o, i] = scales[o, 0] * CODEBOOK[factors[o, i // 32], codes[o, i]].
-    - 8-bit floats: codes are float8_e4m3fn [outputs, inputs], with one float32 scale for each output and no shifts.
-      Matrix products of 8-bit floats take float32 scales, and with codes of up to 448 the scales are often so small
-      that float16 has too few bits for them.
+    - 4-bit floats (`factors` are int8): one float64 scale for each output, no shifts, codes of E2M1 packed as above.
+      Factors are the bits of 8-bit floats, of e8m0 for each 32 inputs (MXFP4) or of e4m3 for each 16 (NVFP4):
+      weight[o, i] = E2M1[codes[o, i]] * float32(factors[o, g] * scales[o, 0]). A checkpoint may divide factors by a
+      number; with 64 bits the product with its reciprocal is the quotient, to float32. On our CPU kernels these
+      products are the scales [outputs, groups], in float16 or float32, and `factors` has no columns.
+    - 8-bit floats: codes are float8_e4m3fn [outputs, inputs], without shifts. Scales are float32: with codes of up to
+      448 they are often so small that float16 has too few bits for them. Where each output has one scale, it is one
+      that torch's matrix products of 8-bit floats take.
 
     Scales and shifts of groups are float16. They are float32 where float16 would round those of a checkpoint and the
     model computes in float32.
@@ -36,9 +41,9 @@ class QuantizedWeight(NamedTuple):
     """
 
     codes: Tensor
-    scales: Tensor  # float16 or float32 [outputs, inputs // group]; float32 [outputs, 1] for 8-bit floats
+    scales: Tensor  # float16, float32 or float64 [outputs, inputs // group]
     shifts: Tensor | None  # the dtype of scales [outputs, inputs // group]; None: all zero
-    factors: Tensor | None = None  # uint8 [outputs, inputs // 32], rows of CODEBOOK
+    factors: Tensor | None = None  # uint8 [outputs, inputs // 32], rows of CODEBOOK; int8 for 4-bit floats
 
     @property
     def bits(self) -> int:
@@ -61,12 +66,22 @@ class QuantizedWeight(NamedTuple):
         return self.shape[1] // self.scales.shape[1]
 
     @property
+    def is_float4(self) -> bool:
+        """Whether the codes are 4-bit floats."""
+        return self.factors is not None and self.factors.dtype is torch.int8
+
+    @property
+    def factor_group(self) -> int:
+        """The number of inputs that share a factor; 1 where there are no factors."""
+        return self.shape[1] // self.factors.shape[1] if self.factors is not None and self.factors.shape[1] else 1
+
+    @property
     def is_integer(self) -> bool:
         """Whether each output is 8-bit integers, or codebook entries, times one scale; false where all inputs happen to
         be one of GROUPS. CPU kernels multiply such a weight with integer arithmetic."""
         integers = self.codes.dtype is torch.int8 and self.shifts is None
         single = integers and self.group == self.shape[1] and self.group not in GROUPS
-        return single or self.factors is not None
+        return single or (self.factors is not None and not self.is_float4)
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +100,8 @@ class QuantizedWeight(NamedTuple):
         found = torch.empty(outputs, inputs, dtype=dtype, device=self.device)
         pieces = found.split(max(1, DEQUANTIZED_AT_ONCE // inputs))
         for piece, part in zip(pieces, self.split([len(piece) for piece in pieces]), strict=True):
-            grouped = part.decoded().view(*part.scales.shape, self.group).float()
+            part = part.as_integers()
+            grouped = part.decoded().view(*part.scales.shape, part.group).float()
             grouped *= part.scales.float()[:, :, None]
             if part.shifts is not None:
                 grouped += part.shifts.float()[:, :, None]
@@ -97,10 +113,32 @@ class QuantizedWeight(NamedTuple):
         if self.bits == 8:
             return self.codes
         codes = torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape)
+        assert not self.is_float4
         if self.factors is not None:
             places = codes.view(*self.factors.shape, -1) + self.factors[:, :, None] * CODEBOOK.shape[1]
             return codebook_on(self.device).view(-1).index_select(0, places.int().view(-1)).view(self.shape)
         return codes.to(torch.int8) - (8 if self.shifts is None else 0)
+
+    def with_group_scales(self) -> "QuantizedWeight":
+        """The same weight; 4-bit floats have a scale for each group, in float16 where it has all of them exactly."""
+        if self.factors is None or not self.is_float4 or not self.factors.shape[1]:
+            return self
+        if self.factor_group == MX_GROUP:
+            numbers = powers_on(self.device)[self.factors.view(torch.uint8).int()]
+        else:
+            numbers = self.factors.view(torch.float8_e4m3fn).double()
+        wide = (numbers * self.scales).float()
+        half = wide.half()
+        exact = torch.equal(half.float(), wide) and torch.equal((half / 2).float(), wide / 2)
+        return self._replace(scales=half if exact else wide, factors=self.factors[:, :0])
+
+    def as_integers(self) -> "QuantizedWeight":
+        """The same weight, of which 4-bit floats become 8-bit integers in groups, twice as large."""
+        if not self.is_float4:
+            return self
+        codes = torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape)
+        doubled = e2m1_on(self.device).index_select(0, codes.int().view(-1)).view(self.shape)
+        return QuantizedWeight(doubled, self.with_group_scales().scales / 2, None)
 
     def split(self, outputs: Sequence[int]) -> list["QuantizedWeight"]:
         """Views of consecutive outputs, one for each of these counts."""
@@ -116,11 +154,11 @@ class QuantizedWeight(NamedTuple):
             if group not in GROUPS:
                 return None
             whole = _with_group(self, group)
-        if self.factors is not None and (start % FACTOR_GROUP or stop % FACTOR_GROUP):
+        if self.factors is not None and (start % self.factor_group or stop % self.factor_group):
             return None
         of_groups = slice(None) if whole.scales.shape[1] == 1 else slice(start // whole.group, stop // whole.group)
         of_codes = slice(start * self.bits // 8, stop * self.bits // 8)
-        of_factors = slice(start // FACTOR_GROUP, stop // FACTOR_GROUP)
+        of_factors = slice(start // self.factor_group, stop // self.factor_group)
         slices = of_codes, of_groups, of_groups, of_factors
         return QuantizedWeight(
             *(
@@ -186,6 +224,22 @@ CODEBOOK_FACTORS = torch.tensor([127, -127, 102, -102, 79, -79, 56, 32])  # of 1
 CODEBOOK = (CODEBOOK_FACTORS[:, None] * CODEBOOK_LEVELS / 127).round().to(torch.int8)
 
 
+# 4-bit floats: twice the number of each code, of a sign, two exponent bits and one of the fraction.
+E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+
+
+@cache
+def e2m1_on(device: torch.device) -> Tensor:
+    """E2M1_DOUBLED on this device."""
+    return E2M1_DOUBLED.to(device)
+
+
+@cache
+def powers_on(device: torch.device) -> Tensor:
+    """The number of each e8m0, float64 [256]; the last one stands for no number."""
+    return torch.tensor([*(2.0 ** (bits - 127) for bits in range(255)), math.nan], dtype=torch.float64).to(device)
+
+
 @cache
 def codebook_on(device: torch.device) -> Tensor:
     """CODEBOOK on this device, cached: during the capture of a CUDA graph nothing can be copied to the GPU."""
@@ -219,10 +273,15 @@ def stack_weights(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
 
 def _common_form(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | None:
     """The same weights converted to the same bits, group size and columns, or None if that is not exact."""
-    if all(part.factors is not None for part in parts) or all(part.floating for part in parts):
+    kinds = {(part.is_float4, part.factor_group, part.is_float4 and part.group) for part in parts}
+    if all(part.factors is not None for part in parts) and len(kinds) == 1:
+        wide = any(part.scales.dtype is torch.float32 for part in parts)
+        return [part.with_factors(torch.float32) for part in parts] if wide else list(parts)
+    if all(part.floating for part in parts) and len({part.group for part in parts}) == 1:
         return list(parts)
     if any(part.floating for part in parts):
         return None
+    parts = [part.as_integers() for part in parts]
     parts = [part if part.factors is None else QuantizedWeight(part.decoded(), part.scales, None) for part in parts]
     bits, group = max(part.bits for part in parts), min(part.group for part in parts)
     shifted = any(part.shifts is not None for part in parts)
@@ -250,4 +309,4 @@ def _with_group(weight: QuantizedWeight, group: int) -> QuantizedWeight:
     if times == 1:
         return weight
     shifts = None if weight.shifts is None else weight.shifts.repeat_interleave(times, 1)
-    return QuantizedWeight(weight.codes, weight.scales.repeat_interleave(times, 1), shifts)
+    return weight._replace(scales=weight.scales.repeat_interleave(times, 1), shifts=shifts)

@@ -21,6 +21,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the names of the first and 
 POSITIONS = "model.embed_positions"  # learned vectors of positions
 GROUPS = (16, 32, 64, 128)  # supported group sizes: inputs that share a scale
 FACTOR_GROUP = 32  # inputs that share a factor of the codebook
+MX_GROUP, NV_GROUP = 32, 16  # inputs of 4-bit floats that share a factor, in MXFP4 and NVFP4
 FLOAT8_MULTIPLE = 16  # of outputs and inputs, for torch's products of 8-bit floats
 
 
@@ -31,12 +32,18 @@ class WeightForm(NamedTuple):
     scale_bytes: int = 2
     group: int | None = None  # inputs that share a scale; None: all
     shifts: bool = False
-    factors: bool = False  # of the codebook
+    factors: int = 0  # inputs that share one; 0: there are none
+    floating: bool = False  # the codes are floats
 
 
-INT8, INT4 = WeightForm(8), WeightForm(4, factors=True)
-FLOAT8 = WeightForm(8, scale_bytes=4)
-NVFP4, MXFP4 = WeightForm(8, scale_bytes=4, group=16), WeightForm(8, group=32)
+INT8, INT4 = WeightForm(8), WeightForm(4, factors=FACTOR_GROUP)
+FLOAT8 = WeightForm(8, scale_bytes=4, floating=True)
+NVFP4, MXFP4 = (WeightForm(4, scale_bytes=8, factors=group, floating=True) for group in (NV_GROUP, MX_GROUP))
+# On our CPU kernels scales are of groups, in float16 where they are powers of two.
+WITH_GROUP_SCALES = {
+    NVFP4: WeightForm(4, scale_bytes=4, group=NV_GROUP, floating=True),
+    MXFP4: WeightForm(4, group=MX_GROUP, floating=True),
+}
 # The algorithms of modelopt that are read, and the forms of their weights; None: the tensors alone show it.
 MODELOPT_ALGORITHMS = {
     "NVFP4": NVFP4,
@@ -69,7 +76,7 @@ def weight_bytes(form: WeightForm | None, outputs: int, inputs: range, of_inputs
         return plain
     group = form.group
     if len(inputs) < of_inputs:
-        if form.factors and (inputs.start % FACTOR_GROUP or inputs.stop % FACTOR_GROUP):
+        if form.factors and (inputs.start % form.factors or inputs.stop % form.factors):
             return plain
         if group is not None and (inputs.start % group or inputs.stop % group):
             group = math.gcd(group, inputs.start, inputs.stop)
@@ -77,7 +84,7 @@ def weight_bytes(form: WeightForm | None, outputs: int, inputs: range, of_inputs
                 return plain
     scales = 1 if group is None else len(inputs) // group
     each = len(inputs) * form.bits // 8 + scales * form.scale_bytes * (2 if form.shifts else 1)
-    return outputs * (each + (len(inputs) // FACTOR_GROUP if form.factors else 0))
+    return outputs * (each + (len(inputs) // form.factors if form.factors else 0))
 
 
 def common_form(forms: Sequence[WeightForm | None], inputs: int) -> WeightForm | None:
@@ -85,8 +92,9 @@ def common_form(forms: Sequence[WeightForm | None], inputs: int) -> WeightForm |
     given = [form for form in forms if form is not None]
     if len(given) < len(forms) or len(set(given)) == 1:
         return given[0] if len(given) == len(forms) else None
-    if FLOAT8 in given:
+    if any(form.floating and form.bits == 8 for form in given):
         return None
+    given = [_as_integers(form) for form in given]
     groups = [form.group or inputs for form in given]
     group = min(groups)
     if any(one % group for one in groups):
@@ -97,6 +105,14 @@ def common_form(forms: Sequence[WeightForm | None], inputs: int) -> WeightForm |
         group=None if group == inputs else group,
         shifts=any(form.shifts for form in given),
     )
+
+
+def _as_integers(form: WeightForm) -> WeightForm:
+    """That of QuantizedWeight.as_integers."""
+    if not form.floating:
+        return form
+    group = form.group or form.factors
+    return WeightForm(8, scale_bytes=4 if group == NV_GROUP else 2, group=group)
 
 
 class StoredForms(Protocol):
@@ -143,11 +159,13 @@ class PackedForms(StoredForms):
 
 class CheckpointForms(StoredForms):
     """StoredForms of a quantized checkpoint, from its config. Raises UserError for a config from which they
-    cannot be told. `float8`: the device multiplies 8-bit floats, else these are dequantized at load."""
+    cannot be told. `float8`: the device multiplies 8-bit floats, else these are dequantized at load. `cpu`: weights
+    are held as our CPU kernels take them."""
 
-    def __init__(self, config: QuantizationConfig, float8: bool) -> None:
+    def __init__(self, config: QuantizationConfig, float8: bool, cpu: bool = False) -> None:
         self._config = config
         self._float8 = float8
+        self._cpu = cpu
         self._modelopt: WeightForm | None = None  # of the layers of a checkpoint of modelopt
         self._schemes: list[tuple[tuple[str, ...], QuantizationConfig]] = []  # targets and weights
         method = config.method
@@ -166,6 +184,10 @@ class CheckpointForms(StoredForms):
 
     @override
     def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
+        form = self._stored_form(name, outputs, inputs)
+        return WITH_GROUP_SCALES.get(form, form) if form is not None and self._cpu else form
+
+    def _stored_form(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
         config, method = self._config, self._config.method
         if method == "mxfp4":  # of experts alone
             return MXFP4 if ".experts." in name else None
@@ -207,15 +229,18 @@ class CheckpointForms(StoredForms):
         if weights is None:
             return None
         if weights.text("type", "int") == "float" and weights.integer("num_bits") == 4:
-            return NVFP4 if weights.integer("group_size") == NVFP4.group else MXFP4
+            return NVFP4 if weights.integer("group_size") == NV_GROUP else MXFP4
         if weights.text("type", "int") == "float":
             return self._floats(weights.values.get("block_structure"), outputs, inputs)
         size = -1 if weights.values.get("group_size") is None else weights.integer("group_size")
         return self._affine(weights.integer("num_bits"), size, inputs, not weights.values.get("symmetric", True))
 
     def _floats(self, blocks: object, outputs: int, inputs: int) -> WeightForm | None:
-        if not self._float8 or blocks is not None or outputs % FLOAT8_MULTIPLE or inputs % FLOAT8_MULTIPLE:
+        if not self._float8 or outputs % FLOAT8_MULTIPLE or inputs % FLOAT8_MULTIPLE:
             return None
+        match blocks:
+            case [int(), int(size)] if size < inputs:
+                return FLOAT8._replace(group=size) if size in GROUPS and inputs % size == 0 else None
         return FLOAT8
 
     def _affine(self, bits: int, size: int, inputs: int, shifts: bool) -> WeightForm | None:

@@ -11,9 +11,7 @@ from typing_extensions import override
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization import float8
-from tgi.worker.quantization.affine import AffineWeight
-from tgi.worker.quantization.fp8 import BlockScaledFloats
-from tgi.worker.quantization.layer_tensors import LayerTensors
+from tgi.worker.quantization.layer_tensors import LayerTensors, StoredWeight
 from tgi.worker.quantization.quantize import WeightQuantizer, quantize_weight
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain
 from tgi.worker.quantization.weight_forms import EMBEDDING, FACTOR_GROUP, FLOAT8_MULTIPLE, GROUPS, HEAD
@@ -123,7 +121,7 @@ class CheckpointFormat(Protocol):
     def remarks(self) -> tuple[str, ...]:
         """Lines for the log about this checkpoint."""
 
-    def read_weight(self, tensors: LayerTensors) -> AffineWeight | BlockScaledFloats | Tensor:
+    def read_weight(self, tensors: LayerTensors) -> StoredWeight | Tensor:
         """The weight of a layer that has one of these tensors. Raises UserError if it is not as the format says."""
 
 
@@ -168,14 +166,9 @@ class FormatWeightSource(WeightSource):
         found = self._format.read_weight(LayerTensors(self._checkpoint, name, outputs, inputs))
         if isinstance(found, Tensor):
             return found
-        if isinstance(found, AffineWeight):
-            reason = found.unsupported_reason(self._exact)
-        elif self._float8:
-            reason = found.unsupported_reason()
-        else:
-            reason = "this device does not multiply 8-bit floats"
+        reason = found.unsupported_reason(self._exact, self._float8)
         if reason is None:
-            return found.quantized(self._exact) if isinstance(found, AffineWeight) else found.quantized()
+            return found.quantized(self._exact)
         if reason not in self._logged:
             self._logged.add(reason)
             log.debug("the weight of %s, and others like it, is dequantized at load: %s", name, reason)

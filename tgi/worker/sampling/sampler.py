@@ -16,7 +16,7 @@ from torch import Tensor
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.device_copies import copy_to_device
 from tgi.worker.greedy import argmax, find_greedy_tokens
-from tgi.worker.head_logits import HeadLogits
+from tgi.worker.head_logits import HeadLogits, VocabularyShard
 from tgi.worker.sampling.logits_processors import (
     PENALTIES_AND_MASKS,
     apply_logits_processors,
@@ -28,7 +28,7 @@ from tgi.worker.sampling.sampling_batch import SamplingBatch, has_limits, pack_c
 from tgi.worker.sampling.top_logprobs import TopLogprobs, find_top_logprobs
 
 # GpuKernels.sample.
-SampleRows = Callable[[Tensor, Tensor, bool, float, float | None], tuple[Tensor, Tensor]]
+SampleRows = Callable[[Tensor, Tensor, bool, float, float | None, VocabularyShard | None], tuple[Tensor, Tensor]]
 
 
 class SampledTokens(NamedTuple):
@@ -50,11 +50,15 @@ def sample_head(
 
     Our GPU kernels, where given, sample plain rows from the logits as they are. The other rows are copied for torch,
     which applies penalties and masks; from there on our kernels sample these rows too, unless a row has typical-p or
-    XTC, or asks for alternatives.
+    XTC, or asks for alternatives. Where ranks divide the vocabulary, they exchange all logits, unless all rows are
+    plain and without limits: then only the maxima of splits.
     """
     if gpu_sample is None:
         return sample(head.float32(), batch, noise, kernels)
-    if batch.params.plain.all():
+    plain = batch.params.plain.all()
+    if head.shard is not None and (not plain or has_limits(batch.params, head.shard.vocab)):
+        head = head.joined()
+    if plain:
         return SampledTokens(*_sample_plain(head, batch, gpu_sample), None)
     rows = np.flatnonzero(~batch.params.plain)
     if len(rows) == len(batch.positions):
@@ -117,9 +121,9 @@ def gumbel_argmax(logits: Tensor, row_keys: NDArray[np.int32], noise: Noise) -> 
 
 def _sample_plain(head: HeadLogits, batch: SamplingBatch, gpu_sample: SampleRows) -> tuple[Tensor, Tensor]:
     """The ids and logprobs of rows that have temperature, top-k, top-p and min-p at most."""
-    vocab_size = head.values.shape[1]
+    vocab_size = head.values.shape[1] if head.shard is None else head.shard.vocab
     columns = copy_to_device(pack_columns(batch, vocab_size), head.values.device)
-    return gpu_sample(head.values, columns, has_limits(batch.params, vocab_size), head.scale, head.cap)
+    return gpu_sample(head.values, columns, has_limits(batch.params, vocab_size), head.scale, head.cap, head.shard)
 
 
 def _sample_processed(logits: Tensor, batch: SamplingBatch, noise: Noise, gpu_sample: SampleRows) -> SampledTokens:
