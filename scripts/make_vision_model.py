@@ -74,6 +74,16 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
+    "gemma3": Kind(
+        "gemma3_text",
+        SMALL_TOWER | {"image_size": 84},
+        {
+            **IMAGE_INDEX,
+            "boi_token_index": IMAGE_TOKEN_ID + 1,
+            "eoi_token_index": IMAGE_TOKEN_ID + 2,
+            "mm_tokens_per_image": 9,
+        },
+    ),
     "glm4v": Kind(
         "glm4",
         {**DEEP_TOWER, "out_hidden_size": 64, "image_size": 56},
@@ -124,6 +134,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
+PLACEHOLDERS = {"gemma3": 1}  # in IMAGE_TOKENS, where it is not the first of them
 MODEL_TYPES = {"pixtral": "llava"}  # of kinds that are named otherwise
 
 
@@ -174,7 +185,8 @@ def _add_image_tokens(kind: str, directory: Path) -> None:
     assert tokenizer.token_to_id(IMAGE_TOKENS[0]) == IMAGE_TOKEN_ID
     tokenizer.save(str(directory / "tokenizer.json"))
     path = directory / "tokenizer_config.json"
-    own = {"image_token": IMAGE_TOKENS[0], "video_token": IMAGE_TOKENS[3], "chat_template": CHAT_TEMPLATE}
+    template = CHAT_TEMPLATE.replace("<image>", IMAGE_TOKENS[PLACEHOLDERS.get(kind, 0)])
+    own = {"image_token": IMAGE_TOKENS[0], "video_token": IMAGE_TOKENS[3], "chat_template": template}
     write_json(path, json.loads(path.read_text()) | own | tokenizer_entries(kind))
 
 

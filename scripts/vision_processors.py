@@ -34,6 +34,11 @@ _PIXTRAL_MARKS = {
 }
 # By kind: preprocessor_config.json, then the class of the processor and what processor_config.json has besides.
 PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "gemma3": (
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 84, "width": 84}, "image_seq_length": 9},
+        "Gemma3Processor",
+        {"image_seq_length": 9},
+    ),
     "glm4v": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
     "glm4v_moe": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
     "idefics2": (
@@ -70,6 +75,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 # What a kind's tokenizer_config.json has besides.
 TOKENIZERS = {
+    "gemma3": {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"},
     "idefics2": {"image_boundary_token": "<fake_token_around_image>"},
     "internvl": {
         "start_image_token": "<|vision_start|>",

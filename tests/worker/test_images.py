@@ -80,6 +80,7 @@ def masked(number: int) -> Picture:
 
 # What the processors of the families return for picture `number`.
 PICTURES: dict[str, Callable[[int], Picture]] = {
+    "gemma3": lambda number: picture(number, [9], 1, 3, 84, 84),
     "glm4v": grid,
     "glm4v_moe": grid,
     "idefics2": lambda number: picture(number, [6], 1, 1, 3, 56, 56, pixel_attention_mask=(1, 1, 56, 56)),
@@ -130,6 +131,12 @@ def prompt(kind: str, media: Path, seed: int, *numbers: int, after: int = 0) -> 
     return Prompt(ids + text((28 - len(ids)) % 32, seed + after), images, pictures)
 
 
+# What transformers calls a column that is 1 for image tokens.
+TYPES = {kind: "mm_token_type_ids" for kind, family in VISION_FAMILIES.items() if family.rope} | {
+    "gemma3": "token_type_ids"
+}
+
+
 @cache
 def reference(directory: Path) -> Any:
     transformers.utils.logging.disable_progress_bar()
@@ -146,7 +153,7 @@ def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
     ids, found, logprobs = list(given.ids), [], []
     for _ in range(COUNT):
         types = torch.tensor([[int(token == IMAGE_TOKEN_ID) for token in ids]])
-        more = {"mm_token_type_ids": types} if VISION_FAMILIES[kind].rope else {}
+        more = {TYPES[kind]: types} if kind in TYPES else {}
         with torch.inference_mode():
             model = reference(directory)
             logits = model(input_ids=torch.tensor([ids]), use_cache=False, **tensors, **more).logits[0, -1]
@@ -184,8 +191,9 @@ class Harness:
         size = attention.page_size
         total = pages * size
         limits = DeploymentLimits(
-            total, total - 1, total, chunk, slots, pages, size, model.vocab_size, "float32", "cpu", groups
-        )
+            total, total - 1, total, chunk, slots, pages, size, model.vocab_size, "float32", "cpu", groups,
+            self.images.undivided,
+        )  # fmt: skip
         self.engine = TorchEngine(model, attention, limits, images=self.images)
 
     def start(self) -> ScheduledEngine:
@@ -241,8 +249,8 @@ def test_family(kind: str, tmp_path: Path) -> None:
         assert harness.computed == 3  # their features were kept
 
 
-# One of each kind: a plain tower, positions with axes, further features, recurrent layers.
-EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5")
+# One of each kind: a plain tower, positions with axes, further features, recurrent layers, tokens that see later ones.
+EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma3")
 
 
 @pytest.mark.parametrize("kind", EACH)

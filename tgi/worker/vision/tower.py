@@ -48,6 +48,8 @@ class VisionTower:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise BadImage(f"the model's vision tower cannot compute an image: {error}") from error
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # its time is measured
         return ImageFeatures(
             self._joined(outputs.pooler_output),
             tuple(self._joined(one) for one in getattr(outputs, "deepstack_features", None) or ()),
