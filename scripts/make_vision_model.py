@@ -84,6 +84,25 @@ KINDS: dict[str, Kind] = {
             "mm_tokens_per_image": 9,
         },
     ),
+    "gemma4": Kind(
+        "gemma4_text",
+        {
+            **SMALL_TOWER,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        {
+            **IMAGE_TOKEN,
+            "boi_token_id": IMAGE_TOKEN_ID + 1,
+            "eoi_token_id": IMAGE_TOKEN_ID + 2,
+            "video_token_id": IMAGE_TOKEN_ID + 3,
+            "audio_token_id": IMAGE_TOKEN_ID + 4,
+        },
+        {"use_bidirectional_attention": "vision", "pad_token_id": 5},
+    ),
     "glm4v": Kind(
         "glm4",
         {**DEEP_TOWER, "out_hidden_size": 64, "image_size": 56},
@@ -103,6 +122,7 @@ KINDS: dict[str, Kind] = {
     "llava_next": Kind("llama", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "llava_onevision": Kind("qwen2", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "mistral3": Kind("mistral", SMALL_TOWER | {"head_dim": 16}, {**IMAGE_INDEX, "vision_feature_layer": -1}),
+    "paligemma": Kind("gemma", SMALL_TOWER | {"projection_dim": 64}, {**IMAGE_INDEX, "projection_dim": 64}),
     # Pixtral-12B, whose model_type is llava.
     "pixtral": Kind(
         "mistral",

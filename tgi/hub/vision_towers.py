@@ -53,6 +53,7 @@ _QWEN3_5_ROPE, _GLM_ROPE = MultiAxisRope((11, 11, 10), interleaved=True), MultiA
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily({"pixel_values": 4}, bidirectional=Bidirectional.IMAGES),
+    "gemma4": VisionFamily({"pixel_values": 3, "image_position_ids": 3}, bidirectional=Bidirectional.WINDOWED_IMAGES),
     "glm4v": VisionFamily(_GRID, rope=_GLM_ROPE),
     "glm4v_moe": VisionFamily(_GRID, rope=_GLM_ROPE),
     "idefics2": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
@@ -62,6 +63,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava_next": VisionFamily(_TILES),
     "llava_onevision": VisionFamily({**_TILES, "batch_num_images": 1}, ("batch_num_images",)),
     "mistral3": VisionFamily({"pixel_values": 4, "image_sizes": 2}),
+    "paligemma": VisionFamily({"pixel_values": 4}, bidirectional=Bidirectional.PROMPT),
     "qwen2_5_vl": VisionFamily(_GRID, rope=_QWEN2_ROPE),
     "qwen2_vl": VisionFamily(_GRID, rope=_QWEN2_ROPE),
     "qwen3_5": VisionFamily(_GRID, rope=_QWEN3_5_ROPE),

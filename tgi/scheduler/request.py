@@ -205,17 +205,16 @@ class Request:
     def image_chunk(
         self, start: int, end: int, budget: int, cost: float, waits: bool, undivided: str
     ) -> tuple[int, int]:
-        """Where a chunk from `start` ends that would end at `end`, and the positions of the images that the vision tower
-        computes for it: those that begin in it, and one whose begin was found in the prefix cache. With `undivided`
+        """Where a chunk from `start` ends that would end at `end`, and the positions of the images that the vision
+        tower computes for it: those that begin in it, and one whose begin was found in the prefix cache. With `undivided`
         (DeploymentLimits) it may end later.
 
         The tokens, and `cost` tokens for each of those positions, are within `budget`: the chunk ends before an image
         that is not. An image at its start is computed in any case; so is the first one unless it `waits`: others have
         a share of the step.
         """
-        if undivided == UNDIVIDED_PROMPT and start < self.prompt_tokens:
+        if whole := undivided == UNDIVIDED_PROMPT:
             end = max(end, self.prompt_tokens)
-            budget, waits = end, False
         first, positions, left = 0 if start == self.found_tokens else start, 0, float(budget)
         for position, length, *_ in self.images:
             stop = position + length
@@ -224,16 +223,16 @@ class Request:
             if position >= end:
                 break
             computed = length if position >= first else 0
-            if position > start and (
-                (waits and stop - start + cost * computed > left) or (undivided == UNDIVIDED_IMAGES and stop > end)
-            ):
-                return position, positions
-            if undivided == UNDIVIDED_IMAGES and stop > end:
+            cut = undivided == UNDIVIDED_IMAGES and stop > end
+            if position > start and not whole:
+                if cut or (waits and stop - start + cost * computed > left):
+                    return position, positions
+                if waits:
+                    left -= cost * computed
+                    end = min(end, max(stop, start + int(left)))
+            elif cut:
                 end = stop
-            if waits and position > start:
-                left -= cost * computed
-                end = min(end, max(stop, start + int(left)))
-            positions, waits = positions + computed, waits or bool(computed)
+            positions, waits = positions + computed, waits or computed > 0
         return end, positions
 
     def undivided_tokens(self, undivided: str) -> int:

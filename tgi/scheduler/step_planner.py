@@ -9,6 +9,7 @@ from tgi.microkernel.messages.protocol import (
     LAST_CHUNK,
     PREEMPT,
     PREFILL,
+    UNDIVIDED_PROMPT,
     WORKER_LOST,
     DeploymentLimits,
     RequestEvent,
@@ -366,6 +367,7 @@ class StepPlanner:
         request.shares_pages = shares = (
             self._prefix_caching
             and not request.pooling
+            and not (request.images and self.limits.undivided == UNDIVIDED_PROMPT)  # all of it is in each page
             and (not request.cache_salt or self._adapters.is_loaded(request.cache_salt))
         )
         column = request.token_ids.tobytes()

@@ -68,7 +68,7 @@ class CpuKernelAttention:
         """See AttentionBackend."""
         columns: tuple[Tensor, ...] = (batch.slot_mapping, batch.cu_query_lens, batch.context_lens, batch.page_table)
         bounds, contexts = batch.cu_query_lens.data_ptr(), batch.context_lens.data_ptr()
-        blocks = ()
+        blocks: tuple[int, bool] | tuple[()] = ()
         if batch.blocks is not None:
             columns += (batch.blocks.last_keys,)
             blocks = (batch.blocks.last_keys.data_ptr(), batch.blocks.windows_alone)

@@ -120,7 +120,9 @@ def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
         config = config | (config.get(key) or {})
     config = config | {name: config[own] for name, own in family.key_names.items() if config.get(own) is not None}
     values = {key: config.get(key, missing) for key, missing in (COMMON_KEYS | family.keys).items()}
-    if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which requests have not
+    sees_later = values.get("use_bidirectional_attention")
+    # Of images, and of PaliGemma's prompts with images: see Bidirectional in hub/vision_towers.py.
+    if sees_later not in (None, False, "vision") and config.get(WHOLE_TYPE) != "paligemma":
         raise UnsupportedConfig("use_bidirectional_attention")
     heads = config["num_attention_heads"] if family.attention else 1
     latent = _latent(values, config) if family.latent else None
@@ -245,7 +247,9 @@ def _own_sizes(
 
 def _layer_inputs(values: dict[str, Any]) -> LayerInputConfig | None:
     width = values.get("hidden_size_per_layer_input")
-    return LayerInputConfig(width, values["vocab_size_per_layer_input"]) if width else None
+    if not width:
+        return None
+    return LayerInputConfig(width, values["vocab_size_per_layer_input"], values.get("pad_token_id") or 0)
 
 
 def _query_scale(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any] | None:

@@ -28,8 +28,8 @@ COMMON_KEYS: dict[str, Any] = {
 # Multimodal models whose text part computes what a model of text alone does. Their images: hub/vision_towers.py.
 WITH_TEXT_PART = (
     "gemma3", "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "idefics2", "idefics3", "internvl", "kimi_k25",
-    "lfm2_vl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
-    "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+    "lfm2_vl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "paligemma", "qwen2_5_vl", "qwen2_vl",
+    "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip
 
 # Names under which models of a family are published, too. Those of Qwen2-VL have their text part in no part of its own.
@@ -140,6 +140,7 @@ _GEMMA4 = {
     "use_double_wide_mlp": False,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
+    "pad_token_id": 0,
     "enable_moe_block": False,
     "num_experts": None,
     "top_k_experts": None,

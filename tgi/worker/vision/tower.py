@@ -80,6 +80,8 @@ def load_tower(
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         without_decoder(config.get_text_config())
+        if getattr(config, "audio_config", None) is not None:
+            config.audio_config = None  # its tower is not used
         vars(config).pop("quantization_config", None)  # of the decoder
         with Checkpoint(directory) as checkpoint:
             made = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
@@ -126,6 +128,8 @@ def without_decoder(config: Any) -> None:
     config.pad_token_id = None
     if getattr(config, "layer_types", None):
         config.layer_types = []
+    if getattr(config, "hidden_size_per_layer_input", None):
+        config.hidden_size_per_layer_input = 0
 
 
 def _of_decoder(name: str) -> bool:
