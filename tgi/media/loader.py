@@ -158,8 +158,8 @@ class Lane:
         self.running: list[str] = []  # the images' clients
 
     def take(self) -> Waiting | None:
-        """The next image for a free thread, if there are both. Of several threads the last free one is kept for a client
-        that has none."""
+        """The next image for a free thread, if there are both. Of several threads the last free one is kept for a
+        client that has none."""
         free = self.threads - len(self.running)
         return self.queue.take(self.running if free == 1 else ()) if free else None
 

@@ -206,8 +206,8 @@ class Request:
         self, start: int, end: int, budget: int, cost: float, waits: bool, undivided: str
     ) -> tuple[int, int]:
         """Where a chunk from `start` ends that would end at `end`, and the positions of the images that the vision
-        tower computes for it: those that begin in it, and one whose begin was found in the prefix cache. With `undivided`
-        (DeploymentLimits) it may end later.
+        tower computes for it: those that begin in it, and one whose begin was found in the prefix cache. With
+        `undivided` (DeploymentLimits) it may end later.
 
         The tokens, and `cost` tokens for each of those positions, are within `budget`: the chunk ends before an image
         that is not. An image at its start is computed in any case; so is the first one unless it `waits`: others have
