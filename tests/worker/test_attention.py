@@ -376,16 +376,17 @@ def test_blocks_see_each_other(variant: str, windows_alone: bool) -> None:
         columns = zip(*((one.query, one.key, one.value) for one in (other, sequence)), strict=True)
         qkv = torch.cat([torch.cat((one, two[start:stop])) for one, two in columns], 1)
         found = attention.write_and_attend(attention.plan(batch._replace(blocks=blocks)), layer, qkv, 0.3)
-        return found.reshape(len(qkv), -1, 32).split([90, stop - start])
+        one, two = found.reshape(len(qkv), -1, 32).split([90, stop - start])
+        return one, two
 
     def memory() -> AttentionBackend:
         return CudaAttention(kv, 300, CPU) if variant == "torch as on CUDA" else build_attention(kv, 300, CPU)
 
     for layer in (0, 1):
         causal = windows_alone and layer == 0
-        options = {"window": kv.sliding_window(layer), "last": None if causal else last}
+        right = expected(sequence, window=kv.sliding_window(layer), last=None if causal else last)
         beside, whole = step(memory(), layer, 0, 330)
-        torch.testing.assert_close(whole.double(), expected(sequence, **options), rtol=limit, atol=limit)
+        torch.testing.assert_close(whole.double(), right, rtol=limit, atol=limit)
         alone = run(memory(), (other, 0, 90), layer=layer)[0]
         torch.testing.assert_close(beside, alone, rtol=0, atol=1e-6 if variant == "torch as on CUDA" else 0)
         again = memory()
