@@ -288,7 +288,7 @@ class StepPlanner:
     def _add_chunk(self, builder: "StepBuilder", request: Request, budget: int) -> int:
         """Adds a row of at most `budget` prompt tokens, or more if an image has. Returns how many it has, and what the
         images that are computed for it cost."""
-        start, known = request.planned, len(request.token_ids)
+        start, known, left = request.planned, len(request.token_ids), budget
         if request.capacity < known and request.capacity - start < budget:  # see `_slide_prompts`
             budget = request.capacity - start
             if not budget:
@@ -300,7 +300,7 @@ class StepPlanner:
             tokens = budget
         encoder_cost = 0
         if request.images and start < request.prompt_tokens:
-            tokens, encoder_cost = self._add_images(builder, request, tokens, budget)
+            tokens, encoder_cost = self._add_images(builder, request, tokens, left)
             if not tokens:
                 return 0
         samples = start + tokens == known
