@@ -90,7 +90,11 @@ FURTHER: dict[str, dict[str, Any]] = {  # entries of single types
     "xmod": {"default_language": "en_XX"},
 }
 # The tests of which a run has one variant of each family (tests/families.py).
-VARIED = ("tests/worker/test_families.py", "tests/worker/test_planning.py", "tests/worker/distributed/test_models.py")
+VARIED = (
+    *("tests/worker/test_families.py", "tests/worker/test_planning.py", "tests/worker/test_images.py"),
+    *("tests/worker/cpu_kernels/test_models.py", "tests/worker/cpu_kernels/test_program.py"),
+    "tests/worker/distributed/test_models.py",
+)
 RESULTS = (  # title, and how the lines begin and end
     ("agree, built-in decoder", "right", "built-in decoder"),
     ("agree, transformers' code", "right", "transformers' code"),

@@ -112,9 +112,13 @@ def _shape(found: Any) -> str:
     ]
     launch = max(one["flow"]["launch"] for one in decode if not one["recorded"])
     prefill = [f"{one['tokens']} tokens {one['ms']:.0f} ms ({one['share']:.0%})" for one in found["prefill"]]
+    mixed = [
+        f"{one['name']} {one['computed'] if one['recorded'] is None else one['recorded']:.1f} ms"
+        for one in found["mixed"]
+    ]
     return (
         f"copy {peaks['read'] / 1e12:.2f} TB/s, product {peaks['product'] / 1e12:.0f} TFLOP/s; {', '.join(steps)}; "
-        f"prefill {', '.join(prefill)}; launch without graphs {launch:.1f} ms"
+        f"prefill {', '.join(prefill)}; launch without graphs {launch:.1f} ms; {', '.join(mixed)}"
     )
 
 

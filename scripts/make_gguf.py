@@ -24,8 +24,11 @@ ARCHITECTURES = {
     "mixtral": MODEL_ARCH.LLAMA,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
+    "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "lfm2_moe": MODEL_ARCH.LFM2MOE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
 }
-PERMUTED = ("llama", "mixtral", "granite", "smollm3")
+PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoehybrid")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
 # others, so that random codes have a mean of 0.
 SCALES = {
@@ -45,6 +48,9 @@ NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "norm_epsilon": "attention.layer_norm_epsilon",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "conv_L_cache": "shortconv.l_cache",
+    "num_dense_layers": "leading_dense_block_count",
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
@@ -57,6 +63,29 @@ NUMBERS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "head_dim": "attention.key_length",
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+    "conv_kernel": "ssm.conv_kernel",
+    "ssm_state_size": "ssm.state_size",
+    "mamba_num_heads": "ssm.time_step_rank",
+    "n_groups": "ssm.group_count",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+}
+
+PLAIN = (".bias", "norm.weight", "ffn_gate_inp.weight", "conv.weight", "conv1d.weight", "ssm_a", "ssm_d")
+# Of Nemotron-H with experts.
+NUMBERS_OF_EXPERTS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
 }
 
 
@@ -77,6 +106,14 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
             parts = {"down": values} if match[2] == "down" else {"gate": values[:, 0::2], "up": values[:, 1::2]}
             found |= {f"{match[1]}{part}_proj.{end}": np.ascontiguousarray(one) for part, one in parts.items()}
             continue
+        if name.endswith((".conv.conv.weight", ".conv1d.weight")):
+            values = values.squeeze(1)
+        if name.endswith("input_linear.weight"):  # of Granite
+            stem, rows = name.removesuffix("input_linear.weight"), values.shape[-2] // 2
+            found |= {f"{stem}first.weight": values[..., :rows, :], f"{stem}second.weight": values[..., rows:, :]}
+            continue
+        if name.endswith((".A_log", ".D")):
+            values = values[:, None] if name.endswith("D") else -np.exp(values[:, None])
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
         else:
@@ -113,19 +150,21 @@ def write_gguf(
     one of each stored name. Norms, biases and routers stay float32.
     """
     config = json.loads((model / "config.json").read_text())
-    kind = config["model_type"]
-    arch = MODEL_ARCH_NAMES[architecture(kind)]
-    names = get_tensor_name_map(architecture(kind), config["num_hidden_layers"])
+    kind, layers = config["model_type"], config.get("layers_block_type") or config.get("layer_types") or []
+    number = MODEL_ARCH.NEMOTRON_H_MOE if "moe" in layers else architecture(kind)
+    arch, count = MODEL_ARCH_NAMES[number], config.get("num_hidden_layers") or len(layers)
+    names = get_tensor_name_map(number, count)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {}
+    tensors = load_file(model / "model.safetensors")
     keys = {
-        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.block_count": count,
         f"{arch}.context_length": config["max_position_embeddings"],
         f"{arch}.embedding_length": config["hidden_size"],
         f"{arch}.feed_forward_length": config["intermediate_size"],
         f"{arch}.attention.head_count": heads,
         f"{arch}.attention.head_count_kv": kv_heads,
-        f"{arch}.rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
+        f"{arch}.rope.freq_base": rope.get("full_attention", rope).get("rope_theta"),
         **{f"{arch}.{stored}": config[name] for name, stored in NUMBERS.items() if config.get(name)},
         **tokenizer_metadata(model),
     }
@@ -135,24 +174,52 @@ def write_gguf(
             f"{arch}.rope.scaling.factor": rope["factor"],
             f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
+    if kind in ("lfm2", "lfm2_moe", "nemotron_h", "granitemoehybrid"):
+        keys[f"{arch}.attention.head_count_kv"] = [kv_heads * (layer == "full_attention") for layer in layers]
+    if kind == "nemotron_h":
+        keys = {key: value for key, value in keys.items() if ".expert_" not in key}
+        if "moe" in layers:
+            keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_EXPERTS.items()}
+        inner = config["moe_intermediate_size" if "moe" in layers else "intermediate_size"]
+        keys[f"{arch}.feed_forward_length"] = [inner * (layer in ("mlp", "moe")) for layer in layers]
+        keys[f"{arch}.ssm.inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
+    if kind == "granitemoehybrid":
+        keys[f"{arch}.ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+        keys[f"{arch}.rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
+    if kind == "lfm2":
+        keys[f"{arch}.feed_forward_length"] = len(tensors["model.layers.0.feed_forward.w1.weight"])
+    if kind == "lfm2_moe":
+        keys[f"{arch}.expert_gating_func"] = 2
     if config.get("head_dim"):
         keys[f"{arch}.attention.value_length"] = config["head_dim"]
     if rope.get("partial_rotary_factor"):
-        keys[f"{arch}.rope.dimension_count"] = int(rope["partial_rotary_factor"] * config["hidden_size"] // heads)
+        keys[f"{arch}.rope.dimension_count"] = int(
+            rope["partial_rotary_factor"] * (config.get("head_dim") or config["hidden_size"] // heads)
+        )
     if config.get("sliding_window") and kind != "starcoder2":
         keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
     keys |= metadata or {}
     writer = GGUFWriter(path, arch)
     for key, value in keys.items():
         add(writer, key, value)
-    for name, values in joined(load_file(model / "model.safetensors")).items():
+    for name, values in joined(tensors).items():
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
         if kind in SHIFTED and name.endswith("norm.weight"):
             values = values + 1
-        stored = names.get_name(name + ".weight" * name.endswith("sinks"), try_suffixes=(".weight", ".bias"))
+        if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+            values = values.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
+        whole = name + ".weight" * name.endswith("sinks") + ".bias" * name.endswith("expert_bias")
+        whole = re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole).replace("mamba.dt.", "mamba.dt_proj.")
+        others = (whole.removeprefix("model."), re.sub(r"^backbone(.*)\.mixer\.experts", r"model\1.mlp.experts", whole))
+        found = (names.get_name(one, (".weight", ".bias")) for one in (whole, *others))
+        stored = next((one for one in found if one is not None), None)
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)\.(first|second|output_linear)\.weight", name):
+            end = "_exps" if match[2] != "shared_mlp" else "_shexp" * bool(config["num_local_experts"])
+            part = {"first": "gate", "second": "up", "output_linear": "down"}[match[3]]
+            stored = f"blk.{match[1]}.ffn_{part}{end}.weight"
         assert stored is not None, name
-        plain = values.ndim == 1 or stored.endswith((".bias", "norm.weight", "ffn_gate_inp.weight"))
+        plain = values.ndim == 1 or stored.endswith(PLAIN)
         asked = quantization if isinstance(quantization, str) else quantization(stored)
         block = GGMLQuantizationType["F32" if plain else asked]
         raw = random_blocks(values, block) if block in SCALES else quantize(values, block)

@@ -162,6 +162,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("FalconConfig", {"new_decoder_architecture": True}),
     "bloom": ("BloomConfig", {}),
     "mpt": ("MptConfig", {}),
+    "gpt2": ("GPT2Config", {}),
     "gpt_bigcode": ("GPTBigCodeConfig", {}),
     "opt": ("OPTConfig", {}),
     "phimoe": ("PhimoeConfig", {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}),
@@ -364,6 +365,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "persimmon": ("PersimmonConfig", {}),  # runs through transformers
 }
 # Where it need not be hidden / heads.
 HEAD_DIM = (
@@ -371,7 +373,7 @@ HEAD_DIM = (
     *("gpt_oss", "seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "nemotron_h"),
 )
-KINDS = (*CONFIGS, "gpt2")
+KINDS = tuple(CONFIGS)
 # Names that configurations have for those of others.
 GPT_NAMES = {
     "hidden_size": "n_embd",
@@ -382,6 +384,7 @@ GPT_NAMES = {
 }
 OTHER_NAMES = {
     "gptj": GPT_NAMES,
+    "gpt2": GPT_NAMES,
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
     "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "seq_length"},
     "mpt": {
@@ -481,16 +484,6 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
     import transformers
 
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if kind == "gpt2":
-        return transformers.GPT2Config(
-            vocab_size=shape["vocab"],
-            n_embd=shape["hidden"],
-            n_layer=shape["layers"],
-            n_head=shape["heads"],
-            n_inner=shape["intermediate"],
-            n_positions=shape["context"],
-            **ids,
-        )
     arguments: dict[str, Any] = dict(
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
@@ -511,7 +504,7 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
     name, options = CONFIGS[kind]
     if "kv_lora_rank" in options:
         arguments["num_key_value_heads"] = shape["heads"]
-    if kind in ("gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "mpt"):
+    if kind in ("gpt_neox", "gptj", "gpt2", "gpt_bigcode", "opt", "bloom", "mpt", "persimmon"):
         del arguments["num_key_value_heads"]
     if kind in ("bloom", "mpt"):  # always four times as wide
         del arguments["intermediate_size"]

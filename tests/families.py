@@ -10,6 +10,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 ALL = bool(os.environ.get("TGI_ALL_VARIANTS"))
+# A family of each kind of layer that has recurrent states: convolutions, the delta rule, state spaces; and of the other
+# kinds: soft caps and windows, sinks and experts, alibi, chunks, keys of an earlier layer, latent attention.
+RECURRENT_STRUCTURES = ("lfm2", "qwen3_next", "mamba2")
+STRUCTURES = (
+    *("gemma2", "gpt_oss", "bloom", "llama4_text", "gemma4_text", "deepseek_v3"),
+    *RECURRENT_STRUCTURES,
+)
+
+
+def in_depth(families: Iterable[str], chosen: Sequence[str] = STRUCTURES) -> list[str]:
+    """Those of the families that are chosen, or all."""
+    return [family for family in families if ALL or family in chosen]
 
 
 def with_variants(families: Iterable[str], variants: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -97,8 +97,8 @@ def test_failures_are_sentences_and_not_part_of_the_conversation(url: str) -> No
     assert [one["role"] for one in Handler.asked[-1]["messages"]] == ["user"]
     with pytest.raises(UserError, match="No server answers"):
         Server("http://127.0.0.1:1", None, None, {})
-    with pytest.raises(UserError, match="is no address"):
-        Server("localhost:3000", None, None, {})
+    with pytest.raises(UserError, match="is not the URL of a server"):
+        Server("ftp://host", None, None, {})
 
 
 def test_lines_of_standard_input_are_questions(url: str) -> None:

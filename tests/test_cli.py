@@ -59,7 +59,7 @@ FLAGS: list[tuple[str, list[str], Any]] = [
 ]
 MISTAKES = [
     (["--nonsense"], 2, "No such option"),
-    (["--model-idd", "x"], 2, "Did you mean one of: '--draft-model-id', '--model-id'?"),
+    (["--model-idd", "x"], 2, "Did you mean one of: '--draft-model-id', '--model-id', '--models'?"),
     (["--model-id"], 2, "requires an argument"),
     (["--model-id", ""], 2, "it is empty"),
     (["--api-key", " "], 2, "it is empty"),
@@ -331,7 +331,15 @@ def test_flags_and_variables_are_unique() -> None:
     assert len(set(shorts)) == len(shorts)
     assert len(set(variables)) == len(variables)
     derived = {"run_dir", "model_dir", "model_sha", "model_source", "model_pipeline_tag", "sampling_defaults"}
-    derived |= {"draft_model_dir", "adapters", "given_api_keys", "pipeline", "replica_index", "sees_images"}
+    derived |= {
+        "draft_model_dir",
+        "adapters",
+        "given_api_keys",
+        "pipeline",
+        "replica_index",
+        "sees_images",
+        "served_name",
+    }
     assert set(OPTIONS) | derived == set(vars(Settings()))
 
 

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-from urllib.parse import urlsplit
 
 import click
 import msgspec
@@ -31,6 +30,7 @@ from msgspec import Raw
 from tgi.api.shapes.batches import BatchLine, BatchLineError, BatchLineResponse, BatchResult
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.processes.process import die_with_parent
+from tgi.server_address import ServerAddress
 
 # A request that gets no answer, as while a server restarts, is sent again for so long.
 LOST_SECONDS = 120.0
@@ -150,13 +150,8 @@ class Server:
     """A server, as one of the threads uses it."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        """Raises UserError for what is no URL."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{url} is not the URL of a server, such as http://127.0.0.1:3000.")
-        self.url = url
-        self._parts = parts
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        """Raises UserError for what is not the URL of a server."""
+        self._address = ServerAddress.parse(url)
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._local = threading.local()
 
@@ -170,11 +165,13 @@ class Server:
             except (OSError, http.client.HTTPException) as error:
                 self._local.connection = None
                 if time.monotonic() - began > LOST_SECONDS:
-                    raise Unreachable(f"{self.url} does not answer: {error or type(error).__name__}.") from error
+                    raise Unreachable(
+                        f"{self._address.url} does not answer: {error or type(error).__name__}."
+                    ) from error
                 time.sleep(pause)
             else:
                 if response.status == 401:
-                    raise Unreachable(f"{self.url} refuses the API key. Give another one with --api-key.")
+                    raise Unreachable(f"{self._address.url} refuses the API key. Give another one with --api-key.")
                 if response.status not in RETRIED:
                     return response.status, response.headers.get("x-request-id") or "", answer
                 began = time.monotonic()
@@ -185,9 +182,8 @@ class Server:
     def _send(self, path: str, body: bytes) -> http.client.HTTPResponse:
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is None:
-            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-            connection = self._local.connection = kind(self._parts.netloc.rpartition("@")[2])
-        connection.request("POST", self._prefix + path, body, self._headers)
+            connection = self._local.connection = self._address.connection()
+        connection.request("POST", self._address.prefix + path, body, self._headers)
         return connection.getresponse()
 
 

@@ -5,9 +5,9 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TextIO
-from urllib.parse import urlsplit
 
 from tgi.microkernel.errors import UserError
+from tgi.server_address import ServerAddress
 
 HELP = """/system TEXT  sets the system prompt, and begins anew; without TEXT there is none
 /retry        asks the last question again
@@ -29,12 +29,8 @@ class Server:
     """A server, asked by its chat route."""
 
     def __init__(self, url: str, key: str | None, model: str | None, parameters: dict[str, Any]) -> None:
-        """Raises UserError for a URL that is not http:// or https://."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{url!r} is no address of a server. Give one such as http://127.0.0.1:3000.")
-        self._url, self._host, self._port, self._tls = url, parts.hostname, parts.port, parts.scheme == "https"
-        self._path = parts.path.rstrip("/").removesuffix("/v1")  # base URLs of OpenAI's clients end so
+        """Raises UserError for what is not the URL of a server."""
+        self._address = ServerAddress.parse(url)
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._parameters = parameters
         self.model = model or self._first_model()
@@ -48,7 +44,7 @@ class Server:
                 if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                     yield from _pieces(data)
         except (OSError, http.client.HTTPException) as error:
-            raise UserError(f"The connection to {self._url} was lost: {error}") from error
+            raise UserError(f"The connection to {self._address.url} was lost: {error}") from error
         finally:
             connection.close()
 
@@ -57,28 +53,27 @@ class Server:
         try:
             return str(json.loads(response.read())["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{self._url} lists no model at /v1/models. Name one by --model.") from error
+            raise UserError(f"{self._address.url} lists no model at /v1/models. Name one by --model.") from error
         finally:
             connection.close()
 
     def _send(
         self, method: str, path: str, body: bytes | None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=REFUSED_SECONDS)
+        connection = self._address.connection(REFUSED_SECONDS)
         try:
             connection.connect()
             connection.sock.settimeout(None)
-            connection.request(method, self._path + path, body, self._headers)
+            connection.request(method, self._address.prefix + path, body, self._headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise UserError(f"No server answers at {self._url}: {error}. `tgi up` starts one.") from error
+            raise UserError(f"No server answers at {self._address.url}: {error}. `tgi up` starts one.") from error
         if response.status != 200:
             text = response.read(2000).decode(errors="replace")
             connection.close()
             advice = " Give --api-key, or OPENAI_API_KEY." if response.status == 401 else ""
-            raise UserError(f"{self._url}{path} answers {response.status}: {_message(text)}{advice}")
+            raise UserError(f"{self._address.url}{path} answers {response.status}: {_message(text)}{advice}")
         return connection, response
 
 

@@ -21,6 +21,7 @@ from tgi import INTERRUPTED, __version__
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.loading import load_settings
 from tgi.microkernel.settings.options import SettingOption, boolean, counts, flag
+from tgi.microkernel.settings.served_models import is_named_model
 from tgi.microkernel.settings.table import DEFAULTS, GROUPS, MTP, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
 
 # The headings of `tgi --help`, with their commands.
@@ -115,9 +116,10 @@ class SettingsCommand(click.Command):
     are shown by --help-all only."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses; another server's name of a setting is rejected with the name here."""
+        """Parses; another server's name of a setting is rejected with the name here. --model-id NAME=SOURCE is one of
+        --models."""
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, _with_named_models(args))
         except click.NoSuchOption as error:
             if name := FLAGS_OF_OTHERS.get(error.option_name):
                 raise click.UsageError(f"No such option {error.option_name!r}. Here it is {flag(name)}.", ctx) from None
@@ -147,6 +149,20 @@ class SettingsCommand(click.Command):
                 rows.append(("…", f"{left[group]} rarely needed: --help-all"))
             _write(formatter, group, rows)
         _write(formatter, "Help", [record for record in others if record])
+
+
+def _with_named_models(args: list[str]) -> list[str]:
+    """The arguments with --models in place of --model-id where its value is NAME=SOURCE."""
+    found: list[str] = []
+    for arg in args:
+        flag, _, value = arg.partition("=")
+        if flag == "--model-id" and is_named_model(value):
+            found.append(f"--models={value}")
+        elif found and found[-1] == "--model-id" and is_named_model(arg):
+            found[-1:] = ["--models", arg]
+        else:
+            found.append(arg)
+    return found
 
 
 def _write(formatter: click.HelpFormatter, heading: str, rows: list[tuple[str, str]]) -> None:

@@ -26,7 +26,8 @@ SAMPLE_SECONDS = 1.0
 # The columns of `tgi ps` and `tgi top` in their order. A terminal that is too narrow for all lacks those with the
 # highest numbers.
 COLUMNS = {
-    "name": 0, "pid": 3, "state": 1, "stage": 7, "cpu": 5, "memory_mb": 4, "beat_age": 8, "progress_age": 6, "work": 2,
+    "name": 0, "model": 2, "pid": 3, "state": 1, "stage": 7, "cpu": 5, "memory_mb": 4, "beat_age": 8,
+    "progress_age": 6, "work": 2,
 }  # fmt: skip
 # The last column may be cut to this width before others are left out.
 MIN_LAST_WIDTH = 24
@@ -37,8 +38,9 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 def table(rows: list[dict[str, Any]], width: int | None) -> list[str]:
     """The rows as lines with aligned columns, and a heading. `width`: of the terminal. Before there are two samples
-    `cpu` is left out."""
-    columns = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
+    `cpu` is left out, and so is the model where there is one for all."""
+    several = len({row["model"] for row in rows}) > 1
+    columns = [name for name in COLUMNS if any(row[name] is not None for row in rows) and (several or name != "model")]
     shown = [{name: _cell(row, name) for name in columns} for row in rows]
     widths = {name: max(len(name), *(len(row[name]) for row in shown)) for name in columns}
 

@@ -27,13 +27,21 @@ from tgi.microkernel.links import curve
 from tgi.microkernel.links.discovery import resolve_name
 from tgi.microkernel.messages.protocol import ROLES
 from tgi.microkernel.observability import flight_recorder, log, metrics, tracing
-from tgi.microkernel.observability.progress import Progress, abbreviated_path
+from tgi.microkernel.observability.progress import Progress, StageReport, abbreviated_path
 from tgi.microkernel.processes import rollout
 from tgi.microkernel.processes.child import ProcessSpec
 from tgi.microkernel.processes.fork_server import ForkServer, start_fork_servers
+from tgi.microkernel.processes.model_manager import ModelManager
+from tgi.microkernel.processes.model_table import SOCKET_NAME
 from tgi.microkernel.processes.supervisor import Supervisor, listening_socket, raise_file_limit
-from tgi.microkernel.settings.loading import ineffective_flags, non_default_settings, with_reloaded
+from tgi.microkernel.settings.loading import (
+    ineffective_flags,
+    load_served_models,
+    non_default_settings,
+    with_reloaded,
+)
 from tgi.microkernel.settings.lora_adapters import named_adapters
+from tgi.microkernel.settings.served_models import ServedModel
 from tgi.microkernel.settings.table import GENERATION_CONFIGS, MTP, Settings
 from tgi.worker.preload import Preload
 
@@ -54,8 +62,11 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if settings.worker == "remote":
         roles = [role for role in roles if role != "worker"]
     _check_hosts(settings, roles)
+    served = load_served_models(settings)
+    if served and not {*ROLES} <= {*roles}:
+        raise UserError("Only `tgi up` serves several models: it starts the processes of each. Name one model here.")
     raise_file_limit()
-    fork_servers = start_fork_servers(_preloads(settings, roles))
+    fork_servers = start_fork_servers(preloads(settings, roles))
     preload = Preload.of(settings)
     terminal = ControllingTerminal()
     # Until the supervisor handles signals. A SIGHUP that reloads files has nothing to do yet.
@@ -106,10 +117,21 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     _announce(settings)  # after checks that may reject the start, whose error is then the only output
     if "api" in roles and settings.compute_type is None:
         settings = replace(settings, compute_type=compute_type(settings))
-    settings = progress.settings = _with_model(settings, roles, progress)
+    if served:
+        settings = progress.settings = replace(
+            settings,
+            model_id=", ".join(one.name for one in served),
+            models=tuple(f"{one.name}={one.settings.model_id}" for one in served),
+        )
+    else:
+        settings = progress.settings = _with_model(settings, roles, progress)
     # Also for a model that reads text alone: `tgi reload` may follow with another one.
     media_lock = rundir.create_media_directory(settings.run_dir) if "media" in roles else None
-    if "media" in roles and settings.sees_images:
+    if served:
+        for claim in [claim for claim in claims if claim.role in ("media", "tokenizer")]:  # each has those of its own
+            claim.lock.release()
+            claims.remove(claim)
+    elif "media" in roles and settings.sees_images:
         interpreter.require_packages(MEDIA_PACKAGES, "Loading images")
     else:
         for claim in [claim for claim in claims if claim.role == "media"]:
@@ -126,6 +148,7 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         )
         for role, replica, lock in reversed(claims)
         for index in range(settings.replicas if role in rundir.SINGLE_ROLES else 1)
+        if not served or role == "api"  # the others are started with each model
     ]
 
     def on_tick() -> None:
@@ -137,7 +160,8 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
 
     supervisor = Supervisor(settings, specs, terminal, on_tick, fork_server)
     try:
-        supervisor.run(partial(rollout.start_operation, supervisor))
+        models = _model_manager(supervisor, settings, served) if served else None
+        supervisor.run(partial(rollout.start_operation, supervisor), models)
     finally:
         if metrics_server:
             metrics_server.close()
@@ -149,7 +173,24 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
             lock.release()
 
 
-def _preloads(settings: Settings, roles: Sequence[str]) -> dict[str, Callable[[], None]]:
+def _model_manager(supervisor: Supervisor, settings: Settings, served: Sequence[ServedModel]) -> ModelManager:
+    """What loads and unloads the models of a server with several."""
+
+    def resolve(model: Settings, report: Callable[[str], None]) -> Settings:
+        found = _with_model(model, ROLES, StageReport(report))
+        if found.sees_images:
+            interpreter.require_packages(MEDIA_PACKAGES, "Loading images")
+        return found
+
+    def fits(model: Settings) -> bool:
+        free = memory.free_bytes(_device_of_worker(settings.run_dir))
+        return free is None or memory.needed_bytes(model) <= free
+
+    path = settings.run_dir / SOCKET_NAME
+    return ModelManager(path, served, settings.max_loaded_models, supervisor, resolve, fits)
+
+
+def preloads(settings: Settings, roles: Sequence[str]) -> dict[str, Callable[[], None]]:
     """What the fork servers for processes of these roles import: one what all of them do, and one what the worker does
     besides, torch above all."""
     worker = Preload.of(settings) if "worker" in roles else None

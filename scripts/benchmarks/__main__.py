@@ -6,6 +6,7 @@ import sys
 # Name on the command line: module, and what it measures. The order is that of the help.
 MEASUREMENTS = {
     "serving": ("serving", "a server over HTTP: start, TTFT, inter-token latency, tokens/s, CPU time and memory"),
+    "start": ("start", "command to first token, and kill -9 to the next one, by part; known prompts after a restart"),
     "front-ends": ("front_ends", "throughput of one, two, three front ends that each get a share of a core"),
     "latency": ("latency", "what front end, tokenizer and scheduler add to each token of a stream"),
     "idle": ("idle", "wake-ups of processes while streams and connections are idle"),

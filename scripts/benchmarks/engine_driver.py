@@ -82,6 +82,12 @@ class Requests:
         )
 
 
+def joined(one: Step, other: Step) -> Step:
+    """The rows of two steps, in this order, as one step."""
+    columns = ("slots", "page_tables", "page_ids", "rows", "starts", "counts", "samples")
+    return one._replace(**{name: getattr(one, name) + getattr(other, name) for name in columns})
+
+
 class Flow(NamedTuple):
     """Times of steps with DEPTH of them in flight. Milliseconds, medians except for the whole."""
 

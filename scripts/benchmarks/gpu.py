@@ -13,6 +13,8 @@ rounds, and shares are relative to what this device has just reached:
 - "step" is the time between the ends of two steps with two in flight, as in the worker's loop, and "launch" the
   host's time to launch one. "between" is the share of time from the end of a step to the start of the next, by
   events; "idle" is 1 - device / step, which includes waits within steps;
+- steps with prompt chunks or drafts are measured with CUDA graphs and without, so that a step with decode rows and a
+  chunk can be compared with its parts;
 - a prefill of T tokens is 2 W T + 2 L H T (T + 1) + 2 H V floating point operations: W weights in the matrices of L
   layers of width H, each of whose queries attends to all previous keys, and V logits once.
 """
@@ -29,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +39,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from scripts.benchmarks.engine_driver import Alone, Flow, Requests, flow
+from scripts.benchmarks.engine_driver import Alone, Flow, Requests, collected, flow, joined
 from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored, write_config
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.microkernel.messages.protocol import Step
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.settings.loading import load_settings
@@ -78,7 +82,7 @@ SPARE = 32  # extra tokens per request beyond the measured ones
 
 def longest(context: int, rounds: int) -> int:
     """The maximum length of a request that starts with `context` tokens."""
-    return context + 2 * rounds + SPARE
+    return context + (1 + DRAFTS) * rounds + SPARE
 
 
 class Decode(NamedTuple):
@@ -152,6 +156,77 @@ def decodes(engine: TorchEngine, numbers: Sequence[int], context: int, rounds: i
         found.append(_decode(engine, rows, False, context, rounds))
         engine._decode_graphs = recordings
     return found
+
+
+MIXED_ROWS, DRAFTED_ROWS, DRAFTS = 64, 16, 3
+CHUNKS = (64, 256, 512, 2048)
+
+
+class Mixed(NamedTuple):
+    """A step with a prompt chunk or drafts, in milliseconds."""
+
+    name: str
+    recorded: float | None  # with CUDA graphs, if there are any
+    computed: float  # without
+
+
+def mixed_steps(engine: TorchEngine, context: int, rounds: int) -> list[Mixed]:
+    """Decode rows, chunks of a new prompt, both in one step, and rows with drafts; the latter one step at a time, since
+    the next one depends on what is accepted."""
+    limits, graphs = engine.limits, engine._decode_graphs
+    rows, few = min(MIXED_ROWS, limits.max_batch_size - 1), min(DRAFTED_ROWS, limits.max_batch_size)
+    chunks = [
+        tokens
+        for tokens in CHUNKS
+        if rows + tokens <= limits.max_batch_prefill_tokens
+        and tokens < limits.max_total_tokens
+        and (rows + 1) * -(-(tokens + 1) // limits.page_size) <= limits.pages
+    ]
+    works: dict[str, Callable[[], float]] = {f"{rows} rows": partial(_flow_of, engine, rows, 0, context, rounds)}
+    for tokens in chunks:
+        works[f"a chunk of {tokens}"] = partial(_flow_of, engine, 0, tokens, context, rounds)
+        works[f"{rows} rows, a chunk of {tokens}"] = partial(_flow_of, engine, rows, tokens, context, rounds)
+    works[f"{few} rows with {DRAFTS} drafts"] = partial(_drafted, engine, few, context, rounds)
+    found = {name: None if graphs is None else work() for name, work in works.items() if rows}
+    engine._decode_graphs = None
+    mixed = [Mixed(name, recorded, works[name]()) for name, recorded in found.items()]
+    engine._decode_graphs = graphs
+    return mixed
+
+
+def _flow_of(engine: TorchEngine, rows: int, tokens: int, context: int, rounds: int) -> float:
+    """Steps of decode rows, with a chunk each of another new prompt in the slot after theirs."""
+    engine.reset()
+    decoding = Requests(engine, range(rows), context, longest(0, rounds)) if rows else None
+    if decoding is not None:
+        flow(engine, decoding.prompts())
+    begun = iter(range(WARM + rounds))
+
+    def step() -> Step:
+        chunk = next(iter(Requests(engine, range(rows, rows + 1), tokens, 1).prompts())) if tokens else None
+        one = None if decoding is None else decoding.next()
+        joined_step = one if chunk is None else chunk if one is None else joined(one, chunk)
+        assert joined_step is not None
+        return joined_step._replace(number=next(begun))
+
+    flow(engine, (step() for _ in range(WARM)))
+    return flow(engine, (step() for _ in range(rounds))).step
+
+
+def _drafted(engine: TorchEngine, rows: int, context: int, rounds: int) -> float:
+    engine.reset()
+    spare = (1 + DRAFTS) * rounds
+    requests = Requests(engine, range(rows), context, spare)
+    flow(engine, requests.prompts())
+    drafts, draft_ids = pack_column(INT32, [DRAFTS] * rows), pack_column(INT32, [1] * DRAFTS * rows)
+    starts, times = [context] * rows, []
+    for _ in range(rounds):
+        step = requests.next()._replace(starts=pack_column(INT32, starts), drafts=drafts, draft_ids=draft_ids)
+        began = time.perf_counter()
+        result = collected(engine, engine.launch(step))
+        times.append(1e3 * (time.perf_counter() - began))
+        starts = [start + kept for start, kept in zip(starts, result.counts, strict=True)]
+    return statistics.median(times)
 
 
 def prefill(engine: TorchEngine, tokens: int, rounds: int) -> float:
@@ -382,6 +457,10 @@ def report(engine: TorchEngine, config: dict[str, Any], options: argparse.Namesp
             f"| {tokens} | {steps} | {1e3 * spent:.2f} | {tokens / spent:,.0f} | {flop / spent / 1e12:.2f} | "
             f"{flop / spent / peaks.product:.1%} |"
         )
+    print("\nSteps with prompt chunks and drafts\n\n| step | with CUDA graphs ms | without ms |\n|---|---|---|")
+    mixed = mixed_steps(engine, options.context, options.rounds // 2)
+    for step in mixed:
+        print(f"| {step.name} | {'–' if step.recorded is None else f'{step.recorded:.3f}'} | {step.computed:.3f} |")
     if options.json:
         figures = {
             "machine": machine(device),
@@ -389,6 +468,7 @@ def report(engine: TorchEngine, config: dict[str, Any], options: argparse.Namesp
             "decode": [one._asdict() | {"flow": one.flow._asdict()} for one in found],
             "sampling": [one._asdict() | {"flow": one.flow._asdict()} for one in sampled],
             "prefill": prefills,
+            "mixed": [one._asdict() for one in mixed],
         }
         options.json.write_text(json.dumps(figures, indent=1))
     if options.trace:

@@ -31,8 +31,8 @@ from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
 from tgi.microkernel.messages.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.scheduler.kv_cache import ROOT_HASH, PagePool
 from tgi.scheduler.main import GC_THRESHOLD
+from tgi.scheduler.page_pool import ROOT_HASH, PagePool
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
 WORKER = PeerId("worker", 0, b"worker")

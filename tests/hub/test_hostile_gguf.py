@@ -84,6 +84,9 @@ def test_arbitrary_bytes_are_rejected(content: bytes, magic: bool, place: Path) 
     assert attempt((b"GGUF" + struct.pack("<I", 3) if magic else b"") + content, place)
 
 
+HYBRID = (("layers_block_type", ["mlp", "mamba", "attention", "mlp"]),)
+
+
 def header(tensors: int, keys: int, rest: bytes = b"") -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + rest
 
@@ -147,10 +150,18 @@ def test_the_message_names_the_damage(content: bytes, words: str, place: Path) -
         ({"tokenizer.ggml.merges": None}, "no merges"),
         ({"tokenizer.ggml.token_type": [1, 2, 3]}, "one entry for each token"),
         ({"tokenizer.ggml.eos_token_id": 9999}, "not in the vocabulary"),
+        ({"nemotron_h.attention.head_count_kv": 2}, "a list of 4 whole numbers"),
+        ({"nemotron_h.attention.head_count_kv": [2, 0, 0, 1]}, "one positive number, or 0, for each layer"),
+        ({"nemotron_h.feed_forward_length": [0, 0, 0, 0]}, "one positive number, or 0, for each layer"),
+        ({"nemotron_h.feed_forward_length": [0, 128, 0, 128]}, "lacks the tensor 'blk.0.ssm_in.weight'"),
+        ({"nemotron_h.ssm.inner_size": 7}, "a multiple of 2 and 6"),
+        ({"nemotron_h.ssm.group_count": None}, "is missing"),
     ],
 )
 def test_inconsistent_metadata_is_rejected(metadata: dict[str, Any], words: str, place: Path) -> None:
-    write_gguf(model("llama", layers=1, vocab=300), place / "m.gguf", metadata=metadata)
+    hybrid = any(name.startswith("nemotron_h.") for name in metadata)
+    made = model("nemotron_h", vocab=300, more=HYBRID) if hybrid else model("llama", layers=1, vocab=300)
+    write_gguf(made, place / "m.gguf", metadata=metadata)
     content = (place / "m.gguf").read_bytes()
     (place / "m.gguf").unlink()
     refusal = attempt(content, place)
@@ -177,6 +188,14 @@ def test_weights_that_are_not_numbers_are_rejected(sound: bytes, place: Path) ->
     at = sound.index(bytes(data))
     damaged = sound[:at] + struct.pack("<f", float("nan")) + sound[at + 4 :]
     assert "not finite" in (attempt(damaged, place) or "")
+
+
+def test_decays_that_are_no_logarithms_are_rejected(place: Path) -> None:
+    """A file holds -exp of them."""
+    source = write_gguf(model("nemotron_h", vocab=300, more=HYBRID), place / "m.gguf")
+    content, data = source.read_bytes(), bytes(reader.read_gguf(source).tensors["blk.1.ssm_a"].data)
+    source.unlink()
+    assert "not negative" in (attempt(content.replace(data, struct.pack("<f", 0.5) + data[4:]), place) or "")
 
 
 def test_scales_that_are_not_numbers_are_rejected(sound: bytes, place: Path) -> None:

@@ -153,12 +153,20 @@ def test_q4_1_is_kept_bit_for_bit(tmp_path: Path) -> None:
 TIED: dict[str, dict[str, Any]] = {
     "gemma2": {"tie": True, "more": (("query_pre_attn_scalar", 16),)},
     "cohere": {"tie": True},
+    "lfm2_moe": {"tie": True, "more": (("routed_scaling_factor", 1.0),)},
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "block"),
-    [("llama", "Q4_0"), ("mixtral", "Q8_0"), ("phi3", "Q4_1"), ("gemma2", "Q8_0"), ("cohere", "Q5_1")],
+    [
+        ("llama", "Q4_0"),
+        ("mixtral", "Q8_0"),
+        ("phi3", "Q4_1"),
+        ("gemma2", "Q8_0"),
+        ("cohere", "Q5_1"),
+        ("lfm2_moe", "Q8_0"),
+    ],
 )
 def test_a_packed_import_equals_a_dequantized_one(kind: str, block: str, tmp_path: Path) -> None:
     """Rows in the order of transformers, experts separated, norms not quantized; as many bytes as in the file."""
@@ -168,7 +176,8 @@ def test_a_packed_import_equals_a_dequantized_one(kind: str, block: str, tmp_pat
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-        assert (name in packed) is (tensor.ndim == 1 or name.endswith(("norm.weight", "moe.gate.weight"))), name
+        plain = ("norm.weight", "moe.gate.weight", "feed_forward.gate.weight", "conv.conv.weight")
+        assert (name in packed) is (tensor.ndim == 1 or name.endswith(plain)), name
     if block in ("Q8_0", "Q4_0", "Q4_1"):
         stored = sum(
             len(tensor.data) for tensor in reader.read_gguf(source).tensors.values() if tensor.type.name == block
@@ -214,15 +223,15 @@ def test_a_weight_whose_scales_are_beyond_float16_is_dequantized(tmp_path: Path)
             assert torch.equal(as_plain(found, torch.float32), expected)
 
 
+def logits(directory: Path) -> torch.Tensor:
+    loaded = load(directory)
+    return prefill(loaded, memory(loaded), list(range(5, 80)), pages(0))
+
+
 def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path) -> None:
     """Import names the experts one by one. MXFP4 is bfloat16 exactly, so that both imports of it have the same
     weights."""
-    original, ids = model("gpt_oss", dtype="bfloat16", intermediate=96), list(range(5, 80))
-
-    def logits(directory: Path) -> torch.Tensor:
-        loaded = load(directory)
-        return prefill(loaded, memory(loaded), ids, pages(0))
-
+    original = model("gpt_oss", dtype="bfloat16", intermediate=96)
     source = write_gguf(original, tmp_path / "plain.gguf")
     imported(source, tmp_path / "plain", packed=False)
     assert torch.equal(logits(tmp_path / "plain"), logits(original))
@@ -232,3 +241,17 @@ def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     assert config["quantization_config"]["kept"] == {"MXFP4": 9}
     torch.testing.assert_close(logits(tmp_path / "packed"), logits(tmp_path / "rounded"), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("experts", [6, 0])
+def test_granite_hybrid_has_the_joint_matrices_of_its_checkpoint(experts: int, tmp_path: Path) -> None:
+    more = (("num_local_experts", experts), ("time_step_limit", (0.0, float("inf"))), ("shared_intermediate_size", 64))
+    original = model("granitemoehybrid", dtype="bfloat16", more=more)
+    source = write_gguf(original, tmp_path / "plain.gguf")
+    imported(source, tmp_path / "plain", packed=False)
+    assert torch.equal(logits(tmp_path / "plain"), logits(original))
+    source = write_gguf(original, tmp_path / "m.gguf", "Q8_0")
+    found = imported(source, tmp_path / "packed", packed=True)
+    assert any(name.endswith("shared_mlp.input_linear.weight.codes") for name in found)
+    wanted, expected = logits(tmp_path / "packed"), logits(original)
+    assert float((wanted - expected).norm() / expected.norm()) < 0.3

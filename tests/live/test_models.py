@@ -40,7 +40,7 @@ class Case(NamedTuple):
 # One model of our own implementation and one of transformers', in float32, where wrong results show; and the demo model
 # in its own dtype. Other models and dtypes differ only in the worker: see tests/worker.
 LLAMA = Case("llama", "float32", kv_tokens=480, prompts=PROMPTS, few=3, tokens=24)
-TINY = [LLAMA._replace(kind=kind) for kind in ("llama", "gpt2")]
+TINY = [LLAMA._replace(kind=kind) for kind in ("llama", "persimmon")]
 DEMO = Case("demo", "auto", kv_tokens=272, prompts=EVEN, few=2, tokens=40)
 DEMO_32 = DEMO._replace(dtype="float32", tokens=20)
 

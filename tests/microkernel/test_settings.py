@@ -10,6 +10,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.loading import (
     count_visible_devices,
     ineffective_flags,
+    load_served_models,
     load_settings,
     non_default_settings,
     replica_devices,
@@ -84,6 +85,24 @@ REFUSED = [
     ({"rope_factor": 0.5}, "`rope_factor` must be >= 1"),
     ({"aip_health_route": "health"}, "`aip_health_route` must begin with a slash"),
     ({"api_key_file": "/nowhere/keys"}, "`api_key_file` /nowhere/keys cannot be read"),
+    ({"model_ttl": 5.0, "model_id": "m"}, "`model_ttl` is for models with a name. Name it: --model-id NAME=m"),
+    ({"models": ("a=x",), "model_id": "m"}, "Name this one as well: --model-id NAME=m"),
+    ({"models": ("a=x", "a=y")}, "two models a"),
+    ({"models": ("a=x",), "ray": "auto"}, "`ray` and several models exclude each other"),
+    ({"models": ("/nowhere.toml",)}, "'/nowhere.toml' is neither NAME=SOURCE nor a file that can be read"),
+    ({"models": tuple(f"m{number}=x" for number in range(65))}, "65 models; a server has at most 64"),
+]
+# The content of a file of models, and what is said about it.
+REFUSED_MODELS = [
+    ("model-id = 'x'", "must consist of a table for each model"),
+    ("[a", "is not TOML"),
+    ("['a b']\nmodel-id = 'x'", "the name 'a b'"),
+    ("[a]", "a: `model-id` is missing"),
+    ("[a]\nmodel-id = 'x'\nport = 1", "a: `port` is no setting of one model"),
+    ("[a]\nmodel-id = 'x'\nttl = -1", "a: '-1' is not a number of seconds"),
+    ("[a]\nmodel-id = 'x'\nload = 'later'", "a: `load` is 'later'. It must be one of start, first-use"),
+    ("[a]\nmodel-id = 'x'\nquantize = 'int3'", "a: 'int3' is not one of"),
+    ("[a]\nmodel-id = 'x'\nspeculate = 17", "`speculate` must be <= 16"),
 ]
 UNREADABLE = [
     ("MAX_BATCH_SIZE", "many", "'many' is not a whole number"),
@@ -192,6 +211,27 @@ def test_contradictory_or_unsupported_settings_are_rejected(flags: dict[str, Any
     with pytest.raises(UserError, match="Invalid argument: ") as caught:
         load_settings(flags, {})
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "said"), REFUSED_MODELS)
+def test_a_file_of_models_that_cannot_be_used(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(content)
+    with pytest.raises(UserError, match="Invalid argument: ") as caught:
+        load_settings({"models": (str(tmp_path / "models.toml"),)}, {})
+    assert said in str(caught.value)
+
+
+def test_models_have_settings_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(
+        "[b]\nmodel-id = 'x'\nttl = 0\nload = 'first-use'\nmax-total-tokens = 9\nlora-adapters = ['y=1', 'z=2']"
+    )
+    settings = load_settings({"models": ("a=/m=1", str(file)), "model_ttl": 5.0, "dtype": "bfloat16"}, {})
+    a, b = load_served_models(settings)
+    assert (a.name, a.settings.model_id, a.ttl, a.at_start) == ("a", "/m=1", 5.0, True)
+    assert (b.ttl, b.at_start, b.settings.max_total_tokens, b.settings.lora_adapters) == (None, False, 9, "y=1,z=2")
+    assert {one.settings.dtype for one in (a, b)} == {"bfloat16"}
+    assert load_served_models(load_settings({}, {})) == []
 
 
 @pytest.mark.parametrize(("variable", "text", "said"), UNREADABLE)

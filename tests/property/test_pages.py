@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tgi.microkernel.messages.codec import INT32, pack_column
-from tgi.scheduler.kv_cache import ROOT_HASH, PagePool
+from tgi.scheduler.page_pool import ROOT_HASH, PagePool
 
 pytestmark = pytest.mark.fuzz
 

@@ -49,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         vocab_size=st.sampled_from([5, 128]),  # with 5 ids the text repeats itself often
         names_requests=st.booleans(),
         groups=st.sampled_from(KV_GROUPS),
+        most_files=st.sampled_from([None, 1, 3, 1000]),
     )
     def start(
         self,
@@ -60,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         vocab_size: int,
         names_requests: bool,
         groups: tuple[KVGroup, ...],
+        most_files: int | None,
         **config: Any,
     ) -> None:
         pages *= len(paged_groups(groups))
@@ -67,6 +69,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim = Simulation(self.worker_config, SchedulerConfig(step_target=step_target, **config), tokenizers=2)
         self.sim.commits_after_plan = commits
         self.sim.names_requests = names_requests
+        if most_files is not None:
+            self.sim.files, self.sim.most_files = {}, most_files
         self.sim.adapters.preload("a", "one")
         self.sim.poison.add(DEADLY)
         self.sim.broken.add(BROKEN)
@@ -130,6 +134,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def compute(self) -> None:
         if (result := self.sim.compute()) is not None:
             self.old.append(result)
+
+    @rule()
+    def transfer(self) -> None:
+        self.sim.transfer()
+
+    @precondition(lambda self: self.sim.files)
+    @rule(data=st.data())
+    def lose_file(self, data: st.DataObject) -> None:
+        del self.sim.files[data.draw(st.sampled_from([*self.sim.files]))]
 
     @rule()
     def deliver(self) -> None:

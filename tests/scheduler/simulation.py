@@ -15,6 +15,7 @@ from tgi.microkernel.links.link import PeerDisconnected, PeerId
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column, unpack_float32, unpack_int32
 from tgi.microkernel.messages.kv_groups import KVGroup
 from tgi.microkernel.messages.protocol import (
+    PAGE_KEY_BYTES,
     PROTOCOL,
     AdapterUpdated,
     Add,
@@ -23,11 +24,14 @@ from tgi.microkernel.messages.protocol import (
     Hello,
     LastExit,
     LoadedAdapter,
+    PagesTransferred,
     RequestContext,
     SlotAssignment,
     Step,
     StepResult,
     Stop,
+    StoredPages,
+    TransferPages,
     decode,
     encode,
 )
@@ -57,7 +61,7 @@ class Simulation:
         self.worker: PeerId | None = None
         self.last_exit: LastExit | None = None  # of the latest worker that died
         self.engine = FakeWorker(worker_config)
-        self.steps: deque[Step] = deque()  # on their way to the worker
+        self.steps: deque[Step | TransferPages] = deque()  # on their way to the worker
         self.results: deque[StepResult] = deque()  # on their way to the scheduler
         self.sent: list[Step] = []  # all steps of this scheduler
         self.received: list[tuple[PeerId, Any]] = []  # all other messages of this scheduler, with their receivers
@@ -71,6 +75,9 @@ class Simulation:
         self.adapters = AdapterUpdates(self)
         self.failed_epoch = 0  # steps of this epoch are answered with nonsense
         self.names_requests = False  # requests have fingerprints
+        self.files: dict[bytes, list[int]] | None = None  # of pages, by key; None: the worker keeps none
+        self.most_files = 0
+        self.transfers: deque[TransferPages] = deque()  # that the worker may do at any time
         for index in range(tokenizers):
             self.tokenizer_up(index)
 
@@ -96,6 +103,7 @@ class Simulation:
         self.first_ids.clear()
         self.adapters.worker_started()
         self.handle(Hello(PROTOCOL, *self.worker, last_exit=self.last_exit), self.worker)
+        self._report_files()
         self.handle(self.adapters.worker_status(), self.worker)
 
     def worker_down(self, outside: bool = False) -> None:
@@ -105,6 +113,7 @@ class Simulation:
         self.last_exit = LastExit(worker.boot, "was killed" if outside else "crashed", outside)
         self.steps.clear()
         self.results.clear()
+        self.transfers.clear()
         self.adapters.queued_updates.clear()
         self.handle(PeerDisconnected(), worker)
 
@@ -120,6 +129,7 @@ class Simulation:
         self.received.clear()
         self.steps.clear()
         self.results.clear()
+        self.transfers.clear()
         held_pages = self.engine.held_pages()
         self.engine.reset()
         self.failed_epoch = 0
@@ -130,6 +140,7 @@ class Simulation:
             self.handle(Hello(PROTOCOL, *self.worker), self.worker)
             for held in held_pages:
                 self.handle(decode(encode(held)), self.worker)
+            self._report_files()
             self.handle(self.adapters.worker_status(), self.worker)
         for index, tokenizer in self.tokenizers.items():
             for rid, request in tokenizer.requests.items():
@@ -225,9 +236,11 @@ class Simulation:
             self.sent.append(step)
             self.steps.append(step)
             count += 1
+        self._pass_outgoing()
         if self.commits_after_plan:
             self.commit()
-        in_flight = [one for one in (*self.steps, *self.results) if one.epoch == self.scheduler.pipeline.epoch]
+        sent = [one for one in (*self.steps, *self.results) if not isinstance(one, TransferPages)]
+        in_flight = [one for one in sent if one.epoch == self.scheduler.pipeline.epoch]
         assert len(in_flight) <= 2
         assert not any(isinstance(one, Step) and one.drafts for one in in_flight) or len(in_flight) == 1
         return count
@@ -238,9 +251,11 @@ class Simulation:
 
     def compute(self) -> StepResult | None:
         """The worker runs the next step. None if there is none, or the worker crashes."""
+        self._begin_transfers()
         if not self.steps:
             return None
         step = self.steps.popleft()
+        assert isinstance(step, Step)
         self.first_ids |= {slot.slot: unpack_int32(slot.token_ids)[0] for slot in step.slots}
         computed = {self.first_ids[slot] for slot in unpack_int32(step.rows)}
         if computed & self.poison:
@@ -268,6 +283,41 @@ class Simulation:
         )
         return result
 
+    def _report_files(self) -> None:
+        if self.files is not None:
+            assert self.worker is not None
+            self.handle(StoredPages(b"".join([*self.files][-self.most_files :]), self.most_files), self.worker)
+
+    def _begin_transfers(self) -> None:
+        while self.steps and isinstance(message := self.steps[0], TransferPages):
+            self.steps.popleft()
+            self.transfers.append(message)
+
+    def transfer(self) -> bool:
+        """The worker writes or reads the pages of the oldest message for which it has computed all steps before, and
+        answers. Returns whether there was one."""
+        self._begin_transfers()
+        if not self.transfers:
+            return False
+        message, done = self.transfers.popleft(), 0
+        assert self.files is not None
+        assert self.worker is not None
+        size = PAGE_KEY_BYTES
+        for begin in range(0, len(message.removed), size):
+            self.files.pop(message.removed[begin : begin + size], None)
+        for done, page in enumerate(unpack_int32(message.page_ids), 1):
+            key = message.keys[(done - 1) * size : done * size]
+            if not message.load:
+                self.files[key] = self.engine.read_page(page)
+            elif key in self.files:
+                self.engine.write_page(page, self.files[key])
+            else:
+                done -= 1
+                break
+        assert len(self.files) <= self.most_files
+        self.handle(PagesTransferred(message.number, done), self.worker)
+        return True
+
     def _nonsense(self, step: Step) -> StepResult:
         """What a worker may answer to a step that builds on a failed one."""
         rows = sum(step.samples)
@@ -294,7 +344,9 @@ class Simulation:
         for peer, message in self.scheduler.outgoing():
             message = decode(encode(message))
             self.received.append((peer, message))
-            if peer == self.worker:
+            if isinstance(message, TransferPages):
+                self.steps.append(message)
+            elif peer == self.worker:
                 self.adapters.queued_updates.append(message)
             for index, tokenizer in self.tokenizers.items():
                 if tokenizer.peer == peer and isinstance(message, AdapterUpdated):
@@ -308,7 +360,7 @@ class Simulation:
         self.compute()
         if self.worker is None and self.scheduler.counters.worker_losses:
             return True
-        return self.deliver() or planned > 0
+        return self.deliver() or self.transfer() or planned > 0
 
     def run(self, steps: int = 10_000) -> int:
         """Steps until nothing is left to do, and restarts the worker when it crashes. Returns the number of steps."""

@@ -4,7 +4,8 @@ from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import PROTOCOL, HeldPages, Hello, PageExtra
-from tgi.scheduler.kv_cache import EXTRA_HEAD, ROOT_HASH, KVCacheManager
+from tgi.scheduler.kv_cache import KVCacheManager
+from tgi.scheduler.page_pool import EXTRA_HEAD, ROOT_HASH
 from tgi.scheduler.peers import HELD_MESSAGE_BYTES, MAX_HELD_BYTES
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tgi.microkernel.messages.codec import INT32, pack_column
-from tgi.scheduler.kv_cache import ROOT_HASH, PagePool
+from tgi.scheduler.page_pool import ROOT_HASH, PagePool
 
 A, B, C = pack_column(INT32, [1, 2]), pack_column(INT32, [3, 4]), pack_column(INT32, [5, 6])
 

@@ -12,7 +12,8 @@ from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import Add, HeldPages, PageExtra, SlotAssignment, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.scheduler.kv_cache import ROOT_HASH, KVCacheManager, PagePool
+from tgi.scheduler.kv_cache import KVCacheManager
+from tgi.scheduler.page_pool import ROOT_HASH, PagePool
 from tgi.scheduler.request import Request, TokenizerPeer
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig

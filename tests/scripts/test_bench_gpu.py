@@ -34,7 +34,11 @@ def test_tables_contain_the_measurements(
     monkeypatch.setattr(sys, "argv", ["bench_gpu", *arguments.split(), *more.split(), str(file)])
     gpu.main()
     printed = capsys.readouterr().out
-    decode, sampled, prefill, kernels = tables(printed)
+    decode, sampled, prefill, mixed, kernels = tables(printed)
+    assert [row["step"] for row in mixed] == [
+        "2 rows", "a chunk of 64", "2 rows, a chunk of 64", "3 rows with 3 drafts",
+    ]  # fmt: skip
+    assert all(float(row["without ms"]) > 0 and row["with CUDA graphs ms"] == "–" for row in mixed)
     read_rate = float(printed.partition("It reads ")[2].partition(" GB/s")[0].replace(",", ""))
     assert [row["rows"] for row in decode] == ["1", "3"]
     for row in decode:

@@ -127,17 +127,18 @@ def test_results_against_float64(dtype: torch.dtype, heads: int, kv_heads: int) 
     torch.testing.assert_close(found.double(), expected(sequence), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "value_dim"),
+    ("heads", "kv_heads", "head_dim", "value_dim", "dtype"),
     [
-        *((4, 4, 16, None), (9, 3, 64, None), (8, 2, 128, None), (40, 1, 16, None), (14, 2, 64, None)),
-        (16, 1, 72, 56),
+        *((*sizes, dtype) for sizes in ((9, 3, 64, None), (40, 1, 16, None), (16, 1, 72, 56)) for dtype in DTYPES),
+        (4, 4, 16, None, torch.bfloat16),
+        (8, 2, 128, None, torch.float32),
+        (14, 2, 64, None, torch.bfloat16),
     ],
 )
 def test_batch_invariance(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, value_dim: int | None) -> None:
     kv = KVCacheSpec(1, heads, kv_heads, head_dim, dtype, value_dim=value_dim)
-    long, short, other = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
+    long, short, other = Sequence(1100, kv, 0), Sequence(90, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
     attention = build_attention(kv, 300, CPU)
     whole = [run(attention, (sequence, 0, len(sequence.query)))[0] for sequence in (long, short, other)]
     if value_dim is not None:
@@ -151,12 +152,12 @@ def test_batch_invariance(dtype: torch.dtype, heads: int, kv_heads: int, head_di
 
     mixed = build_attention(kv, 300, CPU)
     run(mixed, (long, 0, 1099), (short, 0, 33), (other, 0, 380))
-    decode, chunk, few = run(mixed, (long, 1099, 1100), (short, 33, 140), (other, 380, 385))
+    decode, chunk, few = run(mixed, (long, 1099, 1100), (short, 33, 80), (other, 380, 385))
     assert torch.equal(decode, whole[0][1099:])
-    assert torch.equal(chunk, whole[1][33:140])
+    assert torch.equal(chunk, whole[1][33:80])
     assert torch.equal(few, whole[2][380:385])
-    ones = run(mixed, (other, 385, 386), (short, 140, 141), (long, 600, 601))
-    for found, sequence, at in zip(ones, (2, 1, 0), (385, 140, 600), strict=True):
+    ones = run(mixed, (other, 385, 386), (short, 80, 81), (long, 600, 601))
+    for found, sequence, at in zip(ones, (2, 1, 0), (385, 80, 600), strict=True):
         assert torch.equal(found[0], whole[sequence][at])
 
 
@@ -178,7 +179,7 @@ def test_batch_invariance_of_windows_soft_caps_and_sinks(
     long, short = Sequence(1300, kv, 0), Sequence(150, kv, 1, seed=1)
     attention = build_attention(kv, 300, CPU)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    for layer, visible in enumerate(kv.sliding_windows):
+    for layer, visible in [*enumerate(kv.sliding_windows)][1:]:  # full attention alone is tested above
         whole = [run(attention, (sequence, 0, len(sequence.query)), layer=layer)[0] for sequence in (long, short)]
         for sequence, found in zip((long, short), whole, strict=True):
             reference_result = expected(sequence, window=visible, cap=cap, sinks=kv.layer_sinks(layer))
@@ -326,7 +327,7 @@ def test_chunks_alibi_and_keys_of_an_earlier_layer(variant: str) -> None:
     """A query sees its own chunk of positions, or is reduced by its distance from a key; in any division into steps.
     Queries alone find the keys and values that an earlier layer has written."""
     ours = not variant.startswith("torch")
-    length = 600 if ours and EMULATED else 1100
+    length = 600 if ours and EMULATED else 700
     kernels = load_variant(variant) if ours else None
     kv = KVCacheSpec(3, 6, 2, 32, torch.float32 if kernels is None else kernels.dtype, (None, 70, 513), None, kernels)
     limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[kv.dtype]

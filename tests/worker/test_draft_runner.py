@@ -110,9 +110,9 @@ def test_which_rows_the_draft_model_computes(monkeypatch: pytest.MonkeyPatch) ->
     model, draft = load(), load()
     engine = make_engine(model, draft=draft)
     seen: list[list[int]] = []
-    forward = draft.forward
+    forward = draft.forward_head
     monkeypatch.setattr(
-        draft, "forward", lambda batch, cache: (seen.append(batch.query_lens_host), forward(batch, cache))[1]
+        draft, "forward_head", lambda batch, cache: (seen.append(batch.query_lens_host), forward(batch, cache))[1]
     )
     drive(engine, [list(range(20, 52)), [7]], DRAFT_PREFILL_INTERVAL + 1, chunk=20)
     assert seen == [
@@ -133,9 +133,9 @@ def test_the_draft_runner_sees_every_step(monkeypatch: pytest.MonkeyPatch) -> No
     """Also on our own kernels, whose decode fast path is off with a draft model."""
     model, draft = load_native("llama", native=True), load_native("llama", native=True)
     seen: list[int] = []
-    forward = draft.forward
+    forward = draft.forward_head
     monkeypatch.setattr(
-        draft, "forward", lambda batch, cache: (seen.extend(batch.query_lens_host), forward(batch, cache))[1]
+        draft, "forward_head", lambda batch, cache: (seen.extend(batch.query_lens_host), forward(batch, cache))[1]
     )
     drive(
         make_engine(model, draft=draft),
@@ -160,7 +160,7 @@ def test_the_draft_model_continues_after_a_failed_step(monkeypatch: pytest.Monke
 
     for failing in (model, draft, model):
         with monkeypatch.context() as patch:
-            patch.setattr(failing, "forward", fail)
+            patch.setattr(failing, "forward_head", fail)
             patch.setattr(failing, "forward_greedy", fail)
             with pytest.raises(RuntimeError, match="it fails"):
                 engine.launch(step(2, [(0, 32, 1, 1)], drafts=[3]))

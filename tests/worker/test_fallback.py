@@ -44,31 +44,27 @@ def same(got: Drawn, want: Drawn) -> None:
         assert [token for token, _ in own[:1]] in ([], [token for token, _ in reference[:1]])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "mistral"])
+@pytest.mark.parametrize("kind", ["persimmon", "mistral"])
 def test_tokens_against_transformers(kind: str) -> None:
     directory = model(kind)
     reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = make_engine(build(directory))
-    asked = prompts(20)
-    want = [generate_with(reference, prompt, 12) for prompt in asked]
-    samplings = [SamplingParams(0, top_n=3 * (at % 2)) for at in range(16)]
-    for prompt, one in zip(asked[:4] + asked[12:14], want[:4] + want[12:14], strict=True):
-        same(drive(engine, [prompt], 12)[0], one)
-    for together, expected in ((asked[:16], want[:16]), (asked[16:], want[16:])):
-        for got, one in zip(drive(engine, together, 12, samplings, stagger=1), expected, strict=True):
-            same(got, one)
+    asked = prompts(13)
+    want = [generate_with(reference, prompt, 5) for prompt in asked]
+    samplings = [SamplingParams(0, top_n=3 * (at % 2)) for at in range(13)]
+    for prompt, one in zip(asked[::4], want[::4], strict=True):
+        same(drive(engine, [prompt], 5)[0], one)
+    for got, one in zip(drive(engine, asked, 5, samplings, stagger=1), want, strict=True):
+        same(got, one)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_batch_invariance_of_gpt2(dtype: torch.dtype, threads: int) -> None:
-    engine = make_engine(build(model("gpt2"), dtype))
-    asked = prompts(16) if threads == 1 else prompts(13)[8:]
-    count = 10 if threads == 1 else 4
+@pytest.mark.parametrize(("threads", "dtype"), [(2, torch.float32), (1, torch.bfloat16)], ids=str)
+def test_batch_invariance_of_the_fallback(dtype: torch.dtype, threads: int) -> None:
+    engine = make_engine(build(model("persimmon"), dtype))
+    asked, count = prompts(13)[2:], 6
     samplings = [
-        SamplingParams(at, do_sample=at % 2 == 1, top_p=0.9 if at % 4 == 3 else 1.0, top_n=at % 3) for at in range(16)
+        SamplingParams(at, do_sample=at % 2 == 1, top_p=0.9 if at % 4 == 3 else 1.0, top_n=at % 3) for at in range(11)
     ]
-    samplings = samplings[: len(asked)]
     alone = [drive(engine, [prompt], count, [one])[0] for prompt, one in zip(asked, samplings, strict=True)]
     torch.set_num_threads(threads)
     for chunk, stagger in ((4096, 0), (5, 0), (16, 1)):
@@ -80,7 +76,7 @@ def test_batch_invariance_of_gpt2(dtype: torch.dtype, threads: int) -> None:
 
 
 def test_steps_that_sample_no_token() -> None:
-    engine = make_engine(build(model("gpt2")))
+    engine = make_engine(build(model("persimmon")))
     prompt = prompts(13)[12]
     assert drive(engine, [prompt], 3, chunk=7) == drive(engine, [prompt], 3)
 
@@ -112,9 +108,9 @@ def test_other_architectures_against_transformers(config: Any, tmp_path: Path) -
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-    asked = prompts(8, vocab=64)
-    for got, prompt in zip(drive(make_engine(build(directory)), asked, 6, stagger=1), asked, strict=True):
-        same(got, generate_with(reference, prompt, 6))
+    asked = prompts(8, vocab=64)[1::2]
+    for got, prompt in zip(drive(make_engine(build(directory)), asked, 4, stagger=1), asked, strict=True):
+        same(got, generate_with(reference, prompt, 4))
 
 
 def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path) -> None:

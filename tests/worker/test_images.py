@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scripts.make_vision_model import IMAGE_TOKEN_ID
+from tests.families import with_variants
 from tests.models import vision_model as make
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.scheduled import ScheduledEngine, Served
@@ -239,28 +240,27 @@ def agrees(served: Served, wanted: tuple[list[int], list[float]]) -> None:
     assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind", PICTURES)
-def test_family(kind: str, tmp_path: Path) -> None:
-    """Alone, then in a batch whose chunks end inside images; on torch's kernels and on ours."""
+@pytest.mark.parametrize(("kind", "native"), with_variants(PICTURES, (False, True)))
+def test_family(kind: str, native: bool, tmp_path: Path) -> None:
+    """Alone, then in a batch whose chunks end inside images; on torch's kernels or on ours."""
     directory = make(kind)
     prompts = [prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 2, 2, 3), prompt(kind, tmp_path, 3)]
     wanted = [expected(directory, one) for one in prompts]
     chunk = 200 if kind == "paligemma" else 11  # of which a prompt with images is computed as a whole
-    for native in (False, True):
-        harness = Harness(directory, tmp_path, native=native, chunk=chunk)
-        alone = harness.start()
-        for one, answer in zip(prompts, wanted, strict=True):
-            served = alone.add(one.ids, COUNT, one.images)
-            alone.run()
-            agrees(served, answer)
-            assert (harness.engine._decode_fast_path._streak is not None) == native
-        assert harness.computed == 3
-        together = harness.start()
-        answers = [together.add(one.ids, COUNT, one.images) for one in prompts]
-        together.run()
-        for served, answer in zip(answers, wanted, strict=True):
-            agrees(served, answer)
-        assert harness.computed == 3  # their features were kept
+    harness = Harness(directory, tmp_path, native=native, chunk=chunk)
+    alone = harness.start()
+    for one, answer in zip(prompts, wanted, strict=True):
+        served = alone.add(one.ids, COUNT, one.images)
+        alone.run()
+        agrees(served, answer)
+        assert (harness.engine._decode_fast_path._streak is not None) == native
+    assert harness.computed == 3
+    together = harness.start()
+    answers = [together.add(one.ids, COUNT, one.images) for one in prompts]
+    together.run()
+    for served, answer in zip(answers, wanted, strict=True):
+        agrees(served, answer)
+    assert harness.computed == 3  # their features were kept
 
 
 # One of each kind: a plain tower, positions with axes, further features, recurrent layers, tokens that see later ones.

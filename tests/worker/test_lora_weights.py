@@ -227,7 +227,7 @@ def test_an_adapter_of_another_model_and_experts(tmp_path: Path) -> None:
 
 
 def test_a_model_of_transformers_takes_none(tmp_path: Path) -> None:
-    fallback = build_model(make("gpt2"), "float32", "cpu", lambda stage, percent: None)
+    fallback = build_model(make("persimmon"), "float32", "cpu", lambda stage, percent: None)
     with pytest.raises(UserError, match="runs through transformers"):
         fallback.load_adapter(tmp_path)
 

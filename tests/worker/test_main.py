@@ -43,10 +43,9 @@ def end(child: ChildProcess) -> int | None:
     return child.poll()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path: Path) -> None:
+def test_a_worker_process_computes_what_the_engine_computes(tmp_path: Path) -> None:
     rundir.create_run_dir(tmp_path)
-    directory = model(kind)
+    directory = model("llama")
     settings = Settings(
         dtype="bfloat16",
         max_batch_size=4,
@@ -98,7 +97,6 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
     ("settings", "words"),
     [
         (Settings(device="cuda"), "There is no CUDA device"),
-        (Settings(max_total_tokens=4000), "at most 2048 tokens"),
         (Settings(model_dir=Path("/nowhere")), "/nowhere is not a directory"),
     ],
 )
@@ -115,6 +113,12 @@ def test_a_user_error_ends_the_worker_without_a_restart(
         child.close()
     assert words in fatal_error_path(tmp_path, "worker-0").read_text()
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_more_tokens_than_the_models_context_are_rejected(tmp_path: Path) -> None:
+    settings = Settings(model_dir=model("llama"), run_dir=tmp_path, device="cpu", max_total_tokens=4000)
+    with pytest.raises(UserError, match="at most 2048 tokens"):
+        start_engine(settings, lambda stage, percent: None)
 
 
 def test_an_8_bit_kv_cache_is_rejected_on_cpu(tmp_path: Path) -> None:
@@ -161,17 +165,21 @@ def test_the_smallest_limits_are_enough_to_start(least: dict[str, int], tmp_path
 
 def test_steps_of_all_sizes_are_run_to_compile_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(build_model(model("llama"), "float32", "cpu", lambda stage, percent: None), slots=8, pages=8)
-    launch, sizes = engine.launch, []
+    launch, sizes, given = engine.launch, [], []
 
     def recorded(step: Step) -> Any:
         sizes.append(unpack_int32(step.counts))
+        given.append(step.slots)
         return launch(step)
 
     monkeypatch.setattr(engine, "launch", recorded)
     startup.warm_up_sizes(engine, engine.limits, 6, 4096)
-    assert {len(counts) for counts in sizes if set(counts) == {1}} == {1, 2, 4}
+    assert {len(counts) for counts in sizes if set(counts) == {1}} == {1, 2, 4, 6}
     assert {counts[0] for counts in sizes if len(counts) == 1} >= {1, 2, 4, 8, 16, 32, 64}
-    assert max(map(max, sizes)) + 2 <= 8 * engine.limits.page_size
+    assert max(map(max, sizes)) + 2 == 8 * engine.limits.page_size
+    assert next(rows for rows, slots in zip(sizes, given, strict=True) if slots and slots[0].prompt_logprobs_from) == [
+        8 * engine.limits.page_size - 2
+    ]  # the longest chunk is run with all that takes memory
 
 
 def test_a_restarted_worker_has_as_many_pages_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,23 @@ def test_limits_follow_from_memory() -> None:
     assert choose_limits(Settings(), CUDA, room(GB)).max_total_tokens == 1024 * 16
 
 
+@pytest.mark.parametrize(
+    ("gigabytes", "clients", "tokens", "rows"),
+    [(22, 512, 4096, 256), (45, 512, 4096, 512), (79, 128, 8192, 256), (79, 600, 8192, 1024), (140, 4096, 16384, 1024)],
+)
+def test_limits_of_a_gpu_follow_from_its_memory(gigabytes: int, clients: int, tokens: int, rows: int) -> None:
+    """Not more rows than clients can ask for. What the settings choose comes first, and what a worker had before."""
+    found = cache_memory_on_cuda(gigabytes * GB, gigabytes * GB, Settings(), GB)
+    settings = Settings(max_concurrent_requests=clients)
+    limits = choose_limits(settings, CUDA, found)
+    assert (limits.max_batch_prefill_tokens, limits.max_batch_size) == (tokens, rows)
+    assert limits.pages == found.default >> 20
+    chosen = Settings(max_concurrent_requests=clients, max_batch_size=3, max_batch_prefill_tokens=100)
+    limits = choose_limits(chosen, CUDA, found)
+    assert (limits.max_batch_prefill_tokens, limits.max_batch_size) == (100, 3)
+    assert choose_limits(settings, CUDA, found, PreviousCache(limits.pages, 77)).max_batch_size == 77
+
+
 def test_a_restarted_worker_keeps_the_pages_of_its_deployment() -> None:
     assert choose_limits(Settings(), CPU, CacheMemory(90 << 20, GB), PreviousCache(100, 128)).pages == 100
     assert choose_limits(Settings(), CPU, CacheMemory(110 << 20, GB), PreviousCache(100, 128)).pages == 100
@@ -52,12 +69,12 @@ def test_a_restarted_worker_keeps_the_pages_of_its_deployment() -> None:
 
 def test_cache_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = Settings(cuda_memory_fraction=0.5)
-    assert cache_memory_on_cuda(70 * GB, 80 * GB, half, GB) == (26 * GB, 29 * GB)
-    assert cache_memory_on_cuda(10 * GB, 80 * GB, half, GB) == (0, 0)
+    assert cache_memory_on_cuda(70 * GB, 80 * GB, half, GB) == (26 * GB, 29 * GB, 80 * GB)
+    assert cache_memory_on_cuda(10 * GB, 80 * GB, half, GB) == (0, 0, 80 * GB)
     monkeypatch.setattr(memory, "available_memory", lambda: 8 * GB)
-    assert cache_memory_on_host() == (2 * GB, 8 * GB)
+    assert cache_memory_on_host() == (2 * GB, 8 * GB, 0)
     monkeypatch.setattr(memory, "available_memory", lambda: 1000 * GB)
-    assert cache_memory_on_host() == (MAX_CPU_CACHE_BYTES, 1000 * GB)
+    assert cache_memory_on_host() == (MAX_CPU_CACHE_BYTES, 1000 * GB, 0)
 
 
 def test_each_size_of_heads_has_a_part_of_every_page() -> None:

@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests.families import with_variants
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tgi.worker.attention import build_attention
@@ -23,8 +24,6 @@ pytestmark = pytest.mark.slow
 KINDS = ("llama", "mistral", "qwen2", "qwen3")  # other families: test_families.py
 DTYPES = ("float32", "bfloat16", "float16")
 CPU = torch.device("cpu")
-# The order of two logits closer than this may differ between implementations.
-TIE = 1e-5
 
 
 def load(directory: Path, dtype: str = "auto") -> Model:
@@ -57,8 +56,7 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize(("kind", "tie"), with_variants(KINDS, (False, True)))
 def test_logprobs_equal_those_of_transformers(kind: str, tie: bool) -> None:
     directory = make(kind, tie=tie)
     loaded = load(directory)
@@ -66,44 +64,17 @@ def test_logprobs_equal_those_of_transformers(kind: str, tie: bool) -> None:
         expected = logits.log_softmax(-1)
         found = prefill(loaded, memory(loaded), ids, pages(3)).log_softmax(-1)
         torch.testing.assert_close(found, expected[-1], rtol=0, atol=1e-4)
+        assert found.argmax() == expected[-1].argmax()
         # One by one; of long prompts the first and the last tokens.
-        sizes = [1] * len(ids) if len(ids) <= 40 else [*[1] * 20, len(ids) - 40, *[1] * 20]
+        sizes = [1] * len(ids) if len(ids) <= 17 else [*[1] * 3, len(ids) - 6, *[1] * 3]
         ends = torch.tensor(sizes).cumsum(0) - 1
         step = in_chunks(loaded, memory(loaded), ids, pages(7), sizes).log_softmax(-1)
         torch.testing.assert_close(step, expected[ends], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_ids_equal_those_of_transformers(kind: str) -> None:
-    directory, count = make(kind), 24
-    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    loaded = load(directory)
-    attention = memory(loaded)
-    rows = [(ids, pages(20 * n)) for n, ids in enumerate(prompts())]
-    logits = loaded.forward(make_batch([Row(ids, 0, where) for ids, where in rows]), attention)
-    drawn: list[list[int]] = [[] for _ in rows]
-    close = [False] * len(rows)
-    for _ in range(count):
-        best = logits.topk(2)
-        for n, (values, indices) in enumerate(zip(*best, strict=True)):
-            close[n] = close[n] or bool(values[0] - values[1] < TIE)
-            drawn[n].append(int(indices[0]))
-        logits = loaded.forward(
-            make_batch(
-                [Row(drawn[n][-1:], len(ids) + len(drawn[n]) - 1, where) for n, (ids, where) in enumerate(rows)]
-            ),
-            attention,
-        )
-    assert not all(close)
-    for n, (ids, _) in enumerate(rows):
-        expected = reference.generate(
-            torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0, len(ids) :].tolist()
-        assert close[n] or drawn[n] == expected
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*(("llama", dtype) for dtype in DTYPES), *with_variants(KINDS[1:], DTYPES)]
+)
 def test_batch_invariance(kind: str, dtype: str) -> None:
     model = load(make(kind), dtype)
     chosen = prompts()
@@ -114,7 +85,7 @@ def test_batch_invariance(kind: str, dtype: str) -> None:
     assert torch.equal(together, torch.stack(alone))
 
     longest = chosen[-1]
-    for sizes in ([*[1] * 35, 100, *[1] * 55], [100, 90], [16] * 11 + [14], [33, 1, 5, 150, 1]):
+    for sizes in ([*[1] * 4, 100, *[1] * 3, 83], [16] * 11 + [14], [33, 1, 5, 150, 1]):
         assert torch.equal(in_chunks(model, memory(model), longest, pages(9), sizes)[-1], alone[-1]), sizes
 
     # Decode rows next to a prefill chunk: the last token of each prompt, whose other tokens are in the cache.

@@ -24,7 +24,7 @@ from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.checkpoint import RandomCheckpoint
 from tgi.worker.decoder_config import RopeConfig, RouterConfig
 from tgi.worker.device_copies import StagedCopies
-from tgi.worker.engine import startup
+from tgi.worker.engine import cuda_graphs, startup
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, start_engine
 from tgi.worker.gpu_kernels.attention_arguments import Rotation
@@ -113,8 +113,9 @@ def test_kernels_pass_their_trials(gpu: GpuKernels) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_a_gpu_samples_the_same_tokens_as_a_cpu(kind: str, tmp_path: Path) -> None:
-    """In float32; with and without CUDA graphs, with drafts, and with torch's kernels only."""
+def test_a_gpu_samples_the_same_tokens_as_a_cpu(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32; with and without CUDA graphs, also of prompts and drafts, and with torch's kernels only."""
+    monkeypatch.setattr(cuda_graphs, "USES_BEFORE_CAPTURE", 1)
     expected = drawn(kind, "float32", tmp_path / "cpu", "cpu", ())
     ways: dict[str, dict[str, Any]] = {
         "plain": {"graphs": (0,)},

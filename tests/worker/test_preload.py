@@ -1,19 +1,23 @@
-"""What the fork server of workers imports starts no thread, and torch computes with several in the forked process."""
+"""What fork servers import starts no thread, and torch computes with several in the forked process."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from tgi.microkernel.processes.fork_server import SINGLE_THREADED
 
-PROGRAM = """
-import os
-from tgi.worker.preload import Preload
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="there are no fork servers")]
+
+THREADS = """
+import os, sys
 
 def threads():
     return len(os.listdir("/proc/self/task"))
-
+"""
+COMPUTES = """
+from tgi.worker.preload import Preload
 Preload(None).run()
 import torch
 assert threads() == 1
@@ -24,9 +28,18 @@ if (pid := os.fork()) == 0:
 _, status = os.waitpid(pid, 0)
 print(os.waitstatus_to_exitcode(status))
 """
+IMPORTS = """
+from tgi.microkernel.messages.protocol import ROLES
+from tgi.microkernel.settings.table import Settings
+from tgi.server import preloads
+preloads(Settings(), ROLES)["roles"]()
+print(threads())
+"""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="there are no fork servers")
-def test_the_imports_of_workers_start_no_thread() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+@pytest.mark.parametrize(("program", "count"), [(COMPUTES, 2), (IMPORTS, 1)], ids=["workers", "other roles"])
+def test_imports_start_no_thread(program: str, count: int) -> None:
+    environment = os.environ | SINGLE_THREADED
+    command = [sys.executable, "-c", THREADS + program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert (done.returncode, done.stdout) == (0, f"{count}\n"), done.stderr

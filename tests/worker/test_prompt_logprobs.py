@@ -84,7 +84,7 @@ def reference(network: Any, ids: list[int], top_n: int) -> tuple[list[float], li
     return told.tolist(), logprobs.topk(top_n).values.flatten().tolist()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_prompt_logprobs_equal_those_of_transformers(kind: str) -> None:
     network = transformers.AutoModelForCausalLM.from_pretrained(make(kind), dtype=torch.float32)
     asked = [ids for ids in prompts(16) if len(ids) > 1]
@@ -99,8 +99,7 @@ def test_prompt_logprobs_equal_those_of_transformers(kind: str) -> None:
             )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("dtype", "threads"), [("float32", 2), ("bfloat16", 1), ("float16", 1)])
 def test_prompt_logprobs_have_the_same_bits_in_any_batch(dtype: str, threads: int) -> None:
     engine = load("qwen3", dtype)
     asked = prompts(13) if threads == 1 else prompts(13)[9:]
@@ -143,14 +142,14 @@ def test_a_cached_prefix_gives_the_same_logprobs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_fallback_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
-    engine = make_engine(build(make("gpt2"), dtype))
+    engine = make_engine(build(make("persimmon"), dtype))
     asked = prompts(13)[8:]
     slots = [asking(at, ids, 2) for at, ids in enumerate(asked)]
     alone = [tell(engine, [one._replace(slot=0)])[0] for one in slots]
     for chunk in (4096, 33, 5):
         assert tell(engine, slots, chunk) == alone
     # With the same weights, which are rounded to the type, and nothing else rounded.
-    network = transformers.AutoModelForCausalLM.from_pretrained(make("gpt2"), dtype=dtype).float()
+    network = transformers.AutoModelForCausalLM.from_pretrained(make("persimmon"), dtype=dtype).float()
     for ids, (logprobs, tops) in zip(asked, alone, strict=True):
         expected, likeliest = reference(network, ids, 2)
         close = 1e-4 if dtype is torch.float32 else 0.2
@@ -158,7 +157,7 @@ def test_the_fallback_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None
         assert [logprob for _, logprob in tops] == pytest.approx(likeliest, abs=close)
 
 
-@pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", OTHERS[1::3], ids=lambda config: config.model_type)
 def test_other_architectures_equal_transformers(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save(config, tmp_path)
     network = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

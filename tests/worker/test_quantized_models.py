@@ -108,7 +108,7 @@ def test_fewer_bits_are_further_from_the_model() -> None:
     ("kind", "quantize", "reason"),
     [
         ("llama", "gptq", "is for weights that are quantized already, and those in"),
-        ("gpt2", "int8", "through transformers, which cannot be done with quantized weights"),
+        ("persimmon", "int8", "through transformers, which cannot be done with quantized weights"),
     ],
 )
 def test_models_that_cannot_be_quantized_are_rejected(kind: str, quantize: str, reason: str) -> None:
@@ -124,7 +124,7 @@ def test_torch_on_cpu_logs_that_quantization_saves_no_memory(caplog: pytest.LogC
 
 def test_a_null_in_the_config_quantizes_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "model"
-    shutil.copytree(make("gpt2"), directory)
+    shutil.copytree(make("persimmon"), directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     assert build_model(directory, "float32", "cpu", lambda stage, percent: None).vocab_size == config["vocab_size"]

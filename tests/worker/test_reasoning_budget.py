@@ -113,11 +113,11 @@ def test_masks_with_a_grammar_and_drafts() -> None:
         assert left == ([expected] if expected is not None else [*range(1, 15)])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_answers_in_any_batch_with_drafts_and_after_a_resumption(seed: int) -> None:
     rng = random.Random(seed)
     engine = engine_of(load())
-    close, count = [300, 301, 302], 24
+    close, count = [300, 301, 302], 16
     samplings = [
         budgeted(rng.randrange(12), close, (300, 301, 302), seed=rng.randrange(1 << 40), do_sample=rng.random() < 0.7)
         for _ in range(5)

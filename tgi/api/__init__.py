@@ -3,6 +3,7 @@
 Read operations.py first: the table of all routes. A request then passes through these modules, in this order:
 
   http_server    connections, their limits, and the server; tls: its certificate
+  model_dispatch on a server of several models: which one a request is for; models: which are loaded
   app            the falcon application: middleware and error handlers
   routes/        one module per group of routes; they decode (json_body), answer, and format (native, chat, completions)
   resumption     ids of events, for clients that come back
@@ -12,6 +13,7 @@ Read operations.py first: the table of all routes. A request then passes through
   requests       live requests to the tokenizers, and the record of an HTTP request
   admission      permits of the clients, and the limits of their keys
   router         which tokenizer has which request, and what happens when one is lost
+  downstream     links to the processes below, and which of them has which request
   tokenizers     what is known of each tokenizer, and which one gets a request
   token_delivery hands received tokens to the requests
   token_columns  tokens in columns, and their JSON

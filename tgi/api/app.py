@@ -11,7 +11,8 @@ from tgi.api import docs, page, request_metrics, tracing
 from tgi.api.asgi import PROBE_KEY, RECEIVE_KEY, RECORD_KEY, AsgiApp, Receive, Send
 from tgi.api.errors import ApiError, ClientDisconnected, Rejection, no_such_route
 from tgi.api.middleware import ClientMiddleware, CorsMiddleware, ReadinessMiddleware, RequestIdMiddleware
-from tgi.api.operations import KSERVE, OPERATIONS
+from tgi.api.model_dispatch import ModelMiddleware
+from tgi.api.operations import KSERVE, OPERATIONS, SEVERAL_MODELS
 from tgi.api.requests import RequestRecord
 from tgi.api.routes.info import HealthResource
 from tgi.api.routes.native import RootResource
@@ -19,6 +20,8 @@ from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, Service
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.table import Settings
+
+ALL_OPERATIONS = OPERATIONS + KSERVE + SEVERAL_MODELS
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,8 @@ def build(service: Service) -> AsgiApp:
     if service.tracer is not None:  # before the API key, so that a span has its name also if the key is wrong
         app.add_middleware(tracing.SpanNameMiddleware(span_names(settings)))
     app.add_middleware(ClientMiddleware(service.clients, settings.aip_predict_route))
+    if settings.models:
+        app.add_middleware(ModelMiddleware())
     app.add_middleware(ReadinessMiddleware(service.router.health))
     app.resp_options.default_media_type = None  # type: ignore[assignment]  # an empty response has no content type
     handlers = ErrorHandlers(service)
@@ -85,7 +90,7 @@ def _with_head_event(receive: Receive) -> Receive:
 
 def resource_classes(settings: Settings) -> dict[str, type[Resource]]:
     """The resource of each path, in falcon's syntax. Raises UserError if the settings name a path that is in use."""
-    operations = OPERATIONS + (KSERVE if settings.kserve else ())
+    operations = OPERATIONS + (KSERVE if settings.kserve else ()) + (SEVERAL_MODELS if settings.models else ())
     classes = {operation.route: operation.resource for operation in operations} | docs.ROUTES
     if settings.ui:
         classes |= page.ROUTES
@@ -109,7 +114,7 @@ def _add_configured_path(
 
 def span_names(settings: Settings) -> dict[tuple[str, str], str]:
     """The name of a request's span by method and path."""
-    names = {(operation.method.upper(), operation.path): operation.span_name for operation in OPERATIONS + KSERVE}
+    names = {(operation.method.upper(), operation.path): operation.span_name for operation in ALL_OPERATIONS}
     if settings.aip_predict_route:
         names["POST", settings.aip_predict_route] = "vertex_compatibility"
     if settings.aip_health_route:

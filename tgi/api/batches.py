@@ -140,7 +140,7 @@ class BatchRunner:
 
     @property
     def _is_free(self) -> bool:
-        computes = self._service.router.health.probe_passed and not self._stopped.is_set()
+        computes = self._service.has_started and not self._stopped.is_set()
         free = len(self._runs) < MAX_RUNNING and not any(run.on_trial for run in self._runs)
         return computes and free and self._service.batches.exists
 

@@ -44,7 +44,7 @@ class OpenApiResource(Resource):
     async def on_get(self, req: Request, resp: Response) -> None:
         """Answers with the document of this server's routes."""
         resp.content_type = "application/json"
-        resp.data = _document(self._service.settings.kserve)
+        resp.data = _document(self._service.settings.kserve, bool(self._service.settings.models))
 
     on_head = on_get  # falcon omits the body
 
@@ -80,10 +80,10 @@ ROUTES: dict[str, type[Resource]] = {
 
 
 @cache
-def _document(with_kserve: bool) -> bytes:
+def _document(with_kserve: bool, with_models: bool) -> bytes:
     from tgi.api import openapi
 
-    return msgspec.json.encode(openapi.document(with_kserve))
+    return msgspec.json.encode(openapi.document(with_kserve, with_models))
 
 
 @cache

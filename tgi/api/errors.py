@@ -2,6 +2,7 @@
 format, below /v1 OpenAI's, on all other routes TGI's (Service.error_form)."""
 
 import math
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -307,6 +308,18 @@ def forbidden(text: str) -> ApiError:
 def model_not_found(param: str) -> ApiError:
     """404: neither the served model nor an adapter has the name in the field `param`."""
     return ApiError(404, "not_found", "Model not found", param=param)
+
+
+def unknown_model(name: str, served: Iterable[str]) -> ApiError:
+    """404: a server of several models has none of this name."""
+    text = f"The model `{name[:128]}` does not exist. Served here: {', '.join(served)}"
+    return ApiError(404, "not_found", text, param="model")
+
+
+def cannot_load(name: str, reason: str) -> ApiError:
+    """503: one of several models cannot be loaded."""
+    text = f"The model {name} could not be loaded. {reason}"
+    return ApiError(503, "model_not_loaded", text, headers={"x-startup-stage": f"{name} failed"})
 
 
 def not_kept(kind: str, name: str, param: str | None = None) -> ApiError:

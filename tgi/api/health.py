@@ -81,6 +81,10 @@ class Health:
         self.probe_failure, self.probe_passed = failure, not failure
         self._first_probe_ended.set()
 
+    def forget_probe(self) -> None:
+        """The probe will be repeated, since all processes below are replaced."""
+        self.probe_failure, self.probe_passed = "", False
+
     async def wait_for_first_probe(self) -> None:
         """Waits while the first answer of this front end's own probe is all that is missing. Another front end on the
         port may have answered /health with 200 already, and clients choose neither."""

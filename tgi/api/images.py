@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tgi.api import errors
+from tgi.api.downstream import Connection, Downstream
 from tgi.api.shapes.chat import ImageSource
 from tgi.microkernel.links.discovery import DownstreamLinks
-from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
+from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
 from tgi.microkernel.messages.codec import MAX_FRAME_BYTES
 from tgi.microkernel.messages.protocol import (
     Beat,
@@ -24,7 +25,6 @@ from tgi.microkernel.messages.protocol import (
     LoadImage,
     RequestContext,
 )
-from tgi.microkernel.recovery.assignments import Assignments, Neighbour
 from tgi.microkernel.recovery.crash_isolation import CrashIsolation
 from tgi.microkernel.recovery.work_register import split_fingerprints
 from tgi.microkernel.settings.table import Settings
@@ -111,12 +111,7 @@ class ImageRequest:
         return self.images.context
 
 
-class MediaConnection(Neighbour[ImageRequest]):
-    """One media process."""
-
-    def __init__(self, link: Link) -> None:
-        super().__init__(ReplicaId("", 0))  # until it has connected
-        self.link = link
+MediaConnection = Connection[ImageRequest]
 
 
 class ImageLoading:
@@ -136,12 +131,13 @@ class ImageLoading:
         self._directory = directory
         self._owner = owner
         self._refuse = refuse
-        self._assignments: Assignments[MediaConnection, ImageRequest] = Assignments(self._choose, work_in_progress)
+        self._media: Downstream[MediaConnection, ImageRequest] = Downstream(
+            self._choose, self._send, self._handle, work_in_progress
+        )
+        self._assignments = self._media.assignments
         self._isolation: CrashIsolation[bytes] = CrashIsolation()
-        self._connections: list[MediaConnection] = []
         self._numbers = itertools.count(1)  # of rids and names
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     # --- for the router ---
 
@@ -159,8 +155,7 @@ class ImageLoading:
                 for index in range(len(images.sources))
             ]
             for request in images.requests:
-                self._submit(request)
-            self._exchange_soon()
+                self._media.submit(request)
 
     def release(self, images: ImageSet, kept_ms: int = 0) -> None:
         """A request has ended, or does so in `kept_ms`. After the last one the files of its images are given back."""
@@ -179,66 +174,23 @@ class ImageLoading:
         prefix = self._owner.rpartition("-")[0]  # without the boot id
         for path in self._directory.glob(f"{prefix}-*"):
             path.unlink(missing_ok=True)
+        self._media.attach(loop)
 
     def follow(self, links: DownstreamLinks) -> None:
         """Uses the media processes that were found, and forgets those that are gone."""
         added, removed = links.follow()
         for link in added:
-            connection = MediaConnection(link)
-            self._connections.append(connection)
-            self._register(connection)
-        for connection in [one for one in self._connections if one.link in removed]:
-            self._exchange(connection)
-            self._connections.remove(connection)
-            self._close_link(connection)
-            self._assignments.release(connection)
-            self._submit_waiting()
+            self._media.add(MediaConnection(link))
+        for connection in [one for one in self._media.connections if one.link in removed]:
+            self._media.remove(connection)
 
     def tick(self, beat: Beat) -> None:
         """Every BEAT_SECONDS."""
-        for connection in self._connections:
-            self._exchange(connection)
-            connection.link.exchange_beats(beat)
-            self._exchange(connection)
-        self._submit_waiting()
+        self._media.tick(beat)
 
     def close(self) -> None:
         """Closes the links."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for connection in self._connections:
-            self._close_link(connection)
-
-    def _register(self, connection: MediaConnection) -> None:
-        if self._loop is not None:
-            self._loop.add_reader(connection.link.socket.fileno(), self._exchange, connection)
-            self._loop.add_reader(connection.link.monitor.fileno(), self._on_monitor_event, connection)
-            self._loop.call_soon(self._on_monitor_event, connection)
-
-    def _close_link(self, connection: MediaConnection) -> None:
-        if self._loop is not None:
-            self._loop.remove_reader(connection.link.socket.fileno())
-            self._loop.remove_reader(connection.link.monitor.fileno())
-        connection.link.close()
-
-    def _on_monitor_event(self, connection: MediaConnection) -> None:
-        connection.link.detect_disconnects()
-        self._exchange(connection)
-
-    def _exchange_soon(self) -> None:
-        if self._loop is not None:
-            for connection in self._connections:
-                self._loop.call_soon(self._exchange, connection)
-
-    def _exchange(self, connection: MediaConnection) -> None:
-        link = connection.link
-        if link.socket.closed:
-            return
-        link.flush()
-        for peer, message in link.receive():
-            self._handle(connection, peer, message)
-        if link.has_pending_work and self._loop is not None:
-            self._loop.call_soon(self._exchange, connection)
+        self._media.close()
 
     def _handle(self, connection: MediaConnection, peer: PeerId, message: object) -> None:
         match message:
@@ -255,12 +207,12 @@ class ImageLoading:
                     lost = self._assignments.lost(connection, time.monotonic(), planned=message.planned)
                     for request in lost:
                         self._assignments.wait(request)
-                    self._submit_waiting()
+                    self._media.submit_waiting()
             case PeerSilent():
                 connection.silent = True  # its supervisor ends it if it hangs
             case PeerResponds():
                 connection.silent = False
-                self._submit_waiting()
+                self._media.submit_waiting()
             case Beat():
                 connection.beat = message
             case _:
@@ -268,34 +220,16 @@ class ImageLoading:
 
     # --- assignments ---
 
-    def _choose(self, request: ImageRequest, now: float) -> MediaConnection | None:
-        return min([one for one in self._connections if one.responds], key=lambda one: len(one.requests), default=None)
+    def _choose(self, request: ImageRequest) -> MediaConnection | None:
+        responding = [one for one in self._media.connections if one.responds]
+        return min(responding, key=lambda one: len(one.requests), default=None)
 
-    def _submit(self, request: ImageRequest) -> None:
-        if (connection := self._assignments.choose(request, time.monotonic())) is None:
-            self._assignments.wait(request)
-        else:
-            self._submit_to(connection, request)
-
-    def _submit_to(self, connection: MediaConnection, request: ImageRequest) -> None:
+    def _send(self, request: ImageRequest, connection: MediaConnection) -> int:
         assert connection.peer is not None
         rid, source = next(self._numbers), request.images.sources[request.index]
         message = LoadImage(rid, request.name, source.url, source.detail, request.context, len(request.images.sources))
         connection.link.send(connection.peer, message)
-        self._assignments.assign(request, connection, rid)
-
-    def _submit_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._assignments.waiting or not any(one.responds for one in self._connections):
-            return
-        now = time.monotonic()
-        for request, connection in self._assignments.next_due(now):
-            self._submit_to(connection, request)
-        if (due_at := self._assignments.due_at) is not None and self._loop is not None:
-            self._timer = self._loop.call_later(due_at - now, self._submit_waiting)
-        self._exchange_soon()
+        return rid
 
     def _on_loaded(self, request: ImageRequest, answer: ImageLoaded) -> None:
         self._assignments.ended_well(request)
@@ -333,7 +267,7 @@ class ImageLoading:
                     connection.link.send(connection.peer, Cancel(rid))
             (self._directory / request.name).unlink(missing_ok=True)
         images.requests = []
-        self._exchange_soon()
+        self._media.exchange_soon()
 
     # --- crashes ---
 
@@ -350,4 +284,4 @@ class ImageLoading:
                 for images in suspects:
                     self._fail(images, ImageFailure(FinishReason.QUARANTINED, cause))
         self._assignments.release(connection)
-        self._submit_waiting()
+        self._media.submit_waiting()

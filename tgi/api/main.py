@@ -7,15 +7,18 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
 import uvloop
 
 from tgi.api import app
+from tgi.api.asgi import AsgiApp
 from tgi.api.batches import BatchRunner
 from tgi.api.http_server import TICK_SECONDS, HttpServer
+from tgi.api.model_dispatch import ModelDispatcher
+from tgi.api.models import HostedModel, Models
 from tgi.api.readiness import run_readiness_probe
 from tgi.api.requests import AdapterUpdateRequest, WakeEvent
 from tgi.api.router import Router
@@ -25,11 +28,12 @@ from tgi.api.tokenizers import TokenizerConnection
 from tgi.microkernel.admission.permits import Permits
 from tgi.microkernel.admission.token_rates import TokenRates
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.host.rundir import media_directory
+from tgi.microkernel.host.rundir import media_directory, media_sockets, pipeline_directory, tokenizer_sockets
 from tgi.microkernel.links.discovery import Discovery, DownstreamLinks
 from tgi.microkernel.links.link import Link
 from tgi.microkernel.observability import tracing
 from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
+from tgi.microkernel.processes.model_table import SOCKET_NAME
 from tgi.microkernel.processes.process import HAND_OVER, Process, work_in_progress
 from tgi.microkernel.recovery.quarantine import Quarantine
 from tgi.microkernel.settings.table import Settings
@@ -56,10 +60,10 @@ async def serve(process: Process) -> None:
     settings = process.settings
     loop = asyncio.get_running_loop()
     limit = settings.max_concurrent_requests
-    permits = Permits(process.run_dir / "permits", limit, home=limit * process.replica // settings.api_workers)
-    router = Router(
+    new_router = partial(
+        Router,
         [],
-        permits,
+        Permits(process.run_dir / "permits", limit, home=limit * process.replica // settings.api_workers),
         Quarantine(process.run_dir),
         RingRecorder(ring_path(process.run_dir, process.name)),
         partial(work_in_progress, process.run_dir),
@@ -68,6 +72,7 @@ async def serve(process: Process) -> None:
         media_directory(process.run_dir),
         f"{process.name}-{process.boot.hex()[:8]}",
     )
+    router = new_router()
     assert settings.model_id is not None  # the command line has set the default
     assert process.listen_fd is not None  # and opened the port
     tracer = tracing.create_tracer(settings, process.name)
@@ -83,13 +88,19 @@ async def serve(process: Process) -> None:
     )
     service.clients.reload_if_readable()  # another front end may have reloaded since the settings were read
     application = app.build(service)
+    dispatcher = build_dispatcher(service, application, new_router) if settings.models else None
+    if dispatcher is not None:
+        application = dispatcher
+    models = service.models
+    routers = [router] if models is None else [model.router for model in models.all.values()]
     batches = BatchRunner(application, service, f"{process.name} {process.boot.hex()}")
     certificate = await load_certificate(settings, process)
 
     def tick() -> None:
         process.heartbeat(TICK_SECONDS)
         if process.beat_due:
-            process.exchange_beats(router.health.beat)
+            beats = [one.health.beat for one in routers]
+            process.exchange_beats(max(beats, key=lambda beat: beat.progress_age_ms or 0))
 
     server = HttpServer(application, settings, certificate, tick)
 
@@ -113,7 +124,8 @@ async def serve(process: Process) -> None:
     loop.add_signal_handler(signal.SIGHUP, lambda: start_task(reload_files(service)))
     for fd in process.wakeup_fds:
         loop.add_reader(fd, process.handle_wakeup)
-    router.attach(loop)
+    for one in routers:
+        one.attach(loop)
 
     tasks: set[asyncio.Task[None]] = set()
 
@@ -132,11 +144,18 @@ async def serve(process: Process) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
-    start_task(follow_tokenizers(router, process))
     start_task(batches.run())
-    probe_task = start_task(run_readiness_probe(application, service, report))
+    if models is None or dispatcher is None:
+        start_task(follow_tokenizers(router, process, settings.pipeline))
+        probe_task = start_task(run_readiness_probe(application, service, report))
+    else:
+        for pipeline, model in enumerate(models.all.values(), 1):
+            start_task(follow_tokenizers(model.router, process, pipeline))
+            start_task(dispatcher.probe(model))
+        probe_task = start_task(models.follow())
+        start_task(report_start(models, report))
     try:
-        await router.health.wait_for_status(FIRST_STATUS_SECONDS)
+        await router.health.wait_for_status(FIRST_STATUS_SECONDS if models is None else 0.0)
         # In a running deployment, connections wait in the port's queue or go to another front end until the probe has
         # passed. While the other processes start, this one answers 503 with their stage.
         while router.health.can_compute and not (probe_task.done() or router.health.probe_failure or process.stopping):
@@ -148,7 +167,8 @@ async def serve(process: Process) -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        router.close()
+        for one in routers:
+            one.close()
         if tracer is not None:
             tracer.close()
 
@@ -169,16 +189,38 @@ async def reload_files(service: Service) -> None:
             log.info("reloaded the adapter %s", adapter.name)
 
 
-async def follow_tokenizers(router: Router, process: Process) -> None:
-    """Keeps the router's links equal to the sockets of tokenizers in the run directory, or to what --connect names, and
-    to those of media processes here.
+def build_dispatcher(service: Service, application: AsgiApp, new_router: Callable[[], Router]) -> ModelDispatcher:
+    """The application in front of several models. The first one has this service and application."""
+    names = [entry.partition("=")[0] for entry in service.settings.models]
+    service.model_id = names[0]
+    services = {name: service.for_model(name, new_router()) if number else service for number, name in enumerate(names)}
+    hosted = [HostedModel(name, one.router) for name, one in services.items()]
+    models = Models(service.run_dir / SOCKET_NAME, hosted)
+    for one in services.values():
+        one.models = models
+    applications = {name: application if one is service else app.build(one) for name, one in services.items()}
+    return ModelDispatcher(models, services, applications)
+
+
+async def report_start(models: Models, report: Callable[[str], None]) -> None:
+    """Reports the stage of several models until those that are loaded at start have been."""
+    while stage := models.stage:
+        report(stage)
+        await models.change()
+    report("")
+
+
+async def follow_tokenizers(router: Router, process: Process, pipeline: int) -> None:
+    """Keeps the router's links equal to the sockets of tokenizers of a pipeline in the run directory, or to what
+    --connect names, and to those of media processes here.
 
     A tokenizer that ends leaves its socket, which the process that replaces it binds again; the supervisor removes that
     of one that is not replaced.
     """
+    directory = pipeline_directory(process.run_dir, pipeline)
 
     def find() -> list[str]:
-        return [process.link_address(name) for name in process.tokenizer_sockets()]
+        return [f"ipc://{directory / name}" for name in tokenizer_sockets(directory)]
 
     elsewhere = process.settings.connect
     links = DownstreamLinks(
@@ -187,7 +229,7 @@ async def follow_tokenizers(router: Router, process: Process) -> None:
     tokenizers: dict[Link, TokenizerConnection] = {}
 
     def find_media() -> list[str]:
-        return [process.link_address(name) for name in process.media_sockets()]
+        return [f"ipc://{directory / name}" for name in media_sockets(directory)]
 
     media = DownstreamLinks(find_media, partial(process.connect_link, hello=process.hello()))
     while True:

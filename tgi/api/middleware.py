@@ -18,7 +18,7 @@ EXPOSED_HEADERS = ",".join(
     (
         "x-request-id", "retry-after", "x-startup-stage", "x-compute-type", "x-compute-time", "x-compute-characters",
         "x-total-time", "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token", "x-prompt-tokens",
-        "x-generated-tokens", "x-tgi-not-enforced",
+        "x-generated-tokens", "x-tgi-not-enforced", "x-model-state", "x-model-wait",
     )
 )  # fmt: skip
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")

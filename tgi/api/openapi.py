@@ -10,7 +10,7 @@ import msgspec
 
 import tgi
 from tgi.api.errors import ErrorResponse
-from tgi.api.operations import JSON, KSERVE, OPERATIONS, Operation, OperationResponse
+from tgi.api.operations import JSON, KSERVE, OPERATIONS, SEVERAL_MODELS, Operation, OperationResponse
 from tgi.api.shapes import (
     adapters,
     batches,
@@ -48,9 +48,10 @@ TAG = "Text Generation Inference"
 KEY = "key"
 
 
-def document(with_kserve: bool = False) -> dict[str, Any]:
-    """The document as an object that `json` can encode; `with_kserve` adds the routes of --kserve."""
-    operations = OPERATIONS + (KSERVE if with_kserve else ())
+def document(with_kserve: bool = False, with_models: bool = False) -> dict[str, Any]:
+    """The document as an object that `json` can encode. `with_kserve` adds the routes of --kserve, `with_models` those
+    of a server of several models."""
+    operations = OPERATIONS + (KSERVE if with_kserve else ()) + (SEVERAL_MODELS if with_models else ())
     schemas = _Schemas(operations, SHAPES + ((kserve,) if with_kserve else ()))
     paths: dict[str, Any] = {}
     for operation in operations:

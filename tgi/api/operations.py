@@ -31,7 +31,14 @@ from tgi.api.routes.decisions import DecisionsResource, SystemOneResource
 from tgi.api.routes.info import HealthResource, InfoResource, MetricsResource
 from tgi.api.routes.kserve import InferResource, LiveResource, ModelVersionResource, ServerResource
 from tgi.api.routes.messages import CountTokensResource, MessagesResource
-from tgi.api.routes.models import ModelResource, ModelsResource
+from tgi.api.routes.models import (
+    IsSleepingResource,
+    ManagedModelResource,
+    ModelResource,
+    ModelsResource,
+    SleepResource,
+    WakeResource,
+)
 from tgi.api.routes.native import GenerateResource, GenerateStreamResource, RootResource
 from tgi.api.routes.pooling import (
     ClassifyResource,
@@ -53,7 +60,7 @@ from tgi.api.routes.tokenize import ChatTokenizeResource, DetokenizeResource, In
 from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import Resource, in_messages
 from tgi.api.shapes import adapters, batches, cloud, decisions, kserve, pooling
-from tgi.api.shapes.info import Info, ModelInfo, ModelList
+from tgi.api.shapes.info import Info, ModelInfo, ModelList, SleepState
 from tgi.api.shapes.messages import AnsweredMessage, MessageError, MessageEvent, MessageTokensCount
 from tgi.api.shapes.native_responses import (
     ChatTokenizeResponse,
@@ -248,6 +255,7 @@ AS_EVENTS = tuple(
 NO_TOKENIZER = error(404, "No tokenizer found (TGI's; never sent)", "", "No fast tokenizer available")
 NO_CHAT = error(404, "Failed to tokenize ChatRequest (TGI's; never sent)", "template_error", "Template error")
 NO_MODEL = error(404, "Model not found", "not_found")
+NOT_LOADED = error(503, "The model cannot be loaded", "model_not_loaded", "The model a could not be loaded. Why")
 NOT_KEPT = OperationResponse(404, "Not kept, or not any more", error=errors.not_kept("response", "resp_1"))
 UNAUTHORIZED = OperationResponse(401, "No key, or a wrong one, where the server has keys", error=errors.unauthorized())
 UNAVAILABLE = error(503, "The kept responses cannot be read or written", "unavailable")
@@ -525,6 +533,28 @@ OPERATIONS = (
             ok("The adapter can be asked for no more", json(adapters.ModelDeleted)),
             NO_UPDATES, NO_MODEL, *UNREADABLE, NO_ADAPTER, STARTING,
         ),
+    ),
+)  # fmt: skip
+
+# Served with several models.
+SEVERAL_MODELS = (
+    Operation(
+        "post", "/v1/models/{model:path}", "load_or_unload_model",
+        "Load or unload a model: /v1/models/NAME/load, /v1/models/NAME/unload",
+        ManagedModelResource,
+        (ok("The model, when it is loaded or unloaded", json(ModelInfo)), NO_MODEL, UNAUTHORIZED, NOT_LOADED),
+    ),
+    Operation(
+        "post", "/sleep", "sleep", "Have the models give their memory back until the next request; `?model=` names one",
+        SleepResource, (ok("They sleep"), NO_MODEL, UNAUTHORIZED),
+    ),
+    Operation(
+        "post", "/wake_up", "wake_up", "Wake the models that sleep; `?model=` names one",
+        WakeResource, (ok("They are loaded"), NO_MODEL, UNAUTHORIZED, NOT_LOADED),
+    ),
+    Operation(
+        "get", "/is_sleeping", "is_sleeping", "Whether the models sleep; `?model=` names one",
+        IsSleepingResource, (ok("Whether they do", json(SleepState)), NO_MODEL),
     ),
 )  # fmt: skip
 

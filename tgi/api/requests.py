@@ -26,6 +26,7 @@ from tgi.microkernel.messages.protocol import (
     Tokenized,
     UpdateAdapter,
 )
+from tgi.microkernel.observability.flight_recorder import Event
 
 if TYPE_CHECKING:
     from tgi.microkernel.observability.otlp import Span
@@ -89,7 +90,7 @@ class LiveRequest:
     def __init__(self, wake_event: WakeEvent, context: RequestContext = NO_CONTEXT) -> None:
         self.wake_event = wake_event
         self.context = context
-        self.submitted = False  # to any tokenizer
+        self.submission = Event.SUBMITTED  # what the next one to a tokenizer is in its timeline
         self.active = True  # neither ended nor cancelled
         self.on_trial = False  # a tokenizer works on it only while it has nothing else in progress
         self.record: RequestRecord | None = None  # of the HTTP request

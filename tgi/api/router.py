@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tgi.api import request_metrics
 from tgi.api.admission import Admission
+from tgi.api.downstream import Downstream
 from tgi.api.health import Health
 from tgi.api.images import ImageFailure, ImageLoading
 from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, TokenizationRequest
@@ -42,7 +43,6 @@ from tgi.microkernel.messages.protocol import (
 from tgi.microkernel.messages.sampling_params import SamplingDefaults
 from tgi.microkernel.observability import metrics
 from tgi.microkernel.observability.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.recovery.assignments import Assignments
 from tgi.microkernel.recovery.crash_isolation import CrashIsolation
 from tgi.microkernel.recovery.quarantine import Quarantine
 from tgi.microkernel.recovery.work_register import split_fingerprints
@@ -54,8 +54,7 @@ class Router:
     """Spreads the requests of this process over the connected tokenizers.
 
     Each generation of a client holds one of the server's permits while it is active (`admission`). `health` tells
-    whether requests would be answered. `attach` reads the links from the running loop. libzmq's descriptor signals
-    changes only, so a link is read until it is empty, and again after each send.
+    whether requests would be answered. `attach` reads the links from the running loop.
     """
 
     def __init__(
@@ -76,23 +75,26 @@ class Router:
         self.recorder = recorder
         self.quarantine = quarantine
         self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
-        self.assignments: Assignments[TokenizerConnection, LiveRequest] = Assignments(self._choose, work_in_progress)
+        self._downstream: Downstream[TokenizerConnection, LiveRequest] = Downstream(
+            self._choose, self._send, self._handle_message, work_in_progress
+        )
+        self.assignments = self._downstream.assignments
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
         self.source = ModelSource()  # the same
         self.adapters: dict[str, LoadedAdapter] = {}  # by name, in the order of loading
         self._model = ""  # of the first tokenizer that has connected; links reject those with another one
         self._adapters: dict[str, list[LoadedAdapter]] = {}  # as the tokenizers of each host have reported last
-        self.tokenizers = [TokenizerConnection(link) for link in links]
+        self.tokenizers = self._downstream.connections
         self.health = Health(self.tokenizers, stall_limit)
         self.admission = Admission(permits, token_rates, self.health)
         self.images = ImageLoading(media_directory, name, work_in_progress, self._refuse)
         self._rids = itertools.count(1)
         self._delivery = TokenDelivery(recorder)
-        self._resubmission_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._exchange_is_due = False  # in the next turn of the loop, with all tokenizers
+        for link in links:
+            self._downstream.add(TokenizerConnection(link))
 
     # --- for the routes ---
 
@@ -113,11 +115,10 @@ class Router:
             self.images.load(request.images, partial(self._on_images, request))
             return
         try:
-            self._submit(request)
+            self._downstream.submit(request)
         except Exception:  # a defect: its message cannot be encoded
             self._deactivate(request)
             raise
-        self._exchange_with_all_soon()
 
     def _on_images(self, request: LiveRequest, failure: ImageFailure | None) -> None:
         """The images of a request are loaded, or cannot be."""
@@ -128,8 +129,7 @@ class Router:
             self._stamp(Event.ANSWERED, request)
             request.reject(failure)
             return
-        self._submit(request)
-        self._exchange_with_all_soon()
+        self._downstream.submit(request)
 
     def cancel(self, request: LiveRequest, client_lost: bool = False) -> None:
         """Cancels an active request; a Cancel is sent at once. The record stays until the End. `client_lost`: because
@@ -144,8 +144,8 @@ class Router:
             self.admission.charge(request.client, request.generated_count)
         if (assigned := self.assignments.neighbour_of(request)) is not None:  # until its End
             tokenizer, rid = assigned
-            self._send(tokenizer, Cancel(rid, client_lost))
-            self._exchange_messages(tokenizer)
+            self._send_cancel(tokenizer, Cancel(rid, client_lost))
+            self._downstream.exchange(tokenizer)
         else:
             self.assignments.remove(request)
 
@@ -157,14 +157,14 @@ class Router:
         self._stamp(Event.PARKED, generation)
         metrics.tgi_parked_requests.inc()
         self._withdraw(generation)
-        self._exchange_with_all_soon()
+        self._downstream.exchange_soon()
 
     def unpark(self, generation: Generation) -> None:
         """Continues a parked generation from the tokens that it has, as after the loss of a tokenizer."""
         generation.parked = False
         if generation.active:
-            self._submit(generation, resubmitted=Event.UNPARKED)
-            self._exchange_with_all_soon()
+            generation.submission = Event.UNPARKED
+            self._downstream.submit(generation)
 
     # --- links ---
 
@@ -173,35 +173,32 @@ class Router:
         self._loop = loop
         self.admission.attach(loop)
         self.images.attach(loop)
-        for tokenizer in self.tokenizers:
-            self._register(tokenizer)
-        self._exchange_with_all_soon()
+        self._downstream.attach(loop)
         self._tick_timer = loop.call_later(BEAT_SECONDS, self._tick)
 
     def add_tokenizer(self, link: Link) -> TokenizerConnection:
         """Uses another tokenizer from now on."""
         tokenizer = TokenizerConnection(link)
-        self.tokenizers.append(tokenizer)
+        self._downstream.add(tokenizer)
         self._require_model(self._model)
-        self._register(tokenizer)
         return tokenizer
 
     def remove_tokenizer(self, tokenizer: TokenizerConnection) -> None:
         """Closes the link to a tokenizer that is not connected, so that no request is assigned to it."""
-        self._exchange_messages(tokenizer)  # that it is lost may not have been handled yet
+        self._downstream.remove(tokenizer)
         assert tokenizer.peer is None
-        self.tokenizers.remove(tokenizer)
-        self._close_link(tokenizer)
-        self.assignments.release(tokenizer)
-        self._submit_waiting()
+
+    def forget_deployment(self) -> None:
+        """The processes below have ended for good: those that follow may serve other files, within other limits."""
+        self.limits, self.adapters, self._adapters = None, {}, {}
+        self._require_model("")
+        self.health.forget_probe()
 
     def close(self) -> None:
         """Removes the links from the loop and closes them."""
-        for timer in (self._tick_timer, self._resubmission_timer):
-            if timer is not None:
-                timer.cancel()
-        for tokenizer in self.tokenizers:
-            self._close_link(tokenizer)
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+        self._downstream.close()
         self.images.close()
 
     def _require_model(self, model: str) -> None:
@@ -210,56 +207,14 @@ class Router:
         for tokenizer in self.tokenizers:
             tokenizer.link.own_hello = tokenizer.link.own_hello._replace(model=model)
 
-    def _register(self, tokenizer: TokenizerConnection) -> None:
-        if self._loop is not None:
-            self._loop.add_reader(tokenizer.link.socket.fileno(), self._exchange_messages, tokenizer)
-            self._loop.add_reader(tokenizer.link.monitor.fileno(), self._on_monitor_event, tokenizer)
-            self._loop.call_soon(self._on_monitor_event, tokenizer)  # both are read once, see above
-
-    def _close_link(self, tokenizer: TokenizerConnection) -> None:
-        if self._loop is not None:
-            self._loop.remove_reader(tokenizer.link.socket.fileno())
-            self._loop.remove_reader(tokenizer.link.monitor.fileno())
-        tokenizer.link.close()
-
-    def _exchange_with_all_soon(self) -> None:
-        """In the next turn of the loop: once for all requests that are submitted in this one."""
-        if self._loop is not None and not self._exchange_is_due:
-            self._exchange_is_due = True
-            self._loop.call_soon(self._exchange_with_all)
-
-    def _exchange_with_all(self) -> None:
-        self._exchange_is_due = False
-        for tokenizer in [*self.tokenizers]:
-            self._exchange_messages(tokenizer)
-
     def _tick(self) -> None:
         """Every BEAT_SECONDS: looks for silent tokenizers, whether requests make progress, and for requests that have
         waited for a report in vain."""
-        for tokenizer in self.tokenizers:
-            self._exchange_messages(tokenizer)
-            tokenizer.link.exchange_beats(self.health.beat)
-            self._exchange_messages(tokenizer)
+        self._downstream.tick(self.health.beat)
         self.images.tick(self.health.beat)
-        self._submit_waiting()
         self.health.tick(time.monotonic(), self.in_flight)
         if self._loop is not None:
             self._tick_timer = self._loop.call_later(BEAT_SECONDS, self._tick)
-
-    def _on_monitor_event(self, tokenizer: TokenizerConnection) -> None:
-        tokenizer.link.detect_disconnects()
-        self._exchange_messages(tokenizer)
-
-    def _exchange_messages(self, tokenizer: TokenizerConnection) -> None:
-        """Sends what is queued and handles what has been received; continues in the next loop turn if there is more."""
-        link = tokenizer.link
-        if link.socket.closed:
-            return
-        link.flush()
-        for peer, message in link.receive():
-            self._handle_message(tokenizer, peer, message)
-        if link.has_pending_work and self._loop is not None:
-            self._loop.call_soon(self._exchange_messages, tokenizer)
 
     def _handle_message(self, tokenizer: TokenizerConnection, peer: PeerId, message: object) -> None:
         match message:
@@ -272,7 +227,7 @@ class Router:
                 request = self.assignments.pop(tokenizer, message.rid)
                 if request is not None and is_superseded(request, message):
                     self.assignments.wait(request)
-                    self._submit_waiting()
+                    self._downstream.submit_waiting()
                     return
                 if request is not None:
                     self._record_end(request, message)
@@ -356,54 +311,31 @@ class Router:
 
     # --- assignments ---
 
-    def _choose(self, request: LiveRequest, now: float) -> TokenizerConnection | None:
+    def _choose(self, request: LiveRequest) -> TokenizerConnection | None:
         return choose_tokenizer(self.tokenizers, request)
 
-    def _submit(self, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED) -> None:
-        """Sends a request to a tokenizer, or keeps it until one responds."""
-        if (tokenizer := self.assignments.choose(request, time.monotonic())) is None:
-            self.assignments.wait(request)
-        else:
-            self._submit_to(tokenizer, request, resubmitted)
-
-    def _submit_to(
-        self, tokenizer: TokenizerConnection, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED
-    ) -> None:
+    def _send(self, request: LiveRequest, tokenizer: TokenizerConnection) -> int:
         assert tokenizer.peer is not None
         request.on_trial = self._isolation.is_suspect(request.context.fingerprint)
         rid = next(self._rids)
         message = request.to_message(rid)
         tokenizer.link.send(tokenizer.peer, message)
-        self.assignments.assign(request, tokenizer, rid)
         if isinstance(message, Generate):
-            event = resubmitted if request.submitted else Event.SUBMITTED
-            self.recorder.stamp(event, message.context, tokenizer.peer.replica, len(message.resume_ids) // ITEM_BYTES)
+            resumed = len(message.resume_ids) // ITEM_BYTES
+            self.recorder.stamp(request.submission, message.context, tokenizer.peer.replica, resumed)
             if request.on_trial:
                 strikes = self._isolation.suspects[request.context.fingerprint].strikes
                 self.recorder.stamp(Event.ON_TRIAL, message.context, strikes)
-        request.submitted = True
-
-    def _submit_waiting(self) -> None:
-        """Submits waiting requests at the limited rate, while a tokenizer responds."""
-        if self._resubmission_timer is not None:
-            self._resubmission_timer.cancel()
-            self._resubmission_timer = None
-        if not self.assignments.waiting or not any(tokenizer.responds for tokenizer in self.tokenizers):
-            return
-        now = time.monotonic()
-        for request, tokenizer in self.assignments.next_due(now):
-            self._submit_to(tokenizer, request)
-        if (due_at := self.assignments.due_at) is not None and self._loop is not None:
-            self._resubmission_timer = self._loop.call_later(due_at - now, self._submit_waiting)
-        self._exchange_with_all_soon()
+        request.submission = Event.RESUBMITTED
+        return rid
 
     def _withdraw(self, request: LiveRequest) -> None:
         """Takes a request from its tokenizer: what that still sends for it is dropped."""
         if (assigned := self.assignments.remove(request)) is not None:
             tokenizer, rid = assigned
-            self._send(tokenizer, Cancel(rid))
+            self._send_cancel(tokenizer, Cancel(rid))
 
-    def _send(self, tokenizer: TokenizerConnection, message: Cancel) -> None:
+    def _send_cancel(self, tokenizer: TokenizerConnection, message: Cancel) -> None:
         if tokenizer.peer is not None:
             tokenizer.link.send(tokenizer.peer, message)
 
@@ -430,8 +362,8 @@ class Router:
         for request in active:
             self._stamp(Event.TOKENIZER_LOST, request, peer.replica)
             self.assignments.wait(request)
-        self._submit_waiting()
-        self._exchange_with_all_soon()
+        self._downstream.submit_waiting()
+        self._downstream.exchange_soon()
 
     def _move_requests(self) -> None:
         """Takes the requests from silent tokenizers, if there is another one. What they have in progress stays there,
@@ -452,7 +384,7 @@ class Router:
                 if request.active:
                     self._stamp(Event.TOKENIZER_LOST, request, tokenizer.peer.replica)
                     self.assignments.wait(request)
-        self._submit_waiting()
+        self._downstream.submit_waiting()
 
     # --- crashes ---
 

@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import contextlib
+import copy
 import itertools
 import logging
 from collections import Counter
@@ -22,6 +23,7 @@ from tgi.api.body_reader import BodyReader, decompress
 from tgi.api.clients import Client, Clients
 from tgi.api.errors import ClientDisconnected, Rejection
 from tgi.api.json_body import BodyDecoder
+from tgi.api.models import Models
 from tgi.api.requests import Generation, LiveRequest, RequestRecord
 from tgi.api.response_store import ResponseStore
 from tgi.api.router import Router
@@ -65,6 +67,7 @@ class Service:
     tracer: "Tracer | None" = None
     store_dir: Path | None = None  # of stored responses, files and batches; None: they are in memory
     clients: Clients = field(init=False)
+    models: Models | None = None  # of a server with several
 
     def __post_init__(self) -> None:
         self.clients = Clients(self.settings)
@@ -86,6 +89,17 @@ class Service:
     def model_pipeline_tag(self) -> str | None:
         """The model's task on the Hub, by the settings or by what tokenizers tell."""
         return self.settings.model_pipeline_tag or self.router.source.pipeline_tag or None
+
+    def for_model(self, model_id: str, router: Router) -> "Service":
+        """The same front end for another one of several models: keys and what is stored are those of the server."""
+        other = copy.copy(self)
+        other.model_id, other.router = model_id, router
+        return other
+
+    @property
+    def has_started(self) -> bool:
+        """Whether requests of batches may be begun."""
+        return self.router.health.probe_passed if self.models is None else self.models.has_started
 
     def require_task(self, *tasks: ModelTask) -> None:
         """Raises ApiError, a 404 in words, if the served model does something else."""
@@ -138,7 +152,7 @@ class Service:
         Raises Rejection: 415, 413 as soon as the limit is exceeded, 408, then 400 and 422. The limit holds for a
         compressed body and for what it decompresses to.
         """
-        if not _is_json(req.content_type or ""):
+        if not is_json(req.content_type or ""):
             raise Rejection(415, "Expected request with `Content-Type: application/json`")
         stream = aiter(req.stream)
         try:
@@ -327,7 +341,7 @@ async def _drain(stream: AsyncIterator[bytes]) -> None:
                 pass
 
 
-def _is_json(content_type: str) -> bool:
+def is_json(content_type: str) -> bool:
     """application/json or application/*+json, with any parameters."""
     kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))

@@ -1,20 +1,19 @@
 """The tokenizers of this front end: what is known of each, and which one gets a request."""
 
+from tgi.api.downstream import Connection
 from tgi.api.requests import LiveRequest
-from tgi.microkernel.links.link import Link, ReplicaId
+from tgi.microkernel.links.link import Link
 from tgi.microkernel.messages.protocol import Status
-from tgi.microkernel.recovery.assignments import Neighbour
 
 # A tokenizer whose work has made no progress for this long gets no new request if there is another.
 STUCK_SECONDS = 2.0
 
 
-class TokenizerConnection(Neighbour[LiveRequest]):
+class TokenizerConnection(Connection[LiveRequest]):
     """One tokenizer, and the requests that are assigned to it."""
 
     def __init__(self, link: Link) -> None:
-        super().__init__(ReplicaId("", 0))  # until it has connected
-        self.link = link
+        super().__init__(link)
         self.status: Status | None = None
 
     @property

@@ -9,9 +9,8 @@ import ssl
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
-from tgi.microkernel.errors import UserError
+from tgi.server_address import ServerAddress
 
 
 class BadStream(Exception):
@@ -118,21 +117,16 @@ class Origin:
     """Where requests go: host, port and TLS of a URL, and the headers of every request."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        """Raises UserError for a URL that is not http:// or https://."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{url!r} is no address of a server. Give one such as http://127.0.0.1:3000.")
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.host = parts.hostname
-        self.port = parts.port or (443 if self.tls else 80)
-        self.path = parts.path.rstrip("/").removesuffix("/v1")  # base URLs of OpenAI's clients end so
-        given = {"host": parts.netloc.rpartition("@")[2], "content-type": "application/json", "connection": "close"}
+        """Raises UserError for what is not the URL of a server."""
+        self.address = ServerAddress.parse(url)
+        self.tls = ssl.create_default_context() if self.address.tls else None
+        given = {"host": self.address.host_header, "content-type": "application/json", "connection": "close"}
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (given | dict(headers)).items())
 
     def request(self, method: str, path: str, body: bytes) -> bytes:
         """The bytes of a request."""
         length = f"content-length: {len(body)}\r\n" if body else ""
-        return f"{method} {self.path}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode() + body
+        return f"{method} {self.address.prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode() + body
 
 
 class _Recorder(asyncio.Protocol):
@@ -162,7 +156,7 @@ async def send(origin: Origin, path: str, body: dict[str, Any] | None, meter: Me
     data = b"" if body is None else json.dumps(body).encode()
     async with asyncio.timeout(seconds):
         transport, recorder = await loop.create_connection(
-            lambda: _Recorder(meter), origin.host, origin.port, ssl=origin.tls
+            lambda: _Recorder(meter), origin.address.host, origin.address.port, ssl=origin.tls
         )
         try:
             sent = time.perf_counter()

@@ -1,7 +1,7 @@
 """The model families whose images are served, as data: what a process has to know of a vision part without torch.
 
 To add a family whose tower transformers has, add a row to VISION_FAMILIES. Its text part is a family of
-`worker/models/families.py`.
+`worker/models/families/`.
 """
 
 import json

@@ -46,6 +46,13 @@ def no_safetensors_error(where: str, names: list[str]) -> UserError:
     )
 
 
+def weights_identity(directory: Path) -> list[list[Any]]:
+    """What tells the weights of a model directory, and its configuration, from others: names, sizes and times of files,
+    where they really are (in the Hub's cache the name is a digest)."""
+    files = sorted(path.resolve() for path in directory.iterdir() if is_weights(path.name) or path.suffix == ".json")
+    return [[path.name, (status := path.stat()).st_size, status.st_mtime_ns] for path in files]
+
+
 def weight_files(directory: Path) -> tuple[Path, ...]:
     """The weight files of a model directory, sorted. Raises UserError if some are missing or damaged."""
     names = [path.name for path in directory.iterdir()]

@@ -10,7 +10,9 @@ kv_cache.py. Modules, from the entry point to the leaves:
 - in_flight: steps that were sent: pipeline, validation of results, distribution of tokens, prompt logprobs
 - speculation: draft counts per row; n-gram proposer and acceptance of a draft model
 - decode_batch: requests that hold slots, and the columns of those that decode
-- kv_cache: `KVCacheManager` (pages of requests) and `PagePool` (reference counts, prefix cache, eviction)
+- kv_cache: `KVCacheManager` (pages of requests)
+- page_index: `PageIndex` (pages that the worker keeps in files)
+- page_pool: `PagePool` (reference counts, prefix cache, eviction)
 - state_snapshots: `StateSnapshots` (copies of recurrent state that prefixes go on from)
 - peers: tokenizers, the worker, the outbox and the status report
 - adapters: the worker's LoRA adapters and pending changes to them

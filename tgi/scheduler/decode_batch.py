@@ -4,6 +4,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tgi.microkernel.messages.codec import INT32, UINT32
 from tgi.microkernel.messages.protocol import PREFILL
 from tgi.microkernel.recovery.work_register import WorkRegister
@@ -248,7 +250,8 @@ class DecodePartition:
             stop_ids=self.stop_ids.copy(),
             stop_id_union=self.stop_id_union,
         )
-        self.starts = array(INT32, [start + 1 for start in self.starts])
+        starts = np.frombuffer(self.starts, np.int32)
+        starts += 1
         self.starts_sum += count
         self._due.pop(self._steps, None)
         self._steps += 1

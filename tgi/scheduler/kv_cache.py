@@ -1,7 +1,7 @@
 """The paged KV cache: which request holds which pages, and the prefix cache.
 
-A page is a fixed number of token positions (vLLM: block). `KVCacheManager` gives pages to requests, `PagePool` counts
-references, finds prefixes and evicts.
+A page is a fixed number of token positions (vLLM: block). `KVCacheManager` gives pages to requests, `PagePool`
+(page_pool.py) counts references, finds prefixes and evicts.
 
 A request has a page table for each KV group of the model (messages/kv_groups.py), nearly always one. All groups take
 their pages from one pool. A group with a sliding window gives the pages behind it back while the request runs.
@@ -15,23 +15,20 @@ if all groups hold what they need after it: a group with a sliding window needs 
 need a snapshot of their state at its end (state_snapshots.py).
 """
 
-from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from itertools import compress, pairwise
+from collections.abc import Iterable
+from itertools import compress
 from operator import eq
-from struct import Struct
 
-from tgi.microkernel.messages.codec import INT32, unpack_int32
-from tgi.microkernel.messages.kv_groups import MAX_GROUPS, paged_groups, recurrent_group
-from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, PageExtra
+from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.kv_groups import paged_groups, recurrent_group
+from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, PagesTransferred
+from tgi.scheduler.page_index import PageIndex
+from tgi.scheduler.page_pool import ID_BYTES, NO_PAGE, ROOT_HASH, PagePool, page_runs
 from tgi.scheduler.request import NO_SNAPSHOTS, Request, extras_out_of_range
 from tgi.scheduler.state_snapshots import StateSnapshots
 
 # Share of the pages that is evicted ahead of time, so that planning a step does not wait for eviction.
 FREE_PAGES_SHARE = 0.02
-# In a page table: the page of a group with a sliding window was given back, or was never needed.
-NO_PAGE = -1
 
 
 class KVCacheManager:
@@ -61,6 +58,7 @@ class KVCacheManager:
         self._appended_groups: list[int] = []
         self._appended_pages: list[int] = []
         self.pool = PagePool(limits.pages, limits.page_size)
+        self.index: PageIndex | None = None  # None: the worker keeps no pages in files
         self.committed = True  # whether `commit` was called since the last plan
 
     def ensure_available(self, pages: int) -> bool:
@@ -69,6 +67,23 @@ class KVCacheManager:
             return True
         self.commit()
         return pages <= self.pool.available
+
+    def read_prefix(self, request: Request, column: bytes, max_cached: int) -> bool:
+        """Has the pages read that follow a request's cached ones in files, once. False: it is to wait for them."""
+        index, pool = self.index, self.pool
+        if index is None or request.read_from is index:
+            return index is None or not index.is_read(request)
+        found, _ = self._find_prefix(request, column, max_cached)
+        if index.read_prefix(request, found, max_cached, pool):
+            request.read_from = index
+            return False
+        pool.release(found)
+        return True
+
+    def record_transferred(self, answer: PagesTransferred) -> None:
+        """The worker has written or read pages."""
+        if self.index is not None:
+            self.index.finish(answer, self.pool)
 
     def allocate(self, request: Request, column: bytes, max_cached: int, spare: int) -> bool:
         """Gives pages for all its tokens, which are `column`, to a request that has none: at most `max_cached` found in
@@ -244,6 +259,8 @@ class KVCacheManager:
         before any step that is planned from now on."""
         if request.shares_pages:
             self._publish(request)
+            if self.index is not None:
+                self.index.record_use(request.page_keys)
         self._release(request.tables)
 
     def _release(self, tables: list[list[int]]) -> None:
@@ -257,7 +274,7 @@ class KVCacheManager:
             last = known
         if (last := last // size) > first:
             lead, *followers = request.tables
-            for begin, end, extra_key in _runs(request.extras, first, last, size):
+            for begin, end, extra_key in page_runs(request.extras, first, last, size):
                 column = request.token_ids[begin * size : end * size].tobytes()
                 parent = request.block_hash + extra_key
                 request.block_hash = self.pool.publish(parent, lead[begin:end], column)
@@ -265,6 +282,8 @@ class KVCacheManager:
                     hashes = self.pool.find_hashes(parent, column, end - begin)
                     for number, table in enumerate(followers, 1):
                         self.pool.publish_followers(number, table[begin:end], hashes)
+            if self.index is not None:
+                self.index.publish(request, request.published_pages, last, self.pool)
             request.published_pages = last
 
     def _find_prefix(self, request: Request, column: bytes, max_cached: int) -> tuple[list[int], bytes]:
@@ -275,7 +294,7 @@ class KVCacheManager:
             return pool.find_prefix(ROOT_HASH, column, max_cached)
         lead: list[int] = []
         block_hash = ROOT_HASH
-        for begin, end, extra_key in _runs(request.extras, 0, max_cached, size):
+        for begin, end, extra_key in page_runs(request.extras, 0, max_cached, size):
             found, last = pool.find_prefix(block_hash + extra_key, column[begin * size * ID_BYTES :], end - begin)
             if found:
                 lead, block_hash = lead + found, last
@@ -321,6 +340,9 @@ class KVCacheManager:
         self.commit()
         self._clear_appended()
         self.pool = PagePool(self._limits.pages, self._page_size)
+        if self.index is not None:
+            self.index.hold_in(self.pool)
+            self.index.begin_epoch(self.pool)
         self._drop_snapshots()
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -329,6 +351,8 @@ class KVCacheManager:
         self.commit()
         self._clear_appended()
         self.pool.forget(pages)
+        if self.index is not None:
+            self.index.begin_epoch(self.pool)
         self._drop_snapshots()  # the steps may have copied a state that another one has spoilt
 
     def _drop_snapshots(self) -> None:
@@ -352,7 +376,7 @@ class KVCacheManager:
             columns = [pages[number * count : (number + 1) * count] for number in range(tables)]
             parent = ROOT_HASH
             own: list[int] = []
-            for begin, end, extra_key in _runs(one.extras, 0, count, size):
+            for begin, end, extra_key in page_runs(one.extras, 0, count, size):
                 column = one.token_ids[begin * size * ID_BYTES : end * size * ID_BYTES]
                 taken, hashes = self.pool.adopt(parent + extra_key, columns[0][begin:end], column, free)
                 own += taken
@@ -373,241 +397,7 @@ class KVCacheManager:
         held = [*batch, *self._ended]
         for request in held:
             assert request.capacity == min(map(len, request.tables)) * self._page_size, "capacity and tables disagree"
-        self.pool.check([page for page in table if page != NO_PAGE] for request in held for table in request.tables)
+        tables = [[page for page in table if page != NO_PAGE] for request in held for table in request.tables]
+        self.pool.check(tables + (self.index.held(self.pool) if self.index is not None else []))
         if self.snapshots is not None:
             self.snapshots.check()
-
-
-def _runs(extras: list[PageExtra], first: int, last: int, page_size: int) -> Iterator[tuple[int, int, bytes]]:
-    """Divides the pages `first` to `last` - 1 before each page with an extra key: first and last of each part, and the
-    extra key of its first page."""
-    if not extras:
-        if last > first:
-            yield first, last, b""
-        return
-    by_page: dict[int, bytes] = {}
-    for position, digest in extras:
-        page, offset = divmod(position, page_size)
-        by_page[page] = by_page.get(page, b"") + EXTRA_HEAD.pack(offset, len(digest)) + digest
-    borders = [first, *(page for page in by_page if first < page < last), last]
-    for begin, end in pairwise(borders):
-        if end > begin:
-            yield begin, end, by_page.get(begin, b"")
-
-
-ID_BYTES = array(INT32).itemsize
-EXTRA_HEAD = Struct("<IH")  # before each extra in a key: its position in the page, and its length
-# Block hashes and keys are bytes. Tuples would be tracked by the garbage collector and make its passes slow. All hashes
-# have the same length and begin with 0, and all keys of the first group end with the same number of ids: so keys of
-# different prefixes differ. Keys of the other groups begin with the number of the group, which is neither 0 nor 255.
-HASH_BYTES = 8
-ROOT_HASH = b"\xff"
-NO_HASH = b""  # of a page that cannot be found
-GROUP_TAGS = [bytes([number]) for number in range(MAX_GROUPS + 1)]
-
-
-class PagePool:
-    """Each page is in one of three states: free; held by one or more requests; or idle, held by no request but cached
-    under its prefix. Free pages are allocated first, then idle ones are evicted, the least recently used first.
-
-    When a page is evicted, the pages after it in its prefix cannot be found any more; they stay idle until they are
-    evicted, too. That is rare, since the end of a prefix becomes idle before its beginning.
-
-    All operations take O(1) per page.
-    """
-
-    def __init__(self, pages: int, page_size: int) -> None:
-        self._page_bytes = page_size * ID_BYTES
-        self._references = [1] * pages  # a free page has the reference of its next holder
-        self.free = list(range(pages - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self._by_key: dict[bytes, int] = {}
-        self._key_of = [b""] * pages
-        self._hash_of = [NO_HASH] * pages
-        self._hashes = 0  # given so far
-
-    @property
-    def available(self) -> int:
-        """Pages that can be allocated now."""
-        return len(self.free) + len(self._idle)
-
-    @property
-    def used(self) -> int:
-        """Pages that are held by requests."""
-        return len(self._references) - self.available
-
-    def allocate(self, count: int) -> list[int]:
-        """Takes this many pages with undefined content, with one reference each. Raises IndexError if fewer are
-        available."""
-        free = self.free
-        left = len(free) - count
-        if left >= 0:
-            pages = free[left:]
-            del free[left:]
-            return pages
-        if -left > len(self._idle):
-            raise IndexError(f"{count} pages wanted, {self.available} available")
-        self.free = []
-        return free + self._evict(-left)
-
-    def evict_ahead(self, count: int) -> None:
-        """Evicts idle pages until this many pages are free or none is idle."""
-        if (missing := min(count - len(self.free), len(self._idle))) > 0:
-            self.free += reversed(self._evict(missing))
-
-    def _evict(self, count: int) -> list[int]:
-        """Removes the least recently used idle pages from the prefix cache."""
-        evicted = [self._idle.popitem(last=False)[0] for _ in range(count)]
-        for page in evicted:
-            del self._by_key[self._key_of[page]]
-            self._key_of[page] = b""
-            self._hash_of[page] = NO_HASH
-            self._references[page] = 1
-        return evicted
-
-    def find_prefix(self, parent: bytes, column: bytes, max_pages: int) -> tuple[list[int], bytes]:
-        """Finds the longest cached continuation of a prefix by the ids in `column` (int32), of at most `max_pages`
-        pages. `parent` is ROOT_HASH or a page's block hash, and the extra key of the next page. Returns the pages, each
-        with one more reference, and the block hash of the last of them; of none, `parent`."""
-        size, by_key = self._page_bytes, self._by_key
-        if not max_pages or parent + column[:size] not in by_key:  # the usual case of a new prompt
-            return [], parent
-        found: list[int] = []
-        hash_of, append, get = self._hash_of, found.append, by_key.get
-        for begin in range(0, max_pages * size, size):
-            page = get(parent + column[begin : begin + size])
-            if page is None:
-                break
-            append(page)
-            parent = hash_of[page]
-        self._retain(found)
-        return found, parent
-
-    def _retain(self, pages: list[int]) -> None:
-        """Adds a reference to each page."""
-        references, idle = self._references, self._idle
-        for page in pages:
-            references[page] += 1
-            if references[page] == 1:
-                del idle[page]
-
-    def publish(self, parent: bytes, pages: list[int], column: bytes) -> bytes:
-        """Adds held pages without block hashes, full of the ids in `column` that follow `parent`, to the prefix cache.
-        Where another page is cached under the same key, that one stays, and the next pages follow it. Returns the block
-        hash of the last page."""
-        size, by_key, key_of, hash_of = self._page_bytes, self._by_key, self._key_of, self._hash_of
-        begin = 0
-        hashes = self._hashes
-        for page in pages:
-            key = parent + column[begin : begin + size]
-            begin += size
-            parent = hash_of[by_key.setdefault(key, page)]
-            if not parent:  # this page is new under its key, and has no block hash yet
-                hashes += 1
-                hash_of[page] = parent = hashes.to_bytes(HASH_BYTES)
-                key_of[page] = key
-        self._hashes = hashes
-        return parent
-
-    def adopt(self, parent: bytes, pages: list[int], column: bytes, free: set[int]) -> tuple[list[int], list[bytes]]:
-        """Publishes pages with known content, the ids of `column` (int32) after `parent`, that are in `free`, which is
-        what `self.free` will be. Returns those that it has taken from there, which are held, and the block hashes of
-        all that are cached now."""
-        size = self._page_bytes
-        taken, hashes = [], []
-        for index, page in enumerate(pages):
-            ids = column[index * size : (index + 1) * size]
-            if parent + ids not in self._by_key:
-                if page not in free:
-                    break  # by an earlier prefix it has other content
-                free.remove(page)
-                taken.append(page)
-            parent = self.publish(parent, [page], ids)
-            hashes.append(parent)
-        return taken, hashes
-
-    # --- the groups after the first ---
-
-    def block_hashes(self, pages: list[int]) -> list[bytes]:
-        """The block hashes of cached pages of the first group."""
-        return [self._hash_of[page] for page in pages]
-
-    def find_hashes(self, parent: bytes, column: bytes, count: int) -> list[bytes]:
-        """The block hashes of the cached pages with the ids in `column` that follow `parent`."""
-        hashes, size = [], self._page_bytes
-        for begin in range(0, count * size, size):
-            parent = self._hash_of[self._by_key[parent + column[begin : begin + size]]]
-            hashes.append(parent)
-        return hashes
-
-    def has_follower(self, group: int, block_hash: bytes) -> bool:
-        """Whether this group has a cached page next to the first group's page of this block hash."""
-        return GROUP_TAGS[group] + block_hash in self._by_key
-
-    def take_followers(self, group: int, hashes: list[bytes]) -> list[int]:
-        """The group's cached pages next to those of these hashes, each with one more reference."""
-        pages = [self._by_key[GROUP_TAGS[group] + block_hash] for block_hash in hashes]
-        self._retain(pages)
-        return pages
-
-    def publish_followers(self, group: int, pages: list[int], hashes: list[bytes]) -> None:
-        """Adds held pages of this group to the prefix cache, next to those of these hashes, unless others are there."""
-        for page, block_hash in zip(pages, hashes, strict=True):
-            if page != NO_PAGE and self._by_key.setdefault(key := GROUP_TAGS[group] + block_hash, page) == page:
-                self._key_of[page] = key
-
-    def adopt_followers(self, group: int, pages: list[int], hashes: list[bytes], free: set[int]) -> list[int]:
-        """As `adopt`, of the pages next to those of these hashes. Returns those taken from `free`."""
-        taken = []
-        for page, block_hash in zip(pages, hashes, strict=True):
-            if page in free and not self.has_follower(group, block_hash):
-                free.remove(page)
-                taken.append(page)
-                self.publish_followers(group, [page], [block_hash])
-        return taken
-
-    def release(self, pages: list[int]) -> None:
-        """Removes a reference from each page. The end of a prefix becomes idle before its beginning, since it cannot be
-        found without that."""
-        references, key_of, idle, free = self._references, self._key_of, self._idle, self.free
-        for page in reversed(pages):
-            if (left := references[page] - 1) > 0:
-                references[page] = left
-            elif key_of[page]:
-                references[page] = 0
-                idle[page] = None
-            else:
-                free.append(page)
-
-    def forget(self, pages: Iterable[int]) -> None:
-        """Removes idle pages from the prefix cache. Those that follow one in its prefix cannot be found any more."""
-        for page in pages:
-            if not self._key_of[page]:
-                continue
-            del self._idle[page]
-            del self._by_key[self._key_of[page]]
-            self._key_of[page], self._hash_of[page], self._references[page] = b"", NO_HASH, 1
-            self.free.append(page)
-
-    def check(self, tables: Iterable[list[int]] = ()) -> None:
-        """Raises AssertionError unless the page tables `tables` hold all references, and every page is in one state."""
-        references = [0] * len(self._references)
-        free, idle = set(self.free), set(self._idle)
-        for table in tables:
-            assert len(set(table)) == len(table), f"a page is twice in the table {table}"
-            for page in table:
-                references[page] += 1
-        counted = [0 if page in free else count for page, count in enumerate(self._references)]
-        assert references == counted, "the reference counts do not match the page tables"
-        assert all(self._references[page] == 1 for page in free), "a free page has not one reference"
-        assert len(free) == len(self.free), "a page is free twice"
-        assert not free & idle, "a page is free and idle"
-        assert free | idle == {page for page, count in enumerate(references) if count == 0}, "a page is lost"
-        keys = {page: key for page, key in enumerate(self._key_of) if key}
-        assert {page: key for key, page in self._by_key.items()} == keys, "keys and pages disagree"
-        hashes = [one for one in self._hash_of if one]
-        assert len(set(hashes)) == len(hashes), "a block hash is given twice"
-        lead = {page for page, key in keys.items() if key[0] in (0, ROOT_HASH[0])}
-        assert {page for page, one in enumerate(self._hash_of) if one} == lead, "a page has a block hash and no key"
-        assert idle <= set(keys), "an idle page is not cached"
-        assert not free & set(keys), "a free page is cached"

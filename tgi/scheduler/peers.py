@@ -16,6 +16,7 @@ from tgi.microkernel.messages.protocol import (
     HeldPages,
     Hello,
     Status,
+    StoredPages,
     Tokens,
     limits_out_of_range,
     limits_shortfall,
@@ -197,12 +198,15 @@ class WaitingWorker:
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
         self.status: Status | None = None
+        self.stored_pages: StoredPages | None = None
         self.silent = False
 
     def record(self, message: Any) -> None:
         """Keeps what must be known of it when it is taken over."""
         if isinstance(message, Status):
             self.status = message
+        elif isinstance(message, StoredPages):
+            self.stored_pages = message
         self.silent = isinstance(message, PeerSilent)
 
     def meets(self, limits: DeploymentLimits | None) -> bool:
@@ -225,6 +229,7 @@ class WorkerPeer:
         self._reported = WAITING_FOR_WORKER
         self._held_pages: list[HeldPages] = []  # reported, and not yet taken
         self._held_bytes = 0
+        self.stored_pages: StoredPages | None = None  # reported, and not yet taken
         self._complaints = ComplaintLimit()
 
     @property
@@ -257,7 +262,7 @@ class WorkerPeer:
         elif (waiting := self._waiting.get(peer)) is not None:
             waiting.record(message)
 
-    def take_waiting(self) -> tuple[PeerId, Hello, Status] | None:
+    def take_waiting(self) -> tuple[PeerId, list[Any]] | None:
         """If there is no worker: removes the first of those that wait and could compute now, and returns what it has
         sent."""
         if self.peer is None:
@@ -265,7 +270,8 @@ class WorkerPeer:
                 if waiting.status is not None and waiting.meets(self.limits):
                     del self._waiting[peer]
                     log.warning("%s, which has waited, is the worker of this scheduler now", peer)
-                    return peer, waiting.hello, waiting.status
+                    sent = waiting.hello, waiting.stored_pages, waiting.status
+                    return peer, [message for message in sent if message is not None]
         return None
 
     def update_status(self, status: Status) -> None:
@@ -301,9 +307,15 @@ class WorkerPeer:
         held, self._held_pages, self._held_bytes = self._held_pages, [], 0
         return held
 
+    def take_stored_pages(self) -> StoredPages | None:
+        """Removes and returns the report of its pages in files."""
+        stored, self.stored_pages = self.stored_pages, None
+        return stored
+
     def disconnect(self) -> None:
         """Clears the state of the worker, which has disconnected."""
         self.peer = None
         self.take_held_pages()
+        self.stored_pages = None
         self._reported = WAITING_FOR_WORKER
         self.adapters.worker_lost()

@@ -5,8 +5,10 @@ from collections import deque
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
+
 from tgi.microkernel.links.link import PeerId
-from tgi.microkernel.messages.codec import INT32, UINT32, unpack_int32
+from tgi.microkernel.messages.codec import INT32, unpack_int32
 from tgi.microkernel.messages.protocol import (
     IMAGE_DIGEST_BYTES,
     MAX_PROMPT_TOP_TOKENS,
@@ -85,6 +87,7 @@ class Request:
         "last_start",
         "max_total_tokens",
         "missing_pages",
+        "page_keys",
         "partition",
         "partition_index",
         "planned",
@@ -93,6 +96,7 @@ class Request:
         "prompt_tokens",
         "prompt_top_n",
         "published_pages",
+        "read_from",
         "received_at",
         "rid",
         "sampling",
@@ -171,6 +175,8 @@ class Request:
         self.slot = NO_SLOT
         self.snapshot_at = NO_SNAPSHOTS
         self.vector = b""  # what it ends in, with `pooling`
+        self.page_keys: list[bytes] = []  # of its first pages, as far as they are known; see page_index.py
+        self.read_from: object = None  # the PageIndex that has looked for its pages in files
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
 
     def _set_prompt_logprobs(self, begin: int, top_n: int) -> None:
@@ -322,7 +328,7 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
             f"{what} must have at most {limits.max_batch_prefill_tokens} tokens (`max_batch_prefill_tokens`), since "
             f"this model computes it in one step. Given: {together}"
         )
-    if max(array(UINT32, request.token_ids.tobytes())) >= limits.vocab_size:  # a negative id is large as uint32
+    if np.frombuffer(request.token_ids, np.uint32).max() >= limits.vocab_size:  # a negative id is large as uint32
         return f"token ids must be below {limits.vocab_size}, and not negative"
     return ""
 

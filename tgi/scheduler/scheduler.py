@@ -23,12 +23,14 @@ from tgi.microkernel.messages.protocol import (
     FinishReason,
     HeldPages,
     Hello,
+    PagesTransferred,
     PredecessorState,
     RequestContext,
     Status,
     Step,
     StepResult,
     Stop,
+    StoredPages,
     SuspectRecord,
     UpdateAdapter,
 )
@@ -49,6 +51,7 @@ from tgi.scheduler.in_flight import (
     split_prompt_logprobs,
     split_vectors,
 )
+from tgi.scheduler.page_index import PageIndex, can_be_stored
 from tgi.scheduler.peers import LoadReport, Outbox, TokenizerPeers, WorkerPeer
 from tgi.scheduler.request import Request, TokenizerPeer, validation_error
 from tgi.scheduler.speculation import Speculation
@@ -181,6 +184,12 @@ class Scheduler:
             self._handle_worker_status(message, now)
         elif isinstance(message, HeldPages):
             self.worker.record_held_pages(message)
+        elif isinstance(message, StoredPages):
+            self.worker.stored_pages = message
+        elif isinstance(message, PagesTransferred):
+            self._progress.record()
+            if self._planner is not None:
+                self._planner.kv_cache.record_transferred(message)
         elif isinstance(message, AdapterUpdated):
             self._handle_adapter_updated(message, now)
         elif isinstance(message, PeerDisconnected):
@@ -249,6 +258,10 @@ class Scheduler:
     def outgoing(self) -> Iterator[tuple[PeerId, tuple[Any, ...]]]:
         """(receiver, message) for all messages since the last call: for tokenizers, and for the worker those that are
         not steps."""
+        if (index := self._page_index) is not None and self._planner is not None:
+            assert self.worker.peer is not None
+            for message in index.take_messages(self._planner.kv_cache.pool):
+                self._outbox.append(self.worker.peer, message)
         return self._outbox.take_all()
 
     def commit(self) -> None:
@@ -273,6 +286,8 @@ class Scheduler:
 
     def deadline(self, now: float) -> float:
         """When `plan` and `report_status` must be called even if no message comes."""
+        if (index := self._page_index) is not None and index.due:
+            return now
         soonest = now + 3600.0
         update_at = self.worker.adapters.next_due_at
         for due_at in (self.pipeline.stalls_at(now), self._tokenizers.reporter.due_at, self.next_plan_at, update_at):
@@ -319,9 +334,16 @@ class Scheduler:
         return self.worker.status.ready
 
     @property
+    def _page_index(self) -> PageIndex | None:
+        """The pages that the worker keeps in files; None: it keeps none, or there is no worker."""
+        return self._planner.kv_cache.index if self._planner is not None else None
+
+    @property
     def idle(self) -> bool:
         """Whether it has no requests, and knows nothing that `begin_again` would lose."""
         nothing_in_flight = not self.pipeline and self.pipeline.has_room
+        if (index := self._page_index) is not None and (index.busy or index.due):
+            return False
         nothing_to_do = not self._tokenizers.requests and nothing_in_flight and not self.suspect_records
         return nothing_to_do and self.ready and self.worker.settled and not self.draining
 
@@ -332,11 +354,15 @@ class Scheduler:
         assert worker.peer is not None
         status = worker.status._replace(limits=worker.limits, adapters=worker.adapters.loaded)
         tokenizers, predecessor = list(self._tokenizers.connected), self.successor_state
+        index = self._page_index
         config = self.config._replace(first_epoch=self.pipeline.epoch + 1)
         Scheduler.__init__(self, config, self._recorder, self.work_register)
         self.counters = counters
         messages: list[tuple[Any, PeerId]] = [(predecessor, PeerId("scheduler", 0, b""))]
-        messages += [(Hello(PROTOCOL, *worker.peer), worker.peer), (status, worker.peer)]
+        messages.append((Hello(PROTOCOL, *worker.peer), worker.peer))
+        if index is not None:
+            messages.append((StoredPages(b"".join(index.stored), index.most), worker.peer))
+        messages.append((status, worker.peer))
         return messages + [(Hello(PROTOCOL, *peer), peer) for peer in tokenizers]
 
     def suspects(self, now: float) -> bytes:
@@ -501,6 +527,8 @@ class Scheduler:
             self._step_limits.record_transit(seconds - result.forward_us / 1e6)
         self._progress.record()
         planner.size_limit.record_step()
+        if planner.kv_cache.index is not None:
+            planner.kv_cache.index.record_answered(result.number)
         if self._speculation is not None:
             self._speculation.record_step(step, result, now)
         if result.row_errors:
@@ -702,6 +730,8 @@ class Scheduler:
             self._set_limits(limits, now)
         if self.ready and self._planner is not None and (held := self.worker.take_held_pages()):
             self._adopt_pages(self._planner, held)
+        if self.ready and self._planner is not None and (stored := self.worker.take_stored_pages()) is not None:
+            self._use_stored_pages(self._planner, stored)
         self._send_adapter_updates()
         self.report_status(now)
 
@@ -731,6 +761,15 @@ class Scheduler:
             pages = planner.kv_cache.adopt(held)
             log.info("The worker still holds %d KV pages from before this scheduler was started", pages)
 
+    def _use_stored_pages(self, planner: StepPlanner, stored: StoredPages) -> None:
+        limits = planner.limits
+        if not self.config.prefix_caching or not can_be_stored(limits.groups):
+            return
+        try:
+            planner.kv_cache.index = PageIndex(stored, limits.pages, limits.page_size)
+        except ValueError as error:
+            log.error("%s tells of pages in files that no worker has: %s. They are not used.", self.worker.peer, error)
+
     def _send_adapter_updates(self) -> None:
         adapters, worker = self.worker.adapters, self.worker.peer
         if adapters.has_unsent_updates and not self.pipeline and worker is not None:
@@ -752,15 +791,17 @@ class Scheduler:
         self._step_limits.worker_lost()
         self.counters.worker_losses += 1
         self.pipeline.worker_lost()
+        if self._planner is not None:
+            self._planner.kv_cache.index = None
         self._requeue_running()
         self._connect_waiting_worker(now)
         self.report_status(now)
 
     def _connect_waiting_worker(self, now: float) -> None:
         if (taken := self.worker.take_waiting()) is not None:
-            peer, hello, status = taken
-            self._handle_worker_message(hello, peer, now)
-            self._handle_worker_message(status, peer, now)
+            peer, messages = taken
+            for message in messages:
+                self._handle_worker_message(message, peer, now)
 
     def _requeue_running(self) -> None:
         """The worker's state is void: returns all running requests to the queue."""

@@ -25,7 +25,8 @@ from tgi.scheduler.counters import Counters
 from tgi.scheduler.decode_batch import DecodePartition, PartitionRows, RunningBatch, preemption_order
 from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits, StepSizeLimit
 from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
-from tgi.scheduler.kv_cache import NO_PAGE, KVCacheManager
+from tgi.scheduler.kv_cache import KVCacheManager
+from tgi.scheduler.page_pool import NO_PAGE
 from tgi.scheduler.request import NO_SLOT, ClientShare, Request, TokenizerPeer
 from tgi.scheduler.speculation import NgramProposer, Speculation
 from tgi.scheduler.waiting_queue import WaitingQueue
@@ -103,6 +104,8 @@ class StepPlanner:
             self._plan_drafts(builder, self._speculation)
         self._plan_prefill(builder, number, now)
         kv_cache.begin_step()
+        if kv_cache.index is not None:
+            kv_cache.index.step = number if builder.rows or builder.chunks else number - 1
         if not builder.rows and not builder.chunks:
             return None
         # This step writes the pages of its prompts; later steps may find them.
@@ -372,6 +375,8 @@ class StepPlanner:
         )
         column = request.token_ids.tobytes()
         max_cached = (must_compute - 1) // self._page_size if shares else 0
+        if max_cached and self._waiting is self.queue and not kv_cache.read_prefix(request, column, max_cached):
+            return False
         if not kv_cache.allocate(request, column, max_cached, self._spare_pages if busy else 0):
             return False
         slot = self.batch.assign_slot(request)

@@ -192,6 +192,7 @@ class CheckpointLayout:
     # value; None: all queries, then all keys, then all values.
     qkv_rows: str | None = None
     positions_offset: int = 0  # the learned vector of position p is in row p + positions_offset
+    transposed: bool = False  # the matrices of layers are [inputs, outputs]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from tgi.worker.lora.registry import load_adapters
 
 if TYPE_CHECKING:
     from tgi.worker.engine.engine import TorchEngine
+    from tgi.worker.engine.page_files import PageFiles
     from tgi.worker.engine.pooling_engine import PoolingEngine
 
 log = logging.getLogger(__name__)
@@ -72,14 +73,14 @@ def main(process: Process) -> None:
         loop = WorkerLoop(process, link)
         loop.progress("starting", 0)
         with lost_rank_first(process) if group is not None else contextlib.nullcontext():
-            engine, facts = _start_engine(process, loop.progress, place)
+            engine, facts, page_files = _start_engine(process, loop.progress, place)
             process.facts = facts._asdict()
             if group is not None:
                 group.wait_for_ranks()
                 engine = LeadingEngine(engine, group)
             if isinstance(group, HostGroup):
                 engine.adapters.on_fetch = group.confirm_adapter
-            loop.serve(engine, _energy_meter(settings, place))
+            loop.serve(engine, _energy_meter(settings, place), page_files)
         end_sessions([link])
     except Poisoned:
         log.critical("the worker cannot continue; its supervisor starts another", exc_info=True)
@@ -107,7 +108,7 @@ def _serve_host_rank(process: Process) -> None:
     progress = partial(_publish_progress, process)
     progress("starting", 0)
     with lost_rank_first(process):
-        engine, _ = _start_engine(process, progress, place)
+        engine, _, _ = _start_engine(process, progress, place)
         serve_rank(process, engine, link, link.send)
     link.close()
 
@@ -126,15 +127,15 @@ def _scheduler_address(process: Process) -> str:
 
 def _start_engine(
     process: Process, progress: Callable[[str, int], None], place: RankPlace | None
-) -> tuple[Engine, WorkerFacts]:
+) -> "tuple[Engine, WorkerFacts, PageFiles | None]":
     settings = process.settings
     if settings.worker == "scripted":
         fake = FakeEngine(_fake_worker_config(settings))
         load_adapters(fake.adapters, settings.adapters)
-        return fake, WorkerFacts.of(settings, fake.limits, device="none", kernels="none: the worker is scripted")
+        return fake, WorkerFacts.of(settings, fake.limits, device="none", kernels="none: the worker is scripted"), None
     engine = _start_torch_engine(process, progress, place)
     assert engine.served is not None  # set by start_engine
-    return engine, engine.served
+    return engine, engine.served, engine.page_files
 
 
 def _start_torch_engine(

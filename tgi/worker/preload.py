@@ -1,6 +1,5 @@
 """What the fork server of workers imports. Imports no torch itself: the supervisor uses it, too."""
 
-import os
 from importlib import import_module
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ class Preload(NamedTuple):
     def run(self) -> None:
         """Imports the worker with torch in a process that has only one thread, and still has then. Raises UserError
         for a processor that lacks the instruction set."""
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's library starts its threads when it is loaded
         configure_thread_waiting()
         limit_instruction_set(self.cpu)
         request_reproducible_mkl()

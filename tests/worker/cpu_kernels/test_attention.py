@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 BEST = next(iter(VARIANTS))
 # Positions of the sequences of a case: several parts of the sums (PART_SIZE in attention.cpp).
-FEW, MANY = (640, 120, 60), (1100, 400, 150)
+FEW, MANY = (530, 80, 60), (1060, 300, 150)
 # By the type of queries, keys, values and results.
 CLOSE = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
@@ -78,7 +78,7 @@ class Case(NamedTuple):
         (2 if EMULATED else 4, 1 if EMULATED else 2, 256, 513, 30.0, True, None),
         # Values are parts of keys: of sizes that are no multiples of 32, and of the largest.
         (2 if EMULATED else 20, 1, 72, 40, None, False, 44),
-        (2 if EMULATED else 40, 1, 64 if EMULATED else 576, 400, None, True, 32 if EMULATED else 512),
+        (2 if EMULATED else 10, 1, 64 if EMULATED else 576, 400, None, True, 32 if EMULATED else 512),
     ],
     ids=str,
 )
@@ -90,6 +90,8 @@ def case(request: pytest.FixtureRequest) -> Case:
     kv = KVCacheSpec(2, *sizes, torch.bfloat16, (None, window), cap, sinks=sinks, value_dim=value_dim)
     # Keys of 576 numbers cost as much as all other cases, which have more positions.
     most, other, short = FEW if EMULATED or head_dim > 256 else MANY
+    if EMULATED and (kv_heads, head_dim) == (2, 32):  # the case of test_neon.py, where threads have parts of the sums
+        most = 200
     sequences = Sequence(most, kv, 0), Sequence(short, kv, 1, seed=1), Sequence(other, kv, 2, seed=2)
     if head_dim > 256:  # scores of the size that those of the other cases have, whose rounding the results show
         for one in sequences:
@@ -129,9 +131,9 @@ def test_a_token_is_correct_and_the_same_in_any_chunk_and_batch(variant: str, ca
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     """More positions than a part of the sums has (PART_SIZE in attention.cpp)."""
     heads = 2 if EMULATED else 6
-    sequence = Sequence(600, shape(heads, 1, 64), 0)
+    sequence = Sequence(530, shape(heads, 1, 64), 0)
     one, four = (build_attention(shape(heads, 1, 64, threads=threads), 200, CPU) for threads in (1, 4))
-    assert torch.equal(split(four, sequence, [599, 1]), split(one, sequence, [600]))
+    assert torch.equal(split(four, sequence, [529, 1]), split(one, sequence, [530]))
 
 
 @pytest.mark.parametrize("value_dim", [None, 20])

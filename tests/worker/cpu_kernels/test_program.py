@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.families import STRUCTURES, in_depth
 from tests.worker.batches import Row, make_batch
 from tests.worker.cpu_kernels.available import EMULATED
 from tests.worker.cpu_kernels.test_models import directory, load
@@ -83,13 +84,18 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+# The programs of all families compute what torch's operations do (test_models.py). Here: the usual layer, fused
+# projections, no gate, parallel blocks, norms behind blocks, shared experts, two norms of the input, and STRUCTURES.
+DENSE = ("llama", "phi3", "starcoder2", "cohere", "olmo2", "qwen2_moe", "gpt_neox")
+
+
+@pytest.mark.parametrize("kind", in_depth(FAMILIES, (*DENSE, *STRUCTURES)))
 def test_a_program_matches_its_operations(kind: str) -> None:
     model = decoder(kind)
     assert model._program is not None
     found = run(model)
     assert same(found, run(without_program(model)))
-    assert same(found, run(model))  # with scratch buffers of an earlier step
+    assert EMULATED or same(found, run(model))  # with scratch buffers of an earlier step
 
 
 # Fused projections, no gate, norms after the blocks, and the usual layer.

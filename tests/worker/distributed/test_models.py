@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.benchmarks.rank_processes import RankCall, Ranks, rank_group
-from tests.families import with_variants
+from tests.families import STRUCTURES, in_depth, with_variants
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant, our_kernels
@@ -100,7 +100,16 @@ def check(
     torch.testing.assert_close(logprobs, expected[3], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "native"), with_variants(FAMILIES, (False, True)))
+# The kinds of layers, and what is divided in other ways: one KV head, joined matrices, norms across heads, parallel
+# blocks, shared and dense experts, and both groups of layers in one.
+DIVIDED = (
+    *("llama", "phi3", "gpt_bigcode", "gpt_neox", "falcon", "cohere2", "olmo2", "starcoder2", "minimax_m2"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "hunyuan_v1_moe", "deepseek_v2", "qwen3_5_moe_text", "olmo_hybrid"),
+    *("nemotron_h", "falcon_h1", "granitemoehybrid"),
+)
+
+
+@pytest.mark.parametrize(("kind", "native"), with_variants(in_depth(FAMILIES, (*DIVIDED, *STRUCTURES)), (False, True)))
 def test_families(kind: str, native: bool, two: Ranks) -> None:
     check(two, make(kind), native)
 

@@ -14,18 +14,17 @@ pytestmark = pytest.mark.slow
 LAUNCHES = {"attention": 48, "rows": 100, "products": 25, "experts": 52, "recurrent": 24, "sampling": 29}
 
 
-@pytest.mark.parametrize(("module", "count"), LAUNCHES.items())
-def test_every_kernel_compiles_to_machine_code(module: str, count: int) -> None:
+def test_every_kernel_compiles_to_machine_code() -> None:
     """In a separate process without the interpreter. Unchanged kernels come from Triton's cache."""
     kept = Path(tempfile.gettempdir()) / f"tgi-test-kernels-{os.getuid()}"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    name = f"tests.worker.gpu_kernels.launch_{module}"
+    counts = {f"tests.worker.gpu_kernels.launch_{module}": count for module, count in LAUNCHES.items()}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.worker.gpu_kernels.compile_launches", name],
+        [sys.executable, "-m", "tests.worker.gpu_kernels.compile_launches", *counts],
         env=environment | {"TRITON_CACHE_DIR": str(kept)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{name} {count}\n"
+    assert done.stdout.splitlines() == [f"{name} {count}" for name, count in counts.items()]

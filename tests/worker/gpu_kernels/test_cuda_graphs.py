@@ -20,8 +20,19 @@ from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
 from tgi.microkernel.messages.protocol import DeploymentLimits, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.cuda import CudaAttention
-from tgi.worker.engine.cuda_graphs import DecodeGraphs, Replay, graph_batch_sizes
+from tgi.worker.engine import cuda_graphs
+from tgi.worker.engine.cuda_graphs import (
+    DecodeGraphs,
+    GraphKey,
+    Replay,
+    chunk_sizes,
+    chunk_tokens,
+    graph_batch_sizes,
+    lead_sizes,
+)
+from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.engine.input_batch import StepRows
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers import rotary
@@ -35,8 +46,8 @@ pytestmark = pytest.mark.slow
 CPU, PAGES = torch.device("cpu"), 64
 GPU = GpuKernels((9, 0))
 # Each launch takes the interpreter up to a second: few rows, few layers and few tokens. Pages have 16 tokens.
-PROMPTS = [[5, 9, 3], [7] * 14, list(range(33))]
-COUNT = 6
+PROMPTS = [[5, 9, 3], [7] * 14, list(range(17))]
+COUNT = 4
 
 
 class Tape(TorchDispatchMode):
@@ -104,11 +115,15 @@ def llama() -> Model:
 
 
 def engines(
-    model: Model, recorder: Any, rows: Sequence[int], limit: int | None = None
+    model: Model,
+    recorder: Any,
+    rows: Sequence[int],
+    limit: int | None = None,
+    chunk_tokens: int = 0,
 ) -> tuple[TorchEngine, TorchEngine]:
     """Two engines with the CUDA attention backend: one without graphs, one with."""
     plain, attention = (CudaAttention(model.kv._replace(gpu_kernels=GPU), PAGES, CPU) for _ in range(2))
-    recording = GraphCaptureConfig(recorder, attention, list(rows))
+    recording = GraphCaptureConfig(recorder, attention, list(rows), chunk_tokens)
     recorded = make_engine(model, slots=8, pages=PAGES, attention=attention, recording=recording)
     recorded.capture_decode_graphs(limit)
     return make_engine(model, slots=8, pages=PAGES, attention=plain), recorded
@@ -132,7 +147,7 @@ def test_replayed_steps_sample_the_same_tokens() -> None:
     expected, found = (drive(one, PROMPTS, COUNT, samplings, stagger=2) for one in (plain, recorded))
     compare(expected, found)
     assert tapes.recorded == 2
-    assert tapes.played == tapes.recorded + 7  # each once to be checked; the other 3 steps have prompts
+    assert tapes.played == tapes.recorded + 5  # each once to be checked; the other 3 steps have prompts
 
 
 def test_graphs_are_captured_when_a_step_needs_them(llama: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -180,6 +195,83 @@ def test_steps_without_a_fitting_graph_are_computed(llama: Model) -> None:
     run([(0, 5, 1, 1), (1, 4, 1, 1)], [], [], 1, [1, 0], [9])
     run([(2, 4, 1, 1)])
     assert tapes.played == 2
+
+
+@pytest.fixture
+def small_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts that are captured at once, of few tokens."""
+    monkeypatch.setattr(cuda_graphs, "USES_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(cuda_graphs, "chunk_sizes", lambda most: [20, most])
+    monkeypatch.setattr(cuda_graphs, "lead_sizes", lambda most: [0, 1, most])
+
+
+@pytest.mark.usefixtures("small_layouts")
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_steps_with_chunks_and_drafts_are_replayed(kind: str) -> None:
+    """Chunks of several prompts next to decode rows before and after them, drafts that are wrong and right, and both in
+    a step. Only a step with more tokens than any graph, or with more samples than rows, is computed."""
+    model, tapes = build(kind, layers=1), Tapes()
+    plain, recorded = engines(model, tapes, [2, 4, 8], 1, chunk_tokens=30)
+    samplings = [SamplingParams(0), SamplingParams(1, do_sample=True), SamplingParams(0, top_n=2)]
+    expected = drive(plain, PROMPTS, COUNT, samplings, chunk=20, stagger=1)
+    assert recorded._decode_graphs is not None
+    seen: list[tuple[bool, bool]] = []
+    replay = recorded._decode_graphs.try_replay
+
+    def counted(rows: StepRows) -> Any:
+        found = replay(rows)
+        seen.append((rows.drafts is not None, found is not None))
+        return found
+
+    recorded._decode_graphs.try_replay = counted  # type: ignore[method-assign]
+    compare(expected, drive(recorded, PROMPTS, COUNT, samplings, chunk=20, stagger=1))
+    assert set(seen) == {(False, True)}
+
+    def guess(at: int, drawn: int) -> list[int]:
+        return [expected[at].ids[drawn], 3, 3][: 2 + at % 2] if at < 2 else []
+
+    seen.clear()
+    compare(expected, drive(recorded, PROMPTS, COUNT, samplings, chunk=20, stagger=2, guess=guess))
+    assert (True, True) in seen
+    assert (False, False) not in seen
+
+
+@pytest.mark.usefixtures("small_layouts")
+def test_a_draft_model_replays_graphs_of_its_own(llama: Model) -> None:
+    """Also one whose vocabulary is smaller than that of the served model: both read the same ids."""
+    tapes = Tapes()
+    plain, recorded = engines(llama, tapes, [1, 4], 1, chunk_tokens=30)
+    second, drafting = build("llama", layers=1), CudaAttention(llama.kv._replace(gpu_kernels=GPU), PAGES, CPU)
+    second.vocab_size -= 1
+    runner = DraftRunner(DraftModel(second, drafting), recorded._slots, recorded._batch_builder, recorded._noise)
+    runner.graphs = recorded._make_graphs(second, drafting, GraphCaptureConfig(tapes, drafting, [1, 4], 30))
+    runner.graphs.capture(1)
+    recorded._draft_runner = runner
+    played = tapes.played
+    compare(
+        drive(plain, PROMPTS[:2], COUNT, stagger=1),
+        drive(recorded, PROMPTS[:2], COUNT, stagger=1, guess=lambda at, drawn: 2),
+    )
+    assert tapes.played - played > COUNT
+
+
+def test_the_layouts_of_a_large_gpu() -> None:
+    """Chunks whose products take longer than the host's launches are not captured; no layout has more rows of logits
+    than a step may have rows."""
+    assert [chunk_tokens(numbers) for numbers in (125_000_000, 1_240_000_000, 8_000_000_000, 70_000_000_000)] == [
+        2048, 2048, 500, 256,
+    ]  # fmt: skip
+    assert chunk_tokens(1, (8,)) == 0
+    assert chunk_sizes(500) == [64, 128, 256, 384]
+    assert lead_sizes(100) == [0, 8, 32, 64, 100]
+    assert lead_sizes(1024)[-3:] == [512, 768, 1024]
+    for size in chunk_sizes(2048):
+        key = GraphKey(8, tokens=size, longest=size)
+        assert key.others * 16 >= size  # a trial has at most a page of tokens in a row
+        assert sum(key.query_lens) == 8 + size
+    for tokens, longest in ((2, 2), (8, 8), (96, 4), (100, 16)):
+        key = GraphKey(0, tokens=tokens, longest=longest)
+        assert (sum(key.query_lens), max(key.query_lens), len(key.query_lens)) == (tokens, longest, key.others)
 
 
 def test_padding_rows_write_to_no_page_of_a_request(llama: Model) -> None:

@@ -27,7 +27,7 @@ from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain, st
 pytestmark = pytest.mark.slow
 
 CPU, HALF, SINGLE = torch.device("cpu"), torch.float16, torch.float32
-HIDDEN, INNER = 128, 256
+HIDDEN, INNER = 64, 96
 NORMALIZED = RouterConfig(normalized=True)
 
 
@@ -96,13 +96,19 @@ def test_equal_and_broken_logits_choose_different_experts(tokens: int, dtype: to
 
 
 def mixtures(
-    weights: Callable[[int, int, int], Weight], dtype: torch.dtype, experts: int, top_k: int, then: str = "silu"
+    weights: Callable[[int, int, int], Weight],
+    dtype: torch.dtype,
+    experts: int,
+    top_k: int,
+    then: str = "silu",
+    inner: int = INNER,
+    hidden: int = HIDDEN,
 ) -> tuple[GroupedExperts, MixtureOfExperts]:
     """The same experts, with weights of this kind and plain ones computed one by one in float32. `weights` makes a
     weight [outputs, inputs] from a seed."""
-    router = random_tensor(CPU, experts, HIDDEN, dtype=dtype) / 16
+    router = random_tensor(CPU, experts, hidden, dtype=dtype) / 16
     made = [
-        (weights(INNER, HIDDEN, 3 * at), weights(INNER, HIDDEN, 3 * at + 1), weights(HIDDEN, INNER, 3 * at + 2))
+        (weights(inner, hidden, 3 * at), weights(inner, hidden, 3 * at + 1), weights(hidden, inner, 3 * at + 2))
         for at in range(experts)
     ]
 
@@ -159,9 +165,10 @@ def test_grouped_experts_match_the_loop(kind: str) -> None:
     """For one token, with experts without any, and for more than a tile has. A row has the same bits whatever its
     neighbours choose. Many rows are multiplied with 8-bit floats as such."""
     make_weight, dtype = KINDS[kind]
-    grouped, loop = mixtures(make_weight, dtype, 3, 2, "gelu_tanh" if kind == "fp8" else "silu")
+    hidden, inner = (128, 256) if kind == "int4 in groups" else (HIDDEN, INNER)  # groups of 128
+    grouped, loop = mixtures(make_weight, dtype, 3, 2, "gelu_tanh" if kind == "fp8" else "silu", inner, hidden)
     for tokens in (1, 105 if kind == "fp8" else 12 if dtype is SINGLE else 42):
-        x = random_tensor(CPU, tokens, HIDDEN, dtype=dtype, seed=tokens)
+        x = random_tensor(CPU, tokens, hidden, dtype=dtype, seed=tokens)
         found = grouped(x, tokens)
         near(found, loop(x.float(), tokens), rounded=kind == "fp8" and tokens > 1)
         other = torch.cat([x[:1], x[1:].flip(0) * -1])

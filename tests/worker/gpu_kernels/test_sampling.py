@@ -146,7 +146,7 @@ def test_extreme_numbers() -> None:
 def test_scaled_and_capped_logits_in_rows_of_a_wider_matrix() -> None:
     wide = torch.cat((distinct_logits(6, torch.bfloat16), torch.full((6, 60), 100.0, dtype=torch.bfloat16)), 1)
     samplings = [SamplingParams(8, True, **some) for some in LIMITS]
-    for scale, cap in ((0.25, None), (1.0, 12.0), (2.0, 30.0)):
+    for scale, cap in ((0.25, None), (2.0, 30.0)):
         compare(HeadLogits(wide[:, :VOCAB], scale, cap), batch_of(samplings), 5e-5)
 
 

@@ -26,7 +26,7 @@ BLOCKS = (
     *("IQ4_XS", "IQ2_XXS", "IQ3_S", "IQ1_S", "TQ2_0", "F32", "F16", "BF16", "mixed"),
 )
 OPTIONS = {
-    "llama": {"tie": True},
+    "llama": {"tie": True, "layers": 2},
     "qwen2": {},
     "gemma3_text": {
         **{"tie": True, "layers": 6, "head_dim": 64},

@@ -43,7 +43,7 @@ def drawn(groups: Tensor, row: Tensor) -> Tensor:
     return row[(groups[..., None] - row).abs().argmin(-1)]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(weights)
 def test_int8_errors_are_at_most_half_a_step(weight: Tensor) -> None:
     found = quantize_weight(weight, "int8")
@@ -52,7 +52,7 @@ def test_int8_errors_are_at_most_half_a_step(weight: Tensor) -> None:
     assert (off <= scale(weight) * (0.5 + ROUNDING) + slack(weight)).all()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(weights)
 def test_int4_uses_the_best_factor(weight: Tensor) -> None:
     """Up to the rounding of a weight to the lookup grid, by half of a grid step."""
@@ -66,7 +66,7 @@ def test_int4_uses_the_best_factor(weight: Tensor) -> None:
     ).all()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(weights)
 def test_fp8_errors_are_at_most_a_sixteenth(weight: Tensor) -> None:
     """Or, close to zero, by half a step between their smallest; scales below float32's normal numbers may become 0."""

@@ -5,6 +5,7 @@ from falcon.asgi import Request, Response
 
 import tgi
 from tgi.api import errors
+from tgi.api.models import MODEL_KEY
 from tgi.api.service import Resource
 from tgi.api.shapes.info import Info
 from tgi.microkernel.observability import metrics
@@ -15,8 +16,10 @@ class HealthResource(Resource):
 
     async def on_get(self, req: Request, resp: Response) -> None:
         """Answers with an empty 200 if a request sent now would be computed, else with 503."""
-        router = self._service.router
-        if not router.health.healthy:
+        router, models = self._service.router, self._service.models
+        if models is not None and MODEL_KEY not in req.scope:
+            models.require_healthy()
+        elif not router.health.healthy:
             raise errors.unhealthy(router.health.stage)
 
     on_head = on_get  # falcon omits the body

@@ -40,13 +40,28 @@ class Info(ResponseBody, kw_only=True):
     eos_token_ids: Annotated[list[Size], doc("Ids of the tokens that end an output", example=[2])]
 
 
-class ModelInfo(ResponseBody):
+class ModelStatus(ResponseBody, omit_defaults=True):
+    """Whether one of several models is loaded, in the form of llama.cpp."""
+
+    value: Annotated[str, doc("unloaded, loading, loaded, draining, sleeping or failed", example="loaded")]
+    stage: Annotated[str | None, doc("Of loading", example="worker-0 (loading weights)")] = None
+    error: Annotated[str | None, doc("Why it could not be loaded")] = None
+
+
+class SleepState(ResponseBody):
+    """Whether a model sleeps."""
+
+    is_sleeping: bool
+
+
+class ModelInfo(ResponseBody, omit_defaults=True):
     """A model, or an adapter of one."""
 
     id: Annotated[str, doc(example="gpt2")]
     object: Annotated[str, doc(example="model")]
     created: Annotated[int, doc(example=1686935002, format="int64", minimum=0)]
     owned_by: Annotated[str, doc(example="openai")]
+    status: Annotated[ModelStatus | None, doc("On servers of several models")] = None
 
 
 class ModelList(ResponseBody):

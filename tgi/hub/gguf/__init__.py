@@ -3,6 +3,7 @@
 Read convert.py first: the child process.
 
 - reader: the header of a file, with every count and offset checked
+- families: the architectures that import knows, as data; add one here
 - architecture: metadata and tensor names in Hugging Face's terms
 - tokenizer: the tokenizer from the metadata
 - weights, block_types: tensors in bfloat16, or in their own bits without any rounding

@@ -1,9 +1,10 @@
 """Maps a GGUF file's metadata and tensor names to those of Hugging Face models."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from tgi.hub.gguf.families import FAMILIES, MIXTRAL, GGUFArchitecture
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError
 
@@ -55,6 +56,15 @@ class Metadata:
             raise self.wrong(key, value, "a positive number")
         return value
 
+    def of_some_layers(self, key: str, layers: int) -> tuple[int, list[int]]:
+        """A positive integer that some layers have, and a list that has it for these, for others 0."""
+        value = self.file.metadata.get(key)
+        if not isinstance(value, list) or len(value) != layers or not all(type(one) is int for one in value):
+            raise self.wrong(key, value, f"a list of {layers} whole numbers")
+        if len(found := {*value} - {0}) != 1 or min(found) < 0:
+            raise self.wrong(key, value, "one positive number, or 0, for each layer")
+        return found.pop(), value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self.file.metadata.get(key, default)
@@ -68,235 +78,15 @@ class Metadata:
         return UserError(f"{self.file.path}: the metadata key {key!r} {found}; {expected} was expected.")
 
 
-# Architectures as llama.cpp's convert_hf_to_gguf.py writes them, and as its model code reads what that omits.
-
-# Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
-# state; I MLP, 2I its two joint matrices; E number of experts, M one expert.
-Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
-
-_ATTENTION: tuple[Block, ...] = (
-    ("attn_q", "self_attn.q_proj", ("Q", "H")),
-    ("attn_k", "self_attn.k_proj", ("K", "H")),
-    ("attn_v", "self_attn.v_proj", ("K", "H")),
-    ("attn_output", "self_attn.o_proj", ("H", "Q")),
-)
-_MLP: tuple[Block, ...] = (
-    ("ffn_gate", "mlp.gate_proj", ("I", "H")),
-    ("ffn_up", "mlp.up_proj", ("I", "H")),
-    ("ffn_down", "mlp.down_proj", ("H", "I")),
-)
-_NORMS: tuple[Block, ...] = (
-    ("attn_norm", "input_layernorm", ("H",)),
-    ("ffn_norm", "post_attention_layernorm", ("H",)),
-)
-_HEAD_NORMS: tuple[Block, ...] = (
-    ("attn_q_norm", "self_attn.q_norm", ("D",)),
-    ("attn_k_norm", "self_attn.k_norm", ("D",)),
-)
-_FOUR_NORMS: tuple[Block, ...] = (
-    ("attn_norm", "input_layernorm", ("H",)),
-    ("post_attention_norm", "post_attention_layernorm", ("H",)),
-    ("ffn_norm", "pre_feedforward_layernorm", ("H",)),
-    ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
-)
-_ATTENTION_BIASES: dict[str, tuple[str, ...]] = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output")}
-_MLP_BIASES: dict[str, tuple[str, ...]] = {"mlp_bias": ("ffn_down", "ffn_up", "ffn_gate")}
-
-
-@dataclass(frozen=True)
-class GGUFArchitecture:
-    """One architecture. A name with "{}" is one tensor for all experts."""
-
-    model_type: str
-    architecture: str
-    blocks: tuple[Block, ...]
-    # Key of config.json -> tensors that have a bias if it is set; the bias of the first one decides.
-    biases: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    always_biased: tuple[str, ...] = ()
-    # Metadata key without the architecture prefix -> key of config.json, for optional numbers.
-    numbers: dict[str, str] = field(default_factory=dict)
-    fixed: dict[str, object] = field(default_factory=dict)  # entries of config.json
-    permuted: bool = False  # llama.cpp's converter reorders the rows of q and k
-    norm_shift: float = 0.0  # what the converter adds to the scales of all norms
-    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
-
-
-_NO_PADDING: dict[str, object] = {"pad_token_id": None}  # transformers' default lies outside smaller vocabularies
-_GEMMA: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-_LAYER_NORM = "attention.layer_norm_epsilon"
-
-_NUMBERS_OF_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-
-FAMILIES: dict[str, GGUFArchitecture] = {
-    "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
-        "llama",
-        "LlamaForCausalLM",
-        _ATTENTION + _MLP + _NORMS,
-        _ATTENTION_BIASES | _MLP_BIASES,
-        permuted=True,
-    ),
-    "qwen2": GGUFArchitecture(
-        "qwen2", "Qwen2ForCausalLM", _ATTENTION + _MLP + _NORMS, always_biased=("attn_q", "attn_k", "attn_v")
-    ),
-    "qwen3": GGUFArchitecture("qwen3", "Qwen3ForCausalLM", _ATTENTION + _MLP + _NORMS + _HEAD_NORMS, _ATTENTION_BIASES),
-    "phi3": GGUFArchitecture(
-        "phi3",
-        "Phi3ForCausalLM",
-        (
-            ("attn_qkv", "self_attn.qkv_proj", ("S", "H")),
-            ("attn_output", "self_attn.o_proj", ("H", "Q")),
-            ("ffn_up", "mlp.gate_up_proj", ("2I", "H")),
-            ("ffn_down", "mlp.down_proj", ("H", "I")),
-            *_NORMS,
-        ),
-        numbers={"attention.sliding_window": "sliding_window"},
-        fixed=_NO_PADDING,
-    ),
-    "granite": GGUFArchitecture(
-        "granite",
-        "GraniteForCausalLM",
-        _ATTENTION + _MLP + _NORMS,
-        _ATTENTION_BIASES | _MLP_BIASES,
-        numbers={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        permuted=True,
-    ),
-    "gemma": GGUFArchitecture("gemma", "GemmaForCausalLM", _ATTENTION + _MLP + _NORMS, fixed=_GEMMA, norm_shift=1.0),
-    "gemma2": GGUFArchitecture(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        _ATTENTION + _MLP + _FOUR_NORMS,
-        numbers={
-            "attention.sliding_window": "sliding_window",
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        fixed=_GEMMA,
-        norm_shift=1.0,
-    ),
-    "gemma3": GGUFArchitecture(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        _ATTENTION + _MLP + _FOUR_NORMS + _HEAD_NORMS,
-        numbers={
-            "attention.sliding_window": "sliding_window",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        fixed=_GEMMA,
-        norm_shift=1.0,
-    ),
-    "olmo2": GGUFArchitecture(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        (
-            *_ATTENTION,
-            *_MLP,
-            ("attn_q_norm", "self_attn.q_norm", ("Q",)),
-            ("attn_k_norm", "self_attn.k_norm", ("K",)),
-            ("post_attention_norm", "post_attention_layernorm", ("H",)),
-            ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
-        ),
-        _ATTENTION_BIASES,
-    ),
-    "smollm3": GGUFArchitecture(
-        "smollm3",
-        "SmolLM3ForCausalLM",
-        _ATTENTION + _MLP + _NORMS,
-        _ATTENTION_BIASES | _MLP_BIASES,
-        fixed={"no_rope_layer_interval": 4, **_NO_PADDING},
-        permuted=True,
-    ),
-    "command-r": GGUFArchitecture(
-        "cohere",
-        "CohereForCausalLM",
-        (*_ATTENTION, *_MLP, ("attn_norm", "input_layernorm", ("H",))),
-        _ATTENTION_BIASES,
-        numbers={"logit_scale": "logit_scale"},
-        epsilon=(_LAYER_NORM, "layer_norm_eps"),
-    ),
-    "starcoder2": GGUFArchitecture(
-        "starcoder2",
-        "Starcoder2ForCausalLM",
-        (*_ATTENTION, ("ffn_up", "mlp.c_fc", ("I", "H")), ("ffn_down", "mlp.c_proj", ("H", "I")), *_NORMS),
-        {"use_bias": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")},
-        always_biased=("attn_norm", "ffn_norm", "output_norm"),
-        fixed={"hidden_act": "gelu_pytorch_tanh"},
-        epsilon=(_LAYER_NORM, "norm_epsilon"),
-    ),
-    "gpt-oss": GGUFArchitecture(
-        "gpt_oss",
-        "GptOssForCausalLM",
-        (
-            *_ATTENTION,
-            ("attn_sinks", "self_attn.sinks", ("A",)),
-            ("attn_norm", "input_layernorm", ("H",)),
-            ("post_attention_norm", "post_attention_layernorm", ("H",)),
-            ("ffn_gate_inp", "mlp.router", ("E", "H")),
-            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
-            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
-            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
-        ),
-        always_biased=(
-            *("attn_q", "attn_k", "attn_v", "attn_output"),
-            *("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
-        ),
-        numbers={
-            **_NUMBERS_OF_EXPERTS,
-            "attention.sliding_window": "sliding_window",
-            "expert_feed_forward_length": "intermediate_size",
-        },
-        fixed=_NO_PADDING,
-    ),
-    "qwen3moe": GGUFArchitecture(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        (
-            *_ATTENTION,
-            *_NORMS,
-            *_HEAD_NORMS,
-            ("ffn_gate_inp", "mlp.gate", ("E", "H")),
-            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
-            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
-            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
-        ),
-        _ATTENTION_BIASES,
-        numbers={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        fixed={"norm_topk_prob": True},
-    ),
-}
-
-# A llama with experts.
-MIXTRAL = GGUFArchitecture(
-    "mixtral",
-    "MixtralForCausalLM",
-    (
-        *_ATTENTION,
-        *_NORMS,
-        ("ffn_gate_inp", "block_sparse_moe.gate", ("E", "H")),
-        ("ffn_gate_exps", "block_sparse_moe.experts.{}.w1", ("E", "I", "H")),
-        ("ffn_up_exps", "block_sparse_moe.experts.{}.w3", ("E", "I", "H")),
-        ("ffn_down_exps", "block_sparse_moe.experts.{}.w2", ("E", "H", "I")),
-    ),
-    numbers=_NUMBERS_OF_EXPERTS,
-    permuted=True,
-)
-
-
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
     """A tensor of the resulting model: its name in the file, its name and shape in the result.
 
     weights.py undoes what llama.cpp's converter has done: where `heads` is set, it has reordered the rows of each head;
     where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
-    into one tensor, of which this is the nth.
+    into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it; where
+    `exponent` is set, it has stored -exp of the numbers; where `then` is set, it has split the rows, and `then` is the
+    second half.
     """
 
     source: str
@@ -305,11 +95,21 @@ class TargetTensor:
     heads: int = 0
     shift: float = 0.0
     part: tuple[int, int] | None = None
+    reshaped: tuple[int, ...] = ()
+    exponent: bool = False
+    then: str = ""
 
     @property
     def stored(self) -> tuple[int, ...]:
         """The shape in the file."""
-        return self.shape if self.part is None else (self.part[1], *self.shape)
+        rows, *columns = self.shape
+        whole = (rows // len(self.sources), *columns)
+        return self.reshaped or (whole if self.part is None else (self.part[1], *whole))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The tensors of the file."""
+        return (self.source, self.then) if self.then else (self.source,)
 
     @property
     def matrix(self) -> bool:
@@ -338,7 +138,10 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
         )
     if metadata.integer(f"{architecture}.expert_count", 0) and architecture == "llama":
         family = MIXTRAL
-    known_keys = KNOWN | set(family.numbers)
+    known_keys = KNOWN | set(family.numbers) | set(family.required)
+    for name, value in family.required.items():
+        if file.metadata.get(key := f"{architecture}.{name}", value) != value:
+            raise metadata.wrong(key, file.metadata[key], str(value))
     for key in file.metadata:
         name = key.removeprefix(f"{architecture}.")
         if name != key and name.startswith(HEEDED) and name not in known_keys:
@@ -348,15 +151,21 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     config = _config(metadata, architecture, family)
     wanted = _tensors(config, family)
     for tensor in wanted:
-        found = file.tensors.get(tensor.source)
-        if found is None:
-            raise UserError(f"{file.path} lacks the tensor {tensor.source!r}. Fetch or convert it again.")
-        if found.shape != tensor.stored:
-            raise UserError(
-                f"{file.path}: the tensor {tensor.source!r} has shape {list(found.shape)}, "
-                f"expected {list(tensor.stored)}. Fetch or convert it again."
-            )
-    unknown = set(file.tensors) - {tensor.source for tensor in wanted} - {"rope_freqs.weight"}
+        for source in tensor.sources:
+            found = file.tensors.get(source)
+            if found is None:
+                raise UserError(f"{file.path} lacks the tensor {source!r}. Fetch or convert it again.")
+            if found.shape != tensor.stored:
+                raise UserError(
+                    f"{file.path}: the tensor {source!r} has shape {list(found.shape)}, "
+                    f"expected {list(tensor.stored)}. Fetch or convert it again."
+                )
+            if found.type != file.tensors[tensor.source].type:
+                raise UserError(
+                    f"{file.path}: the tensors {' and '.join(tensor.sources)}, which become one, are of different "
+                    "types. Use another quantization of the model, or its safetensors version."
+                )
+    unknown = set(file.tensors) - {source for tensor in wanted for source in tensor.sources} - {"rope_freqs.weight"}
     if unknown:
         raise UserError(
             f"{file.path} has tensors that a {architecture} model does not use, such as {min(unknown)!r}. "
@@ -370,17 +179,25 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     hidden = metadata.positive(f"{architecture}.embedding_length")
     layers = metadata.positive(f"{architecture}.block_count")
     heads = metadata.positive(f"{architecture}.attention.head_count")
-    kv_heads = metadata.positive(f"{architecture}.attention.head_count_kv", heads)
-    head_dim = metadata.positive(f"{architecture}.attention.key_length", max(1, hidden // heads))
-    context = metadata.positive(f"{architecture}.context_length")
     if layers > MAX_LAYERS:
         raise metadata.wrong(f"{architecture}.block_count", layers, f"at most {MAX_LAYERS}")
+    own_kv_heads, inners = [0] * layers, [0] * layers
+    if not family.layer_types:
+        kv_heads = metadata.positive(f"{architecture}.attention.head_count_kv", heads)
+    else:
+        kv_heads, own_kv_heads = metadata.of_some_layers(f"{architecture}.attention.head_count_kv", layers)
+    if "mlp" in family.kinds:
+        inner, inners = metadata.of_some_layers(f"{architecture}.feed_forward_length", layers)
+    else:
+        inner = metadata.positive(f"{architecture}.feed_forward_length")
+    head_dim = metadata.positive(f"{architecture}.attention.key_length", max(1, hidden // heads))
+    context = metadata.positive(f"{architecture}.context_length")
     if heads % kv_heads:
         raise metadata.wrong(f"{architecture}.attention.head_count_kv", kv_heads, f"a divisor of {heads}")
     turned = metadata.positive(f"{architecture}.rope.dimension_count", head_dim)
     if head_dim % 2 or metadata.integer(f"{architecture}.attention.value_length", head_dim) != head_dim:
         raise metadata.wrong(f"{architecture}.attention.value_length", head_dim, f"the head size {head_dim}, even,")
-    if turned % 2 or turned > head_dim or (turned != head_dim and family.model_type != "phi3"):
+    if turned % 2 or turned > head_dim or (turned != head_dim and not family.rotates_part):
         raise metadata.wrong(f"{architecture}.rope.dimension_count", turned, f"the head size {head_dim}")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{metadata.file.path} lacks the tensor 'token_embd.weight'. Fetch or convert it again.")
@@ -401,7 +218,7 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         "model_type": family.model_type,
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": metadata.positive(f"{architecture}.feed_forward_length"),
+        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -418,11 +235,18 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     for stored, name in family.numbers.items():
         key = f"{architecture}.{stored}"
         if key in metadata.file.metadata:
-            whole = isinstance(metadata.file.metadata[key], int)
-            config[name] = metadata.integer(key) if whole else metadata.number(key)
+            value = metadata.file.metadata[key]
+            read = metadata.integer if isinstance(value, int) else metadata.number
+            config[name] = value if isinstance(value, bool) else read(key)
+    if family.layer_types:
+        names = {kind: name for name, kind in family.layer_types.items()}
+        kinds = zip(own_kv_heads, inners, strict=True)
+        config[family.layer_types_key] = [
+            names["attention" if heads else "mlp" if inner else "recurrent"] for heads, inner in kinds
+        ]
     for name, sources in family.biases.items():
         config[name] = f"blk.0.{sources[0]}.bias" in tensors
-    _add_unstated_values(metadata, architecture, config)
+    _add_unstated_values(metadata, architecture, family, config)
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in metadata.file.metadata:
             config[f"{name}_token_id"] = metadata.integer(f"tokenizer.ggml.{name}_token_id")
@@ -470,16 +294,26 @@ def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     return {"factor": float(f"{factor:.6g}"), **LLAMA3_ROPE}
 
 
-def _add_unstated_values(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+def _add_unstated_values(
+    metadata: Metadata, architecture: str, family: GGUFArchitecture, config: dict[str, Any]
+) -> None:
     """Adds values that llama.cpp's model code hard-codes for some architectures and the file omits."""
     kind, layers = config["model_type"], config["num_hidden_layers"]
     if kind == "gpt_oss":
         config["rope_parameters"]["truncate"] = False
-    if kind in ("mixtral", "qwen3_moe", "gpt_oss"):
+    if "expert_count" in family.numbers and (config.get("num_local_experts", 1) or "dense" not in family.kinds):
         count = metadata.positive(f"{architecture}.expert_count")
         used = metadata.positive(f"{architecture}.expert_used_count")
         if count > MAX_EXPERTS or used > count:
             raise metadata.wrong(f"{architecture}.expert_count", count, f"{used} to {MAX_EXPERTS}")
+    if (names := family.mamba2) is not None:
+        for name, stored in zip(names, ("conv_kernel", "state_size", "time_step_rank", "group_count"), strict=False):
+            config[name] = metadata.positive(f"{architecture}.ssm.{stored}")
+        inner = metadata.positive(key := f"{architecture}.ssm.inner_size")
+        groups, parts = config[names.groups], config[names.heads]
+        if inner % groups or inner % parts:
+            raise metadata.wrong(key, inner, f"a multiple of {groups} and {parts}")
+        config[names.head_dim] = inner // parts
     if kind in ("gemma2", "gemma3_text"):
         largest = layers == {"gemma2": 46, "gemma3_text": 62}[kind]  # 27B
         scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
@@ -487,6 +321,8 @@ def _add_unstated_values(metadata: Metadata, architecture: str, config: dict[str
     if kind == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": 10000.0}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    if kind == "granitemoehybrid" and metadata.file.metadata.get(f"{architecture}.rope.scaling.finetuned"):
+        config["position_embedding_type"] = "rope"
     if kind == "cohere":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
 
@@ -495,9 +331,17 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * head_dim, kv_heads * head_dim
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
     sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
+    shared = config.get("moe_shared_expert_intermediate_size") or config.get("shared_intermediate_size", 0)
+    sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache", 0), "W": shared, "2W": 2 * shared}
+    if (names := family.mamba2) is not None:
+        parts, groups = config[names.heads], config[names.groups]
+        channels = parts * config[names.head_dim]
+        convolved = channels + 2 * groups * config[names.state]
+        sizes |= {"X": channels, "X/G": channels // groups, "G": groups, "T": parts, "C": convolved}
+        sizes |= {"P": channels + convolved + parts, "L": config[names.kernel]}
     biased = {name for flag, names in family.biases.items() if config[flag] for name in names}
     biased |= set(family.always_biased)
     blocks = list(family.blocks)
@@ -505,10 +349,11 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
         for at, count in (("q", heads), ("k", kv_heads)):
             sizes[at] = count
             blocks.append((f"attn_{at}_norm", f"self_attn.{at}_norm", (at, "D")))
-    wanted = [TargetTensor("token_embd.weight", "model.embed_tokens.weight", (config["vocab_size"], hidden))]
+    wanted = [TargetTensor("token_embd.weight", f"{family.embedding}.weight", (config["vocab_size"], hidden))]
 
-    def add(source: str, name: str, shape: tuple[int, ...]) -> None:
-        short = source.rpartition(".")[2]
+    def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
+        short, _, then = short.partition("+")
+        source, then = prefix + short, f"{prefix}{then}.weight" if then else ""
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
         shift = family.norm_shift if short.endswith("norm") else 0.0
         if "{}" in name:
@@ -518,15 +363,22 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
                         full = f"{name.format(expert)}.{end}"
                         wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, experts)))
             return
-        named = name if short == "attn_sinks" else f"{name}.weight"
-        wanted.append(TargetTensor(f"{source}.weight", named, shape, permuted, shift))
+        reshaped = tuple(sizes[size] for size in family.reshaped.get(short, ()))
+        if short.endswith((".weight", ".bias", "ssm_a", "ssm_d")):
+            wanted.append(TargetTensor(source, name, shape, reshaped=reshaped, exponent=short == "ssm_a"))
+            return
+        wanted.append(
+            TargetTensor(f"{source}.weight", f"{name}.weight", shape, permuted, shift, reshaped=reshaped, then=then)
+        )
         if short in biased:
             wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
 
     for layer in range(config["num_hidden_layers"]):
-        for source, name, shape in blocks:
-            add(f"blk.{layer}.{source}", f"model.layers.{layer}.{name}", tuple(sizes[size] for size in shape))
-    add("output_norm", "model.norm", (hidden,))
+        kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
+        kinds = (kind, "experts" if experts and layer >= config.get("num_dense_layers", 0) else "dense")
+        for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):
+            add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(sizes[size] for size in shape))
+    add("", *family.last_norm, (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
     return wanted

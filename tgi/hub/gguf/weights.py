@@ -90,7 +90,7 @@ def _stored_form(file: GGUFFile, wanted: TargetTensor) -> StoredForm:
     kept, block = stored_block_format(file, wanted), file.tensors[wanted.source].type
     if kept is not None:
         return kept
-    if not wanted.shift and block in (GGMLQuantizationType.BF16, GGMLQuantizationType.F16):
+    if not wanted.shift and not wanted.exponent and block in (GGMLQuantizationType.BF16, GGMLQuantizationType.F16):
         return str(block.name)
     exact = all(not (values.view(np.uint32) & 0xFFFF).any() for (values,) in _pieces(file, wanted, "F32"))
     return "BF16" if exact else "F32"
@@ -131,7 +131,12 @@ def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
     """Yields the tensor's stored columns in row order, at most PIECE elements at a time."""
-    tensor, heads = file.tensors[wanted.source], wanted.heads
+    for source in wanted.sources:
+        yield from _pieces_of(file, file.tensors[source], wanted, form)
+
+
+def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
+    heads = wanted.heads
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = math.prod(tensor.shape) // columns
     if len(tensor.shape) == 1 and not heads:
@@ -149,9 +154,19 @@ def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[
     for first in range(0, rows, step):
         some = stored[first : first + step] if order is None else stored[order[first : first + step]]
         if isinstance(form, str):
-            yield [PLAIN_FORMS[form](_values(file, tensor, some) - np.float32(wanted.shift))]
+            values = _values(file, tensor, some) - np.float32(wanted.shift)
+            yield [PLAIN_FORMS[form](_logarithms(file, tensor, values) if wanted.exponent else values)]
         else:
             yield _stored(file, tensor, some, form)
+
+
+def _logarithms(
+    file: GGUFFile, tensor: GGUFTensor, values: np.ndarray[Any, np.dtype[np.float32]]
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The numbers of which the values are -exp."""
+    if not (values < 0).all():
+        raise UserError(f"{file.path}: the tensor {tensor.name!r} has numbers that are not negative; it is damaged.")
+    return np.asarray(np.log(-values), np.float32)
 
 
 def _stored(file: GGUFFile, tensor: GGUFTensor, rows: Array, kept: BlockFormat) -> list[Array]:

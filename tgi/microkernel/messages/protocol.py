@@ -8,6 +8,7 @@ Requests travel down, tokens travel up:
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- StepResult --  worker
     (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
     (UpdateAdapter travels down to the worker, its answer AdapterUpdated up)
+    (TransferPages travels from the scheduler to the worker, its answer PagesTransferred back)
     (OfferMemory, JoinGroup and GroupFormed are exchanged by the ranks of one worker)
     (Hello in both directions of every link, Goodbye at an orderly end, Beat every half second, but not to a worker;
     Status travels up whenever something changed)
@@ -786,6 +787,40 @@ class HeldPages(NamedTuple):
     extras: list[PageExtra] = []  # as in SlotAssignment
 
 
+# Of a page in a file: a digest of all ids up to its end, and of what else its content depends on.
+PAGE_KEY_BYTES = 32
+MAX_STORED_PAGES = 1 << 20
+
+
+class StoredPages(NamedTuple):
+    """The KV pages that a worker keeps in files, of earlier lives, too. A worker with --prefix-cache-dir that is ready
+    sends it to a scheduler that connects, before its Status."""
+
+    keys: bytes  # PAGE_KEY_BYTES each, the least recently used first
+    most: int  # pages that there may be, at most MAX_STORED_PAGES
+
+
+class TransferPages(NamedTuple):
+    """Tells the worker to write KV pages to files, or with `load` to read them from files, when it has computed all
+    steps that were sent before. Answered by PagesTransferred under the same number.
+
+    Until then no step writes the pages, and with `load` none reads them.
+    """
+
+    number: int
+    load: bool
+    page_ids: bytes  # int32
+    keys: bytes  # of each page
+    removed: bytes = b""  # keys of pages whose files are to be removed
+
+
+class PagesTransferred(NamedTuple):
+    """The answer to TransferPages: its first `done` pages were transferred. Of the next one there is no usable file."""
+
+    number: int
+    done: int
+
+
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------------------
 
 
@@ -980,6 +1015,9 @@ MESSAGES: list[type] = [
     OfferMemory,
     LoadImage,
     ImageLoaded,
+    StoredPages,
+    TransferPages,
+    PagesTransferred,
 ]
 
 codec = Codec(MESSAGES)

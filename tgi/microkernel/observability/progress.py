@@ -125,7 +125,8 @@ class Progress:
         """Prints that the server is ready, with the summary as text on a terminal and as log fields elsewhere."""
         what = f"{settings.model_id} on {url}" if url else self._title
         ready = f"Ready in {self._clock() - self._began:.1f} s: {what}"
-        facts = {name: value for state in states for name, value in state.facts.items()}
+        own = [] if settings.models else states  # those of several models differ
+        facts = {name: value for state in own for name, value in state.facts.items()}
         watched = sys.stderr.isatty() and not self._logs
         if watched:
             sys.stderr.write("\x1b[K")
@@ -143,6 +144,18 @@ def server_url(settings: Settings) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.hostname, settings.hostname)
     scheme = "http" if settings.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+class StageReport(Progress):
+    """Reports stages in words instead of showing them."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__(None, "")
+        self._report = report
+
+    def show_stage(self, stage: str, percent: float, size: int = 0) -> None:
+        """Reports the stage, and its percentage if it has a size."""
+        self._report(f"{stage} {percent:.0f}%" if size else stage)
 
 
 def format_megabytes(size: float) -> str:
@@ -230,6 +243,7 @@ def summary_lines(settings: Settings, facts: dict[str, Any], url: str) -> list[s
         chats = bool(facts.get(CHAT_TEMPLATE))
         rows += [("network", text)] if (text := exposure(settings)) else []
         rows += [("page", f"{url}/ui")] if settings.ui else []
+        rows += [("models", f"curl {url}/v1/models")] if settings.models else []
         rows += [("docs", f"{url}/docs"), ("ask", example_request(settings, chats, url, facts.get(TASK, "")))]
     return [f"  {name:<9} {value}" for name, value in rows]
 

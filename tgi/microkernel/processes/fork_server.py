@@ -32,6 +32,8 @@ PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 # come with the length. An answer: a pid, or minus an errno.
 LENGTH, ANSWER = struct.Struct("=I"), struct.Struct("=i")
 MAX_DESCRIPTORS = 8
+# Of the environment of fork servers: libraries that would start threads when they are loaded (of numpy).
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class ForkServerLost(Exception):
@@ -135,6 +137,7 @@ def _serve(requests: socket.socket, preload: Callable[[], None], parent: int) ->
         os.dup2(nothing.fileno(), 0)
     die_with_parent(parent)
     name_process("tgi fork server")
+    os.environ.update(SINGLE_THREADED)
     try:
         preload()
     except Exception:

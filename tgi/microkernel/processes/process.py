@@ -130,14 +130,6 @@ class Process:
         """The address of a link of this pipeline; `name` is e.g. "tok-0.front"."""
         return f"ipc://{rundir.pipeline_directory(self.run_dir, self.settings.pipeline) / name}"
 
-    def tokenizer_sockets(self) -> set[str]:
-        """The names of the links that tokenizers of this pipeline have bound."""
-        return rundir.tokenizer_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline))
-
-    def media_sockets(self) -> set[str]:
-        """The names of the links that media processes of this pipeline have bound."""
-        return rundir.media_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline))
-
     def scheduler_sockets(self, side: str) -> set[str]:
         """The names of the links that schedulers of this pipeline have bound: see `rundir.scheduler_socket`."""
         return rundir.scheduler_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline), side)
@@ -256,7 +248,7 @@ class Process:
             # Of a process that replaces another one, for which clients have waited, it is worth a line.
             level = logging.DEBUG if self.last_exit is None else logging.INFO
             logger.log(level, "%s has started in %s", self.name, self._stages)
-        facts = {"model": self.settings.model_id, "version": __version__, **self.facts}
+        facts = {"model": self.settings.served_name or self.settings.model_id, "version": __version__, **self.facts}
         if self.role == "api":
             facts["url"] = server_url(self.settings)
         if (state, stage, percent, facts) != self._published:

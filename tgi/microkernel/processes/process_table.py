@@ -32,6 +32,7 @@ class ProcessRow(NamedTuple):
     progress_age: float | None  # since it has finished a part of its work
     work: str
     cpu_percent: float | None = None  # of one core; None: not measured yet
+    model: str = ""  # that it serves; "": not known
 
 
 class Load(NamedTuple):
@@ -86,6 +87,7 @@ class Deployment:
                 "percent": row.percent, "boot": row.boot, "memory_mb": round(row.memory_bytes / 2**20, 1),
                 "cpu": _rounded(row.cpu_percent), "beat_age": _rounded(row.beat_age),
                 "progress_age": _rounded(row.progress_age), "work": row.work, **self.served,
+                "model": row.model or self.served["model"],
             }
             for row in self.processes
         ]  # fmt: skip
@@ -190,8 +192,9 @@ class Sampler:
         ]
         if roles:
             rows += [
-                self._row(one.name, one.pid, one.state, one.stage, one.boot, one.percent, cpu_seconds)
+                row._replace(model=str(one.facts.get("model") or ""))
                 for one in rundir.read_states(self._run)
+                if (row := self._row(one.name, one.pid, one.state, one.stage, one.boot, one.percent, cpu_seconds))
             ]
         return rows
 

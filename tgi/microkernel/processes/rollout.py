@@ -58,7 +58,7 @@ def restart(supervisor: Supervisor, target: str) -> Operation:
             drained = _scheduler_of(supervisor, spec) if supervisor.settings.replicas > 1 else None
             yield from _replace(supervisor, spec, drained)
         else:
-            (new,) = _start(supervisor, [spec.role])
+            (new,) = _start(supervisor, [spec.role], spec.pipeline)
             yield from _confirm(supervisor, [new])
             yield from _retire(supervisor, [spec])
             yield f"{new.name} has replaced {spec.name}"
@@ -69,6 +69,11 @@ def scale(supervisor: Supervisor, role: str, count: int) -> Operation:
     """Starts or retires front ends, tokenizers or replicas of this supervisor until there are `count`."""
     if role != REPLICA and (role not in DRAIN_ORDER or role in SINGLE_ROLES):
         raise UserError(f"Only api, media, tokenizer and replica can be scaled, not {role}.")
+    if supervisor.settings.models and role != "api":
+        raise UserError(
+            "Only the front ends of a server of several models can be scaled. The processes of a model are settings of "
+            "its own (replicas, validation-workers)."
+        )
     if role == "media" and not supervisor.settings.sees_images:
         raise UserError("This server has no media processes: its model is served without images.")
     if not 1 <= count <= MAX_REPLICAS:
@@ -155,8 +160,53 @@ def reload(supervisor: Supervisor, settings: Settings, drain_first: bool) -> Ope
     return f"serving {settings.model_id}"
 
 
+def load(supervisor: Supervisor, settings: Settings, pipeline: int) -> Waiting:
+    """Starts the processes of one of several models, all but the front ends. If one cannot start, ends them all and
+    raises UserError."""
+    supervisor.create_pipeline(settings, pipeline)
+    counts = {
+        "worker": settings.replicas,
+        "scheduler": settings.replicas,
+        "tokenizer": settings.validation_workers,
+        "media": settings.media_workers if settings.sees_images else 0,
+    }
+    roles = [role for role, number in counts.items() for _ in range(number)]
+    try:
+        yield from _confirm(supervisor, _start(supervisor, roles, pipeline))
+    except UserError:
+        yield from unload(supervisor, pipeline)
+        raise
+
+
+def unload(supervisor: Supervisor, pipeline: int) -> Waiting:
+    """Ends the processes of one of several models, which has no requests."""
+    specs = [spec for role in DRAIN_ORDER for spec in supervisor.processes(role) if spec.pipeline == pipeline]
+    yield from _retire_in_order(supervisor, specs)
+    supervisor.remove_pipeline(pipeline)
+
+
+def sleep(supervisor: Supervisor, pipeline: int) -> Waiting:
+    """Ends the workers of a model, which have its weights and KV cache. The other processes stay."""
+    yield from _retire(supervisor, [spec for spec in supervisor.processes("worker") if spec.pipeline == pipeline])
+
+
+def wake(supervisor: Supervisor, pipeline: int) -> Waiting:
+    """Starts the workers of a model that sleeps. If one cannot start, ends all its processes and raises UserError."""
+    schedulers = [spec for spec in supervisor.processes("scheduler") if spec.pipeline == pipeline]
+    try:
+        yield from _confirm(supervisor, _start(supervisor, ["worker"] * len(schedulers), pipeline))
+    except UserError:
+        yield from unload(supervisor, pipeline)
+        raise
+
+
 def require_reloadable(settings: Settings) -> None:
     """Raises UserError if a server with these settings cannot serve two models for a while."""
+    if settings.models:
+        raise UserError(
+            "A server of several models cannot be reloaded. POST /v1/models/NAME/unload and the next request load one "
+            "of its models anew, from its files as they are then."
+        )
     if settings.ray is not None:
         raise UserError(
             "A server with --ray cannot be reloaded: its nodes connect to the schedulers of the present model. End it "
@@ -239,7 +289,8 @@ def _retire_in_order(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waitin
 
 def _scheduler_of(supervisor: Supervisor, spec: ProcessSpec) -> ProcessSpec | None:
     """The scheduler of a replica's scheduler or worker; None if another supervisor runs it."""
-    return next((one for one in supervisor.processes("scheduler") if one.index == spec.index), None)
+    found = ((one.pipeline, one.index, one) for one in supervisor.processes("scheduler"))
+    return next((one for *place, one in found if place == [spec.pipeline, spec.index]), None)
 
 
 def _replace(supervisor: Supervisor, spec: ProcessSpec, drained: ProcessSpec | None = None) -> Waiting:

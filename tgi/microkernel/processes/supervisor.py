@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Protocol
 
 import zmq
 
@@ -58,6 +59,24 @@ ROLE_GRACE_SECONDS = 5.0
 # A process that was told to hand over is killed this long after graceful_termination_timeout, which front ends keep by
 # themselves. The other roles need no more than the step or the text that they are at.
 HAND_OVER_MARGIN_SECONDS = 10.0
+
+
+class Managed(Protocol):
+    """What the supervisor does between its other work: commands, and the models of a server with several."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether `advance` is to be called from time to time."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Those to poll: `advance` is to be called when one is readable."""
+
+    def advance(self) -> None:
+        """Does what can be done now, without blocking."""
+
+    def close(self, reason: str) -> None:
+        """Ends, since the server ends."""
 
 
 class Backoff:
@@ -116,18 +135,21 @@ class Supervisor:
         self._signals = 0
         self._failure = ""  # why the server must end, for the user
 
-    def run(self, start_operation: StartOperation) -> None:
+    def run(self, start_operation: StartOperation, models: Managed | None = None) -> None:
         """Starts all processes and blocks until a signal has ended them. Raises UserError if one cannot run.
 
-        `start_operation` carries out the commands of `tgi restart` and others.
+        `start_operation` carries out the commands of `tgi restart` and others. `models`: those of a server with
+        several.
         """
         wake = self._listen_to_signals()
         control = ControlServer(rundir.control_socket(self.settings.run_dir, os.getpid()), start_operation)
+        served: list[Managed] = [control, *([models] if models is not None else [])]
         try:
             for spec in self._specs:
                 self._start(spec)
             while not self._failure:
-                _wait([wake.fileno(), *control.descriptors], self._tick_seconds(control.busy))
+                descriptors = [one for server in served for one in server.descriptors]
+                _wait([wake.fileno(), *descriptors], self._tick_seconds(any(server.busy for server in served)))
                 _drain(wake)
                 if self._signals:  # before reaping: the same Ctrl-C may have ended a process that has just started
                     break
@@ -144,9 +166,11 @@ class Supervisor:
                 if self._hang_up:
                     self._handle_hang_up()
                 self._forward_reloads()
-                control.advance()
+                for server in served:
+                    server.advance()
                 self._on_tick()
-            control.close("The server ends.")
+            for server in served:
+                server.close("The server ends.")
             self._stop()
         finally:
             for child in self._children.values():
@@ -229,10 +253,10 @@ class Supervisor:
             self._replacing.add(spec.name)
         return pid
 
-    def create_pipeline(self, settings: Settings) -> int:
-        """A pipeline with these settings, without processes. Returns its number: the lowest free one, so that the files
-        of its processes replace those of an earlier pipeline."""
-        pipeline = _lowest_free(self._pipelines)
+    def create_pipeline(self, settings: Settings, pipeline: int | None = None) -> int:
+        """A pipeline with these settings, without processes. Returns its number: by default the lowest free one, so
+        that the files of its processes replace those of an earlier pipeline."""
+        pipeline = _lowest_free(self._pipelines) if pipeline is None else pipeline
         own = self.settings
         rundir.pipeline_directory(own.run_dir, pipeline).mkdir(mode=0o700, exist_ok=True)
         self._pipelines[pipeline] = replace(settings, run_dir=own.run_dir, port=own.port, pipeline=pipeline)

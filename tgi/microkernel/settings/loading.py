@@ -15,6 +15,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.host import rundir
 from tgi.microkernel.settings.lora_adapters import named_adapters
 from tgi.microkernel.settings.options import HIDDEN, flag, resolve_value
+from tgi.microkernel.settings.served_models import ServedModel, served_models
 from tgi.microkernel.settings.table import (
     DEFAULT_SPECULATED_TOKENS,
     DEFAULTS,
@@ -52,10 +53,20 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
             raise UserError(str(error), code=2) from error
     settings = Settings(**values, run_dir=rundir.default_run_dir(values["port"]))
     _reject_contradictions(settings)
+    load_served_models(settings)  # rejects what they cannot mean
     if (shards := count_shards(settings, environ)) > 1:
         settings = replace(settings, num_shard=shards)
     _reject_unsupported(settings)
     return _with_derived_values(settings)
+
+
+def load_served_models(settings: Settings) -> list[ServedModel]:
+    """The models of a server with several, as `served_models`. Raises UserError also as `load_settings`."""
+    models = served_models(settings)
+    for one in models:
+        _reject_contradictions(one.settings)
+        _reject_unsupported(one.settings)
+    return [one._replace(settings=replace(one.settings, speculate=_default_speculate(one.settings))) for one in models]
 
 
 def with_reloaded(settings: Settings, given: Mapping[str, Any]) -> Settings:
@@ -180,6 +191,11 @@ def _reject_contradictions(settings: Settings) -> None:
                 f"`{number}` is {processes}, so the last {role} would listen at port {last}, and ports end at 65535. "
                 f"Give {flag(name)} a lower port."
             )
+    if settings.prefix_cache_dir is not None:
+        if not settings.prefix_caching:
+            raise _invalid("`prefix_cache_dir` is set, but `prefix_caching` is off. Leave out one of them")
+        if settings.replicas > 1 or (settings.num_shard or 1) > 1:
+            raise _invalid("`prefix_cache_dir` is for one worker of one rank, without `replicas` and `num_shard`")
     _reject_contradictory_ranks(settings)
     if settings.ray is not None and (settings.connect or settings.group or settings.worker == "remote"):
         raise _invalid("`ray` places the workers, so it excludes `connect`, `group` and a remote worker")

@@ -103,13 +103,14 @@ DEFAULT_SPECULATED_TOKENS, MAX_SPECULATED_TOKENS = 4, 16
 MTP = "mtp"
 
 # Defaults per device. Steps are not interrupted: on CPU a long prefill would delay the next token of all requests.
-DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
+# GPUs have the second number at least, and more by their memory up to the third (tgi/worker/engine/memory.py).
+DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096, "large": 16384}
 
-DEFAULT_BATCH_SIZE = {"cpu": 128, "cuda": 256}
+DEFAULT_BATCH_SIZE = {"cpu": 128, "cuda": 256, "large": 1024}
 
 
 def _per_device(defaults: dict[str, int]) -> str:
-    return f"{defaults['cpu']} on CPU, {defaults['cuda']} on a GPU"
+    return f"{defaults['cpu']} on CPU, {defaults['cuda']} to {defaults['large']} on a GPU"
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,41 @@ class Settings:
     # Model
     model_id: str | None = setting(
         MODEL, None, "Hub id, local directory or .gguf file.", text, also=("HF_MODEL_ID",), unset="a small demo model"
+    )
+    models: tuple[str, ...] = setting(
+        MODEL,
+        (),
+        "Several models: NAME=SOURCE, or a TOML file with a table for each. --model-id NAME=SOURCE, repeated, is the "
+        "same.",
+        text,
+        env=("TGI_MODELS",),
+        separator=",",
+        unset="one model",
+    )
+    load_models: str = setting(
+        MODEL,
+        "start",
+        "With several models: when each is loaded. A table of the file may say otherwise.",
+        text,
+        env=("TGI_LOAD_MODELS",),
+        choices=("start", "first-use"),
+    )
+    model_ttl: float | None = setting(
+        MODEL,
+        None,
+        "With several models: seconds without a request after which a model is unloaded.",
+        seconds,
+        env=("TGI_MODEL_TTL",),
+        unset="never",
+    )
+    max_loaded_models: int | None = setting(
+        MODEL,
+        None,
+        "With several models: how many are loaded at once. For another one the least recently used is unloaded, as it "
+        "is where memory is short.",
+        count,
+        env=("TGI_MAX_LOADED_MODELS",),
+        unset="as memory allows",
     )
     revision: str | None = setting(
         MODEL, None, "Branch, tag or commit on the Hub.", text, also=("HF_MODEL_REVISION",), unset="main"
@@ -370,14 +406,15 @@ class Settings:
     max_batch_size: int | None = setting(
         LIMITS,
         None,
-        "Requests computed concurrently. If it is not given: fewer of a model with large recurrent states.",
+        "Requests computed concurrently. If it is not given: on a GPU more than 256 only if --max-concurrent-requests "
+        "times --max-best-of is more (1024 with 80 GB); fewer of a model with large recurrent states.",
         count,
         unset=_per_device(DEFAULT_BATCH_SIZE),
     )
     max_batch_prefill_tokens: int | None = setting(
         LIMITS,
         None,
-        "Tokens computed in one step; at least one per running request.",
+        "Tokens computed in one step; at least one per running request. On a GPU by its memory: 8192 with 80 GB.",
         count,
         unset=_per_device(DEFAULT_PREFILL_TOKENS),
     )
@@ -430,9 +467,24 @@ class Settings:
         (),
         "Batch sizes whose decode steps are captured as CUDA graphs; 0: none.",
         batch_sizes,
-        unset="powers of two up to --max-batch-size",
+        unset="1 to --max-batch-size, and steps with prompt chunks or drafts",
     )
     prefix_caching: bool = setting(PERFORMANCE, True, "Share the KV pages of equal prefixes.", boolean)
+    prefix_cache_dir: str | None = setting(
+        PERFORMANCE,
+        None,
+        "Directory for KV pages on disk, which outlive the server: a prompt that it has computed before is read.",
+        text,
+        env=("TGI_PREFIX_CACHE_DIR",),
+        unset="pages are kept in memory only",
+    )
+    prefix_cache_bytes: int = setting(
+        PERFORMANCE,
+        16 << 30,
+        "Bytes of all files in --prefix-cache-dir; the least recently used are removed.",
+        count,
+        env=("TGI_PREFIX_CACHE_BYTES",),
+    )
     step_target: float = setting(
         PERFORMANCE,
         0.2,
@@ -768,6 +820,7 @@ class Settings:
 
     # Derived at start, not options
     run_dir: Path = field(default=Path("."))
+    served_name: str | None = None  # of one of several models
     pipeline: int = 0  # counts the models that `tgi reload` has started
     replica_index: int = 0  # of a scheduler or worker: its place among the replicas of its pipeline
     given_api_keys: tuple[str, ...] = ()  # api_key without those of api_key_file

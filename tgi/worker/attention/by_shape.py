@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
+from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, StorableBackend
 from tgi.worker.state_cache import StateCache
 
 
@@ -21,6 +21,12 @@ class AttentionByShape:
             layer: (number, own) for number, (_, layers) in enumerate(backends) for own, layer in enumerate(layers)
         }
         self.page_size = self._backends[0].page_size
+
+    @property
+    def page_memory(self) -> list[Tensor]:
+        """See StorableBackend."""
+        storable = [backend for backend in self._backends if isinstance(backend, StorableBackend)]
+        return [part for backend in storable for part in backend.page_memory]
 
     def plan(self, batch: ForwardBatch) -> list[Any]:
         """See AttentionBackend: the plan of each backend."""

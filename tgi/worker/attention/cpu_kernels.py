@@ -21,7 +21,7 @@ class CpuKernelPlan(NamedTuple):
 
 
 class CpuKernelAttention:
-    """Implements AttentionBackend and PrefaultingBackend.
+    """Implements AttentionBackend, PrefaultingBackend and StorableBackend.
 
     A cache is in the layout of the kernel (KVCache).
     """
@@ -46,6 +46,11 @@ class CpuKernelAttention:
         addresses = [(cache.data_ptr(), group) for group, cache in self._places]
         self.caches = torch.tensor(addresses, dtype=torch.int64).view(-1, 2)
         self._mapped = [0] * len(self._cache)  # bytes at the beginning of each cache that are mapped
+
+    @property
+    def page_memory(self) -> list[Tensor]:
+        """See StorableBackend."""
+        return self._cache
 
     def prefault_pages(self, used: int, further: int) -> bool:
         """See PrefaultingBackend. One call maps one large page of one cache."""

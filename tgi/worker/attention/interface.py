@@ -281,6 +281,15 @@ class PrefaultingBackend(AttentionBackend, Protocol):
         """
 
 
+@runtime_checkable
+class StorableBackend(AttentionBackend, Protocol):
+    """A backend whose pages can be kept in files."""
+
+    @property
+    def page_memory(self) -> list[Tensor]:
+        """The memory of all pages in parts, each [pages, ...]."""
+
+
 def state_rows(batch: ForwardBatch, attention: AttentionBackend) -> StateRows | None:
     """The state of a step's rows. None: the model has no recurrent layers."""
     if attention.state is None:

@@ -72,6 +72,11 @@ class TorchCpuAttention:
         width, dtypes = self.page_size * kv.head_dim, (kv.dtype, COMPUTE_DTYPE)
         self._gather_buffers = [torch.empty(0, width, dtype=dtype) for dtype in dtypes]
 
+    @property
+    def page_memory(self) -> list[Tensor]:
+        """See StorableBackend. The last page is for padding."""
+        return [cache.view(-1, self._pages, cache.shape[1]).transpose(0, 1) for cache in self._cache]
+
     def _memory(self) -> Tensor:
         """A cache [parts * kv_heads * pages, page_size * head_dim]: zeros, mapped at the first write."""
         zeros = mmap.mmap(-1, self._pages * self._page_bytes)

@@ -8,6 +8,7 @@
 - cuda_graphs: decode steps on a GPU, captured as CUDA graphs
 - draft_runner, mtp_runner: the draft model of speculative decoding, or the layer of the served model that drafts
 - prompt_logprobs: logprobs of prompt tokens
+- page_files: `PageFiles`, KV pages on disk
 - memory: the size of the KV cache and the limits that follow from it
 - pooling_engine, pooling_startup: the engine of models that end in a vector, and its start
 - torch_threads: the number of threads of torch's CPU kernels

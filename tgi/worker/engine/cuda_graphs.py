@@ -1,20 +1,28 @@
-"""CUDA graphs: decode steps on a GPU whose hundreds of kernels the host launches with one call.
+"""CUDA graphs: steps on a GPU whose hundreds of kernels the host launches with one call.
 
 A step in which each row computes one token is padded to the next captured batch size. A graph reads fixed memory: the
 slot and position of each row, which are written before the replay, the ids and page tables of all slots, the weights
 and the KV cache. It writes the logits to fixed memory too. A stream executes in order, so a step may be launched before
 the previous one has finished.
 
-Padding rows belong to a slot that is never occupied. They compute token 0 at position 0 and write to a padding page.
+A step with prompt chunks or drafts is one graph as well, while it has so few tokens that the host would need longer to
+launch its kernels than the GPU to compute them: some rows of one token each, then a number of tokens, padded too, which
+the other rows share as they like. The graph reads their bounds. Longer chunks are computed without a graph, together
+with the decode rows of their step: a graph for these would read the weights twice.
+
+Padding rows and tokens belong to a slot that is never occupied. They compute token 0 at position 0 and write to a
+padding page.
 """
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.microkernel.errors import UserError
@@ -33,6 +41,14 @@ Replay = Callable[[], None]
 # Largest difference between the logits of a graph and those of the same step without, as a share of the largest logit.
 # They should be equal.
 TOLERANCE = 0.05
+# A GPU computes a chunk of this many operations about as long as a host launches the kernels of a step: 8e12 of them
+# take an H100 13 ms. Longer chunks are not captured.
+LAUNCHED_OPERATIONS = 8e12
+MOST_CHUNK_TOKENS = 2048  # of a captured step
+DRAFTED = 16  # tokens of a row at most in steps with drafts alone; a power of two
+# A layout with chunks or drafts is captured when it is needed for this time, since that takes as long as a few steps.
+USES_BEFORE_CAPTURE = 3
+MOST_RAGGED_GRAPHS = 48  # of steps with chunks or drafts; further layouts run without
 
 
 class GraphCapturer(Protocol):
@@ -59,18 +75,89 @@ class CudaGraphCapturer:
 
 
 class GraphKey(NamedTuple):
-    """What a captured step is for."""
+    """The layout of a captured step: `rows` rows of one token each, then `tokens` tokens of `others` rows."""
 
     rows: int
     rank: int = 0  # the highest of an adapter; 0: no row has an adapter
+    tokens: int = 0
+    longest: int = 0  # tokens of one of the other rows, for which attention chooses its tiles; `tokens`: prompt chunks
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the other rows are short, and all their positions are sampled."""
+        return self.longest < self.tokens or 0 < self.tokens <= DRAFTED
+
+    @property
+    def others(self) -> int:
+        """The rows that share `tokens`, of which at least one is padding."""
+        if not self.tokens:
+            return 0
+        return self.tokens // 2 + 2 if self.drafted else max(4, -(-self.tokens // 16))
+
+    @property
+    def query_lens(self) -> list[int]:
+        """Tokens of each row as attention sees them at the capture: their sum and their maximum count."""
+        if not self.tokens:
+            return [1] * self.rows
+        whole, rest = divmod(self.tokens, self.longest)
+        ragged = [self.longest] * whole + [rest] * bool(rest)
+        return [1] * self.rows + ragged + [0] * (self.others - len(ragged))
+
+
+class StepColumns(NamedTuple):
+    """The memory that a graph reads, int64: views of one column, so that one copy writes all. Those from `bounds` on
+    are empty where each row has one token."""
+
+    slots: Any  # [tokens of all rows]
+    positions: Any  # [tokens of all rows]
+    bounds: Any  # [all rows + 1]: the first token of each row
+    row_slots: Any  # [all rows]
+    context_lens: Any  # [all rows]
+    logits_indices: Any  # [sampled positions]
+
+    @staticmethod
+    def of(column: Any, key: GraphKey, sampled: int) -> "StepColumns":
+        """The parts of a tensor or array."""
+        rows, tokens = key.rows + key.others, key.rows + key.tokens
+        views, start = [], 0
+        for length in (tokens, tokens, *((rows + 1, rows, rows, sampled) if key.tokens else (0,) * 4)):
+            views.append(column[start : start + length])
+            start += length
+        return StepColumns(*views)
+
+    @staticmethod
+    def length(key: GraphKey, sampled: int) -> int:
+        """The length of that column."""
+        tokens = 2 * (key.rows + key.tokens)
+        return tokens + 3 * (key.rows + key.others) + 1 + sampled if key.tokens else tokens
 
 
 class CapturedGraph(NamedTuple):
-    """A decode step of `rows` rows."""
+    """A captured step with `sampled` rows of logits."""
 
-    rows: int
-    inputs: Tensor  # int64 [2, rows]: slots and positions, read at replay
+    key: GraphKey
+    sampled: int
+    inputs: Tensor  # int64: StepColumns, read at replay
     replay: Replay
+
+
+def chunk_tokens(numbers: int, asked: tuple[int, ...] = ()) -> int:
+    """The tokens of prompt chunks in a captured step at most, for a model of so many parameters. 0 if the settings name
+    the sizes of decode steps: then these alone are captured."""
+    return 0 if asked else min(MOST_CHUNK_TOKENS, max(256, int(LAUNCHED_OPERATIONS / (2 * max(1, numbers)))))
+
+
+def chunk_sizes(most: int) -> list[int]:
+    """Numbers of tokens of prompt chunks to capture, ascending: where products take most of the time, padding by at
+    most a seventh."""
+    sizes = [64, 128, *range(256, 1024, 128), *range(1024, MOST_CHUNK_TOKENS + 1, 256)]
+    return [tokens for tokens in sizes if tokens <= most]
+
+
+def lead_sizes(max_rows: int) -> list[int]:
+    """Numbers of decode rows before chunks, ascending."""
+    sizes = [0, 8, 32, *range(64, 256, 64), *range(256, 512, 128), *range(512, max_rows, 256)]
+    return [*(rows for rows in sizes if rows < max_rows), max_rows]
 
 
 def graph_batch_sizes(requested: tuple[int, ...], max_rows: int) -> list[int]:
@@ -120,14 +207,15 @@ class SlotAdapters:
         return self._rank
 
     def runs(self, slots: Tensor, bounds: Tensor, key: GraphKey) -> LoraRuns:
-        """The runs of a step in which each of the slots [rows] has one token."""
+        """The runs of a step whose rows belong to the slots [rows] and begin at `bounds`."""
         assert self._table is not None
-        groups = frozenset(PROJECTION_GROUPS)
-        return LoraRuns(self._table, slots.int(), bounds, key.rows, 1, key.rank, self._dtype, groups)
+        groups, longest = frozenset(PROJECTION_GROUPS), max(1, key.longest)
+        return LoraRuns(self._table, slots.int(), bounds, len(slots), longest, key.rank, self._dtype, groups)
 
 
 class DecodeGraphs:
-    """The captured decode steps of an engine. Requests have at most `max_total_tokens` tokens."""
+    """The captured steps of an engine. Requests have at most `max_total_tokens` tokens. Steps with prompt chunks of up
+    to `chunk_tokens` tokens, and with drafts, are captured too; 0: neither."""
 
     def __init__(
         self,
@@ -137,6 +225,7 @@ class DecodeGraphs:
         batch_sizes: list[int],
         max_total_tokens: int,
         capturer: GraphCapturer,
+        chunk_tokens: int = 0,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -145,129 +234,242 @@ class DecodeGraphs:
         self._capturer = capturer
         self._page_table = slots.mirror_page_table(attention.padding_page)
         self._sizes = sorted(batch_sizes)  # the first that is large enough is replayed
+        self._most_rows = max(batch_sizes, default=0)
+        # Drafts of recurrent layers keep a state each, and the states of padding tokens would be computed.
+        ragged = chunk_tokens > 0 and attention.state is None
+        self._chunk_sizes = chunk_sizes(chunk_tokens) if ragged else []
+        self._lead_sizes = lead_sizes(self._most_rows) if ragged else []
+        self._uses: Counter[GraphKey] = Counter()  # of layouts that are not captured
         self._logits: HeadLogits | None = None  # of the largest graph; all write to its first rows
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._adapters = SlotAdapters(slots.padding_slot + 1)
 
     def __len__(self) -> int:
         """The number of graphs if all are captured."""
-        return len(self._sizes)
+        return len(self._sizes) + (MOST_RAGGED_GRAPHS if self._lead_sizes else 0)
 
     @torch.inference_mode()
     def capture(self, limit: int | None = None) -> None:
-        """Captures the graphs, the largest first; with `limit`, only that many, and the others when a step needs them.
-        Raises UserError if a graph cannot be captured or gives other logits than the same step without it."""
+        """Captures the graphs of decode steps, the largest first; with `limit`, only that many, and the others when a
+        step needs them. The largest with chunks comes before them, so that later ones need no more memory. Raises
+        UserError if a graph cannot be captured or gives other logits than the same step without it."""
         began = time.monotonic()
         self._logits = None
+        self._graphs = {}
         keys = [GraphKey(size) for size in self._sizes[::-1][:limit]]
-        self._graphs = {key: self._capture_one(key) for key in keys}
+        if self._chunk_sizes:
+            most = self._chunk_sizes[-1]
+            keys.insert(0, GraphKey(self._lead_sizes[-1], tokens=most, longest=most))
+        for key in keys:
+            self._graphs[key] = self._capture_one(key)
         log.debug(
-            "captured %d CUDA graphs for decode steps of %s rows in %.1f s",
+            "captured %d CUDA graphs for steps of %s rows in %.1f s",
             len(self._graphs),
             ", ".join(str(key.rows) for key in sorted(self._graphs)) or "no",
             time.monotonic() - began,
         )
 
     def try_replay(self, rows: StepRows) -> HeadLogits | None:
-        """The logits of these R rows, valid until the next step; none of them may need prompt logprobs. None if no
-        graph fits."""
+        """The logits of the E sampled positions of these rows, valid until the next step; none of them may need prompt
+        logprobs. None if no graph fits."""
         graph = self._find_graph(rows)
         if graph is None or self._logits is None:
             return None
-        count = len(rows.slots)
-        inputs = np.zeros((2, graph.rows), np.int64)
-        inputs[0] = self._slots.padding_slot
-        inputs[:, :count] = rows.slots, rows.starts
+        inputs = self._columns(graph, rows)
         graph.inputs.copy_(pin_for_copy(inputs, graph.inputs.device), non_blocking=True)
         graph.replay()
-        return self._logits._replace(values=self._logits.values[:count])
+        return self._logits._replace(values=self._logits.values[: len(rows.sampling_rows)])
 
     def _find_graph(self, rows: StepRows) -> CapturedGraph | None:
-        """The smallest graph for a step in which each row computes and samples one token, without drafts; None if the
-        step is another or too large."""
+        """The smallest graph for a step; None if the step is another or too large."""
         adapters = self._slots.adapters
         if not self._graphs:  # nothing is captured before `capture`
             return None
-        if not rows.plain_decode:
+        plain = rows.plain_decode
+        if not plain and not self._lead_sizes:
             return None
         rank = 0
         if adapters and not adapters.keys().isdisjoint(rows.slots.tolist()):
             rank = self._adapters.update(adapters)
+        if not plain:
+            return self._find_ragged(rows, rank)
         while size := next((size for size in self._sizes if size >= len(rows.slots)), None):
             key = GraphKey(size, rank)
             if (graph := self._graphs.get(key) or self._capture_late(key)) is not None:
                 return graph
+            self._sizes.remove(size)
         return None
 
+    def _find_ragged(self, rows: StepRows, rank: int) -> CapturedGraph | None:
+        """The graph for a step with chunks or drafts. None if it is too large, or not captured yet or any more."""
+        counts, drafts = rows.ends - rows.starts, rows.drafts is not None
+        lead = 0 if drafts else _leading_ones(counts)
+        tokens, longest = int(counts[lead:].sum()), int(counts[lead:].max(initial=0))
+        drafts &= longest <= DRAFTED
+        fitting = [
+            next((size for size in sizes if size >= least), None)
+            for sizes, least in ((self._lead_sizes, lead), (self._sizes if drafts else self._chunk_sizes, tokens))
+        ]
+        if not longest or fitting[0] is None or fitting[1] is None:
+            return None
+        tokens = fitting[1]
+        longest = min(tokens, 1 << (longest - 1).bit_length()) if drafts else tokens
+        key = GraphKey(fitting[0], rank, tokens, longest)
+        if len(rows.slots) - lead >= key.others or len(rows.sampling_rows) > self._sampled(key):
+            return None
+        if (graph := self._graphs.get(key)) is not None:
+            return graph
+        self._uses[key] += 1
+        if self._uses[key] != USES_BEFORE_CAPTURE:  # above: it could not be captured
+            return None
+        if sum(key.tokens > 0 for key in self._graphs) >= MOST_RAGGED_GRAPHS:
+            return None
+        return self._capture_late(key)
+
+    def _sampled(self, key: GraphKey) -> int:
+        """The rows of logits of a graph."""
+        return key.tokens if key.drafted else min(key.rows + key.others, self._most_rows)
+
+    def _columns(self, graph: CapturedGraph, rows: StepRows) -> NDArray[np.int64]:
+        """What a graph reads in a step of these rows: StepColumns."""
+        key, count, padding = graph.key, len(rows.slots), self._slots.padding_slot
+        column = np.zeros(graph.inputs.numel(), np.int64)
+        if not key.tokens:
+            column[:count], column[key.rows : key.rows + count] = rows.slots, rows.starts
+            column[count : key.rows] = padding
+            return column
+        to = StepColumns.of(column, key, graph.sampled)
+        to.slots.fill(padding)
+        counts = rows.ends - rows.starts
+        lead = 0 if rows.drafts is not None else min(_leading_ones(counts), key.rows)
+        # Rows after the leading ones are as far behind in the layout as that has padding before them.
+        ones, others = slice(0, lead), slice(key.rows, key.rows + count - lead)
+        to.slots[ones], to.positions[ones] = rows.slots[:lead], rows.starts[:lead]
+        ends = counts[lead:].cumsum()
+        ragged = slice(key.rows, key.rows + int(ends[-1]))
+        to.slots[ragged] = np.repeat(rows.slots[lead:], counts[lead:])
+        to.positions[ragged] = np.arange(ends[-1]) + np.repeat(rows.starts[lead:] - ends + counts[lead:], counts[lead:])
+        to.row_slots.fill(padding)
+        to.context_lens.fill(1)
+        to.bounds[: key.rows] = np.arange(key.rows)
+        to.bounds[key.rows] = key.rows
+        to.bounds[key.rows + 1 :] = key.rows + key.tokens
+        to.bounds[others.start + 1 : others.stop + 1] = key.rows + ends
+        to.row_slots[ones], to.row_slots[others] = rows.slots[:lead], rows.slots[lead:]
+        to.context_lens[ones], to.context_lens[others] = rows.ends[:lead], rows.ends[lead:]
+        # The row after these has the tokens that are left.
+        to.context_lens[others.stop] = max(1, key.tokens - int(ends[-1]))
+        row_ends = np.concatenate((np.arange(1, lead + 1), key.rows + ends))
+        of_rows = rows.sampling_rows
+        to.logits_indices[: len(of_rows)] = (row_ends - rows.ends)[of_rows] + rows.sampling_positions - 1
+        return column
+
     def _capture_late(self, key: GraphKey) -> CapturedGraph | None:
-        """Captures a graph while requests run, which takes as long as a few steps. None if that fails: the next larger
-        graph serves from now on."""
+        """Captures a graph while requests run, which takes as long as a few steps. None if that fails: from now on the
+        next larger graph serves, or the step runs without one."""
         began = time.monotonic()
         try:
             self._graphs[key] = self._capture_one(key)
         except (UserError, torch.OutOfMemoryError) as error:
-            self._sizes.remove(key.rows)
-            log.warning("decode steps of %d rows use a larger CUDA graph, or none: %s", key.rows, error)
+            words = f"of {key.rows} rows" + f" and {key.tokens} further tokens" * bool(key.tokens)
+            log.warning("steps %s use a larger CUDA graph, or none: %s", words, error)
             return None
-        log.debug("captured a CUDA graph of %d rows in %.3f s", key.rows, time.monotonic() - began)
+        log.debug("captured a CUDA graph of %s in %.3f s", key, time.monotonic() - began)
         return self._graphs[key]
 
     def _capture_one(self, key: GraphKey) -> CapturedGraph:
-        rows = key.rows
-        inputs = torch.zeros(2, rows, dtype=torch.int64, device=self._page_table.device)
-        inputs[0] = self._slots.padding_slot
+        sampled = self._sampled(key) if key.tokens else key.rows
+        inputs = torch.from_numpy(self._trial(key, sampled)).to(self._page_table.device)
 
         def forward() -> HeadLogits:
-            batch = self._build_batch(inputs)
-            if key.rank:
-                batch = batch._replace(lora_runs=self._adapters.runs(inputs[0], batch.cu_query_lens, key))
-            return self._model.forward_head(batch, self._attention)
+            return self._model.forward_head(self._build_batch(inputs, key, sampled), self._attention)
 
         computed = forward()  # the first run loads and compiles kernels, which cannot be captured
         if self._logits is None:
-            self._logits = computed._replace(values=torch.empty_like(computed.values))
-        logits = self._logits.values[:rows].zero_()
+            rows = max(sampled, self._most_rows)
+            values = computed.values.new_empty(rows, computed.values.shape[1])
+            self._logits = computed._replace(values=values)
+        logits = self._logits.values[:sampled].zero_()
 
         def run() -> None:
             logits.copy_(forward().values)
 
+        words = f"{key.rows} rows" + f" and {key.tokens} further tokens" * bool(key.tokens)
         try:
-            graph = CapturedGraph(rows, inputs, self._capturer.capture(run))
+            graph = CapturedGraph(key, sampled, inputs, self._capturer.capture(run))
             graph.replay()
-            self._check(rows, logits, computed.values)
+            self._check(words, logits, computed.values)
         except RuntimeError as error:
             reason = error.__context__ or error  # the first error; ending the capture failed because of it
             raise UserError(
-                f"A decode step of {rows} rows cannot be made a CUDA graph: {reason}. Start with --cuda-graphs 0."
+                f"A step of {words} cannot be made a CUDA graph: {reason}. Start with --cuda-graphs 0."
             ) from error
         return graph
 
-    def _check(self, rows: int, found: Tensor, expected: Tensor) -> None:
+    def _trial(self, key: GraphKey, sampled: int) -> NDArray[np.int64]:
+        """The inputs of a capture: padding rows of at most a page, so that no two tokens write to one place."""
+        column = np.zeros(StepColumns.length(key, sampled), np.int64)
+        to = StepColumns.of(column, key, sampled)
+        to.slots.fill(self._slots.padding_slot)
+        if key.tokens:
+            ends = np.linspace(0, key.tokens, key.others + 1).astype(np.int64)
+            counts = np.diff(ends)
+            to.positions[key.rows :] = np.arange(key.tokens) - np.repeat(ends[:-1], counts)
+            to.bounds[: key.rows] = np.arange(key.rows)
+            to.bounds[key.rows :] = key.rows + ends
+            to.row_slots.fill(self._slots.padding_slot)
+            to.context_lens[: key.rows] = 1
+            to.context_lens[key.rows :] = np.maximum(counts, 1)
+            to.logits_indices[:] = np.arange(sampled) % (key.rows + key.tokens)
+        return column
+
+    def _check(self, words: str, found: Tensor, expected: Tensor) -> None:
         """Raises UserError unless the logits [rows, vocab] are close to the expected ones."""
         wrong, largest = float((found - expected).abs().max()), float(expected.abs().max())
         if not wrong <= TOLERANCE * largest:
             raise UserError(
-                f"The CUDA graph of a decode step of {rows} rows gives a logit that differs by {wrong:.3g} from the "
+                f"The CUDA graph of a step of {words} gives a logit that differs by {wrong:.3g} from the "
                 f"step without it; the largest logit is {largest:.3g}, and at most {TOLERANCE} of it are expected. "
                 "Start with --cuda-graphs 0."
             )
 
-    def _build_batch(self, inputs: Tensor) -> ForwardBatch:
+    def _build_batch(self, inputs: Tensor, key: GraphKey, sampled: int) -> ForwardBatch:
         """The model's input, computed on the device from slots and positions. The host lengths are those of the longest
         request, so that tables which the model extends on demand (rotary angles) are complete before the capture."""
-        slots, positions = inputs
-        rows, size, device = inputs.shape[1], self._slots.page_size, inputs.device
-        table = self._page_table.index_select(1, slots)
-        pages = table.gather(2, (positions // size).expand(len(table), -1)[:, :, None])[:, :, 0]
+        given = StepColumns.of(inputs, key, sampled)
+        slots, positions, size, device = given.slots, given.positions, self._slots.page_size, inputs.device
+        if key.tokens:
+            row_slots, bounds, context, logits = (
+                given.row_slots,
+                given.bounds.int(),
+                given.context_lens.int(),
+                given.logits_indices,
+            )
+        else:
+            row_slots, context = slots, (positions + 1).int()
+            bounds = torch.arange(key.rows + 1, dtype=torch.int32, device=device)
+            logits = torch.arange(key.rows, device=device)
+        tables, width = self._page_table.flatten(1), self._page_table.shape[2]
+        pages = tables.index_select(1, slots * width + positions // size)
+        tokens = self._slots.ids.view(-1).index_select(0, self._slots.id_indices(slots, positions)).long()
+        if self._model.vocab_size < self._slots.vocab_size:  # of a draft model: see DraftRunner
+            tokens = tokens.clamp_(max=self._model.vocab_size - 1)
         return ForwardBatch(
-            tokens=self._slots.ids.view(-1).index_select(0, self._slots.id_indices(slots, positions)).long(),
+            tokens=tokens,
             positions=positions,
             slot_mapping=pages.long() * size + positions % size,
-            cu_query_lens=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            context_lens=(positions + 1).int(),
-            page_table=table,
-            logits_indices=torch.arange(rows, device=device),
-            query_lens_host=[1] * rows,
-            context_lens_host=[self._max_total_tokens] * rows,
+            cu_query_lens=bounds,
+            context_lens=context,
+            page_table=self._page_table.index_select(1, row_slots),
+            logits_indices=logits,
+            query_lens_host=key.query_lens,
+            context_lens_host=[self._max_total_tokens] * (key.rows + key.others),
             state_slots=None if self._attention.state is None else self._slots.state_slots(slots).int(),
+            lora_runs=self._adapters.runs(row_slots, bounds, key) if key.rank else None,
         )
+
+
+def _leading_ones(counts: NDArray[np.int64]) -> int:
+    """How many of the first rows compute one token."""
+    (longer,) = (counts > 1).nonzero()
+    return int(longer[0]) if len(longer) else len(counts)

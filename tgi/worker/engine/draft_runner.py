@@ -20,6 +20,7 @@ from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.protocol import Step
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
+from tgi.worker.engine.cuda_graphs import DecodeGraphs
 from tgi.worker.engine.input_batch import BatchBuilder, Slots, StepRows
 from tgi.worker.models.interface import Model
 from tgi.worker.models.mtp import MtpModel
@@ -59,6 +60,7 @@ class DraftRunner:
 
     def __init__(self, draft_model: DraftModel, slots: Slots, batch_builder: BatchBuilder, noise: Noise) -> None:
         model, self._attention = draft_model
+        self.graphs: DecodeGraphs | None = None  # of this model
         assert not isinstance(model, MtpModel)
         self._model = model
         self._slots = slots
@@ -85,12 +87,13 @@ class DraftRunner:
         while len(slots):
             sampling = np.flatnonzero(wanted)
             now = StepRows(slots, starts, ends, sampling, ends[sampling])
-            logits = self._model.forward(self._build_batch(now), self._attention)
+            replayed = self.graphs and self.graphs.try_replay(now)
+            head = replayed or self._model.forward_head(self._build_batch(now), self._attention)
             self._num_computed[slots] = ends
             slots, positions, wanted = slots[sampling], now.sampling_positions, wanted[sampling] - 1
             if len(slots):
                 batch = self._batch_builder.build_sampling_batch(slots, positions, None)
-                ids = sample_ids(self._fit_vocabulary(logits), batch, self._noise, self._gpu_sample)
+                ids = sample_ids(self._fit_vocabulary(head.float32()), batch, self._noise, self._gpu_sample)
                 self._batch_builder.write_ids(self._batch_builder.id_indices(slots, positions), ids)
             left = wanted > 0
             slots, starts, ends, wanted = slots[left], positions[left], positions[left] + 1, wanted[left]

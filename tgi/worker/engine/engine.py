@@ -11,7 +11,13 @@ from llguidance import LLTokenizer
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, Step, StepResult
 from tgi.microkernel.observability.progress import WorkerFacts
-from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, ForwardBatch, PrefaultingBackend
+from tgi.worker.attention.interface import (
+    AttentionBackend,
+    CapturableBackend,
+    ForwardBatch,
+    PrefaultingBackend,
+    StorableBackend,
+)
 from tgi.worker.device_copies import copy_to_device, copy_to_host
 from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
 from tgi.worker.engine.decode_fast_path import DecodeFastPath
@@ -19,6 +25,7 @@ from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
 from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
 from tgi.worker.engine.mtp_runner import MtpRunner
+from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.prompt_logprobs import (
     PromptLogprobReader,
     PromptLogprobTensors,
@@ -71,11 +78,12 @@ class PendingStep(NamedTuple):
 
 
 class GraphCaptureConfig(NamedTuple):
-    """How decode steps are captured as CUDA graphs."""
+    """How steps are captured as CUDA graphs."""
 
     capturer: GraphCapturer
     attention: CapturableBackend  # the engine's
     batch_sizes: list[int]  # see cuda_graphs.graph_batch_sizes
+    chunk_tokens: int = 0  # see cuda_graphs.chunk_tokens
 
 
 class TorchEngine:
@@ -101,6 +109,7 @@ class TorchEngine:
     ) -> None:
         self.limits = limits
         self.served: WorkerFacts | None = None  # for the start summary; set by start_engine
+        self.page_files: PageFiles | None = None  # set by start_engine
         self.adapters = AdapterRegistry(lambda directory: model.load_adapter(directory))
         self._model = model
         self._attention = attention
@@ -121,18 +130,24 @@ class TorchEngine:
             limits.groups,
             images,
         )
+        attentions = [attention] if draft_model is None else [attention, draft_model.attention]
+        parts = [one.page_memory for one in attentions if isinstance(one, StorableBackend)]
+        # The parts of all pages, each [pages, ...]; None: they cannot be kept in files.
+        self.page_memory = [part for one in parts for part in one] if len(parts) == len(attentions) else None
         watermark = watermark or Watermark(model.vocab_size, model.device)
         self._batch_builder = BatchBuilder(self._slots, watermark, attention.state is not None)
         self._decode_fast_path = DecodeFastPath(model, attention, self._slots)
         self._draft_runner = draft_model and self._make_draft_runner(*draft_model)
-        self._decode_graphs = graph_capture and DecodeGraphs(
-            model,
-            graph_capture.attention,
-            self._slots,
-            graph_capture.batch_sizes,
-            limits.max_total_tokens,
-            graph_capture.capturer,
-        )
+        self._decode_graphs = graph_capture and self._make_graphs(model, graph_capture.attention, graph_capture)
+        if isinstance(self._draft_runner, DraftRunner) and draft_model is not None and graph_capture is not None:
+            drafting, its_attention = draft_model
+            assert not isinstance(drafting, MtpModel)
+            if drafting.cuda_graph_obstacle is None and isinstance(its_attention, CapturableBackend):
+                self._draft_runner.graphs = self._make_graphs(drafting, its_attention, graph_capture)
+
+    def _make_graphs(self, model: Model, attention: CapturableBackend, config: GraphCaptureConfig) -> DecodeGraphs:
+        rest = config.batch_sizes, self.limits.max_total_tokens, config.capturer, config.chunk_tokens
+        return DecodeGraphs(model, attention, self._slots, *rest)
 
     def _make_draft_runner(self, model: Model | MtpModel, attention: AttentionBackend) -> DraftRunner | MtpRunner:
         rest = self._slots, self._batch_builder, self._noise
@@ -142,12 +157,13 @@ class TorchEngine:
         return MtpRunner(model, attention, self._model, *rest)
 
     def capture_decode_graphs(self, limit: int | None = None) -> int:
-        """Captures the decode graphs, or only the `limit` largest (see DecodeGraphs.capture). Returns how many there
-        are in all; 0 without a GraphCaptureConfig."""
-        if self._decode_graphs is None:
-            return 0
-        self._decode_graphs.capture(limit)
-        return len(self._decode_graphs)
+        """Captures the graphs of the models, or only the `limit` largest of each (see DecodeGraphs.capture). Returns
+        how many there are in all; 0 without a GraphCaptureConfig."""
+        drafting = self._draft_runner.graphs if isinstance(self._draft_runner, DraftRunner) else None
+        found = [graphs for graphs in (self._decode_graphs, drafting) if graphs is not None]
+        for graphs in found:
+            graphs.capture(limit)
+        return sum(map(len, found))
 
     def reset(self) -> None:
         """Removes all requests."""
@@ -165,7 +181,10 @@ class TorchEngine:
         if not isinstance(self._attention, PrefaultingBackend):
             return False
         pages = -(-PREFAULT_TOKENS // self.limits.page_size)
-        return self._attention.prefault_pages(self._slots.touched_pages, pages)
+        used = self._slots.touched_pages
+        if self.page_files is not None:
+            used = max(used, self.page_files.touched_pages)
+        return self._attention.prefault_pages(used, pages)
 
     def release_memory(self) -> None:
         """See Engine."""
@@ -395,6 +414,8 @@ class TorchEngine:
 
 def _find_bad_word_rows(rows: StepRows, batch: SamplingBatch) -> Ints | None:
     """PendingStep.bad_word_rows."""
+    if batch.params.unprocessed.all():
+        return None
     positions = np.flatnonzero(batch.params.bad_words)
     if not len(positions):
         return None

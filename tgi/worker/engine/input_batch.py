@@ -72,8 +72,9 @@ class StepRows(NamedTuple):
     @property
     def plain_decode(self) -> bool:
         """Whether each row computes one token, samples the next one, and has no drafts."""
-        one_each = len(self.sampling_rows) == len(self.slots) and int((self.ends - self.starts).max()) == 1
-        return one_each and self.drafts is None
+        if self.drafts is not None or len(self.sampling_rows) != len(self.slots):
+            return False
+        return not np.count_nonzero(self.ends - self.starts > 1)
 
 
 class Slots:
@@ -136,7 +137,9 @@ class Slots:
     def mirror_page_table(self, padding_page: int) -> Tensor:
         """Keeps a copy of the page tables on the device from now on, int32 [G, count + 1, pages of the longest
         request]. Entries that are not assigned, thus all of the padding slot, are `padding_page`. All slots must be
-        empty."""
+        empty at the first call; later calls, for another model, return the same copy."""
+        if self._device_page_table is not None:
+            return self._device_page_table
         shape = (len(self._groups), self.padding_slot + 1, self.page_table.shape[1])
         self._device_page_table = torch.full(shape, padding_page, dtype=torch.int32, device=self.ids.device)
         return self._device_page_table
@@ -177,11 +180,11 @@ class Slots:
         self._steps += 1
         for new in step.slots:
             self._assign(new)
+        if not (step.page_tables or step.page_ids):
+            return
         owners, pages = _int64_column(step.page_tables), _int64_column(step.page_ids)
         if len(owners) != len(pages):
             raise BadStep("page_tables and page_ids differ in length")
-        if not len(owners):
-            return
         slots, groups = np.divmod(owners, len(self._groups))
         self._require_occupied(slots)
         given = (pages != NO_PAGE) | ~self._sliding[groups]
@@ -219,7 +222,9 @@ class Slots:
         seen[slots] = True
         if np.count_nonzero(seen) != len(slots):
             raise BadStep("a slot has two rows")
-        ends, pages = starts + counts, self._tables(self.num_pages)[slots].min(axis=1)
+        ends, pages = starts + counts, self.num_pages[slots]
+        if len(self._groups) > 1:
+            pages = self._tables(self.num_pages)[slots].min(axis=1)
         drafts = _validate_drafts(step, samples, self.vocab_size) if step.drafts else None
         if drafts is not None and self._recurrent is not None and drafts.counts.sum() > self._recurrent.drafts:
             raise BadStep(f"{drafts.counts.sum()} drafts; states are kept for {self._recurrent.drafts}")
@@ -234,7 +239,7 @@ class Slots:
             "samples before its last known id": sampled & (ends != known),
             "samples beyond the longest request": sampled & (draft_ends >= self.width),
         }
-        if reduce(or_, faults.values()).any():
+        if np.count_nonzero(reduce(or_, faults.values())):
             fault, row = np.argwhere(np.array(list(faults.values())))[0]
             raise BadStep(
                 f"the row of slot {slots[row]} {list(faults)[fault]}: positions {starts[row]} to "
@@ -379,7 +384,7 @@ class Slots:
     def _require_occupied(self, slots: Ints) -> None:
         _require_within(slots, len(self.num_known), "slot")
         empty = self.num_computed[slots] == EMPTY
-        if empty.any():
+        if np.count_nonzero(empty):
             raise BadStep(f"slot {slots[empty.argmax()]} is empty")
 
 
@@ -503,7 +508,7 @@ def _validate_drafts(step: Step, samples: NDArray[np.uint8], vocab_size: int) ->
 
 def _require_within(values: Ints, limit: int, what: str) -> None:
     wrong = (values < 0) | (values >= limit)
-    if wrong.any():
+    if np.count_nonzero(wrong):  # several times as quick as any(), in each step
         raise BadStep(f"{what} {values[wrong.argmax()]} is not within 0 to {limit - 1}")
 
 

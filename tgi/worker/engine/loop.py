@@ -4,15 +4,27 @@ import gc
 import logging
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId
-from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, Beat, Hello, Status, Step, StepResult, UpdateAdapter
+from tgi.microkernel.messages.protocol import (
+    PIPELINE_DEPTH,
+    Beat,
+    Hello,
+    Status,
+    Step,
+    StepResult,
+    TransferPages,
+    UpdateAdapter,
+)
 from tgi.microkernel.processes.process import Process
 from tgi.microkernel.recovery.exit_causes import is_lack_of_memory
 from tgi.worker.energy import EnergyMeter
 from tgi.worker.engine.interface import Engine, OutOfMemory, Poisoned
 from tgi.worker.lora.registry import AdapterUpdates
+
+if TYPE_CHECKING:
+    from tgi.worker.engine.page_files import PageFiles
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +43,7 @@ class WorkerLoop:
         self._process = process
         self._link = link
         self._status = Status(False, True, "starting", 0)
-        self._queued: deque[Step] = deque()
+        self._queued: deque[Step | TransferPages] = deque()
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._oldest: Step | None = None  # of the steps in flight
         self._step_began_at = 0.0  # when it became the oldest, by time.monotonic
@@ -41,6 +53,7 @@ class WorkerLoop:
         self._may_release = False  # the engine may have memory to give back
         self._latest_message_at = 0.0  # by time.monotonic
         self._meter: EnergyMeter | None = None
+        self._page_files: PageFiles | None = None
         process.watch_link(link)
 
     def progress(self, stage: str, percent: int) -> None:
@@ -59,9 +72,10 @@ class WorkerLoop:
         self._link.broadcast(status)
         self._link.flush()
 
-    def serve(self, engine: Engine, meter: EnergyMeter | None = None) -> None:
-        """Computes steps until the process is asked to stop. Records what `meter` measures. Raises Poisoned."""
-        self._meter = meter
+    def serve(self, engine: Engine, meter: EnergyMeter | None = None, page_files: "PageFiles | None" = None) -> None:
+        """Computes steps until the process is asked to stop. Records what `meter` measures, and keeps pages in
+        `page_files`. Raises Poisoned."""
+        self._meter, self._page_files = meter, page_files
         updates = self.begin_serving(engine)
         gc.collect()
         gc.freeze()
@@ -70,12 +84,16 @@ class WorkerLoop:
             self.run_once(engine, updates)
         self._process.publish_state("draining")
         self._drain(engine)
+        if page_files is not None:
+            page_files.close()
 
     def begin_serving(self, engine: Engine) -> AdapterUpdates:
         """Reports that the worker is ready. Returns the adapter updates to pass to `run_once`."""
         updates = AdapterUpdates(engine.adapters, self._process.wake_loop)
         self._status = Status(True, True, "ready", 100, engine.limits, adapters=engine.adapters.loaded_adapters)
         self._process.publish_state("ready", "ready", 100)
+        if self._page_files is not None:
+            self._link.broadcast(self._page_files.report())
         self._link.broadcast(self._status)
         self._link.flush()
         return updates
@@ -85,6 +103,8 @@ class WorkerLoop:
         Poisoned."""
         received = self._receive(engine, updates)
         self._apply_adapter_updates(engine, updates)
+        if self._page_files is not None:
+            self._transfer_pages(self._page_files)
         self._launch_next(engine)
         self._collect_done(engine)
         if received:
@@ -133,6 +153,8 @@ class WorkerLoop:
                 self._epoch = 0
                 for held in held_pages:
                     self._link.send(peer, held)
+                if self._page_files is not None:
+                    self._link.send(peer, self._page_files.report())
                 self._link.send(peer, self._status)
                 self._link.flush()
             elif isinstance(message, PeerDisconnected):
@@ -141,13 +163,24 @@ class WorkerLoop:
                     self._finish_steps(engine)  # the slots stay: their pages are reported to the next scheduler
                     updates.discard_all()
                     self._scheduler = None
-            elif isinstance(message, Step):
+            elif isinstance(message, Step) or (isinstance(message, TransferPages) and self._page_files is not None):
                 self._queued.append(message)
             elif isinstance(message, UpdateAdapter):
                 updates.submit_update(peer, message)
             else:
                 log.warning("dropped an unexpected %s from %s", type(message).__name__, peer)
         return received
+
+    def _transfer_pages(self, page_files: "PageFiles") -> None:
+        """Begins the transfers before which all steps are launched, and answers those that are done."""
+        while self._queued and isinstance(message := self._queued[0], TransferPages):
+            self._queued.popleft()
+            page_files.submit(message, self._process.wake_loop)
+        answers = page_files.take_answers()
+        if self._scheduler is not None and answers:
+            for answer in answers:
+                self._link.send(self._scheduler, answer)
+            self._link.flush()
 
     def _apply_adapter_updates(self, engine: Engine, updates: AdapterUpdates) -> None:
         """Applies the adapter updates that are ready, and sends their answers."""
@@ -173,11 +206,13 @@ class WorkerLoop:
     def _launch_next(self, engine: Engine) -> None:
         if not self._queued or len(self._in_flight) >= PIPELINE_DEPTH:
             return
-        step = self._queued.popleft()
+        if isinstance(step := self._queued[0], TransferPages):
+            return  # the step before it was launched in this iteration
+        self._queued.popleft()
         if step.epoch < self._epoch:
             return
         if step.epoch > self._epoch:
-            later = [queued for queued in self._queued if queued.epoch >= step.epoch]
+            later = [one for one in self._queued if isinstance(one, TransferPages) or one.epoch >= step.epoch]
             self._finish_steps(engine)
             engine.reset()
             self._queued.extend(later)

@@ -99,16 +99,29 @@ class CacheMemory(NamedTuple):
 
     default: int  # used if the settings do not choose a size
     available: int
+    device: int = 0  # of the whole GPU; 0: no GPU, or unknown
 
 
-def max_batch_size(settings: Settings, device: str) -> int:
-    """The number of requests that run at once."""
-    return settings.max_batch_size or DEFAULT_BATCH_SIZE[device]
+def max_batch_size(settings: Settings, device: str, device_bytes: int = 0) -> int:
+    """The number of requests that run at once, on a GPU with this much memory in all. Rows that no client can ask for
+    would take memory and CUDA graphs for nothing."""
+    most = settings.max_concurrent_requests * settings.max_best_of
+    least = DEFAULT_BATCH_SIZE[device]
+    return settings.max_batch_size or min(_by_memory(DEFAULT_BATCH_SIZE, device, device_bytes, 16), max(least, most))
 
 
-def max_prefill_tokens(settings: Settings, device: str) -> int:
+def max_prefill_tokens(settings: Settings, device: str, device_bytes: int = 0) -> int:
     """The number of tokens computed in one step; by default at least one for each running request."""
-    return settings.max_batch_prefill_tokens or max(DEFAULT_PREFILL_TOKENS[device], max_batch_size(settings, device))
+    rows = max_batch_size(settings, device, device_bytes)
+    return settings.max_batch_prefill_tokens or max(_by_memory(DEFAULT_PREFILL_TOKENS, device, device_bytes, 128), rows)
+
+
+def _by_memory(defaults: dict[str, int], device: str, device_bytes: int, each: int) -> int:
+    """A power of two of at most `each` for each GiB of a GPU, between the limits for GPUs."""
+    if device == "cpu":
+        return defaults[device]
+    wanted = each * device_bytes >> 30
+    return min(defaults["large"], max(defaults[device], 1 << wanted.bit_length() >> 1))
 
 
 def max_draft_states(settings: Settings, device: str) -> int:
@@ -141,7 +154,7 @@ def cache_memory_on_cuda(free: int, total: int, settings: Settings, activations:
     step."""
     available = free - (1.0 - settings.cuda_memory_fraction) * total
     return CacheMemory(
-        max(0, int(available * settings.memory_fraction) - activations), max(0, int(available) - activations)
+        max(0, int(available * settings.memory_fraction) - activations), max(0, int(available) - activations), total
     )
 
 
@@ -160,7 +173,7 @@ def choose_limits(
     Raises UserError where the settings ask for more than there is, with TGI's message where TGI has one.
     """
     rows = previous.rows if previous else rows_at_once(settings, required, memory)
-    tokens = max_prefill_tokens(settings, required.device)
+    tokens = max_prefill_tokens(settings, required.device, memory.device)
     require_context(settings, required.context)
     longest, size = settings.max_total_tokens or required.context, required.page_size
     groups = make_groups(required.windows, longest)
@@ -220,7 +233,7 @@ def choose_limits(
 def rows_at_once(settings: Settings, required: CacheRequirements, memory: CacheMemory) -> int:
     """The requests that run at once: the settings' choice, else as many as by default, but fewer where their recurrent
     states are large."""
-    rows = max_batch_size(settings, required.device)
+    rows = max_batch_size(settings, required.device, memory.device)
     if settings.max_batch_size is not None or not required.state_bytes:
         return rows
     # One more state is for rows that pad a batch, and one is a snapshot.
@@ -259,7 +272,8 @@ def _pages(
     """The number of pages: the settings' choice, else as many as fit, on CPU at most what all requests at full length
     use."""
     size = required.page_size
-    step_tokens, drafts = max_prefill_tokens(settings, required.device), max_draft_states(settings, required.device)
+    step_tokens = max_prefill_tokens(settings, required.device, memory.device)
+    drafts = max_draft_states(settings, required.device)
     if settings.max_batch_total_tokens is not None:
         longest = min(longest, settings.max_batch_total_tokens)
         tokens = -(-settings.max_batch_total_tokens // size)

@@ -29,6 +29,8 @@ class PoolingEngine:
     `tokens` at once; a longer one is computed alone.
     """
 
+    page_files = None  # there are no pages
+
     def __init__(
         self, vectors: Vectors, size: int, limits: DeploymentLimits, device: torch.device, tokens: int
     ) -> None:

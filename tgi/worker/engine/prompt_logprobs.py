@@ -46,7 +46,7 @@ class PromptLogprobTensors(NamedTuple):
 def find_prompt_positions(slots: Slots, rows: StepRows) -> PromptPositions | None:
     """The positions of these rows whose prompt logprobs are requested; None if there are none."""
     first = slots.prompt_logprobs_from[rows.slots]
-    if not first.any():
+    if not np.count_nonzero(first):
         return None
     begins = np.maximum(rows.starts, first - 1)
     counts = np.where(first > 0, np.minimum(rows.ends, slots.params.prompt_tokens[rows.slots] - 1) - begins, 0)

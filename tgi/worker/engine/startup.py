@@ -12,16 +12,18 @@ from zlib import crc32
 import torch
 from llguidance import LLTokenizer
 
+from tgi import __version__
 from tgi.hub.llguidance_tables import token_table
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.hub.vision_towers import VisionFamily, vision_family
+from tgi.hub.weight_files import weights_identity
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.host.rundir import media_directory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
-from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, KVGroup, paged_groups, recurrent_group
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups, recurrent_group
 from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
@@ -34,9 +36,10 @@ from tgi.worker.distributed.communicator import Communicator, TorchCommunicator
 from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.engine import memory
-from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, graph_batch_sizes
+from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, chunk_tokens, graph_batch_sizes
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set, numa_nodes, usable_cores
@@ -60,6 +63,13 @@ DTYPE_FILE = "worker.dtype"  # the quickest dtype
 
 
 TEXT_ALONE = "Start with --media-workers 0, which serves the model without images."
+
+
+class GraphSizes(NamedTuple):
+    """Steps that are captured as CUDA graphs."""
+
+    rows: Sequence[int] = ()  # see cuda_graphs.graph_batch_sizes; empty: no graphs
+    chunk_tokens: int = 0  # see cuda_graphs.chunk_tokens
 
 
 class LoadedModels(NamedTuple):
@@ -104,13 +114,13 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     images = _load_images(settings, models, progress, place)
     progress("sizing the KV cache", 96)
     # A captured step has no hidden states for an MTP layer.
-    graph_sizes = [] if isinstance(models.draft, MtpModel) else _graph_batch_sizes(settings, models.served)
+    graphs = GraphSizes() if isinstance(models.draft, MtpModel) else _graph_sizes(settings, models.served)
     required = _cache_requirements(models)
     previous, step_bytes = _read_previous_cache(settings.run_dir)
     if models.served.device.type == "cpu":
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
-        step_bytes = _measure_step(settings, models, graph_sizes, progress)
+        step_bytes = _measure_step(settings, models, graphs, progress)
     available = _cache_memory(settings, models.served.device, step_bytes + (memory.FEATURE_BYTES if images else 0))
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
@@ -121,12 +131,12 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
-    engine = _build_engine(models, limits, graph_sizes, load_token_table, watermark, images)
+    engine = _build_engine(models, limits, graphs, load_token_table, watermark, images)
     progress("warming up", 98)
     rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
     tokens = min(WARMUP_PROMPT_TOKENS, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
-    if graph_sizes:
+    if graphs.rows:
         progress("capturing CUDA graphs", 98)
         engine.capture_decode_graphs(1)  # the largest; the others when a step needs them
     if place is None or place.rank == 0:
@@ -135,10 +145,36 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
+    if settings.prefix_cache_dir is not None:
+        engine.page_files = _open_page_files(settings, Path(settings.prefix_cache_dir), models, engine)
     engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.tower.nbytes)
     if device == "cpu":
         release_freed_memory()
     return engine
+
+
+def _open_page_files(
+    settings: Settings, directory: Path, models: LoadedModels, engine: TorchEngine
+) -> PageFiles | None:
+    """The files of the engine's pages; None: the model keeps something else of a request than pages for all positions.
+    Raises UserError where pages cannot be kept in files."""
+    groups, memory = engine.limits.groups, engine.page_memory
+    if memory is None:
+        raise UserError("--prefix-cache-dir is for workers on CPU: pages on a GPU are not kept in files. Leave it out.")
+    if len(groups) > 1 or groups[0].kind != GroupKind.FULL:
+        kinds = ", ".join(sorted({group.kind for group in groups}))
+        log.warning("--prefix-cache-dir has no effect: layers of this model keep %s positions or states", kinds)
+        return None
+    identity = {
+        "version": __version__,
+        "kernels": [models.kernels.partition(",")[0], _instructions()],
+        "quantize": [settings.quantize, settings.draft_quantize],
+        "models": [weights_identity(path) for path in quantization_by_directory(settings)],
+        "dtypes": [str(model.kv.dtype) for model in models.all()],
+        "dummy": not settings.needs_weights,
+        "mtp": settings.draft_model_id == MTP,
+    }
+    return PageFiles(directory, identity, memory, settings.prefix_cache_bytes)
 
 
 def _require_draft_pages(models: LoadedModels) -> None:
@@ -319,7 +355,7 @@ def _agree_on_cache(
         *((unknown, unknown) if previous is None else previous),
     )
     found = None if pages == unknown else memory.PreviousCache(pages, rows)
-    return required, memory.CacheMemory(default * unit, most * unit), found
+    return required, memory.CacheMemory(default * unit, most * unit, available.device), found
 
 
 def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
@@ -333,12 +369,12 @@ def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
 def _build_engine(
     models: LoadedModels,
     limits: DeploymentLimits,
-    graph_sizes: list[int],
+    graphs: GraphSizes,
     load_token_table: Callable[[], LLTokenizer] | None = None,
     watermark: Watermark | None = None,
     images: PromptImages | None = None,
 ) -> TorchEngine:
-    """The engine with KV caches of `limits.pages` pages, which can capture decode graphs of these batch sizes."""
+    """The engine with KV caches of `limits.pages` pages, which can capture these graphs."""
     served, draft = models.served, models.draft
     groups = paged_groups(limits.groups)
     attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, limits.state_slots)
@@ -348,8 +384,8 @@ def _build_engine(
         else DraftModel(draft, build_attention(models.cache_spec(draft), limits.pages, draft.device))
     )
     graph_capture = None
-    if graph_sizes and isinstance(attention, CapturableBackend):
-        graph_capture = GraphCaptureConfig(CudaGraphCapturer(), attention, graph_sizes)
+    if graphs.rows and isinstance(attention, CapturableBackend):
+        graph_capture = GraphCaptureConfig(CudaGraphCapturer(), attention, list(graphs.rows), graphs.chunk_tokens)
     return TorchEngine(
         served,
         attention,
@@ -362,20 +398,25 @@ def _build_engine(
     )
 
 
-def _graph_batch_sizes(settings: Settings, served: Model) -> list[int]:
-    """The batch sizes of the decode steps that are captured as CUDA graphs; empty on CPU."""
+def _graph_sizes(settings: Settings, served: Model) -> GraphSizes:
+    """The steps that are captured as CUDA graphs; none on CPU."""
     if served.device.type != "cuda":
         if any(settings.cuda_graphs):
             log.warning("--cuda-graphs has no effect on CPU")
-        return []
-    max_rows = memory.max_batch_size(settings, "cuda")
+        return GraphSizes()
+    max_rows = memory.max_batch_size(settings, "cuda", _device_bytes(served.device))
     rows = graph_batch_sizes(settings.cuda_graphs, max_rows)
     if not rows and 0 not in settings.cuda_graphs:
         log.warning("no CUDA graphs: --cuda-graphs names no size from 1 to %d, the rows of a step", max_rows)
     if rows and served.cuda_graph_obstacle is not None:
         log.warning("decode steps run without CUDA graphs: %s", served.cuda_graph_obstacle)
-        return []
-    return rows
+        return GraphSizes()
+    return GraphSizes(rows, chunk_tokens(served.footprint.numbers, settings.cuda_graphs))
+
+
+def _device_bytes(device: torch.device) -> int:
+    """The memory of a GPU; 0 on CPU."""
+    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
 
 
 def _load_token_table(directory: Path, vocab_size: int) -> LLTokenizer:
@@ -464,13 +505,13 @@ def _cache_memory(settings: Settings, device: torch.device, step_bytes: int) -> 
     return memory.cache_memory_on_cuda(free, total, settings, step_bytes)
 
 
-def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[int], progress: Progress) -> int:
+def _measure_step(settings: Settings, models: LoadedModels, graphs: GraphSizes, progress: Progress) -> int:
     """The bytes on a GPU that a step takes besides weights and KV cache. Runs the largest step that may occur, which
     shows the memory of its activations, and captures the largest graph, whose pool the others share."""
     device = models.served.device
     required, drafts = _cache_requirements(models), settings.speculate or 0
     rows = memory.rows_at_once(settings, required, _cache_memory(settings, device, 0))
-    total = memory.max_prefill_tokens(settings, "cuda")
+    total = memory.max_prefill_tokens(settings, "cuda", _device_bytes(device))
     further = 2 + drafts  # positions after the prompt
     tokens = max(1, min(total // rows, (settings.max_total_tokens or required.context) - further))
     pages = rows * -(-(tokens + further) // required.page_size)
@@ -489,9 +530,9 @@ def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[in
     )
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        engine = _build_engine(models, limits, graph_sizes)
+        engine = _build_engine(models, limits, graphs)
         before = torch.cuda.memory_allocated(device)
-        warm_up(engine, limits, rows, tokens, drafts, models.draft is not None)
+        warm_up(engine, limits, rows, tokens, drafts, models.draft is not None, full=True)
         progress("compiling kernels", 97)
         warm_up_sizes(engine, limits, rows, total)  # also the longest chunk of one prompt
     except torch.OutOfMemoryError as error:
@@ -516,6 +557,7 @@ def _measure_step(settings: Settings, models: LoadedModels, graph_sizes: list[in
 
 
 WARMUP_PROMPT_TOKENS = 20  # more than one page
+WARMUP_ALTERNATIVES = 5  # to a token: the default of --max-top-n-tokens
 # Each parameter that changes logits has its example value, so that all logits processors run.
 _EXAMPLES: dict[str, Any] = {
     name: field.example
@@ -534,13 +576,20 @@ WARMUP_SAMPLING_PARAMS = SamplingParams(
 
 
 def warm_up(
-    engine: TorchEngine, limits: DeploymentLimits, rows: int, tokens: int, drafts: int, draft_model: bool
+    engine: TorchEngine,
+    limits: DeploymentLimits,
+    rows: int,
+    tokens: int,
+    drafts: int,
+    draft_model: bool,
+    full: bool = False,
 ) -> None:
     """Runs a prefill of `rows` prompts of `tokens` tokens, a decode step after it, and, with `drafts`, a step with this
     many drafts in as many rows as may have them at once. Kernels are loaded before a request waits for them,
     and the peak of memory shows what a step takes. Removes all requests afterwards.
 
-    `draft_model`: the engine has one, which proposes the drafts."""
+    `draft_model`: the engine has one, which proposes the drafts. `full`: every row has all logits processors,
+    alternatives and prompt logprobs, which take the most memory; else every second one has the processors."""
     if drafts and draft_model:
         drafts = max(drafts, 2)  # after the first draft, the draft model computes single tokens
     drafts = max(0, min(drafts, limits.max_total_tokens - tokens - 2))
@@ -550,6 +599,12 @@ def warm_up(
         SlotAssignment(slot, ids, tokens, encode(WARMUP_SAMPLING_PARAMS if slot % 2 else SamplingParams(0, top_p=0.9)))
         for slot in range(rows)
     ]
+    if full:
+        params = encode(WARMUP_SAMPLING_PARAMS._replace(top_n=WARMUP_ALTERNATIVES))
+        begin, alternatives = (1, WARMUP_ALTERNATIVES) if tokens > 1 else (0, 0)
+        slots = [
+            slot._replace(sampling=params, prompt_logprobs_from=begin, prompt_top_n=alternatives) for slot in slots
+        ]
     tables = rows * len(paged_groups(limits.groups))
     pages = [
         (table, (table * pages_each + page) % limits.pages) for table in range(tables) for page in range(pages_each)
@@ -572,17 +627,18 @@ def warm_up(
 
 
 def warm_up_sizes(engine: TorchEngine, limits: DeploymentLimits, rows: int, tokens: int) -> None:
-    """Runs decode steps of up to `rows` rows and prompts of up to `tokens` tokens, in powers of two: kernels that
-    differ with the size of a step are compiled, and kept on disk, before all streams wait for it."""
+    """Runs decode steps of up to `rows` rows and prompts of up to `tokens` tokens, in powers of two and the longest:
+    kernels that differ with the size of a step are compiled, and kept on disk, before all streams wait for it."""
     for size in _powers(rows):
         warm_up(engine, limits, size, 1, 0, False)
-    for size in _powers(min(tokens, limits.max_total_tokens - 2, limits.pages * limits.page_size - 2)):
-        warm_up(engine, limits, 1, size, 0, False)
+    longest = min(tokens, limits.max_total_tokens - 2, limits.pages * limits.page_size - 2)
+    for size in _powers(longest):
+        warm_up(engine, limits, 1, size, 0, False, full=size == longest)
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4 and so on up to `most`."""
-    return [1 << power for power in range(most.bit_length())]
+    """1, 2, 4 and so on, and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def _step(

@@ -211,6 +211,14 @@ class FakeWorker:
                 held.append(HeldPages(pack_column(INT32, ids), pages, request.slot.extras))
         return held
 
+    def read_page(self, page: int) -> list[int]:
+        """The content of a page, to be written by `write_page`, of this worker or another one."""
+        return [*self._pages[page]]
+
+    def write_page(self, page: int, content: list[int]) -> None:
+        """Replaces the content of a page."""
+        self._pages[page] = [*content]
+
     def run_step(self, step: Step) -> StepResult:
         """The result of a step; `error` names the first fault of the step, if it has one."""
         try:

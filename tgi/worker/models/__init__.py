@@ -3,7 +3,7 @@
 interface            what the engine requires of a model; read this first
 loader               model directory -> Model
 dtype                the dtype in which a model computes
-families             the supported model families, as data; add a family here
+families             the supported model families, as data, by kinship; add a family here
 config_reader        config.json -> DecoderConfig (decoder_config.py of the worker)
 weight_loader        checkpoint -> weights of a decoder
 stacked_experts      a name for each expert's part of a checkpoint's joint tensors

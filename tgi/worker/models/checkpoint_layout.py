@@ -37,6 +37,8 @@ class RenamedCheckpoint(Checkpoint):
         module, _, kind = name.rpartition(".")
         if module == POSITIONS:
             return tensor[self._layout.positions_offset :]
+        if self._layout.transposed and tensor.ndim == 2 and name.startswith("model.layers.") and kind == "weight":
+            return tensor.t().contiguous()
         if self._layout.qkv_rows is None or not module.endswith(self._config.names.query):
             return tensor
         if kind not in ("weight", "bias"):

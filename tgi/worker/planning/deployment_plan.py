@@ -398,21 +398,25 @@ def _reserve(deployment: PlannedDeployment, shard: Shard, device: Devices, setti
     """An estimate of what a rank allocates besides weights, adapters and KV cache."""
     if device.is_cpu:
         return HOST_BYTES
-    return CONTEXT_BYTES + (COLLECTIVE_BYTES if shard.ranks > 1 else 0) + _activations(deployment, shard, settings)
+    return (
+        CONTEXT_BYTES
+        + (COLLECTIVE_BYTES if shard.ranks > 1 else 0)
+        + _activations(deployment, shard, settings, device.bytes)
+    )
 
 
-def _activations(deployment: PlannedDeployment, shard: Shard, settings: Settings) -> int:
+def _activations(deployment: PlannedDeployment, shard: Shard, settings: Settings, device_bytes: int) -> int:
     """An estimate for the largest step: the models are computed one after the other."""
     draft = deployment.draft
-    own = 0 if draft is None else _model_activations(draft, whole_model(draft.config), settings)
-    return max(own, _model_activations(deployment.served, shard, settings))
+    own = 0 if draft is None else _model_activations(draft, whole_model(draft.config), settings, device_bytes)
+    return max(own, _model_activations(deployment.served, shard, settings, device_bytes))
 
 
-def _model_activations(model: PlannedModel, shard: Shard, settings: Settings) -> int:
+def _model_activations(model: PlannedModel, shard: Shard, settings: Settings, device_bytes: int) -> int:
     """An estimate for the largest step: of each token the residual stream and its copies, queries, keys and values, and
     the inner columns of an MLP; of each row the logits; and the graphs."""
     config = model.config
-    tokens, rows = memory.max_prefill_tokens(settings, "cuda"), memory.max_batch_size(settings, "cuda")
+    tokens, rows = (of(settings, "cuda", device_bytes) for of in (memory.max_prefill_tokens, memory.max_batch_size))
     experts = config.experts
     chosen = 0 if experts is None else experts.top_k
     inner = max(len(shard.inner), chosen * len(shard.expert_inner))
@@ -483,7 +487,8 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         state_bytes=most.state,
     )
     try:
-        limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * required.unit_bytes for n in pages)))
+        found = memory.CacheMemory(*(n * required.unit_bytes for n in pages))._replace(device=devices.bytes)
+        limits = memory.choose_limits(settings, required, found)
     except UserError as error:
         return replace(none, problem=str(error))
     # The worker loads adapters last, into the memory that the KV cache leaves.
@@ -530,7 +535,7 @@ def _cache_memory(
         free = max(0, devices.bytes - need.weights - need.reserve)
         whole = memory.cache_memory_on_host(free * shard.ranks)  # ranks on one host share its memory
         return memory.CacheMemory(whole.default // shard.ranks, whole.available // shard.ranks)
-    activations = _activations(deployment, shard, settings)
+    activations = _activations(deployment, shard, settings, devices.bytes)
     free = devices.bytes - need.weights - (need.reserve - activations)
     return memory.cache_memory_on_cuda(free, devices.bytes, settings, activations)
 

@@ -54,12 +54,12 @@ def sample_head(
     """
     if gpu_sample is None:
         return sample(head.float32(), batch, noise, kernels)
+    if batch.params.plain.all():
+        return SampledTokens(*_sample_plain(head, batch, gpu_sample), None)
     rows = np.flatnonzero(~batch.params.plain)
     if len(rows) == len(batch.positions):
         return _sample_processed(head.float32(), batch, noise, gpu_sample)
     ids, logprobs = _sample_plain(head, batch, gpu_sample)
-    if not len(rows):
-        return SampledTokens(ids, logprobs, None)
     chosen = head._replace(values=select_rows(head.values, rows))
     others = _sample_processed(chosen.float32(), batch.select(rows), noise, gpu_sample)
     write_rows(ids, rows, others.ids)

@@ -1,0 +1,155 @@
+"""The processes of one role below a front end: links that the event loop reads, and the requests that each has.
+
+The router (tokenizers) and the loading of images (media processes) say which process gets a request, how it is sent and
+what a message means; this class keeps links and assignments, and sends requests again at the limited rate.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from tgi.microkernel.links.link import Link, PeerId, ReplicaId
+from tgi.microkernel.messages.protocol import Beat
+from tgi.microkernel.recovery.assignments import Assignments, Neighbour, RequestT
+
+
+class Connection(Neighbour[RequestT]):
+    """One process below: its link, and the requests that it has."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(ReplicaId("", 0))  # until it has connected
+        self.link = link
+
+
+ConnectionT = TypeVar("ConnectionT", bound=Connection)  # type: ignore[type-arg]
+
+
+class Downstream(Generic[ConnectionT, RequestT]):
+    """Connections to the processes of one role. `attach` reads their links from the running loop. libzmq's descriptor
+    signals changes only, so a link is read until it is empty, and again after each send."""
+
+    def __init__(
+        self,
+        choose: Callable[[RequestT], ConnectionT | None],
+        send: Callable[[RequestT, ConnectionT], int],
+        handle: Callable[[ConnectionT, PeerId, object], None],
+        work_in_progress: Callable[[PeerId], bytes | None],
+    ) -> None:
+        """`choose`: among those that respond; None: the request waits. `send`: queues a request at a connection and
+        returns its rid. `handle`: for each message received. `work_in_progress`: see Assignments."""
+        self.connections: list[ConnectionT] = []
+        self.assignments: Assignments[ConnectionT, RequestT] = Assignments(
+            lambda request, now: choose(request), work_in_progress
+        )
+        self._send, self._handle = send, handle
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None  # when the rate allows to send again
+        self._exchange_is_due = False  # in the next turn of the loop, with all
+
+    @property
+    def responds(self) -> bool:
+        """Whether any process can be sent requests."""
+        return any(connection.responds for connection in self.connections)
+
+    # --- requests ---
+
+    def submit(self, request: RequestT) -> None:
+        """Sends a request in the next turn of the loop, or keeps it until a process can have it."""
+        if (connection := self.assignments.choose(request, time.monotonic())) is None:
+            self.assignments.wait(request)
+        else:
+            self._submit_to(connection, request)
+        self.exchange_soon()
+
+    def submit_waiting(self) -> None:
+        """Sends waiting requests at the limited rate, while a process responds."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self.assignments.waiting or not self.responds:
+            return
+        now = time.monotonic()
+        for request, connection in self.assignments.next_due(now):
+            self._submit_to(connection, request)
+        if (due_at := self.assignments.due_at) is not None and self._loop is not None:
+            self._timer = self._loop.call_later(due_at - now, self.submit_waiting)
+        self.exchange_soon()
+
+    def _submit_to(self, connection: ConnectionT, request: RequestT) -> None:
+        self.assignments.assign(request, connection, self._send(request, connection))
+
+    # --- links ---
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Registers the links with the running loop."""
+        self._loop = loop
+        for connection in self.connections:
+            self._register(connection)
+        self.exchange_soon()
+
+    def add(self, connection: ConnectionT) -> None:
+        """Uses another process from now on."""
+        self.connections.append(connection)
+        self._register(connection)
+
+    def remove(self, connection: ConnectionT) -> None:
+        """Closes the link to a process that is not connected, so that no request is assigned to it."""
+        self.exchange(connection)  # that it is lost may not have been handled yet
+        self.connections.remove(connection)
+        self._close_link(connection)
+        self.assignments.release(connection)
+        self.submit_waiting()
+
+    def close(self) -> None:
+        """Removes the links from the loop and closes them."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection in self.connections:
+            self._close_link(connection)
+
+    def tick(self, beat: Beat) -> None:
+        """Every BEAT_SECONDS: finds silent processes, and sends what has waited for a report in vain."""
+        for connection in self.connections:
+            self.exchange(connection)
+            connection.link.exchange_beats(beat)
+            self.exchange(connection)
+        self.submit_waiting()
+
+    def exchange_soon(self) -> None:
+        """In the next turn of the loop: once for all requests that are submitted in this one."""
+        if self._loop is not None and not self._exchange_is_due:
+            self._exchange_is_due = True
+            self._loop.call_soon(self._exchange_with_all)
+
+    def exchange(self, connection: ConnectionT) -> None:
+        """Sends what is queued and handles what has been received; continues in the next loop turn if there is more."""
+        link = connection.link
+        if link.socket.closed:
+            return
+        link.flush()
+        for peer, message in link.receive():
+            self._handle(connection, peer, message)
+        if link.has_pending_work and self._loop is not None:
+            self._loop.call_soon(self.exchange, connection)
+
+    def _exchange_with_all(self) -> None:
+        self._exchange_is_due = False
+        for connection in [*self.connections]:
+            self.exchange(connection)
+
+    def _register(self, connection: ConnectionT) -> None:
+        if self._loop is not None:
+            self._loop.add_reader(connection.link.socket.fileno(), self.exchange, connection)
+            self._loop.add_reader(connection.link.monitor.fileno(), self._on_monitor_event, connection)
+            self._loop.call_soon(self._on_monitor_event, connection)  # both are read once, see above
+
+    def _close_link(self, connection: ConnectionT) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(connection.link.socket.fileno())
+            self._loop.remove_reader(connection.link.monitor.fileno())
+        connection.link.close()
+
+    def _on_monitor_event(self, connection: ConnectionT) -> None:
+        connection.link.detect_disconnects()
+        self.exchange(connection)

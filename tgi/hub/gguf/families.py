@@ -1,0 +1,489 @@
+"""The architectures of GGUF files that import knows, as data: as llama.cpp's convert_hf_to_gguf.py writes them, and as
+its model code reads what that omits. To add one, add an entry to FAMILIES.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+# "a+b" is the tensor whose rows are those of a, then those of b.
+# Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
+# state, 3H three of them; I MLP, 2I its two joint matrices; E number of experts, M one expert; L tokens that a
+# convolution reads. Of Mamba2: X its channels, X/G those of a group, G number of groups, T heads, C channels of the
+# convolution, P the joint projection; W all shared experts, 2W their two joint matrices.
+Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
+
+_ATTENTION: tuple[Block, ...] = (
+    ("attn_q", "self_attn.q_proj", ("Q", "H")),
+    ("attn_k", "self_attn.k_proj", ("K", "H")),
+    ("attn_v", "self_attn.v_proj", ("K", "H")),
+    ("attn_output", "self_attn.o_proj", ("H", "Q")),
+)
+_MLP: tuple[Block, ...] = (
+    ("ffn_gate", "mlp.gate_proj", ("I", "H")),
+    ("ffn_up", "mlp.up_proj", ("I", "H")),
+    ("ffn_down", "mlp.down_proj", ("H", "I")),
+)
+_NORMS: tuple[Block, ...] = (
+    ("attn_norm", "input_layernorm", ("H",)),
+    ("ffn_norm", "post_attention_layernorm", ("H",)),
+)
+_HEAD_NORMS: tuple[Block, ...] = (
+    ("attn_q_norm", "self_attn.q_norm", ("D",)),
+    ("attn_k_norm", "self_attn.k_norm", ("D",)),
+)
+_FOUR_NORMS: tuple[Block, ...] = (
+    ("attn_norm", "input_layernorm", ("H",)),
+    ("post_attention_norm", "post_attention_layernorm", ("H",)),
+    ("ffn_norm", "pre_feedforward_layernorm", ("H",)),
+    ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
+)
+_BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
+_ATTENTION_BIASES: dict[str, tuple[str, ...]] = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output")}
+_MLP_BIASES: dict[str, tuple[str, ...]] = {"mlp_bias": ("ffn_down", "ffn_up", "ffn_gate")}
+
+
+class Mamba2Names(NamedTuple):
+    """Keys of config.json."""
+
+    kernel: str
+    state: str
+    heads: str
+    groups: str
+    head_dim: str
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """One architecture. A name with "{}" is one tensor for all experts; one that ends in .weight or .bias is whole, and
+    so is its name in the result."""
+
+    model_type: str
+    architecture: str
+    blocks: tuple[Block, ...]  # of all layers
+    # Key of config.json -> tensors that have a bias if it is set; the bias of the first one decides.
+    biases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    always_biased: tuple[str, ...] = ()
+    # Metadata key without the architecture prefix -> key of config.json, for optional numbers.
+    numbers: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, object] = field(default_factory=dict)  # entries of config.json
+    permuted: bool = False  # llama.cpp's converter reorders the rows of q and k
+    norm_shift: float = 0.0  # what the converter adds to the scales of all norms
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    # Those of layers of a kind: "attention"; without key heads "mlp", if they have only that, or "recurrent"; "dense",
+    # the first ones, or "experts".
+    kinds: dict[str, tuple[Block, ...]] = field(default_factory=dict)
+    required: dict[str, object] = field(default_factory=dict)  # metadata keys that must have this value, if present
+    rotates_part: bool = False  # of a head
+    layer_types: dict[str, str] = field(default_factory=dict)  # kinds of layers by their names in config.json
+    layer_types_key: str = "layer_types"
+    mamba2: Mamba2Names | None = None
+    reshaped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # shapes in the file, if not those in the result
+    last_norm: tuple[str, str] = ("output_norm", "model.norm")
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+
+
+_NO_PADDING: dict[str, object] = {"pad_token_id": None}  # transformers' default lies outside smaller vocabularies
+_GEMMA: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+_LAYER_NORM = "attention.layer_norm_epsilon"
+
+_NUMBERS_OF_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_LFM2: tuple[Block, ...] = (("attn_norm", "operator_norm", ("H",)), ("ffn_norm", "ffn_norm", ("H",)))
+_LFM2_MLP: tuple[Block, ...] = (
+    ("ffn_gate", "feed_forward.w1", ("I", "H")),
+    ("ffn_up", "feed_forward.w3", ("I", "H")),
+    ("ffn_down", "feed_forward.w2", ("H", "I")),
+)
+_LFM2_MIXERS: dict[str, tuple[Block, ...]] = {
+    "attention": (
+        *_ATTENTION[:3],
+        ("attn_output", "self_attn.out_proj", ("H", "Q")),
+        ("attn_q_norm", "self_attn.q_layernorm", ("D",)),
+        ("attn_k_norm", "self_attn.k_layernorm", ("D",)),
+    ),
+    "recurrent": (
+        ("shortconv.in_proj", "conv.in_proj", ("3H", "H")),
+        ("shortconv.conv", "conv.conv", ("H", "1", "L")),
+        ("shortconv.out_proj", "conv.out_proj", ("H", "H")),
+    ),
+}
+
+
+def _mamba2(prefix: str) -> tuple[Block, ...]:
+    return (
+        ("ssm_in", f"{prefix}.in_proj", ("P", "H")),
+        ("ssm_conv1d", f"{prefix}.conv1d", ("C", "1", "L")),
+        ("ssm_conv1d.bias", f"{prefix}.conv1d.bias", ("C",)),
+        ("ssm_dt.bias", f"{prefix}.dt_bias", ("T",)),
+        ("ssm_a", f"{prefix}.A_log", ("T",)),
+        ("ssm_d", f"{prefix}.D", ("T",)),
+        ("ssm_norm", f"{prefix}.norm", ("X",)),
+        ("ssm_out", f"{prefix}.out_proj", ("H", "X")),
+    )
+
+
+_MAMBA2_SHAPES: dict[str, tuple[str, ...]] = {
+    "ssm_conv1d": ("C", "L"),
+    "ssm_a": ("T", "1"),
+    "ssm_d": ("T", "1"),
+    "ssm_norm": ("G", "X/G"),
+}
+_NEMOTRON_H: dict[str, tuple[Block, ...]] = {
+    "attention": tuple((name, own.replace("self_attn", "mixer"), shape) for name, own, shape in _ATTENTION),
+    "recurrent": _mamba2("mixer"),
+    "mlp": (("ffn_up", "mixer.up_proj", ("I", "H")), ("ffn_down", "mixer.down_proj", ("H", "I"))),
+}
+_LFM2_NORM = ("token_embd_norm", "model.embedding_norm")
+
+_NEMOTRON = GGUFArchitecture(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    (("attn_norm", "norm", ("H",)),),
+    fixed={"mlp_hidden_act": "relu2", "n_group": 1, "topk_group": 1},
+    epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
+    layer_types={"linear_attention": "recurrent", "full_attention": "attention", "mlp": "mlp"},
+    layer_types_key="layers_block_type",
+    mamba2=Mamba2Names("conv_kernel", "ssm_state_size", "mamba_num_heads", "n_groups", "mamba_head_dim"),
+    reshaped=_MAMBA2_SHAPES,
+    kinds=_NEMOTRON_H,
+    last_norm=("output_norm", "backbone.norm_f"),
+    embedding="backbone.embeddings",
+    layers="backbone.layers",
+)
+
+FAMILIES: dict[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
+        "llama",
+        "LlamaForCausalLM",
+        _ATTENTION + _MLP + _NORMS,
+        _ATTENTION_BIASES | _MLP_BIASES,
+        permuted=True,
+    ),
+    "qwen2": GGUFArchitecture(
+        "qwen2", "Qwen2ForCausalLM", _ATTENTION + _MLP + _NORMS, always_biased=("attn_q", "attn_k", "attn_v")
+    ),
+    "qwen3": GGUFArchitecture(
+        "qwen3", "Qwen3ForCausalLM", _ATTENTION + _MLP + _NORMS + _HEAD_NORMS, biases=_ATTENTION_BIASES
+    ),
+    "phi3": GGUFArchitecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        (
+            ("attn_qkv", "self_attn.qkv_proj", ("S", "H")),
+            ("attn_output", "self_attn.o_proj", ("H", "Q")),
+            ("ffn_up", "mlp.gate_up_proj", ("2I", "H")),
+            ("ffn_down", "mlp.down_proj", ("H", "I")),
+            *_NORMS,
+        ),
+        numbers={"attention.sliding_window": "sliding_window"},
+        fixed=_NO_PADDING,
+        rotates_part=True,
+    ),
+    "granite": GGUFArchitecture(
+        "granite",
+        "GraniteForCausalLM",
+        _ATTENTION + _MLP + _NORMS,
+        _ATTENTION_BIASES | _MLP_BIASES,
+        numbers=_GRANITE,
+        permuted=True,
+    ),
+    "gemma": GGUFArchitecture("gemma", "GemmaForCausalLM", _ATTENTION + _MLP + _NORMS, fixed=_GEMMA, norm_shift=1.0),
+    "gemma2": GGUFArchitecture(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _ATTENTION + _MLP + _FOUR_NORMS,
+        numbers={
+            "attention.sliding_window": "sliding_window",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        fixed=_GEMMA,
+        norm_shift=1.0,
+    ),
+    "gemma3": GGUFArchitecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _ATTENTION + _MLP + _FOUR_NORMS + _HEAD_NORMS,
+        numbers={
+            "attention.sliding_window": "sliding_window",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        fixed=_GEMMA,
+        norm_shift=1.0,
+    ),
+    "olmo2": GGUFArchitecture(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            ("attn_q_norm", "self_attn.q_norm", ("Q",)),
+            ("attn_k_norm", "self_attn.k_norm", ("K",)),
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+            ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
+        ),
+        _ATTENTION_BIASES,
+    ),
+    "smollm3": GGUFArchitecture(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        _ATTENTION + _MLP + _NORMS,
+        _ATTENTION_BIASES | _MLP_BIASES,
+        fixed={"no_rope_layer_interval": 4, **_NO_PADDING},
+        permuted=True,
+    ),
+    "command-r": GGUFArchitecture(
+        "cohere",
+        "CohereForCausalLM",
+        (*_ATTENTION, *_MLP, ("attn_norm", "input_layernorm", ("H",))),
+        _ATTENTION_BIASES,
+        numbers={"logit_scale": "logit_scale"},
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+    ),
+    "starcoder2": GGUFArchitecture(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        (*_ATTENTION, ("ffn_up", "mlp.c_fc", ("I", "H")), ("ffn_down", "mlp.c_proj", ("H", "I")), *_NORMS),
+        {"use_bias": _BIASED},
+        always_biased=("attn_norm", "ffn_norm", "output_norm"),
+        fixed={"hidden_act": "gelu_pytorch_tanh"},
+        epsilon=(_LAYER_NORM, "norm_epsilon"),
+    ),
+    "gpt-oss": GGUFArchitecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        (
+            *_ATTENTION,
+            ("attn_sinks.weight", "self_attn.sinks", ("A",)),
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+            ("ffn_gate_inp", "mlp.router", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+        ),
+        always_biased=(
+            *("attn_q", "attn_k", "attn_v", "attn_output"),
+            *("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+        ),
+        numbers={
+            **_NUMBERS_OF_EXPERTS,
+            "attention.sliding_window": "sliding_window",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        fixed=_NO_PADDING,
+    ),
+    "qwen3moe": GGUFArchitecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            *_HEAD_NORMS,
+            ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
+        ),
+        _ATTENTION_BIASES,
+        numbers={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        fixed={"norm_topk_prob": True},
+    ),
+    "olmoe": GGUFArchitecture(
+        "olmoe",
+        "OlmoeForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            ("attn_q_norm", "self_attn.q_norm", ("Q",)),
+            ("attn_k_norm", "self_attn.k_norm", ("K",)),
+            ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+        ),
+        numbers={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        fixed={"norm_topk_prob": False},
+    ),
+    "seed_oss": GGUFArchitecture(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+        ),
+        {"attention_bias": ("attn_q", "attn_k", "attn_v"), "attention_out_bias": ("attn_output",)},
+    ),
+    "ernie4_5": GGUFArchitecture(
+        "ernie4_5", "Ernie4_5ForCausalLM", _ATTENTION + _MLP + _NORMS, {"use_bias": (*_BIASED, "ffn_gate")}
+    ),
+    "hunyuan-dense": GGUFArchitecture(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            *_NORMS,
+            ("attn_q_norm", "self_attn.query_layernorm", ("D",)),
+            ("attn_k_norm", "self_attn.key_layernorm", ("D",)),
+        ),
+    ),
+    "arcee": GGUFArchitecture(
+        "arcee",
+        "ArceeForCausalLM",
+        _ATTENTION + _MLP[1:] + _NORMS,
+        _ATTENTION_BIASES | {"mlp_bias": ("ffn_down", "ffn_up")},
+        fixed={"hidden_act": "relu2"},
+        permuted=True,
+    ),
+    "glm4": GGUFArchitecture(
+        "glm4",
+        "Glm4ForCausalLM",
+        (
+            *_ATTENTION,
+            ("ffn_up", "mlp.gate_up_proj", ("2I", "H")),
+            ("ffn_down", "mlp.down_proj", ("H", "I")),
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("post_attention_norm", "post_self_attn_layernorm", ("H",)),
+            ("ffn_norm", "post_attention_layernorm", ("H",)),
+            ("post_ffw_norm", "post_mlp_layernorm", ("H",)),
+        ),
+        {"attention_bias": ("attn_q", "attn_k", "attn_v")},
+        fixed=_NO_PADDING,
+        rotates_part=True,
+    ),
+    "cohere2": GGUFArchitecture(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        (*_ATTENTION, *_MLP, ("attn_norm", "input_layernorm", ("H",))),
+        numbers={"logit_scale": "logit_scale", "attention.sliding_window": "sliding_window"},
+        fixed={"sliding_window_pattern": 4},
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+    ),
+    "lfm2": GGUFArchitecture(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        _LFM2 + _LFM2_MLP,
+        kinds=_LFM2_MIXERS,
+        numbers={"shortconv.l_cache": "conv_L_cache"},
+        fixed={"block_auto_adjust_ff_dim": False},
+        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+        layer_types={"full_attention": "attention", "conv": "recurrent"},
+        reshaped={"shortconv.conv": ("H", "L")},
+        last_norm=_LFM2_NORM,
+    ),
+    "lfm2moe": GGUFArchitecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        _LFM2,
+        kinds={
+            **_LFM2_MIXERS,
+            "dense": _LFM2_MLP,
+            "experts": (
+                ("ffn_gate_inp", "feed_forward.gate", ("E", "H")),
+                ("exp_probs_b.bias", "feed_forward.expert_bias", ("E",)),
+                ("ffn_gate_exps", "feed_forward.experts.{}.w1", ("E", "M", "H")),
+                ("ffn_up_exps", "feed_forward.experts.{}.w3", ("E", "M", "H")),
+                ("ffn_down_exps", "feed_forward.experts.{}.w2", ("E", "H", "M")),
+            ),
+        },
+        numbers={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "num_dense_layers",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+        required={"expert_gating_func": 2, "expert_weights_norm": True},  # sigmoid
+        layer_types={"full_attention": "attention", "conv": "recurrent"},
+        reshaped={"shortconv.conv": ("H", "L")},
+        last_norm=_LFM2_NORM,
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": replace(
+        _NEMOTRON,
+        numbers={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
+        },
+        required={"expert_group_count": 1},
+        layer_types={"linear_attention": "recurrent", "full_attention": "attention", "moe": "mlp"},
+        kinds={
+            **_NEMOTRON_H,
+            "mlp": (
+                ("ffn_gate_inp", "mixer.gate", ("E", "H")),
+                ("exp_probs_b.bias", "mixer.gate.e_score_correction_bias", ("E",)),
+                ("ffn_up_exps", "mixer.experts.{}.up_proj", ("E", "M", "H")),
+                ("ffn_down_exps", "mixer.experts.{}.down_proj", ("E", "H", "M")),
+                ("ffn_up_shexp", "mixer.shared_experts.up_proj", ("W", "H")),
+                ("ffn_down_shexp", "mixer.shared_experts.down_proj", ("H", "W")),
+            ),
+        },
+    ),
+    "granitehybrid": GGUFArchitecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        _NORMS,
+        numbers={
+            **_GRANITE,
+            **_NUMBERS_OF_EXPERTS,
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        fixed={"num_local_experts": 0},
+        permuted=True,
+        layer_types={"mamba": "recurrent", "attention": "attention"},
+        mamba2=Mamba2Names("mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_n_groups", "mamba_d_head"),
+        reshaped=_MAMBA2_SHAPES,
+        kinds={
+            "attention": _ATTENTION,
+            "recurrent": _mamba2("mamba"),
+            "dense": (
+                ("ffn_gate+ffn_up", "shared_mlp.input_linear", ("2W", "H")),
+                ("ffn_down", "shared_mlp.output_linear", ("H", "W")),
+            ),
+            "experts": (
+                ("ffn_gate_shexp+ffn_up_shexp", "shared_mlp.input_linear", ("2W", "H")),
+                ("ffn_down_shexp", "shared_mlp.output_linear", ("H", "W")),
+                ("ffn_gate_inp", "block_sparse_moe.router.layer", ("E", "H")),
+                ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+                ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+                ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+            ),
+        },
+    ),
+}
+
+# A llama with experts.
+MIXTRAL = GGUFArchitecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    (
+        *_ATTENTION,
+        *_NORMS,
+        ("ffn_gate_inp", "block_sparse_moe.gate", ("E", "H")),
+        ("ffn_gate_exps", "block_sparse_moe.experts.{}.w1", ("E", "I", "H")),
+        ("ffn_up_exps", "block_sparse_moe.experts.{}.w3", ("E", "I", "H")),
+        ("ffn_down_exps", "block_sparse_moe.experts.{}.w2", ("E", "H", "I")),
+    ),
+    numbers=_NUMBERS_OF_EXPERTS,
+    permuted=True,
+)
