@@ -74,6 +74,35 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
+    "gemma3": Kind(
+        "gemma3_text",
+        SMALL_TOWER | {"image_size": 84},
+        {
+            **IMAGE_INDEX,
+            "boi_token_index": IMAGE_TOKEN_ID + 1,
+            "eoi_token_index": IMAGE_TOKEN_ID + 2,
+            "mm_tokens_per_image": 9,
+        },
+    ),
+    "gemma4": Kind(
+        "gemma4_text",
+        {
+            **SMALL_TOWER,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        {
+            **IMAGE_TOKEN,
+            "boi_token_id": IMAGE_TOKEN_ID + 1,
+            "eoi_token_id": IMAGE_TOKEN_ID + 2,
+            "video_token_id": IMAGE_TOKEN_ID + 3,
+            "audio_token_id": IMAGE_TOKEN_ID + 4,
+        },
+        {"use_bidirectional_attention": "vision", "pad_token_id": 5},
+    ),
     "glm4v": Kind(
         "glm4",
         {**DEEP_TOWER, "out_hidden_size": 64, "image_size": 56},
@@ -93,6 +122,7 @@ KINDS: dict[str, Kind] = {
     "llava_next": Kind("llama", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "llava_onevision": Kind("qwen2", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "mistral3": Kind("mistral", SMALL_TOWER | {"head_dim": 16}, {**IMAGE_INDEX, "vision_feature_layer": -1}),
+    "paligemma": Kind("gemma", SMALL_TOWER | {"projection_dim": 64}, {**IMAGE_INDEX, "projection_dim": 64}),
     # Pixtral-12B, whose model_type is llava.
     "pixtral": Kind(
         "mistral",
@@ -124,6 +154,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
+PLACEHOLDERS = {"gemma3": 1}  # in IMAGE_TOKENS, where it is not the first of them
 MODEL_TYPES = {"pixtral": "llava"}  # of kinds that are named otherwise
 
 
@@ -174,7 +205,8 @@ def _add_image_tokens(kind: str, directory: Path) -> None:
     assert tokenizer.token_to_id(IMAGE_TOKENS[0]) == IMAGE_TOKEN_ID
     tokenizer.save(str(directory / "tokenizer.json"))
     path = directory / "tokenizer_config.json"
-    own = {"image_token": IMAGE_TOKENS[0], "video_token": IMAGE_TOKENS[3], "chat_template": CHAT_TEMPLATE}
+    template = CHAT_TEMPLATE.replace("<image>", IMAGE_TOKENS[PLACEHOLDERS.get(kind, 0)])
+    own = {"image_token": IMAGE_TOKENS[0], "video_token": IMAGE_TOKENS[3], "chat_template": template}
     write_json(path, json.loads(path.read_text()) | own | tokenizer_entries(kind))
 
 

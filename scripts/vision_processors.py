@@ -34,6 +34,21 @@ _PIXTRAL_MARKS = {
 }
 # By kind: preprocessor_config.json, then the class of the processor and what processor_config.json has besides.
 PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "gemma3": (
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 84, "width": 84}, "image_seq_length": 9},
+        "Gemma3Processor",
+        {"image_seq_length": 9},
+    ),
+    "gemma4": (
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "max_soft_tokens": 70,
+        },
+        "Gemma4Processor",
+        {"image_seq_length": 70},
+    ),
     "glm4v": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
     "glm4v_moe": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
     "idefics2": (
@@ -59,6 +74,11 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"},
     ),
     "mistral3": (_PIXTRAL, "PixtralProcessor", {**_PIXTRAL_MARKS, "spatial_merge_size": 2}),
+    "paligemma": (
+        {"image_processor_type": "SiglipImageProcessor", "size": _SIZE, "image_seq_length": 16},
+        "PaliGemmaProcessor",
+        {},
+    ),
     "pixtral": (_PIXTRAL, "PixtralProcessor", _PIXTRAL_MARKS),
     "qwen2_5_vl": (_QWEN, "Qwen2_5_VLProcessor", {}),
     "qwen2_vl": (_QWEN, "Qwen2VLProcessor", {}),
@@ -70,6 +90,14 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 # What a kind's tokenizer_config.json has besides.
 TOKENIZERS = {
+    "gemma4": {
+        "boi_token": "<|vision_start|>",
+        "eoi_token": "<|vision_end|>",
+        "audio_token": "<row>",
+        "boa_token": "<fake_token_around_image>",
+        "eoa_token": "<global-img>",
+    },
+    "gemma3": {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"},
     "idefics2": {"image_boundary_token": "<fake_token_around_image>"},
     "internvl": {
         "start_image_token": "<|vision_start|>",

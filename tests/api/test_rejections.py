@@ -30,6 +30,16 @@ def test_content_type(front: Front, path: str) -> None:
         assert front.post(path, '{"inputs":"x"}', content_type=kind).status == 200
 
 
+@pytest.mark.parametrize("kind", ["video_url", "input_video", "input_audio", "audio_url", "file"])
+def test_other_media_are_refused_by_their_type(front: Front, kind: str) -> None:
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind, kind: {}}]}]}
+    response = {"input": [{"role": "user", "content": [{"type": kind, kind: {}}]}]}
+    for path, body in (("/v1/chat/completions", chat), ("/chat_tokenize", chat), ("/v1/responses", response)):
+        reply = front.post(path, json.dumps(body))
+        assert reply.status == 422
+        assert f"`{kind}` parts are not supported: models read text and images here" in reply.body.decode()
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "body", [b"", b"{", b'{"inputs":"x"', b'{"inputs":"x"} x', b"nope", b'{"inputs":"\xff"}', b"[" * 99999]

@@ -49,7 +49,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags += ("--max-images", "3", "--max-concurrent-requests", str(PERMITS), "--hang-timeout", "3")
     path = os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")])
     with Server(tmp_path_factory.mktemp("images") / "run", *flags, env={"PYTHONPATH": path}) as server:
-        yield server.start().wait_until_ready()
+        server.start().wait_until_ready()
+        assert [*media_directory(server.run_directory).glob("*.safetensors")]  # a ready server has loaded an image
+        yield server
 
 
 @pytest.fixture

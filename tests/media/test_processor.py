@@ -44,7 +44,9 @@ def test_prompt_and_tensors_are_those_of_transformers(kind: str, chat: bytes, pi
     made = [processor.process(picture, len(pictures) > 1) for picture in pictures]
     images = [ImageInput(bytes([at]) * 16, one.prompt_ids, f"image-{at}") for at, one in enumerate(made)]
     chats = ChatRenderer.load(config, image_token=vision.image_token)
-    encoder = PromptEncoder(Vocabulary.load(config), chats, image_token=vision.image_token)
+    encoder = PromptEncoder(
+        Vocabulary.load(config), chats, image_token=vision.image_token, images_first=vision.images_first
+    )
     prompt = encoder.encode_generate(Generate(1, "", SamplingParams(0), chat=chat, images=images))
     assert isinstance(prompt, EncodedPrompt)
 

@@ -18,6 +18,7 @@ from tgi.microkernel.messages.protocol import (
     encode,
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.scheduler.estimators import PrefillBudget
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
@@ -34,11 +35,11 @@ def add(rid: int, images: list[ImageSegment], **fields: Any) -> Add:
     return Add(rid, pack_column(INT32, range(3, 23)), 4, encode(SamplingParams(0)), images=images, **given)
 
 
-def scheduler(**fields: Any) -> Scheduler:
+def scheduler(undivided: str = "", **fields: Any) -> Scheduler:
     made = Scheduler(SchedulerConfig())
     for peer in (TOKENIZER, WORKER):
         made.handle(Hello(PROTOCOL, *peer), peer, 0.0)
-    limits = FakeWorker(FakeWorkerConfig(page_size=4, **fields)).limits
+    limits = FakeWorker(FakeWorkerConfig(page_size=4, **fields)).limits._replace(undivided=undivided)
     made.handle(Status(True, True, "", 100, limits), WORKER, 0.0)
     return made
 
@@ -66,6 +67,49 @@ def test_images_that_do_not_fit_are_refused(images: list[ImageSegment], fields: 
     (end,) = (message for _, message in running.outgoing() if isinstance(message, End))
     assert end.reason == "validation"
     assert reason in end.message
+
+
+@pytest.mark.parametrize(
+    ("undivided", "tokens", "decoding", "counts"),
+    [
+        ("", 9, False, [9, 9, 2]),
+        ("images", 9, False, [4, 8, 8]),  # a chunk of 9 would end within the first image, one of 13 within the second
+        ("images", 5, False, "`max_batch_prefill_tokens`), since this model computes it in one step. Given: 6"),
+        ("prompt", 20, False, [20]),
+        ("prompt", 19, False, "a prompt with images must have at most 19 tokens"),
+        ("", 12, True, [4, 8, 8]),  # with their work in the vision tower, neither image fits behind what is before it
+        ("images", 30, True, [12, 8]),
+        ("", 40, True, [20]),
+    ],
+)
+def test_where_chunks_end(undivided: str, tokens: int, decoding: bool, counts: list[int] | str) -> None:
+    running = scheduler(undivided, max_batch_prefill_tokens=tokens)
+    worker = FakeWorker(FakeWorkerConfig(page_size=4, max_batch_prefill_tokens=tokens))
+    found = []
+    if decoding:
+        ids = pack_column(INT32, [3])
+        running.handle(Add(0, ids, 90, encode(SamplingParams(0))), TOKENIZER, 0.0)
+    for number in range(5):
+        if number == decoding:
+            running.handle(add(1, [FIRST, SECOND])._replace(max_new_tokens=1), TOKENIZER, 0.0)
+        if (step := running.plan(0.0)) is None:
+            break
+        if number >= decoding and len(unpack_int32(step.counts)) > decoding:
+            found.append(unpack_int32(step.counts)[-1])
+        running.handle(worker.run_step(step), WORKER, 0.0)
+        running.commit()
+    if isinstance(counts, str):
+        assert [counts in message.message for _, message in running.outgoing() if isinstance(message, End)] == [True]
+    else:
+        assert found == counts
+
+
+def test_what_an_image_costs() -> None:
+    budget = PrefillBudget(1000)
+    assert (budget.encoder_cost, budget.encoder_measured) == (1.0, False)
+    budget.record_images(10, 8000)
+    budget.record_step(0, 10, 2000)
+    assert (budget.encoder_cost, budget.encoder_measured) == (4.0, True)
 
 
 def test_images_travel_with_the_slot_and_pay_for_the_tower() -> None:

@@ -61,6 +61,16 @@ def test_ids_and_segments_of_a_text() -> None:
     assert add.extras == [PageExtra(first, SMALL.digest), PageExtra(second, RICH.digest)]
 
 
+def test_a_text_that_begins_after_the_images() -> None:
+    """As PaliGemma's: the images, the token that begins a text, the text and a newline."""
+    begins = 1
+    given = ImageInput(b"p" * 16, pack_column(INT32, [TOKEN_ID, TOKEN_ID, begins, *ids_of("\n")]), "first")
+    encoder = PoolHarness(VOCABULARY, template=TEMPLATE, image_token=TOKEN, images_first=True)
+    add = encoder.submit(1, f"{TOKEN}{TOKEN}What?", images=[given, given])
+    assert unpack_int32(add.prompt_ids) == [*[TOKEN_ID] * 4, begins, *ids("What?\n")]
+    assert [(one.position, one.length) for one in add.images] == [(0, 2), (2, 3)]
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, PLAIN])
 def test_parts_of_a_chat(template: str) -> None:
     """A template that knows texts alone gets the placeholder in the text."""

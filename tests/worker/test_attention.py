@@ -15,7 +15,7 @@ from tests.worker.batches import PAGE, Row, make_batch
 from tests.worker.cpu_kernels.available import EMULATED, VARIANTS, load_variant
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.cuda import CudaAttention, to_cache_dtype
-from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
+from tgi.worker.attention.interface import AttentionBackend, ImageBlocks, KVCacheSpec
 from tgi.worker.attention.packed import PackedAttention, PackedSequences
 from tgi.worker.attention.tile_planner import KEY_BLOCK
 from tgi.worker.attention.torch_cpu import TorchCpuAttention, agreeing_shapes, choose_shapes
@@ -75,16 +75,19 @@ def expected(
     sinks: Tensor | None = None,
     chunked: bool = False,
     slopes: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> Tensor:
     """Causal attention in float64, [length, heads, head_dim]. A sink is one more key, whose value is 0. `chunked`: a
-    query sees its own chunk of `window` positions."""
+    query sees its own chunk of `window` positions. `last` [length]: the last position that each
+    sees, by default its own."""
     group = sequence.query.shape[1] // sequence.key.shape[1]
     query = sequence.query.double().transpose(0, 1)
     keys, values = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (sequence.key, sequence.value))
     found = []
     for start in range(0, len(sequence.query), REFERENCE_BLOCK):  # with the positions that these queries see
         first, stop = max(0, start + 1 - (window or start + 1)), start + REFERENCE_BLOCK  # of a chunk, too
-        key, value = keys[:, first:stop], values[:, first:stop]
+        ends = torch.arange(len(query[0])) if last is None else last
+        key, value = (x[:, first : int(ends[start:stop].max()) + 1] for x in (keys, values))
         scores = query[:, start:stop] @ key.transpose(1, 2) * scale
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
@@ -94,7 +97,8 @@ def expected(
         seen: int | Tensor = window or len(keys[0])
         if chunked:
             seen = (torch.arange(start, start + scores.shape[1]) % seen + 1)[:, None]
-        scores.masked_fill_((distance < 0) | (distance >= seen), -math.inf)
+        later = torch.arange(first, first + scores.shape[2]) > ends[start:stop, None]
+        scores.masked_fill_(later | (distance >= seen), -math.inf)
         if sinks is not None:
             scores = torch.cat((sinks.double()[:, None, None].expand(-1, scores.shape[1], 1), scores), -1)
             value = F.pad(value, (0, 0, 1, 0))
@@ -352,3 +356,41 @@ def test_chunks_alibi_and_keys_of_an_earlier_layer(variant: str) -> None:
                     torch.testing.assert_close(part, found[0][start:stop], rtol=1e-5, atol=1e-5)
                 else:
                     assert torch.equal(part, found[0][start:stop])
+
+
+@pytest.mark.parametrize("variant", ["torch", "torch as on CUDA", *VARIANTS])
+@pytest.mark.parametrize("windows_alone", [False, True])
+def test_blocks_see_each_other(variant: str, windows_alone: bool) -> None:
+    """Tokens of a block see all of it, in any chunks that end outside blocks; rows without any are as always."""
+    kernels = None if variant.startswith("torch") else load_variant(variant)
+    kv = KVCacheSpec(2, 6, 2, 32, torch.float32 if kernels is None else kernels.dtype, (None, 70), None, kernels)
+    limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[kv.dtype]
+    sequence, other = Sequence(330, kv, 0), Sequence(90, kv, 1, seed=1)
+    last = torch.arange(330)
+    for start, stop in ((3, 53), (60, 61), (200, 264), (270, 300)):
+        last[start:stop] = stop - 1
+
+    def step(attention: AttentionBackend, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        rows = [Row([0] * 90, 0, other.pages), Row([0] * (stop - start), start, sequence.pages)]
+        batch = make_batch(rows, attention.page_size)
+        blocks = ImageBlocks(torch.cat((torch.arange(90), last[start:stop])).int(), windows_alone)
+        columns = zip(*((one.query, one.key, one.value) for one in (other, sequence)), strict=True)
+        qkv = torch.cat([torch.cat((one, two[start:stop])) for one, two in columns], 1)
+        found = attention.write_and_attend(attention.plan(batch._replace(blocks=blocks)), layer, qkv, 0.3)
+        one, two = found.reshape(len(qkv), -1, 32).split([90, stop - start])
+        return one, two
+
+    def memory() -> AttentionBackend:
+        return CudaAttention(kv, 300, CPU) if variant == "torch as on CUDA" else build_attention(kv, 300, CPU)
+
+    for layer in (0, 1):
+        causal = windows_alone and layer == 0
+        right = expected(sequence, window=kv.sliding_window(layer), last=None if causal else last)
+        beside, whole = step(memory(), layer, 0, 330)
+        torch.testing.assert_close(whole.double(), right, rtol=limit, atol=limit)
+        alone = run(memory(), (other, 0, 90), layer=layer)[0]
+        torch.testing.assert_close(beside, alone, rtol=0, atol=1e-6 if variant == "torch as on CUDA" else 0)
+        again = memory()
+        for start, stop in ((0, 57), (57, 264), (264, 301), (301, 302), (302, 330)):
+            part = step(again, layer, start, stop)[1]
+            torch.testing.assert_close(part, whole[start:stop], rtol=0, atol=1e-5 if variant.startswith("torch") else 0)

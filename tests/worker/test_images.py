@@ -79,8 +79,16 @@ def masked(number: int) -> Picture:
     return picture(number, [4, 4, 4], 1, 3, 3, 56, 56, pixel_attention_mask=(1, 3, 56, 56))
 
 
+def patches(number: int) -> Picture:
+    """Six by six patches with their places, and four that pad."""
+    places = [[x, y] for y in range(6) for x in range(6)] + 4 * [[-1, -1]]
+    return picture(number, [9], 1, 40, 3 * 4 * 4, image_position_ids=[places])
+
+
 # What the processors of the families return for picture `number`.
 PICTURES: dict[str, Callable[[int], Picture]] = {
+    "gemma3": lambda number: picture(number, [9], 1, 3, 84, 84),
+    "gemma4": patches,
     "glm4v": grid,
     "glm4v_moe": grid,
     "idefics2": lambda number: picture(number, [6], 1, 1, 3, 56, 56, pixel_attention_mask=(1, 1, 56, 56)),
@@ -90,6 +98,7 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "llava_next": tiles,
     "llava_onevision": tiles,
     "mistral3": lambda number: picture(number, [3, 3], 1, 3, 56, 84, image_sizes=[[56, 84]]),
+    "paligemma": lambda number: picture(number, [16], 1, 3, 56, 56),
     "pixtral": lambda number: picture(number, [3, 3], 1, 3, 28, 42, image_sizes=[[28, 42]]),
     "qwen2_5_vl": grid,
     "qwen2_vl": grid,
@@ -131,6 +140,14 @@ def prompt(kind: str, media: Path, seed: int, *numbers: int, after: int = 0) -> 
     return Prompt(ids + text((28 - len(ids)) % 32, seed + after), images, pictures)
 
 
+# What transformers calls a column that is 1 for image tokens.
+TYPES = {kind: "mm_token_type_ids" for kind, family in VISION_FAMILIES.items() if family.rope} | {
+    "gemma3": "token_type_ids",
+    "gemma4": "mm_token_type_ids",
+    "paligemma": "token_type_ids",
+}
+
+
 @cache
 def reference(directory: Path) -> Any:
     transformers.utils.logging.disable_progress_bar()
@@ -147,7 +164,10 @@ def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
     ids, found, logprobs = list(given.ids), [], []
     for _ in range(COUNT):
         types = torch.tensor([[int(token == IMAGE_TOKEN_ID) for token in ids]])
-        more = {"mm_token_type_ids": types} if VISION_FAMILIES[kind].rope else {}
+        if kind == "paligemma":  # 0 for tokens that see each other
+            types = torch.ones_like(types)
+            types[:, : len(given.ids) * bool(given.images)] = 0
+        more = {TYPES[kind]: types} if kind in TYPES else {}
         with torch.inference_mode():
             model = reference(directory)
             logits = model(input_ids=torch.tensor([ids]), use_cache=False, **tensors, **more).logits[0, -1]
@@ -185,8 +205,9 @@ class Harness:
         size = attention.page_size
         total = pages * size
         limits = DeploymentLimits(
-            total, total - 1, total, chunk, slots, pages, size, model.vocab_size, "float32", "cpu", groups
-        )
+            total, total - 1, total, chunk, slots, pages, size, model.vocab_size, "float32", "cpu", groups,
+            self.images.undivided,
+        )  # fmt: skip
         self.engine = TorchEngine(model, attention, limits, images=self.images)
 
     def start(self) -> ScheduledEngine:
@@ -225,7 +246,8 @@ def test_family(kind: str, native: bool, tmp_path: Path) -> None:
     directory = make(kind)
     prompts = [prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 2, 2, 3), prompt(kind, tmp_path, 3)]
     wanted = [expected(directory, one) for one in prompts]
-    harness = Harness(directory, tmp_path, native=native, chunk=11)
+    chunk = 200 if kind == "paligemma" else 11  # of which a prompt with images is computed as a whole
+    harness = Harness(directory, tmp_path, native=native, chunk=chunk)
     alone = harness.start()
     for one, answer in zip(prompts, wanted, strict=True):
         served = alone.add(one.ids, COUNT, one.images)
@@ -241,8 +263,8 @@ def test_family(kind: str, native: bool, tmp_path: Path) -> None:
     assert harness.computed == 3  # their features were kept
 
 
-# One of each kind: a plain tower, positions with axes, further features, recurrent layers.
-EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5")
+# One of each kind: a plain tower, positions with axes, further features, recurrent layers, tokens that see later ones.
+EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma3")
 
 
 @pytest.mark.parametrize("kind", EACH)

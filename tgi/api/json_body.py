@@ -55,6 +55,10 @@ class BodyDecoder(Protocol[Decoded_co]):
         """Decodes a body. Raises Rejection: 400 if it is not JSON, 422 if it has another shape."""
 
 
+# Types of parts of messages that have neither text nor an image.
+OTHER_MEDIA = ("audio", "audio_url", "file", "input_audio", "input_file", "input_video", "video", "video_url")
+
+
 class JsonBody(Generic[T]):
     """Decodes the bodies of one request type. `check` is called with each body of the right shape, and may raise
     ApiError."""
@@ -98,9 +102,10 @@ class JsonBody(Generic[T]):
                 reason = f"invalid entry: {msgspec_reason}"
             if isinstance(error.__cause__, ShapeError) and error.__cause__.field and not map_entry:
                 path.append(error.__cause__.field)
-            depth = len(path)
+            depth, other_media = len(path), _other_media(msgspec_reason, path, text)
             if (enum := _cut_to_untagged_enum(self._type, path)) and not (reason and len(path) == depth):
                 reason = f"data did not match any variant of untagged enum {enum}"
+            reason = other_media or reason
             value, end = _find_value(text, path)
         except (ValueError, RecursionError) as syntax_error:
             return _syntax_rejection(body, syntax_error)
@@ -132,6 +137,14 @@ class JsonBody(Generic[T]):
         value_is_number = type(value) is int or (type(value) is float and expected == "f32")
         wrong = "value" if is_number_field and value_is_number else "type"
         return f"invalid {wrong}: {_describe(value)}, expected {expected}"
+
+
+def _other_media(reason: str, path: Path, text: str) -> str:
+    """Why a part of a message is not taken, if it is of a kind that other servers take; "" for all other values."""
+    if not reason.startswith("Invalid value") or path[-1:] != ["type"] or "content" not in path:
+        return ""
+    kind, _ = _find_value(text, path)
+    return f"`{kind}` parts are not supported: models read text and images here" if kind in OTHER_MEDIA else ""
 
 
 def _with_integers(body: bytes) -> bytes:

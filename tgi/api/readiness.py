@@ -3,7 +3,8 @@
 The status of the other processes does not show that a request would be answered: in any process, this one included, a
 module may be missing or shadowed. So as soon as a request could be computed, one token is generated, or one vector
 made, through the routes of this front end, a tokenizer, the scheduler and the worker. PROBE_KEY in the ASGI scope marks
-such a request: it holds no permit, and is not counted, logged or traced.
+such a request: it holds no permit, and is not counted, logged or traced. Of a model that sees images, the media
+processes load a small one: their image processor takes seconds to import.
 """
 
 import asyncio
@@ -27,6 +28,12 @@ PROBES = {
     ModelTask.CLASSIFY: ("POST", "/predict", POOLING_BODY),
 }
 INFO_PROBE = ("GET", "/info", b"")
+# Tokenized, which makes no step of thousands of tokens: a grey image of 32 by 32 pixels.
+IMAGE_BODY = (
+    b'{"inputs":"![](data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAAAAABWESUoAAAAFklEQVR42mNoIAAYRhWMKhhVMFIV'
+    b'AABCAAAfN5c2AAAAAABJRU5ErkJggg==)"}'
+)
+IMAGE_PROBE = ("POST", "/tokenize", IMAGE_BODY)
 # Between two attempts: doubled after each failure.
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
 MAX_REASON_CHARACTERS = 300
@@ -44,7 +51,9 @@ async def run_readiness_probe(app: AsgiApp, service: Service, report: Callable[[
         await health.wait_until_computing()
         report(health.stage)
         request = reason = ""
-        for method, path, body in (PROBES[ModelTask(service.router.source.task)], INFO_PROBE):
+        source = service.router.source
+        probes = PROBES[ModelTask(source.task)], INFO_PROBE, *((IMAGE_PROBE,) if source.image_token else ())
+        for method, path, body in probes:
             request = f"{method} {path}"
             if reason := await _probe_failure(app, service, method, path, body):
                 break

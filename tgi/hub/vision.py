@@ -23,6 +23,7 @@ IMAGE_TOKENS = {
     "llava_onevision": "image_token_index",
     "mistral3": "image_token_index",
     "mllama": "image_token_index",
+    "paligemma": "image_token_index",
     "qwen2_5_vl": "image_token_id",
     "qwen2_vl": "image_token_id",
     "qwen3_5": "image_token_id",
@@ -33,11 +34,20 @@ IMAGE_TOKENS = {
 }
 
 
+# Models whose prompts are their images, the token that begins a text, the text and a newline.
+IMAGES_FIRST = frozenset(("paligemma",))
+
+
 class VisionConfig(NamedTuple):
     """A model that sees images."""
 
     model_type: str
     image_token: str  # a prompt has one for each image
+
+    @property
+    def images_first(self) -> bool:
+        """Whether the text of a prompt begins after its last image, and ends in a newline."""
+        return self.model_type in IMAGES_FIRST
 
 
 def read_vision_config(config: ModelConfig) -> VisionConfig:

@@ -5,6 +5,7 @@ To add a family whose tower transformers has, add a row to VISION_FAMILIES. Its 
 """
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,15 @@ class MultiAxisRope(NamedTuple):
     interleaved: bool = False
 
 
+class Bidirectional(StrEnum):
+    """Which tokens of a prompt with images see later ones."""
+
+    NONE = ""
+    IMAGES = "images"  # those of an image see all of it
+    WINDOWED_IMAGES = "windowed images"  # the same, in layers with a sliding window alone
+    PROMPT = "prompt"  # all of them: a prefix language model
+
+
 class VisionFamily(NamedTuple):
     """A model_type with a vision tower.
 
@@ -31,6 +41,7 @@ class VisionFamily(NamedTuple):
     tensors: dict[str, int]
     optional: tuple[str, ...] = ()
     rope: MultiAxisRope | None = None
+    bidirectional: Bidirectional = Bidirectional.NONE
 
 
 _GRID = {"pixel_values": 2, "image_grid_thw": 2}
@@ -41,6 +52,8 @@ _QWEN2_ROPE, _QWEN3_ROPE = MultiAxisRope((16, 24, 24)), MultiAxisRope((24, 20, 2
 _QWEN3_5_ROPE, _GLM_ROPE = MultiAxisRope((11, 11, 10), interleaved=True), MultiAxisRope((8, 12, 12))
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
+    "gemma3": VisionFamily({"pixel_values": 4}, bidirectional=Bidirectional.IMAGES),
+    "gemma4": VisionFamily({"pixel_values": 3, "image_position_ids": 3}, bidirectional=Bidirectional.WINDOWED_IMAGES),
     "glm4v": VisionFamily(_GRID, rope=_GLM_ROPE),
     "glm4v_moe": VisionFamily(_GRID, rope=_GLM_ROPE),
     "idefics2": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
@@ -50,6 +63,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava_next": VisionFamily(_TILES),
     "llava_onevision": VisionFamily({**_TILES, "batch_num_images": 1}, ("batch_num_images",)),
     "mistral3": VisionFamily({"pixel_values": 4, "image_sizes": 2}),
+    "paligemma": VisionFamily({"pixel_values": 4}, bidirectional=Bidirectional.PROMPT),
     "qwen2_5_vl": VisionFamily(_GRID, rope=_QWEN2_ROPE),
     "qwen2_vl": VisionFamily(_GRID, rope=_QWEN2_ROPE),
     "qwen3_5": VisionFamily(_GRID, rope=_QWEN3_5_ROPE),
@@ -63,11 +77,17 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 def vision_family(directory: Path) -> VisionFamily | None:
     """The family of a model directory whose images are served; None: the model takes text alone."""
     try:
-        kind = json.loads((directory / "config.json").read_text()).get("model_type")
+        config = json.loads((directory / "config.json").read_text())
+        kind = config.get("model_type")
     except (OSError, ValueError, AttributeError):
         return None  # told to the user where the model is loaded
     has_processor = any((directory / name).is_file() for name in PROCESSOR_FILES)
-    return VISION_FAMILIES.get(kind) if has_processor and isinstance(kind, str) else None
+    family = VISION_FAMILIES.get(kind) if has_processor and isinstance(kind, str) else None
+    if family is not None and family.bidirectional is Bidirectional.WINDOWED_IMAGES:
+        text = config.get("text_config")
+        if not isinstance(text, dict) or text.get("use_bidirectional_attention") != "vision":
+            return family._replace(bidirectional=Bidirectional.NONE)
+    return family
 
 
 def rope_axes(rope: MultiAxisRope, parameters: dict[str, Any], pairs: int) -> tuple[int, ...] | None:

@@ -85,7 +85,11 @@ def files_of_index(path: Path) -> list[str]:
 
 
 # How the names of the decoder's tensors begin in a model of text alone, and those of layers for drafts.
-OF_DECODER = ("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head.", "mtp.")
+OF_DECODER = (
+    "model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head.", "mtp.",
+    "model.embed_tokens_per_layer.", "model.per_layer_model_projection.", "model.per_layer_projection_norm.",
+)  # fmt: skip
+OF_AUDIO = ("model.audio_tower.", "model.embed_audio.")  # in multimodal models; not served
 # Prefixes of the text part of multimodal models, and what stands there in a model of text alone.
 TEXT_PREFIXES = (("model.language_model.", "model."), ("model.text_model.", "model."), ("language_model.", ""))
 

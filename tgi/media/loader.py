@@ -7,9 +7,12 @@ ended the process.
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Lock
+from typing import NamedTuple
 
 from tgi.media.decoder import decode, with_detail
 from tgi.media.fetcher import FetchRules, ImageError, fetch, from_data_url, is_data_url
@@ -23,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # Each holds at most one image that was fetched.
 FETCHING_THREADS = 8
+# What waits for the threads of one kind: images, and bytes of their URLs.
+MAX_QUEUED, MAX_QUEUED_BYTES = 1024, 256 << 20
 # The unit of the work register of the image that is processed; unit 0 is the loop's.
 PROCESSING_UNIT = 1
 
@@ -87,6 +92,78 @@ class ImageLoader:
             self._began = None
 
 
+class Waiting(NamedTuple):
+    """An image that waits for a thread."""
+
+    key: tuple[PeerId, int]
+    message: LoadImage
+
+    @property
+    def client(self) -> str:
+        """Whose turn it takes."""
+        return self.message.context.client
+
+
+class LoadQueue:
+    """The images that wait for the threads of one kind. Clients take turns, image by image."""
+
+    def __init__(self) -> None:
+        self._clients: OrderedDict[str, dict[tuple[PeerId, int], Waiting]] = OrderedDict()  # in the order of turns
+        self.bytes = 0  # of their URLs
+
+    def __len__(self) -> int:
+        return sum(map(len, self._clients.values()))
+
+    def add(self, image: Waiting) -> None:
+        """Queues an image."""
+        self._clients.setdefault(image.client, {})[image.key] = image
+        self.bytes += len(image.message.url)
+
+    def discard(self, image: Waiting) -> bool:
+        """Removes an image. False: it does not wait."""
+        own = self._clients.get(image.client, {})
+        if own.pop(image.key, None) is None:
+            return False
+        if not own:
+            del self._clients[image.client]
+        self.bytes -= len(image.message.url)
+        return True
+
+    def take(self, passed_over: Collection[str] = ()) -> Waiting | None:
+        """Removes and returns the oldest image of the client whose turn it is, except for the clients `passed_over`,
+        which keep their turn."""
+        client = next((client for client in self._clients if client not in passed_over), None)
+        if client is None:
+            return None
+        image = next(iter(self._clients[client].values()))
+        self._clients.move_to_end(client)
+        self.discard(image)
+        return image
+
+    def take_excess(self) -> Waiting:
+        """Removes and returns the newest image of the client that has the most bytes of URLs here."""
+        own = max(self._clients.values(), key=lambda one: sum(len(image.message.url) for image in one.values()))
+        image = next(reversed(own.values()))
+        self.discard(image)
+        return image
+
+
+class Lane:
+    """Threads of one kind, and what waits for them."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.queue = LoadQueue()
+        self.executor = ThreadPoolExecutor(threads, name)
+        self.threads = threads
+        self.running: list[str] = []  # the images' clients
+
+    def take(self) -> Waiting | None:
+        """The next image for a free thread, if there are both. Of several threads the last free one is kept for a
+        client that has none."""
+        free = self.threads - len(self.running)
+        return self.queue.take(self.running if free == 1 else ()) if free else None
+
+
 class LoadingThreads:
     """The threads of a media process. Calls `wake` after each image."""
 
@@ -97,52 +174,72 @@ class LoadingThreads:
         self._load = load
         self._unlink = unlink
         self._wake = wake
-        self._fetching = ThreadPoolExecutor(FETCHING_THREADS, "fetch")
-        self._processing = ThreadPoolExecutor(1, "process")  # of data URLs, which wait for no host
-        self._futures: dict[tuple[PeerId, int], tuple[str, Future[ImageLoaded]]] = {}  # with the name of the file
-        self._completed: queue.SimpleQueue[tuple[PeerId, int]] = queue.SimpleQueue()
+        self._fetching = Lane("fetch", FETCHING_THREADS)
+        self._processing = Lane("process", 1)  # of data URLs, which wait for no host
+        self._images: dict[tuple[PeerId, int], Waiting] = {}  # that are wanted
+        self._refused: list[tuple[PeerId, ImageLoaded]] = []
+        self._completed: queue.SimpleQueue[tuple[Lane, Waiting, Future[ImageLoaded]]] = queue.SimpleQueue()
 
     def __len__(self) -> int:
         """Images that are not loaded yet, or not taken."""
-        return len(self._futures)
+        lanes = (self._fetching, self._processing)
+        return len(self._refused) + sum(len(lane.queue) + len(lane.running) for lane in lanes)
 
     def add(self, peer: PeerId, message: LoadImage) -> None:
-        """Loads an image for a peer."""
-        key = peer, message.rid
-        if key in self._futures:
+        """Loads an image for a peer. Beyond MAX_QUEUED or MAX_QUEUED_BYTES images are refused, those of the client that
+        has the most first."""
+        image = Waiting((peer, message.rid), message)
+        if image.key in self._images:
             log.error("%s used rid %d twice; the second image is ignored", peer, message.rid)
             return
-        executor = self._processing if is_data_url(message.url) else self._fetching
-        future = executor.submit(self._load, message)
-        self._futures[key] = message.name, future
-
-        def done(future: Future[ImageLoaded]) -> None:
-            self._completed.put(key)
-            self._wake()
-
-        future.add_done_callback(done)
+        self._images[image.key] = image
+        (lane := self._lane(image)).queue.add(image)
+        self._start(lane)
+        while len(lane.queue) > MAX_QUEUED or lane.queue.bytes > MAX_QUEUED_BYTES:
+            refused = lane.queue.take_excess()
+            del self._images[refused.key]
+            answer = ImageLoaded(refused.message.rid, error="too many images wait to be loaded", overloaded=True)
+            self._refused.append((refused.key[0], answer))
 
     def cancel(self, peer: PeerId, rid: int) -> None:
         """Forgets an image, and does not load it if no thread has it yet."""
-        if (found := self._futures.pop((peer, rid), None)) is not None:
-            name, future = found
-            if not future.cancel():
-                future.add_done_callback(lambda _: self._unlink(name))
+        if (image := self._images.pop((peer, rid), None)) is not None:
+            self._lane(image).queue.discard(image)
 
     def drop(self, peer: PeerId) -> None:
         """Forgets all images of a peer that has disconnected."""
-        for owner, rid in list(self._futures):
+        for owner, rid in list(self._images):
             if owner == peer:
                 self.cancel(owner, rid)
 
     def loaded(self) -> Iterator[tuple[PeerId, ImageLoaded]]:
         """Yields each answer once."""
+        refused, self._refused = self._refused, []
+        yield from refused
         while not self._completed.empty():
-            key = self._completed.get()
-            if (found := self._futures.pop(key, None)) is not None:
-                yield key[0], found[1].result()
+            lane, image, future = self._completed.get()
+            lane.running.remove(image.client)
+            self._start(lane)
+            if self._images.get(image.key) is image:
+                del self._images[image.key]
+                yield image.key[0], future.result()
+            else:
+                self._unlink(image.message.name)
 
     def shutdown(self) -> None:
         """Ends the threads; what they fetch is given up."""
-        self._fetching.shutdown(wait=False, cancel_futures=True)
-        self._processing.shutdown(wait=False, cancel_futures=True)
+        for lane in (self._fetching, self._processing):
+            lane.executor.shutdown(wait=False, cancel_futures=True)
+
+    def _lane(self, image: Waiting) -> Lane:
+        return self._processing if is_data_url(image.message.url) else self._fetching
+
+    def _start(self, lane: Lane) -> None:
+        """Gives what waits to free threads."""
+        while (image := lane.take()) is not None:
+            lane.running.append(image.client)
+            lane.executor.submit(self._load, image.message).add_done_callback(partial(self._on_done, lane, image))
+
+    def _on_done(self, lane: Lane, image: Waiting, future: Future[ImageLoaded]) -> None:
+        self._completed.put((lane, image, future))
+        self._wake()

@@ -19,7 +19,7 @@ from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.microkernel.messages.protocol import IMAGE_DIGEST_BYTES
 
 # What a processor returns of its text, besides the ids.
-OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids")
+OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 CONFIGURATION = ("preprocessor_config.json", "processor_config.json", "tokenizer.json", "config.json")
 
 

@@ -26,9 +26,26 @@ class PrefillBudget:
         self._decode_us = 0.0  # a step of decode rows alone; 0: not measured yet
         self._shortest_us = 0.0  # the shortest step of decode rows so far: about the fixed cost of a step
         self._token_us = 0.0  # a prompt token on top of it; 0: not measured yet
+        self._encoder_us = 0.0  # an image token in the vision tower; 0: not measured yet
+
+    @property
+    def encoder_measured(self) -> bool:
+        """Whether an image was computed."""
+        return self._encoder_us > 0
+
+    @property
+    def encoder_cost(self) -> float:
+        """What an image token costs in the vision tower, in prompt tokens; 1 until both are measured."""
+        return self._encoder_us / self._token_us if self._encoder_us and self._token_us else 1.0
+
+    def record_images(self, positions: int, encoder_us: int) -> None:
+        """Updates the averages with what the vision tower took for images with this many tokens."""
+        if positions > 0 and encoder_us > 0:
+            self._encoder_us = _average(self._encoder_us, encoder_us / positions)
 
     def record_step(self, decode_rows: int, prefill_tokens: int, step_us: int) -> None:
-        """Updates the averages with a finished step. `step_us` is 0 if the worker did not measure it."""
+        """Updates the averages with a finished step, without its images. `step_us` is 0 if the worker did not measure
+        it."""
         if step_us <= 0:
             return
         if not prefill_tokens:

@@ -13,6 +13,8 @@ from tgi.microkernel.messages.protocol import (
     IMAGE_DIGEST_BYTES,
     MAX_PROMPT_TOP_TOKENS,
     QUEUED,
+    UNDIVIDED_IMAGES,
+    UNDIVIDED_PROMPT,
     Add,
     DeploymentLimits,
     End,
@@ -206,13 +208,44 @@ class Request:
         """Whether no token is sampled: it ends when all logprobs of its prompt are sent, or with its vector."""
         return self.max_total_tokens == self.prompt_tokens
 
-    def encoder_positions(self, start: int, end: int) -> int:
-        """Positions of the images that the vision tower computes for a chunk of these positions: those that begin in
-        it, and one whose begin was found in the prefix cache."""
-        first = 0 if start == self.found_tokens else start
-        return sum(
-            one.length for one in self.images if first <= one.position < end and one.position + one.length > start
-        )
+    def image_chunk(
+        self, start: int, end: int, budget: int, cost: float, waits: bool, undivided: str
+    ) -> tuple[int, int]:
+        """Where a chunk from `start` ends that would end at `end`, and the positions of the images that the vision
+        tower computes for it: those that begin in it, and one whose begin was found in the prefix cache. With
+        `undivided` (DeploymentLimits) it may end later.
+
+        The tokens, and `cost` tokens for each of those positions, are within `budget`: the chunk ends before an image
+        that is not. An image at its start is computed in any case; so is the first one unless it `waits`: others have
+        a share of the step.
+        """
+        if whole := undivided == UNDIVIDED_PROMPT:
+            end = max(end, self.prompt_tokens)
+        first, positions, left = 0 if start == self.found_tokens else start, 0, float(budget)
+        for position, length, *_ in self.images:
+            stop = position + length
+            if stop <= start:
+                continue
+            if position >= end:
+                break
+            computed = length if position >= first else 0
+            cut = undivided == UNDIVIDED_IMAGES and stop > end
+            if position > start and not whole:
+                if cut or (waits and stop - start + cost * computed > left):
+                    return position, positions
+                if waits:
+                    left -= cost * computed
+                    end = min(end, max(stop, start + int(left)))
+            elif cut:
+                end = stop
+            positions, waits = positions + computed, waits or computed > 0
+        return end, positions
+
+    def undivided_tokens(self, undivided: str) -> int:
+        """The most tokens of its prompt that one step has to compute together."""
+        if not self.images or not undivided:
+            return 1
+        return self.prompt_tokens if undivided == UNDIVIDED_PROMPT else max(one.length for one in self.images)
 
     def finish_reason(self) -> FinishReason | None:
         """LENGTH or EOS if it is complete. LENGTH takes precedence, as in TGI."""
@@ -289,6 +322,12 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
         )
     if tokens > limits.max_input_tokens and not (request.prompt_only and tokens == limits.max_input_tokens + 1):
         return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {tokens}"
+    if (together := request.undivided_tokens(limits.undivided)) > limits.max_batch_prefill_tokens:
+        what = "a prompt with images" if limits.undivided == UNDIVIDED_PROMPT else "an image"
+        return (
+            f"{what} must have at most {limits.max_batch_prefill_tokens} tokens (`max_batch_prefill_tokens`), since "
+            f"this model computes it in one step. Given: {together}"
+        )
     if np.frombuffer(request.token_ids, np.uint32).max() >= limits.vocab_size:  # a negative id is large as uint32
         return f"token ids must be below {limits.vocab_size}, and not negative"
     return ""

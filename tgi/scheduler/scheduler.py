@@ -519,8 +519,9 @@ class Scheduler:
         ):
             self._handle_faulty_images(step, planner, result, now)
             return
-        prefilled = step.prefill_tokens + step.encoder_positions
-        self._prefill_budget.record_step(step.decode_rows, prefilled, result.forward_us)
+        if result.encoder_positions:
+            self._prefill_budget.record_images(result.encoder_positions, result.encoder_us)
+        self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us - result.encoder_us)
         self._step_limits.record(step.size, seconds)
         if was_alone and 0 < result.forward_us < 1e6 * seconds:
             self._step_limits.record_transit(seconds - result.forward_us / 1e6)

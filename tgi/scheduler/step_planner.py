@@ -9,6 +9,7 @@ from tgi.microkernel.messages.protocol import (
     LAST_CHUNK,
     PREEMPT,
     PREFILL,
+    UNDIVIDED_PROMPT,
     WORKER_LOST,
     DeploymentLimits,
     RequestEvent,
@@ -288,9 +289,9 @@ class StepPlanner:
         return (*self._prefill_order(head), head.share.load) < (*self._prefill_order(begun), begun.share.load)
 
     def _add_chunk(self, builder: "StepBuilder", request: Request, budget: int) -> int:
-        """Adds a row of at most `budget` prompt tokens. Returns how many it has, and the positions of the images that
-        are computed for it: these pay twice, for the vision tower and for the decoder."""
-        start, known = request.planned, len(request.token_ids)
+        """Adds a row of at most `budget` prompt tokens, or more if an image has. Returns how many it has, and what the
+        images that are computed for it cost."""
+        start, known, left = request.planned, len(request.token_ids), budget
         if request.capacity < known and request.capacity - start < budget:  # see `_slide_prompts`
             budget = request.capacity - start
             if not budget:
@@ -298,9 +299,14 @@ class StepPlanner:
         if request.snapshot_at:
             budget = self.kv_cache.snapshot_prompt(request, budget)
         tokens = known - start
-        samples = tokens <= budget
-        if not samples:
+        if tokens > budget:
             tokens = budget
+        encoder_cost = 0
+        if request.images and start < request.prompt_tokens:
+            tokens, encoder_cost = self._add_images(builder, request, tokens, left)
+            if not tokens:
+                return 0
+        samples = start + tokens == known
         request.planned = end = start + tokens
         if end > (charged := request.charged_tokens):  # not so if it was computed before a preemption
             share = request.share
@@ -328,12 +334,24 @@ class StepPlanner:
             builder.prefilling.append(request)
             self.batch.prefilling[request] = None
         builder.chunks.append((request.slot, start, tokens, samples))
-        if not request.images or not (positions := request.encoder_positions(start, end)):
-            return tokens
+        return tokens + encoder_cost
+
+    def _add_images(self, builder: "StepBuilder", request: Request, tokens: int, budget: int) -> tuple[int, int]:
+        """How many tokens the next chunk of a prompt with images has that would have `tokens`, and what its images cost
+        in tokens. 0: there are too few pages for one that is not divided."""
+        start, cost = request.planned, self._prefill_budget.encoder_cost
+        shared = bool(builder.rows or builder.chunks or len(self.queue.clients) > 1)
+        undivided = self.limits.undivided
+        end, positions = request.image_chunk(start, start + tokens, budget, cost, shared, undivided)
+        if end > request.capacity:
+            return 0, 0
         builder.encoder_positions += positions
-        if start >= charged:
-            request.share.served += request.share.input_cost * positions
-        return tokens + positions
+        encoder_cost = int(positions * cost)
+        builder.encoder_cost += encoder_cost
+        builder.unmeasured |= positions > 0 and not self._prefill_budget.encoder_measured
+        if start >= request.charged_tokens:  # not so if it was computed before a preemption
+            request.share.served += request.share.input_cost * encoder_cost
+        return end - start, encoder_cost
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
         """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available.
@@ -352,6 +370,7 @@ class StepPlanner:
         request.shares_pages = shares = (
             self._prefix_caching
             and not request.pooling
+            and not (request.images and self.limits.undivided == UNDIVIDED_PROMPT)  # all of it is in each page
             and (not request.cache_salt or self._adapters.is_loaded(request.cache_salt))
         )
         column = request.token_ids.tobytes()
@@ -513,7 +532,8 @@ class StepBuilder:
         self.prefilling: list[Request] = []
         self.prompt_logprob_rows: list[PromptLogprobRow] = []
         self.pooled: list[Request] = []
-        self.encoder_positions = 0
+        self.encoder_positions = self.encoder_cost = 0  # the latter in tokens
+        self.unmeasured = False  # it has an image, and what one costs is not known
 
     def add_decode_row(self, request: Request) -> None:
         """A row for one request in a partition."""
@@ -563,11 +583,11 @@ class StepBuilder:
             samples += bytes(chunk_samples)
             prefill_tokens = sum(chunk_tokens)
             attended += sum(tokens * (start + tokens) for _, start, tokens, _ in self.chunks)
-        computed = decode_rows + prefill_tokens + self.encoder_positions
+        computed = decode_rows + prefill_tokens + self.encoder_cost
         if self.drafts:
             computed += sum(self.drafts)
         size = SizeClass(computed.bit_length(), attended.bit_length())
-        late_after = step_limits.late_after(size)
+        late_after = None if self.unmeasured else step_limits.late_after(size)
         step = Step(
             number=number,
             epoch=epoch,

@@ -97,11 +97,12 @@ class PromptEncoder:
         tracer: "Tracer | None" = None,
         pooling: PoolingConfig | None = None,
         image_token: str = "",
+        images_first: bool = False,
     ) -> None:
-        """`pooling`: of a model that ends in a vector. `image_token`: of one that sees images."""
+        """`pooling`: of a model that ends in a vector. `image_token`, `images_first`: of ImagePlaceholders."""
         self._vocabulary = vocabulary
         self._chats = chats
-        self._placeholders = ImagePlaceholders(vocabulary, image_token)
+        self._placeholders = ImagePlaceholders(vocabulary, image_token, images_first)
         self._tracer = tracer
         self.format_tokens = FormatTokens(vocabulary, chats.formats.described)
         self._pooled = PooledPrompts(vocabulary, pooling)

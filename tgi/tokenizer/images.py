@@ -23,8 +23,11 @@ class ExpandedIds(NamedTuple):
 class ImagePlaceholders:
     """Puts images into the prompts of one model. Thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary, image_token: str) -> None:
-        """`image_token`: what a prompt has for each image; "": the model reads text alone."""
+    def __init__(self, vocabulary: Vocabulary, image_token: str, images_first: bool = False) -> None:
+        """`image_token`: what a prompt has for each image; "": the model reads text alone. `images_first`:
+        VisionConfig.images_first, of a model whose processor ends the ids of an image with the token that begins a text
+        and a newline."""
+        self._images_first = images_first
         self._vocabulary = vocabulary
         self.token = image_token
         found = vocabulary.tokenizer.token_to_id(image_token) if image_token else None
@@ -47,7 +50,9 @@ class ImagePlaceholders:
         for image, piece in zip(images, pieces[1:], strict=True):
             before, _, after = self._divided(image)
             decode = self._vocabulary.tokenizer.decode
-            parts += decode(before), self.token, decode(after), piece
+            parts += decode(before), self.token, "" if self._images_first else decode(after), piece
+        if self._images_first and images:
+            parts.append("\n")
         return "".join(parts)
 
     def expand(self, ids: bytes, images: Sequence[ImageInput]) -> ExpandedIds:
@@ -60,8 +65,12 @@ class ImagePlaceholders:
         origins: list[int] = []
         segments = []
         begin = 0
-        for place, image in zip(places, images, strict=True):
+        for number, (place, image) in enumerate(zip(places, images, strict=True), 1):
             _, inner, _ = self._divided(image)
+            if self._images_first and number == place == 1 and given[0] == inner[-1]:
+                begin = 1  # the text begins after the images
+            if self._images_first and number < len(images):
+                del inner[-1]
             expanded += given[begin:place]
             origins += range(begin, place)
             segments.append(ImageSegment(len(expanded), len(inner), image.digest, image.name))

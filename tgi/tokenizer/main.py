@@ -49,7 +49,8 @@ def main(process: Process) -> None:
     tracer = tracing.create_tracer(process.settings, process.name)
     compiler = GrammarCompiler(config.directory, process.settings.grammar_compile_limit)
     vocabulary = Vocabulary.load(config)
-    image_token = read_vision_config(config).image_token if process.settings.sees_images else ""
+    vision = read_vision_config(config) if process.settings.sees_images else None
+    image_token = "" if vision is None else vision.image_token
     pool = TokenizerPool(
         vocabulary,
         ChatRenderer.load(config, load_formats(process.settings, config, vocabulary), image_token),
@@ -62,6 +63,7 @@ def main(process: Process) -> None:
         allow_adapter_updates=process.settings.allow_adapter_updates,
         pooling=pooling,
         image_token=image_token,
+        images_first=vision is not None and vision.images_first,
     )
     hello = process.hello(config.fingerprint)
     settings = process.settings

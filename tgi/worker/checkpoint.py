@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import override
 
-from tgi.hub.weight_files import OF_DECODER, text_name
+from tgi.hub.weight_files import OF_AUDIO, OF_DECODER, text_name
 from tgi.microkernel.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
@@ -90,8 +90,8 @@ class Checkpoint:
         return tensor
 
     def outside_text(self) -> dict[str, Tensor]:
-        """The tensors that do not belong to the decoder of a multimodal model, by their stored names."""
-        others = (name for name in self if not name.startswith(OF_DECODER))
+        """The tensors of the vision part of a multimodal model, by their stored names."""
+        others = (name for name in self if not name.startswith((*OF_DECODER, *OF_AUDIO)))
         return {self._stored_names[name]: self.raw_tensor(name) for name in others}
 
     def file_of(self, name: str) -> Path:

@@ -169,6 +169,7 @@ class LayerInputConfig:
 
     width: int
     vocab_size: int  # of the further embedding
+    image_id: int = 0  # whose further embedding the tokens of images have
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,9 @@ def _image(source: Any) -> ImagePart:
 
 def _unsupported(block: msgspec.Struct) -> ApiError:
     kind = block.__struct_config__.tag
-    return errors.validation_error(f"`{kind}` blocks are not supported: this model reads text alone", param="messages")
+    return errors.validation_error(
+        f"`{kind}` blocks are not supported: models read text and images here", param="messages"
+    )
 
 
 def _merged(turns: Iterable[Iterable[Message]]) -> list[Message]:

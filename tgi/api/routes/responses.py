@@ -173,7 +173,7 @@ def _content(content: str | list[shapes.InputPart] | None, where: str) -> Any:
 def _part_text(part: shapes.InputPart, where: str) -> str:
     text = part.refusal if part.text is None else part.text
     if text is None:
-        detail = f"`{part.type[:64]}` parts are not supported: this model reads text alone"
+        detail = f"`{part.type[:64]}` parts are not supported: models read text and images here"
         raise errors.validation_error(detail, param=where)
     return text
 

@@ -8,6 +8,7 @@ import msgspec
 from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
+from tgi.api.asgi import is_probe
 from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
 from tgi.api.generation import text_prompt
 from tgi.api.images import ImageSet, check_images
@@ -36,7 +37,7 @@ async def tokenize(
 ) -> Tokenized:
     """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has passed,
     424 as Service.next_contexts."""
-    if not service.router.health.probe_passed:
+    if not (service.router.health.probe_passed or is_probe(req)):
         raise errors.unhealthy(service.router.health.stage)
     check_images(images or (), service.settings)
     (context,) = service.next_contexts(req, 1)

@@ -179,6 +179,9 @@ class Goodbye(NamedTuple):
     it closes the connection."""
 
 
+UNDIVIDED_IMAGES, UNDIVIDED_PROMPT = "images", "prompt"  # each image; all of the prompt
+
+
 class DeploymentLimits(NamedTuple):
     """The limits that the worker measured when it was first ready. They hold until the deployment ends."""
 
@@ -193,6 +196,7 @@ class DeploymentLimits(NamedTuple):
     dtype: str  # "float32", "bfloat16", "float16"
     device: str  # "cpu", "cuda"
     groups: list[KVGroup] = ONE_FULL_GROUP  # what the model's layers keep; each but a recurrent one has a page table
+    undivided: str = ""  # what of a prompt with images one step computes as a whole, since its tokens see later ones
 
     def pages_needed(self, tokens: int) -> int:
         """The pages that a request of this many tokens holds at most."""
@@ -768,6 +772,8 @@ class StepResult(NamedTuple):
     # float32: a vector for each row that ends a prompt of which neither a token nor prompt logprobs are wanted, in the
     # order of the rows; all of one length.
     vectors: bytes = b""
+    encoder_us: int = 0  # of forward_us: what the vision tower took
+    encoder_positions: int = 0  # image tokens that it computed
 
 
 class HeldPages(NamedTuple):

@@ -71,10 +71,14 @@ class CpuKernelAttention:
 
     def plan(self, batch: ForwardBatch) -> CpuKernelPlan:
         """See AttentionBackend."""
-        columns = (batch.slot_mapping, batch.cu_query_lens, batch.context_lens, batch.page_table)
+        columns: tuple[Tensor, ...] = (batch.slot_mapping, batch.cu_query_lens, batch.context_lens, batch.page_table)
         bounds, contexts = batch.cu_query_lens.data_ptr(), batch.context_lens.data_ptr()
+        blocks: tuple[int, bool] | tuple[()] = ()
+        if batch.blocks is not None:
+            columns += (batch.blocks.last_keys,)
+            blocks = (batch.blocks.last_keys.data_ptr(), batch.blocks.windows_alone)
         rows = [
-            AttentionRows(slots.data_ptr(), bounds, contexts, table.data_ptr(), *table.shape)
+            AttentionRows(slots.data_ptr(), bounds, contexts, table.data_ptr(), *table.shape, *blocks)
             for slots, table in zip(batch.slot_mapping, batch.page_table, strict=True)
         ]
         return CpuKernelPlan(rows, columns)

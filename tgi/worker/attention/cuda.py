@@ -5,7 +5,8 @@ cache (gpu_kernels/kv_write.py), and one attends (gpu_kernels/paged_attention.py
 the rows after them, prompt chunks and rows with drafts, have a launch of their own with larger tiles.
 
 Without them (--disable-custom-kernels, or a failed self-test) torch computes row by row from gathered pages: slow, and
-it materializes all scores of a row. Such steps are not captured as CUDA graphs, since the host must know the contexts.
+it materializes all scores of a row. So it is of steps with tokens of images that see later ones, which our kernels
+do not compute. Such steps are not captured as CUDA graphs, since the host must know the contexts.
 """
 
 import logging
@@ -109,6 +110,10 @@ class CudaAttention:
         else:
             assert transform.norm is None
             query = kernels.rotate_and_write_latent(qkv, cache.keys, slots, key_scale, transform.rotation)
+        blocks = plan.batch.blocks
+        if blocks is not None and blocks.last_seen(kv.reach(layer)) is not None:
+            mixed = self._attend_row_by_row(plan.batch, layer, query, scale * key_scale)
+            return mixed if value_scale == 1.0 else mixed.mul_(value_scale)
         mixed = torch.empty(*query.shape[:2], kv.result_dim, dtype=query.dtype, device=query.device)
         for rows in plan.groups[group]:
             if self._prompts is not None and self._prompts.serves(rows):
@@ -131,13 +136,14 @@ class CudaAttention:
         kv, cap, sinks = self._kv, self._kv.softcap, self._kv.layer_sinks(layer)
         group, place = self._places[layer]
         cache = self._caches[place]
+        last_keys = None if batch.blocks is None else batch.blocks.last_seen(kv.reach(layer))
         mixed = torch.empty(*query.shape[:2], kv.result_dim, dtype=query.dtype, device=query.device)
         for row, (count, context) in enumerate(zip(batch.query_lens_host, batch.context_lens_host, strict=True)):
             pages = batch.page_table[group, row, : -(-context // self.page_size)].long()
             keys, values = (x.flatten(0, 1)[:context] for x in cache.gather_pages(pages))
             own = slice(queries[row], queries[row + 1])
             q, k, v = (x.transpose(0, 1)[None] for x in (query[own], keys, values))
-            bias = _mask(count, context, kv.reach(layer), query)
+            bias = _mask(count, context, kv.reach(layer), query, None if last_keys is None else last_keys[own])
             if cap is None and sinks is None and kv.slopes is None:
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=bias, scale=scale, enable_gqa=kv.heads != kv.kv_heads
@@ -211,9 +217,10 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _mask(count: int, context: int, reach: Reach, like: Tensor) -> Tensor:
-    """[count, context]: 0 where the last `count` positions of a row see a key, else -inf."""
+def _mask(count: int, context: int, reach: Reach, like: Tensor, last_keys: Tensor | None) -> Tensor:
+    """[count, context]: 0 where the last `count` positions of a row see a key, else -inf. `last_keys` [count]: the last
+    one that each sees; None: its own."""
     own = torch.arange(context - count, context, device=like.device)[:, None]
     keys = torch.arange(context, device=like.device)
-    masked = reach.masked(keys, own)
+    masked = reach.masked(keys, own, last_keys=None if last_keys is None else last_keys[:, None])
     return torch.zeros(count, context, device=like.device, dtype=like.dtype).masked_fill_(masked, float("-inf"))

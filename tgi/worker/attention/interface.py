@@ -33,6 +33,17 @@ class ImageRows(NamedTuple):
     deeper: tuple[Tensor, ...] = ()  # [n, hidden] each: added to the result of each of the first layers
 
 
+class ImageBlocks(NamedTuple):
+    """Which tokens of a step see later ones: those of an image see all of it. No row ends within an image."""
+
+    last_keys: Tensor  # int32 [T]: the last position that each token sees; its own for most. Ascending in each row
+    windows_alone: bool  # in layers with a sliding window alone; the others are causal
+
+    def last_seen(self, reach: "Reach") -> Tensor | None:
+        """`last_keys` for a layer of this reach; None: the layer is causal."""
+        return None if self.windows_alone and reach.window is None else self.last_keys
+
+
 class ForwardBatch(NamedTuple):
     """Input of one forward pass: R rows (sequences) with T tokens in all, and D tokens whose logits are wanted.
 
@@ -63,6 +74,7 @@ class ForwardBatch(NamedTuple):
     images: ImageRows | None = None
     # int64 [3, T], or [T] if they are the same on each axis: what the rotary embedding takes in place of `positions`.
     rope_positions: Tensor | None = None
+    blocks: ImageBlocks | None = None  # None: all tokens see what is before them alone
 
 
 class Reach(NamedTuple):
@@ -77,10 +89,12 @@ class Reach(NamedTuple):
             return 0
         return query // self.window * self.window if self.chunked else query - self.window + 1
 
-    def masked(self, keys: Tensor, queries: Tensor, begins: Tensor | int = 0) -> Tensor:
-        """Which keys are masked for a query: later ones, and those that it does not see. Keys and queries are counted
-        from the positions `begins`."""
-        later = keys > queries
+    def masked(
+        self, keys: Tensor, queries: Tensor, begins: Tensor | int = 0, last_keys: Tensor | None = None
+    ) -> Tensor:
+        """Which keys are masked for a query: those after `last_keys`, by default its own, and those that it does not
+        see. Keys and queries are counted from the positions `begins`."""
+        later = keys > (queries if last_keys is None else last_keys)
         if self.window is None:
             return later
         seen = (begins + queries) % self.window + 1 if self.chunked else self.window

@@ -102,17 +102,23 @@ class TilePlanner:
         short: dict[tuple[int, bool], list[QueryTile]] = {}
         gathers: list[KeyGather] = []
         first = 0
+        last_keys = None if batch.blocks is None else batch.blocks.last_seen(reach)
         shifted = not reach.chunked and self._kv.slopes is None  # see _run_group
         for row, (count, context) in enumerate(zip(batch.query_lens_host, batch.context_lens_host, strict=True)):
             start = context - count
-            if count > FEW_TILES * self._queries_per_tile and shifted:
+            seen = None if last_keys is None else last_keys[first : first + count]
+            if seen is not None and torch.equal(seen, torch.arange(start, context)):
+                seen = None
+            if count > FEW_TILES * self._queries_per_tile and shifted and seen is None:
                 gathers.append(self._long_row(batch, row, first, start, count, reach))
             else:
                 for done in range(0, count, self._queries_per_tile):
                     n = min(self._queries_per_tile, count - done)
                     begin = _first_key(reach, start + done)
-                    keys = self._padded_keys(start + done + n - begin)
-                    short.setdefault((keys, n == 1), []).append(QueryTile(row, first + done, start + done, n, begin))
+                    end = start + done + n if seen is None else int(seen[done + n - 1]) + 1
+                    keys = self._padded_keys(end - begin)
+                    tile = QueryTile(row, first + done, start + done, n, begin)
+                    short.setdefault((keys, n == 1), []).append(tile)
             first += count
         for (keys, single), tiles in short.items():
             at_once = max(1, GATHER_BYTES // (keys // self.page_size * self._page_bytes))
@@ -155,7 +161,11 @@ class TilePlanner:
         starts = torch.tensor([tile.start - tile.begin for tile in tiles])
         offsets = torch.arange(count)
         begins = torch.tensor([tile.begin for tile in tiles])
-        mask = self._mask(starts[:, None] + offsets, begins, rows, keys, reach)
+        last_keys = None if batch.blocks is None else batch.blocks.last_seen(reach)
+        if last_keys is not None:  # those of padding queries are not used
+            at = (firsts[:, None] + offsets).clamp(max=len(last_keys) - 1)
+            last_keys = last_keys[at] - begins[:, None]
+        mask = self._mask(starts[:, None] + offsets, begins, rows, keys, reach, last_keys)
         queries: Tensor | slice = slice(tiles[0].first, tiles[-1].first + 1)
         outputs = queries
         if not single or tiles[-1].first - tiles[0].first != len(tiles) - 1:
@@ -166,12 +176,16 @@ class TilePlanner:
         group = TileGroup(queries=queries, outputs=outputs, mask=mask, tiles=len(tiles), rows=rows, first=0, keys=keys)
         return KeyGather(index=index, sequences=len(tiles), length=keys, groups=[group])
 
-    def _mask(self, positions: Tensor, begins: Tensor, rows: int, keys: int, reach: Reach) -> Tensor:
+    def _mask(
+        self, positions: Tensor, begins: Tensor, rows: int, keys: int, reach: Reach, last_keys: Tensor | None
+    ) -> Tensor:
         """TileGroup.mask for tiles of `rows` rows, with queries at `positions` [B, Q] relative to the first key, which
-        is at `begins` [B]."""
+        is at `begins` [B]. `last_keys` [B, Q]: the last one that each sees, relative to it; None: its own."""
         tiles, count = positions.shape
         mask = torch.zeros(tiles, count, keys)
-        mask.masked_fill_(reach.masked(torch.arange(keys), positions[:, :, None], begins[:, None, None]), float("-inf"))
+        seen = None if last_keys is None else last_keys[:, :, None]
+        hidden = reach.masked(torch.arange(keys), positions[:, :, None], begins[:, None, None], seen)
+        mask.masked_fill_(hidden, float("-inf"))
         if self._kv.slopes is not None:
             slopes = self._kv.slopes.view(1, self._kv.kv_heads, 1, self._group, 1)
             distances = positions[:, None, :, None, None] - torch.arange(keys)

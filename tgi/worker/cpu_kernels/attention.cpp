@@ -69,7 +69,8 @@ struct AttendJob final : Job {
         const int64_t rows = std::min(count * heads_per_kv - begin, TILE_ROWS),
             before = batch.context_lengths[row] - count;
         const int64_t lowest = std::max<int64_t>(0, call.first_seen(before + begin / heads_per_kv));
-        const int64_t last = before + (begin + rows - 1) / heads_per_kv + call.ahead;
+        const int64_t latest = (begin + rows - 1) / heads_per_kv,
+            last = call.last_seen(batch, batch.bounds[row] + latest, before + latest);
         return {row, head, begin, rows, lowest, std::min<int64_t>(last + 1, batch.context_lengths[row])};
     }
 

@@ -27,6 +27,11 @@ struct AttentionCall {
         if (!window) return 0;
         return chunked ? position / window * window : position - window + 1;
     }
+
+    // The last position that a query at `position` sees, if the context goes so far.
+    int64_t last_seen(const AttentionBatch& batch, int64_t token, int64_t position) const {
+        return batch.last_keys && (window || !batch.windows_alone) ? batch.last_keys[token] : position + ahead;
+    }
 };
 
 // Writes the keys and values to their slots, then computes y.

@@ -170,7 +170,7 @@ struct TileWorkspace {
     Operand (&weights)[TILE_ROWS][BLOCK] = scores;
 #endif
     alignas(64) Operand columns[MAX_HEAD_DIM * 32];  // a converted panel
-    int64_t positions[TILE_ROWS];  // of the rows' tokens
+    int64_t positions[TILE_ROWS], last_seen[TILE_ROWS];  // of the rows' tokens
     float slopes[TILE_ROWS];  // of the rows' heads
     alignas(64) float part[PartialAttention::size(MAX_HEAD_DIM)];
     alignas(64) float total[PartialAttention::size(MAX_HEAD_DIM)];
@@ -204,6 +204,7 @@ class AttentionTile {
             for (int64_t d = 0; d < dim; d += LANES)
                 store(workspace.queries + r * dim + d, load_first(query + d, std::max<int64_t>(size - d, 0)));
             workspace.positions[r] = batch.context_lengths[at.row] - batch.bounds[at.row + 1] + token;
+            workspace.last_seen[r] = call.last_seen(batch, token, workspace.positions[r]);
             workspace.slopes[r] = call.slopes ? call.slopes[head] : 0;
         });
     }
@@ -329,7 +330,7 @@ class AttentionTile {
             if (call.slopes) softmax.bias_scores(workspace.scores[r], call.scale, workspace.slopes[r],
                 from - workspace.positions[r]);
             const uint64_t visible =
-                visible_positions(workspace.positions[r], from, batch.context_lengths[at.row]);
+                visible_positions(r, from, batch.context_lengths[at.row]);
             if (~visible) softmax.mask(workspace.scores[r], visible);
             maxima_of_lanes[r - first] = softmax.lane_maxima(workspace.scores[r]);
         }
@@ -355,12 +356,12 @@ class AttentionTile {
         store(part.sums + r * LANES, load(part.sums + r * LANES) * less);
     }
 
-    // A mask of the positions of the block from `from` on that are visible to position `own` of a context of `end`.
-    uint64_t visible_positions(int64_t own, int64_t from, int64_t end) const {
-        const int64_t last = std::min(own + call.ahead, end - 1) - from;
+    // A mask of the positions of the block from `from` on that are visible to row r in a context of `end`.
+    uint64_t visible_positions(int64_t r, int64_t from, int64_t end) const {
+        const int64_t last = std::min(workspace.last_seen[r], end - 1) - from;
         if (last < 0) return 0;
         const uint64_t upper = last < BLOCK - 1 ? (uint64_t(2) << last) - 1 : ~uint64_t(0);
-        const int64_t hidden = call.first_seen(own) - from;
+        const int64_t hidden = call.first_seen(workspace.positions[r]) - from;
         if (hidden >= BLOCK) return 0;
         return hidden > 0 ? upper >> hidden << hidden : upper;
     }

@@ -128,10 +128,12 @@ void tgi_head_products(ThreadPool* pool, const Element* x, const Element* last, 
 void tgi_attention(ThreadPool* pool, void* cache, int64_t form, int64_t heads, int64_t kv_heads, int64_t head_dim,
     int64_t value_dim, const int64_t* slots,
                 const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
+                const int32_t* last_keys, int64_t windows_alone,
                 const Element* qkv, Element* y, int64_t window, float scale, float softcap, int64_t ahead,
                 const float* sinks, int64_t shared, int64_t chunked, const float* slopes) {
     attention(*pool, {cache, heads, kv_heads, head_dim, KvForm(form), value_dim, shared != 0},
-           {slots, bounds, contexts, pages, rows, width}, {qkv, y, window, scale, softcap, ahead, sinks, chunked != 0, slopes});
+           {slots, bounds, contexts, pages, rows, width, last_keys, windows_alone != 0},
+           {qkv, y, window, scale, softcap, ahead, sinks, chunked != 0, slopes});
 }
 
 void tgi_lora(ThreadPool* pool, const Element* x, float* plus, const int64_t* tokens, const int64_t* tiles,
@@ -321,9 +323,10 @@ void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const in
     const float* const* angles,
                      const LayerCache* caches, int64_t kv_form, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
                      const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width,
+                     const int32_t* last_keys, int64_t windows_alone,
                          const GreedyRows* greedy_rows, const StateStep* state, Element* layer_inputs,
                      double* clock) {
-    const AttentionBatch step{slots, bounds, contexts, pages, count, width};
+    const AttentionBatch step{slots, bounds, contexts, pages, count, width, last_keys, windows_alone != 0};
     program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step, state, layer_inputs},
         clock);
 }

@@ -62,7 +62,7 @@ _SIGNATURES = {
     "tgi_fma_peak": (c_int64, c_void_p),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attention": (
-        *(c_void_p, *[c_int64] * 5, *[c_void_p] * 4, c_int64, c_int64),
+        *(c_void_p, *[c_int64] * 5, *[c_void_p] * 4, c_int64, c_int64, c_void_p, c_int64),
         *(c_void_p, c_void_p, c_int64, c_float, c_float, c_int64, c_void_p, c_int64, c_int64, c_void_p),
     ),
 }
@@ -124,6 +124,8 @@ class AttentionRows(NamedTuple):
     pages: int  # int32 [R, width]: page tables
     rows: int
     width: int
+    last_keys: int | None = None  # int32 [T]: the last position that each token sees; None: its own
+    windows_alone: bool = False  # `last_keys` holds for layers with a sliding window, and the others are causal
 
 
 class KVCache(NamedTuple):

@@ -51,12 +51,17 @@ struct KvCache {
 
 // Row r is a sequence with the tokens bounds[r] to bounds[r + 1] - 1. It sees context_lengths[r] positions, whose pages
 // are pages[r * width], ...
+//
+// `last_keys` [tokens] is the last position that each token sees, its own or a later one within the step; positions of
+// a row do not descend. Null: its own. If `windows_alone`, it holds for layers with a window, and the others are causal.
 struct AttentionBatch {
     const int64_t* slots;  // [tokens] slot mapping: where each token's key and value go, page * PAGE + offset
     const int32_t* bounds;
     const int32_t* context_lengths;
     const int32_t* pages;
     int64_t rows, width;
+    const int32_t* last_keys = nullptr;
+    bool windows_alone = false;
 };
 
 template <class T>

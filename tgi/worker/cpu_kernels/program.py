@@ -47,7 +47,10 @@ _SIGNATURES = {
         *(c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
         *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p, c_int64),
     ),
-    "tgi_program_run": (*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, *[c_void_p] * 4),
+    "tgi_program_run": (
+        *(*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, c_void_p, c_int64),
+        *[c_void_p] * 4,
+    ),
 }
 NO_TARGET = NO_BUFFER = -1
 

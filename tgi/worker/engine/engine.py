@@ -50,7 +50,7 @@ from tgi.worker.sampling.verification import (
     row_offsets,
 )
 from tgi.worker.sampling.watermark import Watermark
-from tgi.worker.vision.prompt_images import PromptImages
+from tgi.worker.vision.prompt_images import PromptImages, TowerWork
 
 # The operating system takes long to hand out KV memory, so idle time is used to fault in memory for this many tokens.
 PREFAULT_TOKENS = 4096
@@ -74,6 +74,7 @@ class PendingStep(NamedTuple):
     forward_us: int  # on CPU; on CUDA it is measured by the events
     begin_event: torch.cuda.Event | None
     end_event: torch.cuda.Event | None
+    images: TowerWork
 
 
 class GraphCaptureConfig(NamedTuple):
@@ -280,6 +281,8 @@ class TorchEngine:
             prompt_top_ids=prompt_top_ids,
             prompt_top_logprobs=prompt_top_logprobs,
             row_errors=faults,
+            encoder_us=pending.images.us,
+            encoder_positions=pending.images.positions,
         )
 
     def _launch(self, step: Step, began: float) -> PendingStep:
@@ -342,6 +345,7 @@ class TorchEngine:
             forward_us=forward_us,
             begin_event=begin_event,
             end_event=end_event,
+            images=TowerWork() if self._images is None else self._images.take_work(),
         )
 
     def _forward_batch(self, rows: StepRows) -> ForwardBatch:

@@ -126,6 +126,8 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
         required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
     limits = memory.choose_limits(settings, required, available, previous)
+    if images is not None:
+        limits = limits._replace(undivided=images.undivided)
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)

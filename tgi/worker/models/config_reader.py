@@ -95,7 +95,9 @@ def read_decoder_config(config: Values) -> DecoderConfig:
         config = config | (config.get(key) or {})
     config = config | {name: config[own] for name, own in family.key_names.items() if config.get(own) is not None}
     values: Values = {key: config.get(key, missing) for key, missing in (COMMON_KEYS | family.keys).items()}
-    if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which requests have not
+    sees_later = values.get("use_bidirectional_attention")
+    # Of images, and of PaliGemma's prompts with images: see Bidirectional in hub/vision_towers.py.
+    if sees_later not in (None, False, "vision") and config.get(WHOLE_TYPE) != "paligemma":
         raise UnsupportedConfig("use_bidirectional_attention")
     heads = config["num_attention_heads"] if family.attention else 1
     latent = family.latent(values, config) if family.latent else None

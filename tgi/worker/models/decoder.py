@@ -246,6 +246,8 @@ class DecoderModel:
         hidden = self.embed(tokens) if inputs is None else inputs(tokens)
         if batch.images is not None:
             hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
+            if self._weights.layer_inputs is not None:
+                tokens = tokens.index_fill(0, batch.images.indices, self._weights.layer_inputs.image_id)
         if self._weights.positions is not None:
             self._add_positions(hidden, positions)
         layer_inputs = None if self._weights.layer_inputs is None else self._weights.layer_inputs(tokens, hidden)

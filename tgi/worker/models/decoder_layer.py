@@ -124,6 +124,7 @@ class InputWeights(NamedTuple):
     scale: float  # of the embedding
     projection: Linear  # [layers * width, hidden]
     norm: Norm  # with a weight [layers, width]
+    image_id: int  # LayerInputConfig.image_id
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The inputs of all layers [rows, layers * width] for ids [rows] with scaled embeddings [rows, hidden]."""

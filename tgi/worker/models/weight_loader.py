@@ -153,6 +153,7 @@ class DecoderWeightLoader:
             float(torch.tensor(inputs.width**0.5, dtype=self._dtype)),
             self._linear(False, config.hidden, StoredMatrix(names.input_projection, columns, range(columns))),
             Norm(weight, None, config.norm_epsilon * config.hidden, False, self._own_kernels),
+            inputs.image_id,
         )
 
     def _layer_input(self, prefix: str, inputs: LayerInputConfig) -> LayerInput:

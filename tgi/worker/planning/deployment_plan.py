@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tgi.hub.vision_towers import vision_family
-from tgi.hub.weight_files import OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
+from tgi.hub.weight_files import OF_AUDIO, OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
 from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.host.interpreter import require_packages
 from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD, Settings
@@ -234,7 +234,7 @@ def _tower_bytes(path: Path, dtype: str, settings: Settings) -> int:
         return 0
     if not choose_weight_files([one.name for one in path.iterdir()]):
         return 0
-    others = (tensor for name, tensor in stored_tensors(path).items() if not name.startswith(OF_DECODER))
+    others = (tensor for name, tensor in stored_tensors(path).items() if not name.startswith((*OF_DECODER, *OF_AUDIO)))
     return sum(math.prod(tensor.shape) * ITEM_SIZES[dtype] for tensor in others)
 
 

@@ -1,5 +1,6 @@
 """The images of the requests in the slots, and what they add to a batch."""
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tgi.microkernel.messages.protocol import ImageSegment
-from tgi.worker.attention.interface import ForwardBatch, ImageRows
+from tgi.hub.vision_towers import Bidirectional
+from tgi.microkernel.messages.protocol import UNDIVIDED_IMAGES, UNDIVIDED_PROMPT, ImageSegment
+from tgi.worker.attention.interface import ForwardBatch, ImageBlocks, ImageRows
 from tgi.worker.device_copies import copy_columns_to_device
 from tgi.worker.vision.feature_cache import FeatureCache
 from tgi.worker.vision.image_file import BadImage, read_image
@@ -27,16 +29,34 @@ class PlacedImage(NamedTuple):
     tokens: Ints
 
 
+class TowerWork(NamedTuple):
+    """What the vision tower has computed, and the time it took."""
+
+    positions: int = 0  # image tokens
+    us: int = 0
+
+
 class SlotImages(NamedTuple):
     """The images of a request, and its rotary positions, if these have several axes."""
 
     images: list[PlacedImage]
     rope: RopePositions | None
+    blocks: list[tuple[int, int]]  # positions [first, stop) that see each other, ascending
 
     @property
     def end(self) -> int:
-        """The position after the last image token."""
-        return int(self.images[-1].tokens[-1]) + 1
+        """The position after the last image token, and the last block."""
+        end = int(self.images[-1].tokens[-1]) + 1
+        return max(end, self.blocks[-1][1]) if self.blocks else end
+
+    def last_keys(self, start: int, end: int) -> Ints:
+        """The last position that each of these sees. Raises BadImage for a chunk that ends within a block."""
+        found = np.arange(start, end)
+        for first, stop in self.blocks:
+            if first < end < stop:
+                raise BadImage(f"a chunk ends at {end}, within the block of positions {first} to {stop - 1}")
+            found[max(first - start, 0) : max(stop - start, 0)] = stop - 1
+        return found
 
 
 class PromptImages:
@@ -48,6 +68,20 @@ class PromptImages:
         self.cache = FeatureCache(cache_bytes)
         self._directory = directory
         self._slots: dict[int, SlotImages] = {}
+        self._work = TowerWork()
+
+    @property
+    def undivided(self) -> str:
+        """DeploymentLimits.undivided of this model."""
+        kind = self.tower.family.bidirectional
+        if kind is Bidirectional.PROMPT:
+            return UNDIVIDED_PROMPT
+        return UNDIVIDED_IMAGES if kind else ""
+
+    def take_work(self) -> TowerWork:
+        """What was computed since the last call."""
+        work, self._work = self._work, TowerWork()
+        return work
 
     def reset(self) -> None:
         """Removes all requests."""
@@ -66,7 +100,7 @@ class PromptImages:
                 raise BadImage(f"the ids of an image have no image token, which is {self.tower.image_token_id}")
             placed.append(PlacedImage(image, image.position + tokens))
         rope = None if self.tower.family.rope is None else rope_positions(len(ids), [*map(self._grid, placed)])
-        self._slots[slot] = SlotImages(placed, rope)
+        self._slots[slot] = SlotImages(placed, rope, self._blocks(placed, len(ids)))
 
     def concern(self, slots: Ints, starts: Ints) -> bool:
         """Whether `add_to` adds something to a batch with rows of `slots` [R] that begin at positions `starts` [R]."""
@@ -83,12 +117,18 @@ class PromptImages:
         where: list[Ints] = []
         features: list[ImageFeatures] = []
         axes: list[Ints] = []
+        last_keys: Ints | None = None
         turned, row_begin = False, 0
         for slot, start, length in zip(slots.tolist(), starts.tolist(), batch.query_lens_host, strict=True):
             own = self._slots.get(slot)
             end = start + length
             if own is not None and start < own.end and slot not in faults:
                 try:
+                    if own.blocks:
+                        if last_keys is None:
+                            counts = np.array(batch.query_lens_host)
+                            last_keys = np.arange(counts.sum()) + np.repeat(starts + counts - counts.cumsum(), counts)
+                        last_keys[row_begin : row_begin + length] = own.last_keys(start, end)
                     for tokens, found in self._chunk(own, start, end):
                         where.append(tokens + (row_begin - start))
                         features.append(found)
@@ -108,6 +148,10 @@ class PromptImages:
                 indices, torch.cat([one.embeddings for one in features]), tuple(torch.cat(level) for level in deeper)
             )
             batch = batch._replace(images=rows)
+        if last_keys is not None and (last_keys[:-1] >= last_keys[1:]).any():  # some token sees a later one
+            (column,) = copy_columns_to_device((last_keys.astype(np.int32),), device)
+            windows_alone = self.tower.family.bidirectional is Bidirectional.WINDOWED_IMAGES
+            batch = batch._replace(blocks=ImageBlocks(column, windows_alone))
         if turned:
             on_axes = np.concatenate(axes, axis=1)
             differ = bool((on_axes != on_axes[0]).any())
@@ -135,7 +179,22 @@ class PromptImages:
             )
 
     def _compute(self, name: str) -> ImageFeatures:
-        return self.tower.compute(read_image(self._directory, name, self.tower.family))
+        began = time.monotonic()
+        found = self.tower.compute(read_image(self._directory, name, self.tower.family))
+        took, done = int(1e6 * (time.monotonic() - began)), self._work
+        self._work = TowerWork(done.positions + len(found.embeddings), done.us + took)
+        return found
+
+    def _blocks(self, images: list[PlacedImage], tokens: int) -> list[tuple[int, int]]:
+        """SlotImages.blocks of a prompt of this many tokens: image tokens that follow each other, or all of it."""
+        kind = self.tower.family.bidirectional
+        if not kind:
+            return []
+        if kind is Bidirectional.PROMPT:
+            return [(0, tokens)]
+        found = np.concatenate([image.tokens for image in images])
+        parted = (np.diff(found) > 1).nonzero()[0] + 1
+        return [(int(run[0]), int(run[-1]) + 1) for run in np.split(found, parted)]
 
     def _grid(self, image: PlacedImage) -> PlacedGrid:
         """Where the tokens of an image are. Raises BadImage unless they are neighbours, one for each place of the

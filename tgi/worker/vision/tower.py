@@ -48,6 +48,8 @@ class VisionTower:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise BadImage(f"the model's vision tower cannot compute an image: {error}") from error
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # its time is measured
         return ImageFeatures(
             self._joined(outputs.pooler_output),
             tuple(self._joined(one) for one in getattr(outputs, "deepstack_features", None) or ()),
@@ -78,6 +80,8 @@ def load_tower(
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         without_decoder(config.get_text_config())
+        if getattr(config, "audio_config", None) is not None:
+            config.audio_config = None  # its tower is not used
         vars(config).pop("quantization_config", None)  # of the decoder
         with Checkpoint(directory) as checkpoint:
             made = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
@@ -124,6 +128,8 @@ def without_decoder(config: Any) -> None:
     config.pad_token_id = None
     if getattr(config, "layer_types", None):
         config.layer_types = []
+    if getattr(config, "hidden_size_per_layer_input", None):
+        config.hidden_size_per_layer_input = 0
 
 
 def _of_decoder(name: str) -> bool:

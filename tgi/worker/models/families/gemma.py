@@ -43,6 +43,7 @@ _GEMMA4 = {
     "use_double_wide_mlp": False,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
+    "pad_token_id": 0,
     "enable_moe_block": False,
     "num_experts": None,
     "top_k_experts": None,
@@ -102,7 +103,11 @@ def _head_shape(values: Values, config: Values, number: int, slides: bool) -> He
 
 def _layer_inputs(values: Values, config: Values) -> Values:
     width = values["hidden_size_per_layer_input"]
-    return {"layer_inputs": LayerInputConfig(width, values["vocab_size_per_layer_input"]) if width else None}
+    if not width:
+        return {"layer_inputs": None}
+    return {
+        "layer_inputs": LayerInputConfig(width, values["vocab_size_per_layer_input"], values.get("pad_token_id") or 0)
+    }
 
 
 FAMILIES: dict[str, ModelFamily] = {
