@@ -16,6 +16,7 @@ from scripts.benchmarks.shapes import CONFIG, SHAPES
 from tests.worker.gpu_kernels.test_cuda_graphs import Tapes, build, engines
 from tgi.microkernel.messages.protocol import StepResult
 from tgi.worker.engine.engine import PendingStep
+from tgi.worker.vision.prompt_images import TowerWork
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +117,7 @@ class Clock:
         drawn: Any = None
         return PendingStep(
             number=1, epoch=1, sampled=drawn, prompt_logprobs=None, grammar_bitmask=None, faults=[], drafts=None,
-            bad_word_rows=None, forward_us=0, begin_event=begin, end_event=Mark(self, self.free),
+            bad_word_rows=None, images=TowerWork(), forward_us=0, begin_event=begin, end_event=Mark(self, self.free),
         )  # fmt: skip
 
     def collect(self, pending: PendingStep) -> StepResult:

@@ -254,7 +254,6 @@ def test_longrope_is_limited_to_the_original_length() -> None:
         ({"hidden_act": "tanh"}, "tanh"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"model_type": "falcon", "alibi": True}, "alibi"),
         ({"model_type": "codegen"}, "codegen"),
     ],
 )

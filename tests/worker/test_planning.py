@@ -457,8 +457,8 @@ def test_large_model_on_one_device(large: Path) -> None:
     (split,) = smaller["splits"]
     assert not split["problem"]
     assert split["typical_requests"] > 16
-    tight = plan(large, "--devices", "2xL4")["recommendation"]
-    assert "What would fit: --quantize int4 with 2 ranks on L4" in tight
+    tight = plan(large, "--devices", "4xL4")["recommendation"]
+    assert "What would fit: --quantize int8 with 4 ranks on L4" in tight
 
 
 def test_devices_of_several_kinds(large: Path) -> None:
@@ -485,7 +485,7 @@ def test_text_without_torch(large: Path) -> None:
     head, _, _, titles, *rows = done.stdout.splitlines()
     assert "70.55 billion parameters, bfloat16, weights as stored, context 131,072 tokens" in head
     assert titles.split()[:3] == ["device", "ranks", "replicas"]
-    assert [row.split()[:4] for row in rows[:2]] == [["H100", "1", "8", "141.11"], ["H100", "2", "4", "70.56"]]
+    assert [row.split()[:4] for row in rows[:2]] == [["H100", "1", "8", "141.11"], ["H100", "2", "4", "71.61"]]
     assert rows[0].split()[-1] == "-"
     assert "an estimate" in done.stdout
     assert rows[-1] == f"tgi up --model-id {large} --num-shard 2 --replicas 4"
