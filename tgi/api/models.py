@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tgi.api import errors
 from tgi.api.router import Router
-from tgi.microkernel.processes.model_table import FrontEndWord, ModelState, ModelView
+from tgi.microkernel.processes.model_table import FrontEndCommand, ModelState, ModelView
 
 # In the scope of a request: the name of its model, if it names one.
 MODEL_KEY = "tgi.model"
@@ -101,13 +101,13 @@ class Models:
         """A request uses a model from now on, which `is_usable`."""
         model.using += 1
         if model.using == 1:
-            self._say(FrontEndWord.BEGIN, model.name)
+            self._send(FrontEndCommand.BEGIN, model.name)
 
     def end(self, model: HostedModel) -> None:
         """A request uses the model no more."""
         model.using -= 1
         if model.using == 0:
-            self._say(FrontEndWord.END, model.name)
+            self._send(FrontEndCommand.END, model.name)
 
     async def until_usable(self, model: HostedModel) -> None:
         """Has a model loaded, and waits for that. Raises ApiError: 503 with the reason if it cannot be."""
@@ -117,7 +117,7 @@ class Models:
     async def load(self, model: HostedModel) -> None:
         """As `until_usable`, but tries again at once if loading has just failed."""
         with self._waiting(model):
-            self._say(FrontEndWord.LOAD, model.name)
+            self._send(FrontEndCommand.LOAD, model.name)
             failed = model.view.epoch if model.view.state == ModelState.FAILED else None
             while model.view.epoch == failed:
                 await self._next_view()
@@ -126,7 +126,7 @@ class Models:
     async def unload(self, model: HostedModel, target: ModelState = ModelState.UNLOADED) -> None:
         """Has a model finish its requests and be unloaded, or sleep. Returns when it is, or when a request has had it
         loaded again."""
-        self._say(FrontEndWord.SLEEP if target is ModelState.SLEEPING else FrontEndWord.UNLOAD, model.name)
+        self._send(FrontEndCommand.SLEEP if target is ModelState.SLEEPING else FrontEndCommand.UNLOAD, model.name)
         first = model.view
         while model.view.state in (ModelState.LOADED, ModelState.LOADING, ModelState.DRAINING):
             has_drained = model.view.epoch > first.epoch + 1
@@ -143,7 +143,7 @@ class Models:
             model.waiting -= 1
             if model.waiting == 0:
                 model.wanted_epoch = -1
-                self._say(FrontEndWord.GIVE_UP, model.name)
+                self._send(FrontEndCommand.GIVE_UP, model.name)
 
     async def _until_usable(self, model: HostedModel) -> None:
         while not model.is_usable:
@@ -152,7 +152,7 @@ class Models:
                 raise errors.cannot_load(model.name, view.error)
             if view.state != ModelState.LOADED and model.wanted_epoch != view.epoch:
                 model.wanted_epoch = view.epoch
-                self._say(FrontEndWord.WANT, model.name)
+                self._send(FrontEndCommand.WANT, model.name)
             await self._next_view()
 
     async def _next_view(self) -> None:
@@ -171,7 +171,7 @@ class Models:
                 for model in self.all.values():
                     model.wanted_epoch = -1
                     if model.using:
-                        self._say(FrontEndWord.BEGIN, model.name)
+                        self._send(FrontEndCommand.BEGIN, model.name)
                 while line := await reader.readline():
                     self._apply([ModelView(*fields) for fields in json.loads(line)])
                 self._writer.close()
@@ -183,15 +183,15 @@ class Models:
         for view in views:
             model = self.all[view.name]
             if view.state == ModelState.DRAINING and view.epoch != model.view.epoch:
-                self._say(FrontEndWord.CONFIRM, view.name, view.epoch)
+                self._send(FrontEndCommand.CONFIRM, view.name, view.epoch)
             if view.life != model.view.life:
                 model.router.forget_deployment()
             model.view = view
         self.wake()
 
-    def _say(self, word: FrontEndWord, name: str, *epoch: int) -> None:
+    def _send(self, command: FrontEndCommand, name: str, *epoch: int) -> None:
         if self._writer is not None:
-            self._writer.write(json.dumps([word, name, *epoch]).encode() + b"\n")
+            self._writer.write(json.dumps([command, name, *epoch]).encode() + b"\n")
 
     def wake(self) -> None:
         """The state of a model, or of its readiness probe, has changed."""

@@ -1,7 +1,7 @@
 """Loads and unloads the models of a server with several: the side of the supervisor.
 
-Front ends connect to a Unix socket in the run directory and exchange lines of JSON. They send [WORD, NAME] or
-[WORD, NAME, EPOCH] with a word of FrontEndWord, and get a list of ModelView as often as one changes. `model_table.py`
+Front ends connect to a Unix socket in the run directory and exchange lines of JSON. They send [COMMAND, NAME] or
+[COMMAND, NAME, EPOCH] with a FrontEndCommand, and get a list of ModelView as often as one changes. `model_table.py`
 decides, and the processes of a model are a pipeline, as those that `tgi reload` starts.
 """
 
@@ -19,7 +19,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.observability import metrics
 from tgi.microkernel.processes import rollout
 from tgi.microkernel.processes.model_table import (
-    FrontEndWord,
+    FrontEndCommand,
     ModelState,
     ModelTable,
     ModelView,
@@ -88,7 +88,7 @@ class ModelManager:
         return [self._listener.fileno(), *(connection.fileno() for connection in self._connections.values())]
 
     def advance(self) -> None:
-        """Hears the front ends, continues the operations, begins others, and tells the front ends what has changed."""
+        """Handles commands of front ends, continues operations, begins others, and publishes the states of models."""
         with contextlib.suppress(OSError):  # BlockingIOError: there are no more; else no file can be opened now
             while True:
                 connection, _ = self._listener.accept()
@@ -103,7 +103,7 @@ class ModelManager:
             self._continue(name, operation)
         for started in self._table.decide(time.monotonic()):
             self._operations[started.model] = self._begin(started)
-        self._tell()
+        self._publish_states()
 
     def close(self, reason: str) -> None:
         """Begins no more operations. The supervisor ends the processes."""
@@ -128,30 +128,30 @@ class ModelManager:
             return
         self._received[number] = rest
         for line in lines:
-            word, name, *more = json.loads(line)
-            self._hear(number, FrontEndWord(word), name, *more)
+            command, name, *more = json.loads(line)
+            self._handle(number, FrontEndCommand(command), name, *more)
 
-    def _hear(self, number: int, word: FrontEndWord, name: str, epoch: int = 0) -> None:
+    def _handle(self, number: int, command: FrontEndCommand, name: str, epoch: int = 0) -> None:
         table, now = self._table, time.monotonic()
-        match word:
-            case FrontEndWord.WANT:
+        match command:
+            case FrontEndCommand.WANT:
                 table.want(number, name, now)
-            case FrontEndWord.LOAD:
+            case FrontEndCommand.LOAD:
                 table.want(number, name, now, again=True)
-            case FrontEndWord.GIVE_UP:
+            case FrontEndCommand.GIVE_UP:
                 table.give_up(number, name)
-            case FrontEndWord.BEGIN:
+            case FrontEndCommand.BEGIN:
                 table.begin(number, name, now)
-            case FrontEndWord.END:
+            case FrontEndCommand.END:
                 table.end(number, name, now)
-            case FrontEndWord.CONFIRM:
+            case FrontEndCommand.CONFIRM:
                 table.confirm(number, name, epoch)
-            case FrontEndWord.UNLOAD:
+            case FrontEndCommand.UNLOAD:
                 table.unload(name)
-            case FrontEndWord.SLEEP:
+            case FrontEndCommand.SLEEP:
                 table.unload(name, ModelState.SLEEPING)
 
-    def _tell(self) -> None:
+    def _publish_states(self) -> None:
         models = self._table.models.values()
         views = [
             ModelView(

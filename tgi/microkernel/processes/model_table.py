@@ -58,8 +58,8 @@ DRAINED = {ModelState.UNLOADED: Operation.UNLOAD, ModelState.SLEEPING: Operation
 SOCKET_NAME = "models"
 
 
-class FrontEndWord(StrEnum):
-    """What a front end says of a model: see the methods of ModelTable."""
+class FrontEndCommand(StrEnum):
+    """What a front end sends about a model: see the methods of ModelTable."""
 
     WANT = "want"
     GIVE_UP = "give up"
