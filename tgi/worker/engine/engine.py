@@ -315,7 +315,7 @@ class TorchEngine:
                 logits = self._model.forward_head(batch, self._attention, reader)
             bitmask = self._grammars.wait_for_bitmask(slots, drafts)
             sampling_batch = self._batch_builder.build_sampling_batch(sampling_slots, rows.sampling_positions, bitmask)
-            sampled = sample_head(logits, sampling_batch, self._noise, self._model.kv.cpu_kernels, gpu_sample)
+            sampled = sample_head(logits, sampling_batch, self._noise, self._model.find_greedy_tokens, gpu_sample)
             bad_word_rows = _find_bad_word_rows(rows, sampling_batch)
         # Ids after a rejected draft are overwritten before they are read.
         self._batch_builder.write_ids(indices, sampled.ids)

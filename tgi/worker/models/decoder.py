@@ -22,7 +22,15 @@ from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.greedy import GreedyTokens, block_columns, block_maxima, merge_block_maxima
+from tgi.worker.greedy import (
+    FindGreedyTokens,
+    GreedyTokens,
+    block_columns,
+    block_maxima,
+    find_greedy_tokens,
+    find_greedy_tokens_by_block,
+    merge_block_maxima,
+)
 from tgi.worker.head_logits import HeadLogits, VocabularyShard
 from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
@@ -104,6 +112,8 @@ class DecoderModel:
         self.cuda_graph_obstacle = None if gpu is not None else "torch's kernels need the contexts on the host"
         if any(isinstance(mlp, MixtureOfExperts) for layer in weights.layers for mlp in layer.mlps):
             self.cuda_graph_obstacle = "the host sorts the tokens by their experts"
+        by_torch = find_greedy_tokens if communicator is None else find_greedy_tokens_by_block
+        self.find_greedy_tokens: FindGreedyTokens = by_torch if kernels is None else kernels.greedy_tokens
         self._config = config
         self._gpu = gpu
         self._logits_options = config.logit_scale, config.logit_cap
