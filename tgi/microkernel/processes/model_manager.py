@@ -77,6 +77,11 @@ class ModelManager:
         self._listener.listen()
 
     @property
+    def failed(self) -> list[str]:
+        """The names of the models that could not be loaded."""
+        return [model.name for model in self._table.models.values() if model.state is ModelState.FAILED]
+
+    @property
     def busy(self) -> bool:
         """Whether an operation is carried out, or a model waits for something."""
         states = (model.state for model in self._table.models.values())
