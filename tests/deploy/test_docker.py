@@ -243,8 +243,18 @@ def test_prometheus_and_grafana_find_their_files_and_the_server() -> None:
 # --- queries ---
 
 
+BOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "tgi.json").read_text())
+
+
 def panels() -> list[dict[str, Any]]:
-    return json.loads((DOCKER / "grafana" / "tgi.json").read_text())["panels"]  # type: ignore[no-any-return]
+    found: list[dict[str, Any]] = BOARD["panels"]
+    return found
+
+
+def variables() -> dict[str, str]:
+    """The variables of the board that have the values of a label: what each reads."""
+    queries = {one["name"]: one["query"]["query"] for one in BOARD["templating"]["list"] if one["type"] == "query"}
+    return {name: query.removeprefix("label_values(").removesuffix(f", {name})") for name, query in queries.items()}
 
 
 def selectors(query: str) -> list[promql_parser.VectorSelector]:
@@ -269,6 +279,7 @@ SAMPLES = {
 ALERTS = [rule for group in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 SCRAPED = {"instance", "job"}  # labels that Prometheus adds
 QUERIES = [
+    *variables().values(),
     *(target["expr"].replace("$__rate_interval", "5m") for panel in panels() for target in panel["targets"]),
     *(rule["expr"] for rule in ALERTS if rule["alert"] != "TgiDown"),  # which reads no metric of ours
     *(

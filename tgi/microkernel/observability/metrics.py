@@ -133,7 +133,7 @@ OWN_SERIES: dict[str, Series] = {
     ),
     "tgi_worker_losses": Series("counter", "Times that the worker process was lost"),
     "tgi_quarantined_requests": Series("counter", "Requests put into quarantine because they crash processes"),
-    "tgi_loaded_models": Series("gauge", "Models that are loaded, of a server with several"),
+    "tgi_model_replicas": Series("gauge", "Schedulers with a worker that is ready", ("model",)),
     "tgi_process_restarts": Series("counter", "Processes restarted by the supervisor", ("role",), values=(ROLES,)),
 }
 

@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.observability import metrics
 from tgi.microkernel.processes import rollout
 from tgi.microkernel.processes.model_table import (
     FrontEndCommand,
@@ -168,7 +167,6 @@ class ModelManager:
         line = json.dumps(views).encode() + b"\n"
         if line != self._sent:
             self._sent = line
-            metrics.tgi_loaded_models.set(sum(one.state is ModelState.LOADED for one in models))
             for number in list(self._connections):
                 self._send(number, line)
 
