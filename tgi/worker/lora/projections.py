@@ -81,6 +81,11 @@ def adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
             "The model has layers of several shapes, for which adapters are not served. Merge the adapter into the "
             "weights, or start without it."
         )
+    if config.qkv_clip is not None or config.streams is not None:
+        raise UserError(
+            "The model clamps queries, keys and values, or has several streams of hidden states, for which adapters "
+            "are not served. Merge the adapter into the weights, or start without it."
+        )
     found: dict[str, Module] = {}
     for number, layer in enumerate(config.layers):
         for projection in PROJECTIONS:

@@ -47,6 +47,7 @@ from tgi.worker.models.decoder_layer import (
     DecoderWeights,
     InputWeights,
     run_layer,
+    run_streams,
     write_program,
 )
 from tgi.worker.models.interface import LogitsReader, PreparedDecode, WeightFootprint
@@ -133,6 +134,7 @@ class DecoderModel:
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in layer_linears(layer)]
         linears += [] if weights.layer_inputs is None else [weights.layer_inputs.projection]
+        linears += [] if weights.streams is None else [*weights.streams.to, *weights.streams.back]
         self._row_counts = choose_row_counts([*linears, weights.head])
         # For LoRA on torch's kernels: per layer, the matrix with the activation, without its epilogue. Made on demand.
         self._without_epilogue: list[Linear | None] = []
@@ -296,11 +298,17 @@ class DecoderModel:
                 state=state_rows(batch, attention),
                 layer_inputs=layer_inputs,
             )
+            streams = self._weights.streams
+            hidden = hidden if streams is None else streams.split(hidden)
             for number, layer in enumerate(self._weights.layers):
-                hidden = run_layer(layer, self._config, step.layer(number), hidden)
+                if layer.streams is None:
+                    hidden = run_layer(layer, self._config, step.layer(number), hidden)
+                else:
+                    hidden = run_streams(layer, layer.streams, self._config, step.layer(number), hidden)
                 if number < len(deeper):
                     assert batch.images is not None
                     hidden.index_add_(0, batch.images.indices, deeper[number])
+            hidden = hidden if streams is None else streams.merge(hidden)
         if reader is not None:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
@@ -401,6 +409,8 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
         found += [one for one in (attention.qkv, attention.output, attention.output_gate, *queries) if one is not None]
     if layer.layer_input is not None:
         found += [layer.layer_input.down, layer.layer_input.up]
+    for part in (layer.streams, layer.residual):
+        found += [one for one in part or () if isinstance(one, Linear)]
     for mlp in layer.mlps:
         if isinstance(mlp, Mlp):
             mlps.append(mlp)
@@ -410,4 +420,4 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
         if (shared := mlp.shared) is not None:
             mlps.append(shared.mlp)
             found += [] if shared.gate is None else [shared.gate]
-    return [*found, *(linear for mlp in mlps for linear in mlp if linear is not None)]
+    return [*found, *(linear for mlp in mlps for linear in mlp if isinstance(linear, Linear))]

@@ -30,6 +30,7 @@ from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.recurrence import Recurrence, RecurrentMixer
 from tgi.worker.layers.rotary import RotaryEmbedding
+from tgi.worker.layers.streams import LayerStreams, Streams
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
 from tgi.worker.lora.launched_deltas import LaunchedDeltas, LaunchedLayerDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
@@ -53,6 +54,8 @@ class DecoderLayer(NamedTuple):
     mlp_after: Norm | None
     experts: "ParallelExperts | None" = None  # next to `mlp`
     layer_input: "LayerInput | None" = None
+    streams: LayerStreams | None = None
+    residual: "LowRankResidual | None" = None
     scale: float = 1.0  # multiplies the hidden states after the layer
 
     @property
@@ -93,6 +96,14 @@ class LayerInput(NamedTuple):
     after: Norm
 
 
+class LowRankResidual(NamedTuple):
+    """What a layer adds behind attention; see DecoderConfig.residual_rank."""
+
+    left: Linear  # [rank, hidden]
+    right: Linear
+    after: Norm
+
+
 class LatentProjections(NamedTuple):
     """What latent attention has besides its key; see LatentConfig."""
 
@@ -114,6 +125,7 @@ class DecoderWeights(NamedTuple):
     positions: Tensor | None  # [DecoderConfig.learned_positions, hidden]
     embedding_norm: Norm | None
     layer_inputs: "InputWeights | None"
+    streams: Streams | None
     footprint: WeightFootprint
 
 
@@ -125,24 +137,27 @@ class InputWeights(NamedTuple):
     projection: Linear  # [layers * width, hidden]
     norm: Norm  # with a weight [layers, width]
     image_id: int  # LayerInputConfig.image_id
+    vocab_size: int  # ids from this one on count as 0
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The inputs of all layers [rows, layers * width] for ids [rows] with scaled embeddings [rows, hidden]."""
         layers, width = self.norm.weight.shape
+        tokens = tokens.masked_fill(tokens >= self.vocab_size, 0)
         projected = self.norm(self.projection(hidden).view(-1, layers, width)).flatten(1)
         return (projected + self.embedding(tokens) * self.scale) * 2**-0.5
 
 
 MIXER_INPUT, MIXER_OUTPUT = "mixer input", "mixer output"
 INPUT_DOWN, INPUT_UP = "layer input down", "layer input up"  # of LayerInput
+RESIDUAL_LEFT, RESIDUAL_RIGHT = "residual left", "residual right"  # of LowRankResidual
 
 X = TypeVar("X")  # the rows of a step: a tensor [rows, width], or the program buffer that will hold it
 
 
 class LayerOperations(Protocol[X]):
     """The operations of a layer. `group` is a key of lora.projections.PROJECTION_GROUPS, for the deltas of adapters, or
-    of LATENT_GROUPS, or INPUT_DOWN or INPUT_UP, or, in a recurrent layer, which has none, MIXER_INPUT or
-    MIXER_OUTPUT."""
+    of LATENT_GROUPS, or INPUT_DOWN, INPUT_UP, RESIDUAL_LEFT or RESIDUAL_RIGHT, or, in a recurrent layer, which has
+    none, MIXER_INPUT or MIXER_OUTPUT."""
 
     def norm(self, norm: Norm, x: X) -> X:
         """norm(x)."""
@@ -205,6 +220,8 @@ def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOpera
         hidden = _project_and_add(
             "output", layer.attention.output, layer.attention_after, operations, mixed, hidden, factor
         )
+    if layer.residual is not None:
+        hidden = _add_residual(layer.residual, operations, normed, hidden)
     if layer.mlp is None:
         return hidden
     if not parallel:
@@ -220,11 +237,36 @@ def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOpera
     else:
         mixed = _mix_experts(layer.mlp, operations, normed, normed)
         hidden = operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden, scale)
-    if layer.layer_input is not None:
-        down, up, after = layer.layer_input
-        inner = operations.times_layer_input(operations.linear(INPUT_DOWN, down, hidden))
-        hidden = operations.add_residual(operations.norm(after, operations.linear(INPUT_UP, up, inner)), hidden, 1.0)
+    if layer.layer_input is not None and layer.streams is None:
+        hidden = operations.add_residual(_make_of_input(layer.layer_input, operations, hidden), hidden, 1.0)
     return hidden if layer.scale == 1.0 else operations.scale(hidden, layer.scale)
+
+
+def run_streams(
+    layer: DecoderLayer, streams: LayerStreams, config: DecoderConfig, operations: "TensorOperations", hidden: Tensor
+) -> Tensor:
+    """The streams [rows, count, hidden] after the layer: see layers/streams.py. What the layer's input adds goes to all
+    but the first."""
+    predicted = streams.predict(hidden)
+    computed = run_layer(layer, config, operations, predicted[:, streams.active].contiguous())
+    corrected = streams.correct(predicted, computed)
+    assert layer.layer_input is not None
+    corrected[:, 1:] += _make_of_input(layer.layer_input, operations, streams.scaled_active(corrected))[:, None]
+    return corrected
+
+
+def _make_of_input(layer_input: LayerInput, operations: LayerOperations[X], x: X) -> X:
+    """See LayerInputConfig."""
+    down, up, after = layer_input
+    inner = operations.times_layer_input(operations.linear(INPUT_DOWN, down, x))
+    return operations.norm(after, operations.linear(INPUT_UP, up, inner))
+
+
+def _add_residual(residual: LowRankResidual, operations: LayerOperations[X], normed: X, hidden: X) -> X:
+    low = operations.linear(RESIDUAL_LEFT, residual.left, normed)
+    added = operations.norm(residual.after, operations.linear(RESIDUAL_RIGHT, residual.right, low))
+    hidden = operations.add_residual(added, operations.add_residual(normed, hidden, 1.0), 1.0)
+    return operations.scale(hidden, 2**-0.5)
 
 
 def _attend(attention: AttentionWeights, operations: LayerOperations[X], x: X) -> X:
@@ -478,14 +520,14 @@ def write_program(
     """The layers and the output head, of several ranks the `shards`, as a program for our CPU kernels.
 
     None if a program is impossible: without our CPU kernels; with several ranks that do not share memory; with experts
-    of different formats; and if a parallel layer has no norm, since its MLP would read HIDDEN after attention has
-    changed it.
+    of different formats; with streams or low-rank residuals; and if a parallel layer has no norm, since its MLP would
+    read HIDDEN after attention has changed it.
     """
     layers = weights.layers
     mixtures = [mlp for layer in layers for mlp in layer.mlps if not isinstance(mlp, Mlp)]
     recordable = all(_packed_experts(mixture) is not None for mixture in mixtures)
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
-    if kv.cpu_kernels is None or not recordable or not normed:
+    if kv.cpu_kernels is None or not recordable or not normed or config.streams is not None or config.residual_rank:
         return None
     mixer_widths = next((layer.recurrence.mixer.widths for layer in layers if layer.recurrence is not None), (0, 0, 0))
     widths = {
