@@ -44,6 +44,8 @@ class VisionTower:
         inputs = {name: self._to_device(tensor) for name, tensor in tensors.items()}
         try:
             outputs = self._model.get_image_features(**inputs)
+            if not self.family.projected:
+                outputs.pooler_output = self._model.multi_modal_projector(outputs.last_hidden_state)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -105,7 +107,7 @@ def load_tower(
             f"are missing or have another shape, such as {names[0]}. Fetch the model again, or start with "
             "--media-workers 0, which serves it without images."
         )
-    base = model.model.eval().requires_grad_(False).to(device)
+    base = getattr(model, "model", model).eval().requires_grad_(False).to(device)
     return VisionTower(base, family, dtype, device)
 
 
