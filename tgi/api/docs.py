@@ -53,7 +53,6 @@ class DocsResource(Resource):
     """GET /docs and /docs/ (the page), and /docs/{asset}."""
 
     async def on_get(self, req: Request, resp: Response, asset: str = "") -> None:
-        """Answers with one file, or 404."""
         if not asset:
             in_directory = req.path.endswith("/")
             resp.content_type = "text/html; charset=utf-8"

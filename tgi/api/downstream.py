@@ -89,7 +89,6 @@ class Downstream(Generic[ConnectionT, RequestT]):
         self.exchange_soon()
 
     def add(self, connection: ConnectionT) -> None:
-        """Uses another process from now on."""
         self.connections.append(connection)
         self._register(connection)
 

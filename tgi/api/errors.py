@@ -95,11 +95,9 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def native_body(self) -> bytes:
-        """The body in TGI's format."""
         return msgspec.json.encode(ErrorResponse(self.message, self.error_type))
 
     def openai_body(self) -> bytes:
-        """The body in OpenAI's format."""
         error = OpenAiError(self.message, self.error_type, self.param, self.status)
         return msgspec.json.encode(OpenAiErrorResponse(error, self.error_type))
 
@@ -155,7 +153,6 @@ class Rejection(ApiError):
         self._plain = text if plain is None else plain
 
     def native_body(self) -> bytes:
-        """The body in TGI's form."""
         return self._plain.encode()
 
 
@@ -165,7 +162,6 @@ class PathOfOthers(Rejection):
     native_type = "application/json"
 
     def native_body(self) -> bytes:
-        """The body in OpenAI's form."""
         return self.openai_body()
 
 

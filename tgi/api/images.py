@@ -87,12 +87,10 @@ class ImageSet:
 
     @property
     def loaded(self) -> bool:
-        """Whether all images are there."""
         return bool(self.requests) and all(request.result is not None for request in self.requests)
 
     @property
     def inputs(self) -> list[ImageInput]:
-        """The images, once they are loaded."""
         return [request.result for request in self.requests if request.result is not None]
 
 
@@ -189,7 +187,6 @@ class ImageLoading:
         self._media.tick(beat)
 
     def close(self) -> None:
-        """Closes the links."""
         self._media.close()
 
     def _handle(self, connection: MediaConnection, peer: PeerId, message: object) -> None:

@@ -78,7 +78,6 @@ class ResponseStore(SqliteStore):
         self.ttl = ttl
 
     def purge(self, db: sqlite3.Connection) -> None:
-        """As SqliteStore.purge."""
         _purge(db, self.ttl)
 
     async def put(self, response: StoredResponse, conversation: str | None = None) -> None:
@@ -111,7 +110,6 @@ class ResponseStore(SqliteStore):
         return await self._run(write)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """A response of this owner."""
         return await self._run(lambda db: _get(db, owner, response_id))
 
     async def delete(self, owner: str, response_id: str) -> bool:

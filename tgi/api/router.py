@@ -177,7 +177,6 @@ class Router:
         self._tick_timer = loop.call_later(BEAT_SECONDS, self._tick)
 
     def add_tokenizer(self, link: Link) -> TokenizerConnection:
-        """Uses another tokenizer from now on."""
         tokenizer = TokenizerConnection(link)
         self._downstream.add(tokenizer)
         self._require_model(self._model)

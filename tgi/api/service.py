@@ -176,7 +176,6 @@ class Service:
         return f"{path}/".startswith("/v1/") and path not in vertex
 
     def error_form(self, req: Request) -> ErrorForm:
-        """The format of this request's errors."""
         return "anthropic" if in_messages(req.path) else "openai" if self.has_openai_errors(req) else "native"
 
     def next_contexts(self, req: Request, count: int) -> list[RequestContext]:
@@ -282,7 +281,6 @@ class SlowReader:
         self._timer: asyncio.TimerHandle | None = None
 
     def park(self, generation: Generation) -> None:
-        """Parks a generation, and starts the time if it is the first one."""
         if generation.parked or not generation.active:
             return
         self._router.park(generation)
@@ -291,7 +289,6 @@ class SlowReader:
             self._timer = asyncio.get_running_loop().call_later(self._limit_seconds, self._give_up)
 
     def unpark(self, generation: Generation) -> None:
-        """Continues a generation, and stops the time if no other one is parked."""
         self._router.unpark(generation)
         self._parked.discard(generation)
         if not self._parked and self._timer is not None:

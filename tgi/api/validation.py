@@ -40,7 +40,6 @@ class RuleContext(NamedTuple):
 
     @property
     def stop_count(self) -> int:
-        """The number of stop strings."""
         return len(self.parameters.stops)
 
     @property

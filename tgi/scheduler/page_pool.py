@@ -52,7 +52,6 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages that are held by requests."""
         return len(self._references) - self.available
 
     def allocate(self, count: int) -> list[int]:
@@ -107,7 +106,6 @@ class PagePool:
         return found, parent
 
     def hold(self, pages: list[int]) -> None:
-        """Adds a reference to each page."""
         references, idle = self._references, self._idle
         for page in pages:
             references[page] += 1

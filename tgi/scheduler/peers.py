@@ -39,7 +39,6 @@ class Outbox:
         self._messages: list[Iterable[Outgoing]] = []
 
     def append(self, peer: PeerId, message: tuple[Any, ...]) -> None:
-        """Queues a message."""
         self._messages.append([(peer, message)])
 
     def extend(self, messages: Iterable[Outgoing]) -> None:
@@ -87,7 +86,6 @@ class LoadReport(NamedTuple):
         )
 
     def add_to(self, status: Status) -> Status:
-        """The status with this load."""
         return status._replace(
             queued=self.queued,
             running=self.running,
@@ -303,7 +301,6 @@ class WorkerPeer:
             self._held_pages.append(held)
 
     def take_held_pages(self) -> list[HeldPages]:
-        """Removes and returns the reports."""
         held, self._held_pages, self._held_bytes = self._held_pages, [], 0
         return held
 

@@ -344,7 +344,6 @@ class TokenizerPeer:
         self.top_tokens: list[TopTokens] = []  # empty, or one per row; then the columns are empty
 
     def take_tokens(self) -> tuple[DrawnTokens, list[DrawnToken], list[TopTokens]]:
-        """Returns the tokens and clears them."""
         tokens = self.token_columns, self.token_rows, self.top_tokens
         self.token_columns, self.token_rows, self.top_tokens = NO_TOKENS, [], []
         return tokens

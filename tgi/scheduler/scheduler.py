@@ -299,7 +299,6 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
         planner = self._planner
         return len(self._queue) + len(planner.trial_queue) if planner is not None else len(self._queue)
 
@@ -320,7 +319,6 @@ class Scheduler:
 
     @property
     def tokenizers(self) -> int:
-        """Number of tokenizers that are connected."""
         return len(self._tokenizers.connected)
 
     @property

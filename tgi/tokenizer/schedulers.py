@@ -77,7 +77,6 @@ class SchedulerReplica(Neighbour[TokenizerRequestState]):
         self._reported, self._own = reported, len(self.requests)
 
     def set_status(self, status: Status) -> None:
-        """Takes what the scheduler reports."""
         self.set_load(status.queued + status.running)
         self._set_suspects(status.suspects)
         self.draining = status.draining
@@ -122,7 +121,6 @@ class Schedulers:
 
     @property
     def replica_ids(self) -> set[ReplicaId]:
-        """The ids of the replicas."""
         return set(self._replicas)
 
     @property

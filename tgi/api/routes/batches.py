@@ -74,7 +74,6 @@ class FilesResource(BatchResource):
     form = shapes.FileUpload
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Keeps a file."""
         name: str = req.context.client.name
         uploads = self._service.uploads
         if uploads[name] >= MAX_UPLOADS_OF_CLIENT or uploads.total() >= MAX_UPLOADS:
@@ -102,13 +101,11 @@ class FileResource(BatchResource):
     """GET and DELETE /v1/files/{file_id}."""
 
     async def on_get(self, req: Request, resp: Response, file_id: str) -> None:
-        """Answers with the file's description."""
         _answer(resp, (await self._file(req, file_id)).shown)
 
     on_head = on_get  # falcon omits the body
 
     async def on_delete(self, req: Request, resp: Response, file_id: str) -> None:
-        """Forgets the file."""
         if not await self._store.delete_file(req.context.client.name, file_id):
             raise not_kept("file", file_id)
         _answer(resp, shapes.FileDeleted(file_id))
@@ -159,7 +156,6 @@ class BatchesResource(BatchResource):
     body = JsonBody(shapes.BatchRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Creates a batch."""
         request = await self._service.read_body(req, self.body)
         store, client = self._store, req.context.client
         if (task := ENDPOINTS.get(request.endpoint)) is None:
@@ -200,7 +196,6 @@ class OneBatchResource(BatchResource):
     """GET /v1/batches/{batch_id}."""
 
     async def on_get(self, req: Request, resp: Response, batch_id: str) -> None:
-        """Answers with the batch."""
         _answer(resp, await self._batch(req, batch_id))
 
     on_head = on_get  # falcon omits the body

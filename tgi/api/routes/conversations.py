@@ -38,13 +38,11 @@ class ConversationResource(PrivateResource):
     body = JsonBody(shapes.ConversationUpdate)
 
     async def on_get(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Answers with the conversation."""
         resp.content_type, resp.text = "application/json", await self._body(req, conversation_id)
 
     on_head = on_get  # falcon omits the body
 
     async def on_post(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Replaces the metadata."""
         request = await self._service.read_body(req, self.body)
         found = json.loads(await self._body(req, conversation_id)) | {"metadata": request.metadata}
         body = json.dumps(found, ensure_ascii=False)
@@ -52,7 +50,6 @@ class ConversationResource(PrivateResource):
         resp.content_type, resp.text = "application/json", body
 
     async def on_delete(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Forgets the conversation."""
         if not await self._service.responses.delete_conversation(req.context.client.name, conversation_id):
             raise errors.not_kept("conversation", conversation_id)
         resp.content_type = "application/json"
@@ -79,7 +76,6 @@ class ConversationItemsResource(PrivateResource):
     on_head = on_get  # falcon omits the body
 
     async def on_post(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Appends items, and lists them."""
         request = await self._service.read_body(req, self.body)
         items = stored_items(request.items, ResponseKey.new())
         if not await self._service.responses.append_items(req.context.client.name, conversation_id, items):
@@ -92,7 +88,6 @@ class ConversationItemResource(PrivateResource):
     """GET and DELETE /v1/conversations/{conversation_id}/items/{item_id}."""
 
     async def on_get(self, req: Request, resp: Response, conversation_id: str, item_id: str) -> None:
-        """Answers with the item."""
         found = await self._service.responses.item(req.context.client.name, conversation_id, item_id)
         if found is None:
             raise errors.not_kept("item", item_id)

@@ -147,7 +147,6 @@ class DecisionsResource(LabelResource):
     body = JsonBody(shapes.DecisionRequest, FieldChecker(shapes.DecisionRequest, DECISIONS_FIELDS).check)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers each question with probabilities."""
         request = await self._service.read_generation_body(req, self.body)
         questions = [_labelled(index, question) for index, question in enumerate(request.questions)]
         found = await self._answers(req, _input_text(request.input), questions, request.model)
@@ -211,7 +210,6 @@ class SystemOneResource(LabelResource):
     body = JsonBody(shapes.SystemOneRequest, FieldChecker(shapes.SystemOneRequest, SYSTEMONE_FIELDS).check)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers each question with probabilities."""
         request = await self._service.read_generation_body(req, self.body)
         questions = [_system_one_labelled(name, question) for name, question in request.questions.items()]
         subject = "\n\n".join(filter(None, [request.instructions, _said(request.state)]))

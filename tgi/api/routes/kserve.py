@@ -26,7 +26,6 @@ class ServerResource(Resource):
     """GET /v2."""
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """Answers with name, version and extensions."""
         metadata = ServerMetadata("text-generation-inference", tgi.CONTRACT_VERSION, ["health", "models", "metrics"])
         _set_json(resp, metadata)
 
@@ -37,7 +36,6 @@ class LiveResource(Resource):
     """GET /v2/health/live, /v2/health/ready and …/ready. As in TGI all three tell only that the process answers."""
 
     async def on_get(self, req: Request, resp: Response, model: str = "", version: str = "") -> None:
-        """Answers with `live`."""
         _set_json(resp, Live(live=True))
 
     on_head = on_get  # falcon omits the body

@@ -276,7 +276,6 @@ class MessageFormatter(AnswerFormatter):
         return [named_event(shapes.MessageStart(self._message([], None, None, usage)))]
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
-        """The events of some tokens."""
         self._stops.add(columns)
         events = []
         for parts in self._answer.read(columns, end):
@@ -295,11 +294,9 @@ class MessageFormatter(AnswerFormatter):
         return f"event: error\ndata: {error.anthropic_body().decode()}\n\n"
 
     def closing_events(self) -> str:
-        """The last event."""
         return named_event(shapes.MessageStop())
 
     async def response_json(self, finished: list[FinishedGeneration]) -> str:
-        """The response that is sent as a whole."""
         ((generation, end),) = finished
         answer = self._answer = Answer.whole(generation, end)
         self._stops.add(generation.take_tokens())

@@ -107,7 +107,6 @@ class EmbedResource(_PoolingResource):
     body = JsonBody(EmbedRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with an array of vectors."""
         request = await self._service.read_generation_body(req, self.body)
         self._service.require_task(ModelTask.EMBED)
         options = truncation(request.truncate, None, request.truncation_direction)._replace(
@@ -169,7 +168,6 @@ class SimilarityResource(_PoolingResource):
     body = JsonBody(SimilarityRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with an array of scores."""
         request = await self._service.read_generation_body(req, self.body)
         options = truncation(request.truncate, None, request.truncation_direction)
         pairs = [(request.inputs.source_sentence, sentence) for sentence in request.inputs.sentences]

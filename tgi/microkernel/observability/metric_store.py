@@ -105,13 +105,11 @@ class StoredNumber:
         self._value: float = 0.0 if file is None else file.read_value(key)[0]
 
     def set(self, value: float) -> None:
-        """Sets the value."""
         self._value = value
         if self._file is not None:
             self._file.write_value(self._key, value, 0.0)
 
     def add(self, amount: float) -> None:
-        """Adds to the value."""
         self.set(self._value + amount)
 
 
@@ -123,7 +121,6 @@ class Counter:
         self._number: StoredNumber | None = None
 
     def inc(self, amount: float = 1) -> None:
-        """Adds to the counter."""
         if self._number is None:
             store, name, labels = self._key
             self._number = store.number(SUMS, name, labels)
@@ -138,7 +135,6 @@ class Gauge:
         self._number: StoredNumber | None = None
 
     def set(self, value: float) -> None:
-        """Sets the value."""
         if self._number is None:
             store, name, labels = self._key
             self._number = store.number(GAUGES, name, labels)
@@ -165,7 +161,6 @@ class Distribution:
         self._numbers: dict[Any, StoredNumber] = {}
 
     def observe(self, value: float) -> None:
-        """Adds one observation."""
         self._add("sum", value)
         self._add(self._bounds[bisect_left(self._bounds, value)] if self._bounds else value, 1)
 

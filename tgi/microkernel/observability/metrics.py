@@ -350,7 +350,6 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Frees the port."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

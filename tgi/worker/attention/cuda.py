@@ -54,7 +54,6 @@ class CudaAttention:
         log.debug("attention on %s: %s; KV cache in %s", device, kernels, str(kv.cache_dtype).removeprefix("torch."))
 
     def plan(self, batch: ForwardBatch) -> CudaPlan:
-        """See AttentionBackend."""
         if self._kv.gpu_kernels is None:
             return CudaPlan(batch.slot_mapping, [], batch)
         return CudaPlan(batch.slot_mapping, [self._rows(batch, table) for table in batch.page_table], batch)
@@ -84,7 +83,6 @@ class CudaAttention:
         return tuple(groups)
 
     def write_and_attend(self, plan: CudaPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
-        """See AttentionBackend."""
         if self._kv.gpu_kernels is not None:
             return self.transform_and_attend(plan, layer, qkv, scale, HeadTransform())
         kv, (group, place) = self._kv, self._places[layer]
@@ -97,7 +95,6 @@ class CudaAttention:
     def transform_and_attend(
         self, plan: CudaPlan, layer: int, qkv: Tensor, scale: float, transform: HeadTransform
     ) -> Tensor:
-        """See TransformingBackend."""
         kv, (group, place), kernels = self._kv, self._places[layer], self._kv.gpu_kernels
         assert kernels is not None
         cache = self._caches[place]

@@ -64,7 +64,6 @@ class PackedAttention:
         self._memory = torch.zeros(pages, kv.kv_heads, size, dtype=torch.uint8)
 
     def plan(self, batch: PackedSequences) -> "KernelPlan | PackedSequences":
-        """What all layers of a step share."""
         if self._kv.cpu_kernels is None:
             return batch
         bounds = np.array(batch.bounds, np.int64)

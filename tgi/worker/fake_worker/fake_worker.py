@@ -107,11 +107,9 @@ class FakeEngine:
         self.adapters = self._worker.adapters
 
     def reset(self) -> None:
-        """Removes all requests. The content of the KV pages stays."""
         self._worker.reset()
 
     def held_pages(self) -> list[HeldPages]:
-        """See Engine."""
         return self._worker.held_pages()
 
     def prefault_memory(self) -> bool:
@@ -122,7 +120,6 @@ class FakeEngine:
         """No effect."""
 
     def launch(self, step: Step) -> StepResult:
-        """Runs the step, and sleeps until it has taken `step_us`."""
         begin = time.monotonic()
         result = self._worker.run_step(step)
         left = self._seconds - (time.monotonic() - begin)
@@ -131,11 +128,9 @@ class FakeEngine:
         return result._replace(forward_us=int((time.monotonic() - begin) * 1e6))
 
     def is_done(self, pending: StepResult) -> bool:
-        """True: `launch` computes the step."""
         return True
 
     def collect(self, pending: StepResult) -> StepResult:
-        """The result that `launch` returned."""
         return pending
 
 
@@ -216,7 +211,6 @@ class FakeWorker:
         return [*self._pages[page]]
 
     def write_page(self, page: int, content: list[int]) -> None:
-        """Replaces the content of a page."""
         self._pages[page] = [*content]
 
     def run_step(self, step: Step) -> StepResult:

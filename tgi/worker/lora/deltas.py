@@ -98,7 +98,6 @@ class LoraDeltas:
                 self._groups[name] = _build_group(name, changing, count, rows, shapes, dtype, device)
 
     def layer_deltas(self, layer: int) -> "LayerLoraDeltas":
-        """The deltas of one layer."""
         return LayerLoraDeltas(self._groups, layer, self._bare[layer])
 
 

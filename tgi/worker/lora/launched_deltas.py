@@ -39,7 +39,6 @@ class LaunchedDeltas:
         self._columns = {name: _columns(name, shapes) for name in PROJECTION_GROUPS if name in runs.groups}
 
     def layer_deltas(self, layer: int) -> "LaunchedLayerDeltas":
-        """The deltas of one layer."""
         return LaunchedLayerDeltas(self._runs, layer, self._columns, self._bare[layer], self._kernels)
 
 

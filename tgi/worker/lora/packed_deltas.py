@@ -92,7 +92,6 @@ class PackedDeltas:
         }
 
     def layer_deltas(self, layer: int) -> "PackedLayerDeltas":
-        """The deltas of one layer."""
         return PackedLayerDeltas(self._kernels, self._tiles, self._groups, layer)
 
     def adapted(self) -> LoraStep:

@@ -129,13 +129,11 @@ class DecoderModel:
         self._adapter_dtype = compute_dtype(dtype, device)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None) -> Tensor:
-        """See Model."""
         return self.forward_head(batch, attention, reader).float32()
 
     def forward_head(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> HeadLogits:
-        """See Model."""
         hidden, _ = self._run_layers(batch, attention, reader)
         if self.kv.gpu_kernels is None:
             return HeadLogits(self._logits(hidden, batch.logits_indices))
@@ -148,7 +146,6 @@ class DecoderModel:
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> GreedyTokens:
-        """See Model."""
         hidden, greedy = self._run_layers(batch, attention, reader, batch.logits_indices)
         if greedy is not None:
             return greedy
@@ -162,7 +159,6 @@ class DecoderModel:
         return self._weights.head.greedy_tokens(x, *self._logits_options, self._vocabulary_shards)
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
-        """See Model."""
         program = self._program
         if program is None or not isinstance(attention, CpuKernelAttention):
             return None
@@ -205,7 +201,6 @@ class DecoderModel:
         return logits if self._communicator is None else self._communicator.all_gather(logits, self._vocabulary_widths)
 
     def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
-        """See Model."""
         weights = read_adapter(directory, self._whole_config, self._adapter_dtype, self.device)
         if self._communicator is not None:
             weights = weights.select_part(projection_parts(self._whole_config, self._shard))

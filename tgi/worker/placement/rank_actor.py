@@ -103,7 +103,6 @@ class RankActor:
         self._reader.start()
 
     def report(self) -> RankReport:
-        """How the command does."""
         self._asked_at = time.monotonic()
         code = None if self._process is None else self._process.poll()
         if code is not None and self._reader is not None:
