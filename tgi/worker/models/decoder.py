@@ -324,11 +324,11 @@ class DecoderModel:
         shapes, kernels = projection_shapes(self._config), self.kv.cpu_kernels
         if kernels is not None:
             return PackedDeltas(batch.lora_spans, rows, shapes, kernels)
-        count, bare = batch.tokens.shape[0], self._without_epilogue
+        bare = self._without_epilogue
         if self._gpu is not None:
             runs = batch.lora_runs or runs_of_spans(batch.lora_spans, self._adapter_dtype, self.device)
             return LaunchedDeltas(runs, shapes, bare, self._gpu)
-        return LoraDeltas(batch.lora_spans, count, rows, shapes, bare, self._adapter_dtype, self.device)
+        return LoraDeltas(batch.lora_spans, shapes, bare, self._adapter_dtype, self.device)
 
     def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
         """Logits float32 [n, vocab] of the rows `indices` of `hidden`."""
