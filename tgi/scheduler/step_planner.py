@@ -481,12 +481,6 @@ class StepPlanner:
         else:
             self.kv_cache.worker_state_lost()
 
-    def check(self) -> None:
-        """Raises AssertionError if pages, partitions and requests contradict each other. For tests."""
-        self.kv_cache.check(list(self.batch))
-        for partition in self.batch.partitions.values():
-            assert partition.starts_sum == sum(partition.starts), "the sum of a partition's positions is wrong"
-
 
 class TrialQueue:
     """The waiting requests of the group whose turn it is."""
