@@ -14,7 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from falcon.asgi import Request
+import msgspec
+from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import ABORT_KEY, RECEIVE_KEY, WHOLE_BODY_KEY, DisconnectWatcher, is_probe, never
@@ -342,3 +343,8 @@ def is_json(content_type: str) -> bool:
     """application/json or application/*+json, with any parameters."""
     kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def answer_json(resp: Response, body: object) -> None:
+    """Answers with a body that msgspec encodes."""
+    resp.content_type, resp.data = "application/json", msgspec.json.encode(body)

@@ -9,7 +9,7 @@ from tgi.api.errors import ApiError
 from tgi.api.generation import create_generations, run_generations, text_prompt
 from tgi.api.json_body import JsonBody
 from tgi.api.routes.native import mean_logprob
-from tgi.api.service import Resource
+from tgi.api.service import Resource, answer_json
 from tgi.api.shapes.kserve import (
     InferenceInput,
     InferenceOutput,
@@ -96,5 +96,4 @@ def _decode_input(given: InferenceInput) -> str:
 
 
 def _set_json(resp: Response, shape: msgspec.Struct) -> None:
-    resp.content_type = "application/json"
-    resp.data = msgspec.json.encode(shape)
+    answer_json(resp, shape)

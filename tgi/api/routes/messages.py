@@ -17,7 +17,7 @@ from tgi.api.requests import Generation
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations
 from tgi.api.routes.tokenize import input_tokens
-from tgi.api.service import Resource
+from tgi.api.service import Resource, answer_json
 from tgi.api.shapes import messages as shapes
 from tgi.api.shapes.chat import (
     ChatRequest,
@@ -415,4 +415,4 @@ class CountTokensResource(Resource):
         """Answers with the number of tokens of the prompt, without generating."""
         request = chat_request(await self._service.read_body(req, self.body))
         count = await input_tokens(self._service, req, request)
-        resp.content_type, resp.data = "application/json", msgspec.json.encode(shapes.MessageTokensCount(count))
+        answer_json(resp, shapes.MessageTokensCount(count))

@@ -32,7 +32,7 @@ from tgi.api.routes.stored_responses import (
     stored_items,
 )
 from tgi.api.routes.tokenize import input_tokens
-from tgi.api.service import Resource, Service
+from tgi.api.service import Resource, Service, answer_json
 from tgi.api.shapes import responses as shapes
 from tgi.api.shapes.chat import (
     AllowedTools,
@@ -529,7 +529,7 @@ class ResponseInputTokensResource(ResponsesResource):
         items = msgspec.convert([*history, *given], list[InputItem])
         chat = chat_request(request, items, len(history), service.router.limits)
         count = await input_tokens(service, req, chat)
-        resp.content_type, resp.data = "application/json", msgspec.json.encode(InputTokens(count))
+        answer_json(resp, InputTokens(count))
 
 
 async def read_history(service: Service, client: Client, response_id: str) -> Items:
