@@ -124,7 +124,6 @@ class Answer:
         return [*parts[:-1], [*parts[-1], *end.parts]] if end is not None and end.parts else parts
 
     def add(self, parts: list[AnswerPart]) -> None:
-        """Adds the parts of the next token."""
         self._undecided_tokens += 1
         for part in parts:
             if part.kind == PartKind.REASONING:

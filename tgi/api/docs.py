@@ -42,7 +42,6 @@ class OpenApiResource(Resource):
     """GET /api-doc/openapi.json."""
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """Answers with the document of this server's routes."""
         resp.content_type = "application/json"
         resp.data = _document(self._service.settings.kserve, bool(self._service.settings.models))
 

@@ -112,7 +112,6 @@ class Downstream(Generic[ConnectionT, RequestT]):
     # --- links ---
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Registers the links with the running loop."""
         self._loop = loop
         for connection in self.connections:
             self._register(connection)
@@ -131,7 +130,6 @@ class Downstream(Generic[ConnectionT, RequestT]):
         self.submit_waiting()
 
     def close(self) -> None:
-        """Removes the links from the loop and closes them."""
         if self._timer is not None:
             self._timer.cancel()
         for connection in self.connections:

@@ -103,7 +103,6 @@ class ApiError(Exception):
 
     @property
     def anthropic_status(self) -> int:
-        """The status on routes of Anthropic's protocol."""
         return 400 if self.status == 422 else self.status
 
     def anthropic_body(self, request_id: str | None = None) -> bytes:
@@ -116,7 +115,6 @@ class ApiError(Exception):
         return msgspec.json.encode(MessageError(MessageFailure(kind, text, details), request_id))
 
     def openai_event_data(self) -> bytes:
-        """The data of an event in OpenAI's format."""
         error = OpenAiStreamError(self.message, self.error_type, self.param, self.status, self.status)
         return msgspec.json.encode(OpenAiStreamErrorResponse(error, self.error_type))
 

@@ -248,7 +248,6 @@ class Generation(LiveRequest):
         return len(self.generated_ids)
 
     def add_tokens(self, columns: TextsColumns, start: int, stop: int) -> None:
-        """Appends the tokens `start` to `stop` of a message."""
         # Called per request and step, so the columns are cut here: a call less.
         tokens = TokenColumns(
             columns.ids[start:stop], columns.logprobs[start:stop], columns.special[start:stop],
@@ -362,5 +361,4 @@ class AdapterUpdateRequest(SingleReplyRequest[AdapterUpdated]):
         self.path = path
 
     def to_message(self, rid: int) -> UpdateAdapter:
-        """The message that submits this request, under `rid`."""
         return UpdateAdapter(rid, self.name, self.path)

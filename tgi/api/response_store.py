@@ -198,7 +198,6 @@ class ResponseStore(SqliteStore):
         await self._run(write)
 
     async def conversation(self, owner: str, conversation_id: str) -> str | None:
-        """The body of a conversation of this owner."""
 
         def read(db: sqlite3.Connection) -> str | None:
             found = db.execute("SELECT body FROM threads WHERE id=? AND owner=?", (conversation_id, owner)).fetchone()
@@ -239,7 +238,6 @@ class ResponseStore(SqliteStore):
         return await self._run(read)
 
     async def item(self, owner: str, conversation_id: str, item_id: str) -> str | None:
-        """An item of a conversation, as JSON."""
 
         def read(db: sqlite3.Connection) -> str | None:
             found = db.execute(

@@ -171,7 +171,6 @@ class Router:
     # --- links ---
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Registers the links with the running loop."""
         self._loop = loop
         self.admission.attach(loop)
         self.images.attach(loop)
@@ -196,7 +195,6 @@ class Router:
         self.health.forget_probe()
 
     def close(self) -> None:
-        """Removes the links from the loop and closes them."""
         if self._tick_timer is not None:
             self._tick_timer.cancel()
         self._downstream.close()

@@ -59,7 +59,6 @@ class RuleContext(NamedTuple):
 
     @property
     def top_n(self) -> int:
-        """The number of alternatives to list at each position."""
         return int(self.sampling.given.get("top_n", 0))
 
     @property
@@ -74,7 +73,6 @@ class RuleContext(NamedTuple):
 
     @property
     def min_new_tokens(self) -> int:
-        """The minimum number of tokens to generate."""
         return int(self.sampling.given.get("min_new_tokens", 0))
 
 

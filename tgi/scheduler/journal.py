@@ -104,7 +104,6 @@ class JournalWriter:
         self._append(_CALL.pack(kind, now) + details)
 
     def write_message(self, message: Any, source: PeerId, now: float) -> None:
-        """Appends the record of a message that is handled."""
         records = b""
         if (sender := self._senders.get(source)) is None:
             sender = self._senders[source] = len(self._senders)

@@ -52,7 +52,6 @@ class Outbox:
         self._messages = [[one for one in messages if one[0] != peer] for messages in self._messages]
 
     def take_all(self) -> Iterator[Outgoing]:
-        """Returns all messages and clears the outbox."""
         messages, self._messages = self._messages, []
         return chain.from_iterable(messages)
 
@@ -310,7 +309,6 @@ class WorkerPeer:
         return stored
 
     def disconnect(self) -> None:
-        """Clears the state of the worker, which has disconnected."""
         self.peer = None
         self.take_held_pages()
         self.stored_pages = None

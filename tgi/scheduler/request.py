@@ -254,7 +254,6 @@ class Request:
         return FinishReason.EOS if self.generated_tokens and self.token_ids[-1] in self.stop_ids else None
 
     def end_message(self, reason: FinishReason, message: str, now: float, retry_after_ms: int = 0) -> End:
-        """The `End` of a request that ends now."""
         begun = now if self.first_planned_at is None else self.first_planned_at
         return End(
             self.rid,

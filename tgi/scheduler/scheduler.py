@@ -321,7 +321,6 @@ class Scheduler:
 
     @property
     def loaded_adapters(self) -> int:
-        """Number of adapters that a request may ask for."""
         return len(self.worker.adapters.loaded)
 
     @property

@@ -71,7 +71,6 @@ class AdapterDirectory:
         return ""
 
     def add_update(self, rid: int, api: PeerId, update: UpdateAdapter) -> None:
-        """Queues an api's update, under the tokenizer's rid."""
         self._pending.append(PendingUpdate(rid, api, update))
 
     def begin_next(self) -> UpdateAdapter | None:

@@ -73,7 +73,6 @@ class SchedulerReplica(Neighbour[TokenizerRequestState]):
         return max(len(self.requests), self._reported + self._tokenizers * (len(self.requests) - self._own))
 
     def set_load(self, reported: int) -> None:
-        """Takes the number of requests that the scheduler has."""
         self._reported, self._own = reported, len(self.requests)
 
     def set_status(self, status: Status) -> None:

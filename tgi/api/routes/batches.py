@@ -114,7 +114,6 @@ class FileContentResource(BatchResource):
     """GET /v1/files/{file_id}/content."""
 
     async def on_get(self, req: Request, resp: Response, file_id: str) -> None:
-        """Answers with the bytes of the file."""
         file = await self._file(req, file_id)
         resp.content_type = "application/octet-stream"
         resp.content_length = file.size

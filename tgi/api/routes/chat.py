@@ -104,7 +104,6 @@ class ChatFormatter(AnswerFormatter):
         return events
 
     def failure_events(self, error: ApiError) -> str:
-        """The events of an error within the stream."""
         return failure_events(error, self._openai_errors)
 
     def closing_events(self) -> str:

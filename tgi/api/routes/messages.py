@@ -290,7 +290,6 @@ class MessageFormatter(AnswerFormatter):
         return events
 
     def failure_events(self, error: ApiError) -> str:
-        """An error within the stream ends it."""
         return f"event: error\ndata: {error.anthropic_body().decode()}\n\n"
 
     def closing_events(self) -> str:

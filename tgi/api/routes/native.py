@@ -52,7 +52,6 @@ class NativeEvents(EventFormatter):
         return events
 
     def failure_events(self, error: ApiError) -> str:
-        """The events of an error within the stream."""
         return f"data: {error.native_body().decode()}\n\n"
 
     def closing_events(self) -> str:

@@ -84,7 +84,6 @@ class EmbeddingsResource(_PoolingResource):
     body = JsonBody(EmbeddingRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with the vectors of all inputs."""
         request = await self._service.read_generation_body(req, self.body)
         self._service.require_task(ModelTask.EMBED)
         options = truncation(None, request.truncate_prompt_tokens, request.truncation_side)._replace(
@@ -151,7 +150,6 @@ class ScoreResource(_PoolingResource):
     body = JsonBody(ScoreRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with the score of each pair."""
         request = await self._service.read_generation_body(req, self.body)
         options, pairs = truncation(None, request.truncate_prompt_tokens, None), request.pairs
         if pairs is None:
@@ -198,7 +196,6 @@ class ClassifyResource(_ClassifyingResource):
     body = JsonBody(ClassifyRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with the classes of each input."""
         request = await self._service.read_generation_body(req, self.body)
         inputs = [TextInput.of(item) for item in items_of(request.input, "input")]
         options = truncation(None, request.truncate_prompt_tokens, None)

@@ -288,7 +288,6 @@ class ResponseFormatter(StoredFormatter):
         return self
 
     def opening_events(self) -> list[str]:
-        """That the response exists, and is computed."""
         events = [self._event(shapes.ResponseCreated, response=self.response)]
         if self.response.background:
             events.append(self._event(shapes.ResponseQueued, response=self.response))

@@ -103,7 +103,6 @@ class InputTokensResource(Resource):
     body = ChatResource.body
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with the number of tokens of the prompt."""
         request = await self._service.read_body(req, self.body)
         request_metrics.count_request(req)
         count = await input_tokens(self._service, req, request)

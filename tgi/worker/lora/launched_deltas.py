@@ -56,7 +56,6 @@ class LaunchedLayerDeltas(NamedTuple):
         return y
 
     def apply_mlp_inner(self, mlp: Mlp, x: Tensor) -> Tensor:
-        """Mlp.gate_up with the deltas of the group "inner"."""
         if self.bare is None or "inner" not in self.columns:
             return mlp.gate_up(x)
         columns, first = self.columns["inner"], mlp.gate or mlp.up

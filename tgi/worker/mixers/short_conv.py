@@ -33,7 +33,6 @@ class ShortConvConfig:
         return ("causal_conv",)
 
     def part(self, local: range) -> "ShortConvConfig":
-        """That of a rank with these channels."""
         return replace(self, channels=len(local))
 
     def matrices(self, hidden: int, local: range, name: str) -> Iterator[MatrixShape]:

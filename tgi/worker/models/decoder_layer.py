@@ -311,7 +311,6 @@ class TensorOperations(NamedTuple):
         return norm(x)
 
     def norm_first(self, norm: Norm, x: Tensor) -> Tensor:
-        """x, of which the first columns are normed."""
         _norm_heads((norm,), x)
         return x
 
@@ -633,7 +632,6 @@ class ProgramOperations(NamedTuple):
         return x
 
     def all_reduce(self, x: ProgramBuffer) -> ProgramBuffer:
-        """The sum of x over all ranks."""
         assert self.communicator is not None
         self.program.all_reduce(x, self.communicator.handle)
         return x

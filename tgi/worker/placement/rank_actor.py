@@ -113,7 +113,6 @@ class RankActor:
         return RankReport(self._incarnation, __version__, self._host, self._port, self._order, code, state, lines)
 
     def stop(self) -> None:
-        """Ends the command, and removes its files."""
         self._end()
         shutil.rmtree(self._directory, ignore_errors=True)
 
