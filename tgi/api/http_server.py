@@ -94,7 +94,6 @@ class ConnectionTable(ServerState):
 
     @property
     def count(self) -> int:
-        """The number of open connections."""
         return len(self.connections) + len(self.opening)
 
     def close_longest_idle(self) -> bool:
@@ -569,7 +568,6 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """Begins to accept connections."""
         assert sockets is not None
         assert isinstance(self.server_state, ConnectionTable)
         seconds = self._settings.read_timeout, self._settings.slow_reader_timeout

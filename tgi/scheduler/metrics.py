@@ -112,14 +112,12 @@ class SchedulerMetrics:
                 metrics.tgi_batch_concat.labels(reason="chunking").inc()
 
     def _add(self, name: str, total: int) -> None:
-        """Increases a counter to this total."""
         before = self._published_sums.get(name, 0)
         if total != before:
             getattr(metrics, name).inc(total - before)
             self._published_sums[name] = total
 
     def _set(self, name: str, value: int) -> None:
-        """Sets a gauge."""
         if self._published_gauges.get(name) != value:
             getattr(metrics, name).set(value)
             self._published_gauges[name] = value

@@ -166,12 +166,10 @@ class TorchEngine:
         return sum(map(len, found))
 
     def reset(self) -> None:
-        """Removes all requests."""
         self._decode_fast_path.reset()
         self._slots.reset()
 
     def held_pages(self) -> list[HeldPages]:
-        """See Engine."""
         self._decode_fast_path.commit()
         return self._slots.held_pages()
 
@@ -187,7 +185,6 @@ class TorchEngine:
         return self._attention.prefault_pages(used, pages)
 
     def release_memory(self) -> None:
-        """See Engine."""
         if not self._cuda:
             release_freed_memory()
 
@@ -237,11 +234,9 @@ class TorchEngine:
                 state.copy(source, target)
 
     def is_done(self, pending: PendingStep | StepResult) -> bool:
-        """Whether the step's result is on the host."""
         return isinstance(pending, StepResult) or pending.end_event is None or pending.end_event.query()
 
     def collect(self, pending: PendingStep | StepResult) -> StepResult:
-        """Waits for the step, verifies its drafts and packs what it sampled."""
         if isinstance(pending, StepResult):
             return pending
         forward_us = pending.forward_us

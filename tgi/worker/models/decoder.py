@@ -141,13 +141,11 @@ class DecoderModel:
         self._adapter_dtype = compute_dtype(dtype, device)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None) -> Tensor:
-        """See Model."""
         return self.forward_head(batch, attention, reader).float32()
 
     def forward_head(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> HeadLogits:
-        """See Model."""
         hidden, _ = self._run_layers(batch, attention, reader)
         if self.kv.gpu_kernels is None:
             return HeadLogits(self._logits(hidden, batch.logits_indices))
@@ -160,7 +158,6 @@ class DecoderModel:
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> GreedyTokens:
-        """See Model."""
         hidden, greedy = self._run_layers(batch, attention, reader, batch.logits_indices)
         if greedy is not None:
             return greedy
@@ -174,7 +171,6 @@ class DecoderModel:
         return self._weights.head.greedy_tokens(x, *self._logits_options, self._vocabulary_shards)
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
-        """See Model."""
         program = self._program
         if program is None or not isinstance(attention, CpuKernelAttention):
             return None
@@ -217,7 +213,6 @@ class DecoderModel:
         return logits if self._communicator is None else self._communicator.all_gather(logits, self._vocabulary_widths)
 
     def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
-        """See Model."""
         weights = read_adapter(directory, self._whole_config, self._adapter_dtype, self.device)
         if self._communicator is not None:
             weights = weights.select_part(projection_parts(self._whole_config, self._shard))
@@ -347,11 +342,11 @@ class DecoderModel:
         shapes, kernels = projection_shapes(self._config), self.kv.cpu_kernels
         if kernels is not None:
             return PackedDeltas(batch.lora_spans, rows, shapes, kernels)
-        count, bare = batch.tokens.shape[0], self._without_epilogue
+        bare = self._without_epilogue
         if self._gpu is not None:
             runs = batch.lora_runs or runs_of_spans(batch.lora_spans, self._adapter_dtype, self.device)
             return LaunchedDeltas(runs, shapes, bare, self._gpu)
-        return LoraDeltas(batch.lora_spans, count, rows, shapes, bare, self._adapter_dtype, self.device)
+        return LoraDeltas(batch.lora_spans, shapes, bare, self._adapter_dtype, self.device)
 
     def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
         """Logits float32 [n, vocab] of the rows `indices` of `hidden`."""

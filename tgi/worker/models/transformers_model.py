@@ -180,17 +180,14 @@ class TransformersModel:
     def forward_head(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> HeadLogits:
-        """See Model."""
         return HeadLogits(self.forward(batch, attention, reader))
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> GreedyTokens:
-        """See Model."""
         return find_greedy_tokens(self.forward(batch, attention, reader))
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> None:
-        """See Model."""
         return None
 
     def load_adapter(self, directory: Path) -> Any:
