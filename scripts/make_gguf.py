@@ -18,6 +18,8 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
+from scripts.make_model import OTHER_NAMES
+
 ARCHITECTURES = {
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "cohere": MODEL_ARCH.COMMAND_R,
@@ -27,6 +29,9 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "falcon_h1": MODEL_ARCH.FALCON_H1,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoehybrid")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
@@ -73,6 +78,17 @@ NUMBERS = {
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_n_groups": "ssm.group_count",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+
+GPT = ("gpt2", "bloom", "mpt")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+NUMBERS_OF_LATENT = {
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "q_lora_rank": "attention.q_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "first_k_dense_replace": "leading_dense_block_count",
 }
 
 PLAIN = (".bias", "norm.weight", "ffn_gate_inp.weight", "conv.weight", "conv1d.weight", "ssm_a", "ssm_d")
@@ -86,6 +102,7 @@ NUMBERS_OF_EXPERTS = {
     "norm_topk_prob": "expert_weights_norm",
     "routed_scaling_factor": "expert_weights_scale",
     "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
 }
 
 
@@ -150,18 +167,29 @@ def write_gguf(
     one of each stored name. Norms, biases and routers stay float32.
     """
     config = json.loads((model / "config.json").read_text())
-    kind, layers = config["model_type"], config.get("layers_block_type") or config.get("layer_types") or []
+    kind = config["model_type"]
+    config |= {name: config[own] for name, own in OTHER_NAMES.get(kind, {}).items() if own in config}
+    if kind == "mamba2":
+        config |= {"mamba_n_heads": config["num_heads"], "mamba_n_groups": config["n_groups"]}
+        config |= {"mamba_d_head": config["head_dim"], "mamba_d_state": config["state_size"], "head_dim": None}
+    if kind == "glm4_moe_lite":
+        config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
+    layers = config.get("layers_block_type") or config.get("layer_types") or []
     number = MODEL_ARCH.NEMOTRON_H_MOE if "moe" in layers else architecture(kind)
     arch, count = MODEL_ARCH_NAMES[number], config.get("num_hidden_layers") or len(layers)
     names = get_tensor_name_map(number, count)
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    kv_heads, inner = (
+        config.get("num_key_value_heads", heads),
+        config.get("intermediate_size", 4 * config["hidden_size"]),
+    )
     rope = config.get("rope_parameters") or {}
     tensors = load_file(model / "model.safetensors")
     keys = {
         f"{arch}.block_count": count,
         f"{arch}.context_length": config["max_position_embeddings"],
         f"{arch}.embedding_length": config["hidden_size"],
-        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.feed_forward_length": inner,
         f"{arch}.attention.head_count": heads,
         f"{arch}.attention.head_count_kv": kv_heads,
         f"{arch}.rope.freq_base": rope.get("full_attention", rope).get("rope_theta"),
@@ -198,20 +226,62 @@ def write_gguf(
         )
     if config.get("sliding_window") and kind != "starcoder2":
         keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
+    if kind == "exaone4":
+        keys[f"{arch}.attention.sliding_window_pattern"] = [layer == "sliding_attention" for layer in layers]
+    if kind in GPT:
+        keys[f"{arch}.attention.layer_norm_epsilon"] = keys.pop(f"{arch}.attention.layer_norm_rms_epsilon")
+    if kind == "mpt":
+        keys[f"{arch}.attention.max_alibi_bias"] = 8.0
+        keys[f"{arch}.attention.clamp_kqv"] = config["attn_config"]["clip_qkv"]
+    if kind == "falcon_h1":  # whose factors are multiplied with the weights, here 1
+        del keys[f"{arch}.embedding_scale"]
+    if kind in ("mamba2", "falcon_h1"):
+        keys[f"{arch}.ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+    if kind == "mamba2":
+        keys |= {f"{arch}.attention.head_count": 0, f"{arch}.feed_forward_length": 0}
+        keys[f"{arch}.attention.head_count_kv"] = None
+    if kind in LATENT:
+        keys |= {
+            f"{arch}.{stored}": config[name]
+            for name, stored in (NUMBERS_OF_LATENT | NUMBERS_OF_EXPERTS).items()
+            if config.get(name)
+        }
+        keys[f"{arch}.attention.key_length_mla"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        keys[f"{arch}.attention.key_length"] = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        keys[f"{arch}.attention.value_length"] = config["kv_lora_rank"]
+        keys[f"{arch}.attention.head_count_kv"] = 1
+        keys[f"{arch}.expert_gating_func"] = 1 if kind == "deepseek_v2" else 2
+        if "mscale_all_dim" in rope:
+            keys[f"{arch}.rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     keys |= metadata or {}
     writer = GGUFWriter(path, arch)
     for key, value in keys.items():
         add(writer, key, value)
-    for name, values in joined(tensors).items():
+    plain_tensors = joined(tensors)
+    for name in [name for name in plain_tensors if name.endswith("kv_b_proj.weight")]:
+        both = plain_tensors.pop(name).reshape(heads, -1, config["kv_lora_rank"])
+        keys_of_heads, values_of_heads = np.split(both, [config["qk_nope_head_dim"]], axis=1)
+        plain_tensors[name.replace("kv_b", "k_b")] = np.ascontiguousarray(keys_of_heads.swapaxes(1, 2))
+        plain_tensors[name.replace("kv_b", "v_b")] = np.ascontiguousarray(values_of_heads)
+    for name, values in plain_tensors.items():
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
+        if kind == "gpt2" and values.ndim == 2 and ".h." in name:
+            values = np.ascontiguousarray(values.T)
+        if kind == "bloom" and "query_key_value" in name:
+            by_head = values.reshape(heads, 3, -1, *values.shape[1:])
+            values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
         if kind in SHIFTED and name.endswith("norm.weight"):
             values = values + 1
         if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
             values = values.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
         whole = name + ".weight" * name.endswith("sinks") + ".bias" * name.endswith("expert_bias")
         whole = re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole).replace("mamba.dt.", "mamba.dt_proj.")
-        others = (whole.removeprefix("model."), re.sub(r"^backbone(.*)\.mixer\.experts", r"model\1.mlp.experts", whole))
+        others = (
+            whole.removeprefix("model."),
+            whole.removeprefix("transformer."),
+            re.sub(r"^backbone(.*)\.mixer\.experts", r"model\1.mlp.experts", whole),
+        )
         found = (names.get_name(one, (".weight", ".bias")) for one in (whole, *others))
         stored = next((one for one in found if one is not None), None)
         if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)\.(first|second|output_linear)\.weight", name):

@@ -20,7 +20,9 @@ from tokenizers.pre_tokenizers import Sequence, Split
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from scripts.make_gguf import add, write_gguf
+from scripts.make_model import LATENT_YARN
 from tests.models import model
+from tests.worker.batches import prefill
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.convert import convert
@@ -28,6 +30,8 @@ from tgi.hub.gguf.tokenizer import REFUSED, SPLITS, complete_tokenizer
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
+from tgi.worker.attention import build_attention
+from tgi.worker.models.loader import build_model
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +61,14 @@ def logits(directory: Path, ids: list[int]) -> torch.Tensor:
         return network(torch.tensor([ids])).logits[0]
 
 
+def decoded(directory: Path) -> torch.Tensor:
+    """Logits after a prompt, of our decoder in float32."""
+    found = build_model(directory, "float32", "cpu", lambda stage, percent: None)
+    return prefill(
+        found, build_attention(found.kv, 20, found.device, state_slots=30), list(range(5, 60)), list(range(20))
+    )
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_float32_weights_are_rounded_to_bfloat16(kind: str, tie: bool, tmp_path: Path) -> None:
@@ -82,6 +94,12 @@ def test_the_imported_model_computes_the_same_logits(kind: str, tmp_path: Path) 
 
 # Values that llama.cpp assumes, so that GGUF files do not contain them.
 HYBRID = (("time_step_min", 0.001), ("n_group", 1), ("topk_group", 1))
+FACTORS = ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "embedding_multiplier")
+FOLDED = (  # into the weights
+    *((name, 1.0) for name in (*FACTORS, "ssm_in_multiplier", "ssm_out_multiplier", "lm_head_multiplier")),
+    *(("mlp_multipliers", [1.0] * 2), ("ssm_multipliers", [1.0] * 5), ("time_step_limit", (0.0, 1e9))),
+    ("mamba_norm_before_gate", False),
+)
 GRANTED: dict[str, dict[str, Any]] = {
     "phi3": {},
     "granite": {},
@@ -110,6 +128,15 @@ GRANTED: dict[str, dict[str, Any]] = {
     "nemotron_h/dense": {
         "more": (*HYBRID, ("layers_block_type", ["mlp", "linear_attention", "full_attention", "mlp"]))
     },
+    "qwen2_moe": {"more": (("mlp_only_layers", None), ("norm_topk_prob", False))},
+    "exaone4": {},
+    "mpt": {"more": (("attn_config", {"clip_qkv": 0.8}),)},
+    "mamba2": {"more": (("time_step_limit", (0.0, 1e9)),)},
+    "falcon_h1": {"more": FOLDED},
+    "falcon_h1/plain": {"more": (*FOLDED, ("mamba_rms_norm", False))},
+    "deepseek_v2": {"more": (("rope_parameters", LATENT_YARN | {"mscale": 0.7}),)},
+    "deepseek_v3": {"more": (("rope_parameters", LATENT_YARN | {"mscale": 0.7}),)},
+    "glm4_moe_lite": {"more": (("attention_bias", False),)},
 }
 
 
@@ -123,6 +150,20 @@ def test_every_model_family_is_converted_back(kind: str, tmp_path: Path) -> None
         assert torch.equal(before[name], tensor), name
     ids = list(range(5, 60))
     assert torch.equal(logits(result, ids), logits(original, ids))
+
+
+@pytest.mark.parametrize("block", ["BF16", "Q8_0"])
+@pytest.mark.parametrize("kind", ["gpt2", "bloom"])
+def test_families_with_the_names_of_a_llama(kind: str, block: str, tmp_path: Path) -> None:
+    """Which the decoder reads in the order of rows and columns that files have."""
+    original = model(kind, dtype="bfloat16", tie=True)
+    (tmp_path / "out").mkdir()
+    convert(write_gguf(original, tmp_path / "m.gguf", block), tmp_path / "out", quiet, packed=True)
+    wanted, found = (decoded(directory) for directory in (original, tmp_path / "out"))
+    if block == "BF16":
+        assert torch.equal(found, wanted)
+    else:
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("F16", 0.002), ("BF16", 0.01), ("Q8_0", 0.02), ("Q4_0", 0.15)])

@@ -78,6 +78,13 @@ class Metadata:
         return UserError(f"{self.file.path}: the metadata key {key!r} {found}; {expected} was expected.")
 
 
+# Norms, routers of experts, gates of shared ones, positions, and what latent attention absorbs.
+UNQUANTIZED = (
+    *("norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight"),
+    *("attn_k_b.weight", "attn_kv_b.weight"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
     """A tensor of the resulting model: its name in the file, its name and shape in the result.
@@ -86,7 +93,8 @@ class TargetTensor:
     where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
     into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it; where
     `exponent` is set, it has stored -exp of the numbers; where `then` is set, it has split the rows, and `then` is the
-    second half.
+    second half. With `expanded`, (heads, rows of K, rows of V), `source` has all K, transposed, and `then` all V, where
+    the result has K and V of one head after another.
     """
 
     source: str
@@ -98,13 +106,21 @@ class TargetTensor:
     reshaped: tuple[int, ...] = ()
     exponent: bool = False
     then: str = ""
+    expanded: tuple[int, int, int] | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape in the file."""
+        """The shape in the file, the first one of several."""
         rows, *columns = self.shape
+        if self.expanded is not None:
+            return (self.expanded[0], *columns, self.expanded[1])
         whole = (rows // len(self.sources), *columns)
         return self.reshaped or (whole if self.part is None else (self.part[1], *whole))
+
+    @property
+    def stored_then(self) -> tuple[int, ...]:
+        """The shape of `then` in the file."""
+        return self.stored if self.expanded is None else (self.expanded[0], self.expanded[2], self.shape[1])
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -113,8 +129,8 @@ class TargetTensor:
 
     @property
     def matrix(self) -> bool:
-        """Whether this is the weight of a linear layer, the embedding or the head, except routers of experts."""
-        return len(self.shape) == 2 and not self.source.endswith(("norm.weight", "ffn_gate_inp.weight"))
+        """Whether this is the weight of a linear layer, the embedding or the head, except UNQUANTIZED."""
+        return len(self.shape) == 2 and not self.source.endswith(UNQUANTIZED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +154,7 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
         )
     if metadata.integer(f"{architecture}.expert_count", 0) and architecture == "llama":
         family = MIXTRAL
-    known_keys = KNOWN | set(family.numbers) | set(family.required)
+    known_keys = KNOWN | set(family.numbers) | set(family.required) | set(family.further)
     for name, value in family.required.items():
         if file.metadata.get(key := f"{architecture}.{name}", value) != value:
             raise metadata.wrong(key, file.metadata[key], str(value))
@@ -149,18 +165,20 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
                 f"{file.path} has {key!r} set, which import does not know. Use the model's safetensors version instead."
             )
     config = _config(metadata, architecture, family)
-    wanted = _tensors(config, family)
+    wanted = _tensors(config, family, file)
     for tensor in wanted:
         for source in tensor.sources:
             found = file.tensors.get(source)
             if found is None:
                 raise UserError(f"{file.path} lacks the tensor {source!r}. Fetch or convert it again.")
-            if found.shape != tensor.stored:
+            expected = tensor.stored if source == tensor.source else tensor.stored_then
+            # Some releases of the converter leave out dimensions of 1.
+            if [size for size in found.shape if size != 1] != [size for size in expected if size != 1]:
                 raise UserError(
                     f"{file.path}: the tensor {source!r} has shape {list(found.shape)}, "
-                    f"expected {list(tensor.stored)}. Fetch or convert it again."
+                    f"expected {list(expected)}. Fetch or convert it again."
                 )
-            if found.type != file.tensors[tensor.source].type:
+            if tensor.expanded is None and found.type != file.tensors[tensor.source].type:
                 raise UserError(
                     f"{file.path}: the tensors {' and '.join(tensor.sources)}, which become one, are of different "
                     "types. Use another quantization of the model, or its safetensors version."
@@ -178,7 +196,9 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     tensors = metadata.file.tensors
     hidden = metadata.positive(f"{architecture}.embedding_length")
     layers = metadata.positive(f"{architecture}.block_count")
-    heads = metadata.positive(f"{architecture}.attention.head_count")
+    heads = metadata.positive(
+        f"{architecture}.attention.head_count" if family.attention else f"{architecture}.ssm.time_step_rank"
+    )
     if layers > MAX_LAYERS:
         raise metadata.wrong(f"{architecture}.block_count", layers, f"at most {MAX_LAYERS}")
     own_kv_heads, inners = [0] * layers, [0] * layers
@@ -189,15 +209,16 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     if "mlp" in family.kinds:
         inner, inners = metadata.of_some_layers(f"{architecture}.feed_forward_length", layers)
     else:
-        inner = metadata.positive(f"{architecture}.feed_forward_length")
+        inner = metadata.positive(f"{architecture}.{'feed_forward_length' if family.attention else 'ssm.inner_size'}")
     head_dim = metadata.positive(f"{architecture}.attention.key_length", max(1, hidden // heads))
     context = metadata.positive(f"{architecture}.context_length")
     if heads % kv_heads:
         raise metadata.wrong(f"{architecture}.attention.head_count_kv", kv_heads, f"a divisor of {heads}")
-    turned = metadata.positive(f"{architecture}.rope.dimension_count", head_dim)
-    if head_dim % 2 or metadata.integer(f"{architecture}.attention.value_length", head_dim) != head_dim:
+    turned = head_dim if family.latent else metadata.positive(f"{architecture}.rope.dimension_count", head_dim)
+    of_values = metadata.integer(f"{architecture}.attention.value_length", head_dim)
+    if family.attention and not family.latent and (head_dim % 2 or of_values != head_dim):
         raise metadata.wrong(f"{architecture}.attention.value_length", head_dim, f"the head size {head_dim}, even,")
-    if turned % 2 or turned > head_dim or (turned != head_dim and not family.rotates_part):
+    if (family.attention and turned % 2) or turned > head_dim or (turned != head_dim and not family.rotates_part):
         raise metadata.wrong(f"{architecture}.rope.dimension_count", turned, f"the head size {head_dim}")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{metadata.file.path} lacks the tensor 'token_embd.weight'. Fetch or convert it again.")
@@ -246,6 +267,8 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         ]
     for name, sources in family.biases.items():
         config[name] = f"blk.0.{sources[0]}.bias" in tensors
+    for name, source in family.optional.items():
+        config[name] = f"blk.0.{source}.weight" in tensors
     _add_unstated_values(metadata, architecture, family, config)
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in metadata.file.metadata:
@@ -323,19 +346,71 @@ def _add_unstated_values(
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     if kind == "granitemoehybrid" and metadata.file.metadata.get(f"{architecture}.rope.scaling.finetuned"):
         config["position_embedding_type"] = "rope"
+    if kind == "exaone4":
+        _add_windows(metadata, architecture, config)
+    if kind == "mpt":
+        config["attn_config"] = {"alibi_bias_max": int(metadata.number(f"{architecture}.attention.max_alibi_bias"))}
+        if (key := f"{architecture}.attention.clamp_kqv") in metadata.file.metadata:
+            config["attn_config"]["clip_qkv"] = metadata.number(key)
+    if family.latent:
+        _add_latent(metadata, architecture, config)
     if kind == "cohere":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
 
 
-def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTensor]:
+def _add_windows(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """Which layers have the sliding window: by a list, or without one all but each fourth."""
+    layers = config["num_hidden_layers"]
+    found = metadata.file.metadata.get(key := f"{architecture}.attention.sliding_window_pattern")
+    if found is None:
+        found = [config["sliding_window"] is not None and (number + 1) % 4 != 0 for number in range(layers)]
+    if not isinstance(found, list) or len(found) != layers or not all(isinstance(one, bool) for one in found):
+        raise metadata.wrong(key, found, f"a list of {layers} truth values")
+    config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found]
+
+
+def _add_latent(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """The sizes of latent attention, and what its families differ in."""
+    tensors, heads = metadata.file.tensors, config["num_attention_heads"]
+    for name in ("kv_lora_rank", "rope.dimension_count"):
+        metadata.positive(f"{architecture}.{name if '.' in name else 'attention.' + name}")
+    # Where keys and values are expanded in the file, their lengths are those of a head.
+    absorbed, attention = "blk.0.attn_k_b.weight" in tensors, f"{architecture}.attention."
+    whole = metadata.positive(attention + ("key_length_mla" if absorbed else "key_length"))
+    config["v_head_dim"] = metadata.positive(attention + ("value_length_mla" if absorbed else "value_length"))
+    config["qk_nope_head_dim"] = whole - config["qk_rope_head_dim"]
+    if config["qk_nope_head_dim"] < 1:
+        raise metadata.wrong(f"{architecture}.rope.dimension_count", config["qk_rope_head_dim"], f"less than {whole}")
+    config["num_key_value_heads"], config["head_dim"] = heads, config["qk_rope_head_dim"]
+    if not any(name.endswith("exp_probs_b.bias") for name in tensors):
+        grouped = config["n_group"] > 1
+        config |= {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+        config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+    sigmoid = config["model_type"] == "deepseek_v3"
+    scoring = metadata.file.metadata.get(key := f"{architecture}.expert_gating_func", 2 if sigmoid else 1)
+    if scoring != (2 if sigmoid else 1):
+        raise metadata.wrong(key, scoring, "2 (sigmoid) with biases of the choice, 1 (softmax) without,")
+    if (key := f"{architecture}.rope.scaling.yarn_log_multiplier") in metadata.file.metadata:
+        scale = float(f"{metadata.number(key) / 0.1:.6g}")
+        config["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -> list[TargetTensor]:
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * head_dim, kv_heads * head_dim
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
     sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
-    shared = config.get("moe_shared_expert_intermediate_size") or config.get("shared_intermediate_size", 0)
+    of_shared = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = next((config[key] for key in of_shared if config.get(key)), 0)
+    shared = shared or config.get("moe_intermediate_size", 0) * config.get("n_shared_experts", 0)
     sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache", 0), "W": shared, "2W": 2 * shared}
+    sizes["N"] = config["max_position_embeddings"]
+    if family.latent:
+        nope, rank, value = config["qk_nope_head_dim"], config["kv_lora_rank"], config["v_head_dim"]
+        sizes |= {"q": config["q_lora_rank"] or 0, "U": heads * (nope + config["qk_rope_head_dim"]), "r": rank}
+        sizes |= {"R": rank + config["qk_rope_head_dim"], "KV": heads * (nope + value), "V": heads * value}
     if (names := family.mamba2) is not None:
         parts, groups = config[names.heads], config[names.groups]
         channels = parts * config[names.head_dim]
@@ -344,6 +419,10 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
         sizes |= {"P": channels + convolved + parts, "L": config[names.kernel]}
     biased = {name for flag, names in family.biases.items() if config[flag] for name in names}
     biased |= set(family.always_biased)
+    left_out = {name for flag, name in family.optional.items() if not config[flag]}
+    if family.latent:
+        left_out |= {"attn_q"} if config["q_lora_rank"] else {"attn_q_a", "attn_q_a_norm", "attn_q_b"}
+        left_out |= {"exp_probs_b.bias"} if config["model_type"] == "deepseek_v2" else set()
     blocks = list(family.blocks)
     if config.get("use_qk_norm"):
         for at, count in (("q", heads), ("k", kv_heads)):
@@ -352,6 +431,13 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
     wanted = [TargetTensor("token_embd.weight", f"{family.embedding}.weight", (config["vocab_size"], hidden))]
 
     def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
+        if short in left_out:
+            return
+        if short == "attn_kv_b" and f"{prefix}attn_k_b.weight" in file.tensors:
+            pair = f"{prefix}attn_k_b.weight", f"{prefix}attn_v_b.weight"
+            parts = heads, config["qk_nope_head_dim"], config["v_head_dim"]
+            wanted.append(TargetTensor(pair[0], f"{name}.weight", shape, then=pair[1], expanded=parts))
+            return
         short, _, then = short.partition("+")
         source, then = prefix + short, f"{prefix}{then}.weight" if then else ""
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
@@ -364,7 +450,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
                         wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, experts)))
             return
         reshaped = tuple(sizes[size] for size in family.reshaped.get(short, ()))
-        if short.endswith((".weight", ".bias", "ssm_a", "ssm_d")):
+        if short.endswith((".weight", ".bias", "ssm_a", "ssm_d")) or name.endswith(".weight"):
             wanted.append(TargetTensor(source, name, shape, reshaped=reshaped, exponent=short == "ssm_a"))
             return
         wanted.append(
@@ -373,9 +459,12 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
         if short in biased:
             wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
 
+    first_routed = config.get("num_dense_layers", config.get("first_k_dense_replace", 0))
+    for source, name, shape in family.whole:
+        add("", source, name, tuple(sizes[size] for size in shape))
     for layer in range(config["num_hidden_layers"]):
         kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
-        kinds = (kind, "experts" if experts and layer >= config.get("num_dense_layers", 0) else "dense")
+        kinds = (kind, "experts" if experts and layer >= first_routed else "dense")
         for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):
             add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(sizes[size] for size in shape))
     add("", *family.last_norm, (hidden,))

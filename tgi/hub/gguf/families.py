@@ -9,7 +9,8 @@ from typing import NamedTuple
 # Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
 # state, 3H three of them; I MLP, 2I its two joint matrices; E number of experts, M one expert; L tokens that a
 # convolution reads. Of Mamba2: X its channels, X/G those of a group, G number of groups, T heads, C channels of the
-# convolution, P the joint projection; W all shared experts, 2W their two joint matrices.
+# convolution, P the joint projection; W all shared experts, 2W their two joint matrices. N positions. Of latent
+# attention: q the inner width of queries, U all queries, V all values, R the key, r the latent, KV keys and values.
 Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
 
 _ATTENTION: tuple[Block, ...] = (
@@ -55,7 +56,7 @@ class Mamba2Names(NamedTuple):
 @dataclass(frozen=True)
 class GGUFArchitecture:
     """One architecture. A name with "{}" is one tensor for all experts; one that ends in .weight or .bias is whole, and
-    so is its name in the result."""
+    so is its name in the result. Where the latter alone does, the name in the file ends without it."""
 
     model_type: str
     architecture: str
@@ -78,6 +79,11 @@ class GGUFArchitecture:
     layer_types_key: str = "layer_types"
     mamba2: Mamba2Names | None = None
     reshaped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # shapes in the file, if not those in the result
+    whole: tuple[Block, ...] = ()  # that belong to no layer
+    optional: dict[str, str] = field(default_factory=dict)  # key of config.json -> tensor that layers have if it is set
+    further: tuple[str, ...] = ()  # metadata keys that architecture.py reads for this architecture
+    attention: bool = True  # some layers have it
+    latent: bool = False  # it is latent attention
     last_norm: tuple[str, str] = ("output_norm", "model.norm")
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -156,6 +162,25 @@ _NEMOTRON = GGUFArchitecture(
     embedding="backbone.embeddings",
     layers="backbone.layers",
 )
+
+_GPT_BLOCKS: tuple[Block, ...] = (
+    ("attn_qkv", "self_attn.qkv_proj", ("S", "H")),
+    ("attn_output", "self_attn.o_proj", ("H", "Q")),
+    ("ffn_up", "mlp.up_proj", ("I", "H")),
+    ("ffn_down", "mlp.down_proj", ("H", "I")),
+    *_NORMS,
+)
+_GPT_BIASED = (
+    "attn_norm",
+    "ffn_norm",
+    "attn_qkv",
+    "attn_output",
+    "ffn_up",
+    "ffn_down",
+    "output_norm",
+    "token_embd_norm",
+)
+_GPT: dict[str, object] = {"hidden_act": "gelu_new", "activation_function": "gelu_new"}
 
 FAMILIES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
@@ -413,6 +438,169 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         reshaped={"shortconv.conv": ("H", "L")},
         last_norm=_LFM2_NORM,
     ),
+    "qwen2moe": GGUFArchitecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
+            ("ffn_gate_inp_shexp", "mlp.shared_expert_gate", ("1", "H")),
+            ("ffn_gate_shexp", "mlp.shared_expert.gate_proj", ("W", "H")),
+            ("ffn_up_shexp", "mlp.shared_expert.up_proj", ("W", "H")),
+            ("ffn_down_shexp", "mlp.shared_expert.down_proj", ("H", "W")),
+        ),
+        always_biased=("attn_q", "attn_k", "attn_v"),
+        numbers={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        fixed={"norm_topk_prob": False},
+    ),
+    "exaone4": GGUFArchitecture(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            *_HEAD_NORMS,
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+            ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
+        ),
+        numbers={"attention.sliding_window": "sliding_window"},
+        fixed={"sliding_window": None, **_NO_PADDING},
+        further=("attention.sliding_window_pattern",),
+    ),
+    "gpt2": GGUFArchitecture(
+        "gpt2",
+        "GPT2LMHeadModel",
+        _GPT_BLOCKS,
+        always_biased=_GPT_BIASED,
+        fixed=_GPT,
+        epsilon=(_LAYER_NORM, "layer_norm_epsilon"),
+        whole=(("position_embd", "model.embed_positions", ("N", "H")),),
+    ),
+    "bloom": GGUFArchitecture(
+        "bloom",
+        "BloomForCausalLM",
+        _GPT_BLOCKS,
+        always_biased=_GPT_BIASED,
+        fixed=_GPT,
+        epsilon=(_LAYER_NORM, "layer_norm_epsilon"),
+        whole=(("token_embd_norm", "model.embed_norm", ("H",)),),
+    ),
+    "mpt": GGUFArchitecture(
+        "mpt",
+        "MptForCausalLM",
+        (
+            ("attn_qkv", "attn.Wqkv", ("S", "H")),
+            ("attn_output", "attn.out_proj", ("H", "Q")),
+            ("ffn_up", "ffn.up_proj", ("I", "H")),
+            ("ffn_down", "ffn.down_proj", ("H", "I")),
+            ("attn_norm", "norm_1", ("H",)),
+            ("ffn_norm", "norm_2", ("H",)),
+        ),
+        numbers={"context_length": "max_seq_len"},
+        fixed={"hidden_act": "gelu"},
+        further=("attention.max_alibi_bias", "attention.clamp_kqv"),
+        epsilon=(_LAYER_NORM, "layer_norm_epsilon"),
+        last_norm=("output_norm", "transformer.norm_f"),
+        embedding="transformer.wte",
+        layers="transformer.blocks",
+    ),
+    "mamba2": GGUFArchitecture(
+        "mamba2",
+        "Mamba2ForCausalLM",
+        (("attn_norm", "norm", ("H",)), *_mamba2("mixer")),
+        {"use_bias": ("ssm_in", "ssm_out")},
+        fixed={"expand": 2},
+        epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
+        mamba2=Mamba2Names("conv_kernel", "state_size", "num_heads", "n_groups", "head_dim"),
+        reshaped=_MAMBA2_SHAPES,
+        attention=False,
+        last_norm=("output_norm", "backbone.norm_f"),
+        embedding="backbone.embeddings",
+        layers="backbone.layers",
+    ),
+    "falcon-h1": GGUFArchitecture(  # whose factors the converter has multiplied with the weights
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        (
+            *_ATTENTION,
+            *_mamba2("mamba"),
+            *((name, own.replace("mlp", "feed_forward"), shape) for name, own, shape in _MLP),
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("ffn_norm", "pre_ff_layernorm.weight", ("H",)),
+        ),
+        numbers={"ssm.inner_size": "mamba_d_ssm"},
+        fixed={
+            "mamba_norm_before_gate": False,
+            **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), 1.0),
+            **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier", "embedding_multiplier"), 1.0),
+            **{"lm_head_multiplier": 1.0, "mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5},
+        },
+        optional={"mamba_rms_norm": "ssm_norm"},
+        mamba2=Mamba2Names("mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_n_groups", "mamba_d_head"),
+        reshaped=_MAMBA2_SHAPES,
+        last_norm=("output_norm", "model.final_layernorm"),
+    ),
+    # Kimi K2 and GLM-4.7-Flash, too. Without biases of the experts' choice it is a DeepSeek-V2.
+    "deepseek2": GGUFArchitecture(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        (
+            ("attn_q", "self_attn.q_proj", ("U", "H")),
+            ("attn_q_a", "self_attn.q_a_proj", ("q", "H")),
+            ("attn_q_a_norm", "self_attn.q_a_layernorm", ("q",)),
+            ("attn_q_b", "self_attn.q_b_proj", ("U", "q")),
+            ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa", ("R", "H")),
+            ("attn_kv_a_norm", "self_attn.kv_a_layernorm", ("r",)),
+            ("attn_kv_b", "self_attn.kv_b_proj", ("KV", "r")),
+            ("attn_output", "self_attn.o_proj", ("H", "V")),
+            *_NORMS,
+        ),
+        numbers={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.q_lora_rank": "q_lora_rank",
+            "rope.dimension_count": "qk_rope_head_dim",
+        },
+        fixed={
+            **{"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+            **{"q_lora_rank": None, "rope_interleave": True, "num_nextn_predict_layers": 0, **_NO_PADDING},
+        },
+        further=(
+            *("attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
+            "expert_gating_func",
+        ),
+        kinds={
+            "dense": _MLP,
+            "experts": (
+                ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+                ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias", ("E",)),
+                ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
+                ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
+                ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
+                ("ffn_gate_shexp", "mlp.shared_experts.gate_proj", ("W", "H")),
+                ("ffn_up_shexp", "mlp.shared_experts.up_proj", ("W", "H")),
+                ("ffn_down_shexp", "mlp.shared_experts.down_proj", ("H", "W")),
+            ),
+        },
+        latent=True,
+    ),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": replace(
         _NEMOTRON,
@@ -425,7 +613,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             "expert_weights_norm": "norm_topk_prob",
             "expert_weights_scale": "routed_scaling_factor",
         },
-        required={"expert_group_count": 1},
+        required={"expert_group_count": 1, "expert_group_used_count": 1},
         layer_types={"linear_attention": "recurrent", "full_attention": "attention", "moe": "mlp"},
         kinds={
             **_NEMOTRON_H,
