@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
@@ -47,7 +48,7 @@ SCALES = {
     GGMLQuantizationType.IQ3_S: {0: 1.0},
     GGMLQuantizationType.IQ1_S: {0: 1.0},
 }
-SHIFTED = ("gemma", "gemma2", "gemma3_text")
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
 # Further entries if config.json has them: key of config.json -> key without the architecture.
 NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
@@ -82,6 +83,12 @@ NUMBERS = {
 }
 
 GPT = ("gpt2", "bloom", "mpt")
+NUMBERS_OF_DELTA = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 NUMBERS_OF_LATENT = {
     "kv_lora_rank": "attention.kv_lora_rank",
@@ -240,6 +247,10 @@ def write_gguf(
     if kind == "mamba2":
         keys |= {f"{arch}.attention.head_count": 0, f"{arch}.feed_forward_length": 0}
         keys[f"{arch}.attention.head_count_kv"] = None
+    if kind == "qwen3_next":
+        keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_DELTA.items()}
+        keys[f"{arch}.ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        keys[f"{arch}.full_attention_interval"] = layers.index("full_attention") + 1
     if kind in LATENT:
         keys |= {
             f"{arch}.{stored}": config[name]
@@ -263,6 +274,14 @@ def write_gguf(
         keys_of_heads, values_of_heads = np.split(both, [config["qk_nope_head_dim"]], axis=1)
         plain_tensors[name.replace("kv_b", "k_b")] = np.ascontiguousarray(keys_of_heads.swapaxes(1, 2))
         plain_tensors[name.replace("kv_b", "v_b")] = np.ascontiguousarray(values_of_heads)
+    for name in [name for name in plain_tensors if name.endswith("in_proj_qkvz.weight")]:
+        key, values_of_key = config["linear_key_head_dim"], config["linear_value_head_dim"]
+        values_of_key *= config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        by_head = plain_tensors.pop(name).reshape(config["linear_num_key_heads"], -1, config["hidden_size"])
+        *qkv, z = np.split(by_head, np.cumsum((key, key, values_of_key)), axis=1)
+        flat = [part.reshape(-1, config["hidden_size"]) for part in qkv]
+        plain_tensors[name.replace("qkvz", "qkv")] = np.concatenate(flat)
+        plain_tensors[name.replace("qkvz", "z")] = np.ascontiguousarray(z.reshape(-1, config["hidden_size"]))
     for name, values in plain_tensors.items():
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
@@ -271,12 +290,16 @@ def write_gguf(
         if kind == "bloom" and "query_key_value" in name:
             by_head = values.reshape(heads, 3, -1, *values.shape[1:])
             values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
-        if kind in SHIFTED and name.endswith("norm.weight"):
+        if kind in SHIFTED and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             values = values + 1
         if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
             values = values.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
         whole = name + ".weight" * name.endswith("sinks") + ".bias" * name.endswith("expert_bias")
-        whole = re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole).replace("mamba.dt.", "mamba.dt_proj.")
+        whole = (
+            re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole)
+            .replace("mamba.dt.", "mamba.dt_proj.")
+            .replace("attn.dt.", "attn.dt_proj.")
+        )
         others = (
             whole.removeprefix("model."),
             whole.removeprefix("transformer."),

@@ -152,11 +152,19 @@ def test_every_model_family_is_converted_back(kind: str, tmp_path: Path) -> None
     assert torch.equal(logits(result, ids), logits(original, ids))
 
 
-@pytest.mark.parametrize("block", ["BF16", "Q8_0"])
-@pytest.mark.parametrize("kind", ["gpt2", "bloom"])
-def test_families_with_the_names_of_a_llama(kind: str, block: str, tmp_path: Path) -> None:
-    """Which the decoder reads in the order of rows and columns that files have."""
-    original = model(kind, dtype="bfloat16", tie=True)
+DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_only_layers", None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "options"),
+    [
+        *((kind, block, {"tie": True}) for kind in ("gpt2", "bloom") for block in ("BF16", "Q8_0")),
+        ("qwen3_next", "BF16", {"layers": 4, "more": DELTA}),
+    ],
+)
+def test_families_with_other_names_of_tensors(kind: str, block: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """By which the decoder reads rows and columns in the order that files have."""
+    original = model(kind, dtype="bfloat16", **options)
     (tmp_path / "out").mkdir()
     convert(write_gguf(original, tmp_path / "m.gguf", block), tmp_path / "out", quiet, packed=True)
     wanted, found = (decoded(directory) for directory in (original, tmp_path / "out"))

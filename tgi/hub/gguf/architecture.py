@@ -78,10 +78,10 @@ class Metadata:
         return UserError(f"{self.file.path}: the metadata key {key!r} {found}; {expected} was expected.")
 
 
-# Norms, routers of experts, gates of shared ones, positions, and what latent attention absorbs.
+# Norms, routers of experts, gates of shared ones and of the delta rule, positions, and what latent attention absorbs.
 UNQUANTIZED = (
     *("norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight"),
-    *("attn_k_b.weight", "attn_kv_b.weight"),
+    *("attn_k_b.weight", "attn_kv_b.weight", "ssm_ba.weight"),
 )
 
 
@@ -94,7 +94,8 @@ class TargetTensor:
     into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it; where
     `exponent` is set, it has stored -exp of the numbers; where `then` is set, it has split the rows, and `then` is the
     second half. With `expanded`, (heads, rows of K, rows of V), `source` has all K, transposed, and `then` all V, where
-    the result has K and V of one head after another.
+    the result has K and V of one head after another. With `half`, (n, parts), the file has two such tensors, of each
+    part the rows of the first, then those of the second; this is the nth.
     """
 
     source: str
@@ -107,6 +108,7 @@ class TargetTensor:
     exponent: bool = False
     then: str = ""
     expanded: tuple[int, int, int] | None = None
+    half: tuple[int, int] | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -114,6 +116,8 @@ class TargetTensor:
         rows, *columns = self.shape
         if self.expanded is not None:
             return (self.expanded[0], *columns, self.expanded[1])
+        if self.half is not None:
+            return (2 * rows, *columns)
         whole = (rows // len(self.sources), *columns)
         return self.reshaped or (whole if self.part is None else (self.part[1], *whole))
 
@@ -202,7 +206,7 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     if layers > MAX_LAYERS:
         raise metadata.wrong(f"{architecture}.block_count", layers, f"at most {MAX_LAYERS}")
     own_kv_heads, inners = [0] * layers, [0] * layers
-    if not family.layer_types:
+    if not family.layer_types or family.delta_rule:
         kv_heads = metadata.positive(f"{architecture}.attention.head_count_kv", heads)
     else:
         kv_heads, own_kv_heads = metadata.of_some_layers(f"{architecture}.attention.head_count_kv", layers)
@@ -259,7 +263,9 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
             value = metadata.file.metadata[key]
             read = metadata.integer if isinstance(value, int) else metadata.number
             config[name] = value if isinstance(value, bool) else read(key)
-    if family.layer_types:
+    if family.delta_rule:
+        _add_delta_rule(metadata, architecture, config)
+    elif family.layer_types:
         names = {kind: name for name, kind in family.layer_types.items()}
         kinds = zip(own_kv_heads, inners, strict=True)
         config[family.layer_types_key] = [
@@ -369,6 +375,21 @@ def _add_windows(metadata: Metadata, architecture: str, config: dict[str, Any]) 
     config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found]
 
 
+def _add_delta_rule(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """Which layers have attention, and the sizes of the others."""
+    layers, each = config["num_hidden_layers"], metadata.positive(f"{architecture}.full_attention_interval", 4)
+    config["layer_types"] = [
+        "full_attention" if (number + 1) % each == 0 else "linear_attention" for number in range(layers)
+    ]
+    inner = metadata.positive(key := f"{architecture}.ssm.inner_size")
+    for name in ("conv_kernel", "state_size", "group_count", "time_step_rank"):
+        metadata.positive(f"{architecture}.ssm.{name}")
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if inner % value_heads or value_heads % key_heads:
+        raise metadata.wrong(key, inner, f"a multiple of {value_heads} heads, which are one of {key_heads},")
+    config["linear_value_head_dim"] = inner // value_heads
+
+
 def _add_latent(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
     """The sizes of latent attention, and what its families differ in."""
     tensors, heads = metadata.file.tensors, config["num_attention_heads"]
@@ -406,6 +427,12 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     shared = next((config[key] for key in of_shared if config.get(key)), 0)
     shared = shared or config.get("moe_intermediate_size", 0) * config.get("n_shared_experts", 0)
     sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache", 0), "W": shared, "2W": 2 * shared}
+    if family.delta_rule:
+        key_heads, parts, value = (
+            config[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "value_head_dim")
+        )
+        sizes |= {"2Q": 2 * query, "T": parts, "X": parts * value, "d": value, "L": config["linear_conv_kernel_dim"]}
+        sizes["C"] = 2 * key_heads * config["linear_key_head_dim"] + parts * value
     sizes["N"] = config["max_position_embeddings"]
     if family.latent:
         nope, rank, value = config["qk_nope_head_dim"], config["kv_lora_rank"], config["v_head_dim"]
@@ -433,6 +460,10 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
         if short in left_out:
             return
+        if short == "ssm_ba":
+            half = int(name.endswith("a")), config["linear_num_key_heads"]
+            wanted.append(TargetTensor(f"{prefix}{short}.weight", f"{name}.weight", shape, half=half))
+            return
         if short == "attn_kv_b" and f"{prefix}attn_k_b.weight" in file.tensors:
             pair = f"{prefix}attn_k_b.weight", f"{prefix}attn_v_b.weight"
             parts = heads, config["qk_nope_head_dim"], config["v_head_dim"]
@@ -441,7 +472,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         short, _, then = short.partition("+")
         source, then = prefix + short, f"{prefix}{then}.weight" if then else ""
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
-        shift = family.norm_shift if short.endswith("norm") else 0.0
+        shift = family.norm_shift if short.endswith("norm") and short != "ssm_norm" else 0.0
         if "{}" in name:
             for expert in range(experts):
                 for end, one in (("weight", shape[1:]), ("bias", shape[1:2])):

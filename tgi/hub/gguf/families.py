@@ -10,7 +10,8 @@ from typing import NamedTuple
 # state, 3H three of them; I MLP, 2I its two joint matrices; E number of experts, M one expert; L tokens that a
 # convolution reads. Of Mamba2: X its channels, X/G those of a group, G number of groups, T heads, C channels of the
 # convolution, P the joint projection; W all shared experts, 2W their two joint matrices. N positions. Of latent
-# attention: q the inner width of queries, U all queries, V all values, R the key, r the latent, KV keys and values.
+# attention: q the inner width of queries, U all queries, V all values, R the key, r the latent, KV keys and values. Of
+# the delta rule: 2Q queries and their gates, C channels of the convolution, T value heads, X all values, d one of them.
 Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
 
 _ATTENTION: tuple[Block, ...] = (
@@ -84,6 +85,7 @@ class GGUFArchitecture:
     further: tuple[str, ...] = ()  # metadata keys that architecture.py reads for this architecture
     attention: bool = True  # some layers have it
     latent: bool = False  # it is latent attention
+    delta_rule: bool = False  # of the layers but each n-th, which have attention
     last_norm: tuple[str, str] = ("output_norm", "model.norm")
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -181,6 +183,23 @@ _GPT_BIASED = (
     "token_embd_norm",
 )
 _GPT: dict[str, object] = {"hidden_act": "gelu_new", "activation_function": "gelu_new"}
+
+_QWEN_EXPERTS: tuple[Block, ...] = (
+    ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+    ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
+    ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
+    ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate", ("1", "H")),
+    ("ffn_gate_shexp", "mlp.shared_expert.gate_proj", ("W", "H")),
+    ("ffn_up_shexp", "mlp.shared_expert.up_proj", ("W", "H")),
+    ("ffn_down_shexp", "mlp.shared_expert.down_proj", ("H", "W")),
+)
+_QWEN_NUMBERS_OF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 
 FAMILIES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
@@ -444,23 +463,47 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         (
             *_ATTENTION,
             *_NORMS,
-            ("ffn_gate_inp", "mlp.gate", ("E", "H")),
-            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
-            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
-            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
-            ("ffn_gate_inp_shexp", "mlp.shared_expert_gate", ("1", "H")),
-            ("ffn_gate_shexp", "mlp.shared_expert.gate_proj", ("W", "H")),
-            ("ffn_up_shexp", "mlp.shared_expert.up_proj", ("W", "H")),
-            ("ffn_down_shexp", "mlp.shared_expert.down_proj", ("H", "W")),
+            *_QWEN_EXPERTS,
         ),
         always_biased=("attn_q", "attn_k", "attn_v"),
-        numbers={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
+        numbers=_QWEN_NUMBERS_OF_EXPERTS,
         fixed={"norm_topk_prob": False},
+    ),
+    # The text part of Qwen3.5 computes the same, and has the rows of the input projections in the order of the file.
+    "qwen3next": GGUFArchitecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        (
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+            *_QWEN_EXPERTS,
+        ),
+        numbers={
+            **_QWEN_NUMBERS_OF_EXPERTS,
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+        },
+        fixed={"norm_topk_prob": True, **_NO_PADDING},
+        norm_shift=1.0,
+        rotates_part=True,
+        kinds={
+            "attention": (("attn_q", "self_attn.q_proj", ("2Q", "H")), *_ATTENTION[1:], *_HEAD_NORMS),
+            "recurrent": (
+                ("attn_qkv", "linear_attn.in_proj_qkv", ("C", "H")),
+                ("attn_gate", "linear_attn.in_proj_z", ("X", "H")),
+                ("ssm_ba", "linear_attn.in_proj_b", ("T", "H")),
+                ("ssm_ba", "linear_attn.in_proj_a", ("T", "H")),
+                ("ssm_conv1d", "linear_attn.conv1d", ("C", "1", "L")),
+                ("ssm_dt.bias", "linear_attn.dt_bias", ("T",)),
+                ("ssm_a", "linear_attn.A_log", ("T",)),
+                ("ssm_norm", "linear_attn.norm", ("d",)),
+                ("ssm_out", "linear_attn.out_proj", ("H", "X")),
+            ),
+        },
+        layer_types={"linear_attention": "recurrent", "full_attention": "attention"},
+        delta_rule=True,
     ),
     "exaone4": GGUFArchitecture(
         "exaone4",

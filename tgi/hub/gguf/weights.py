@@ -159,6 +159,10 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
         rows //= count
         stored = stored[number * rows : (number + 1) * rows]
     order = row_order(rows, heads) if heads else None
+    if wanted.half is not None:
+        number, parts = wanted.half
+        order = np.arange(rows).reshape(parts, 2, -1)[:, number].reshape(-1)
+        rows //= 2
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
         some = stored[first : first + step] if order is None else stored[order[first : first + step]]
