@@ -6,9 +6,11 @@ scripts/make_gguf.py DIR FILE.gguf --format BF16
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ ARCHITECTURES = {
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
+    "gemma3n_text": MODEL_ARCH.GEMMA3N,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoehybrid")
@@ -89,6 +92,12 @@ NUMBERS_OF_DELTA = {
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
 }
+NUMBERS_OF_STREAMS = {
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "altup_active_idx": "altup.active_idx",
+    "altup_num_inputs": "altup.num_inputs",
+}
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 NUMBERS_OF_LATENT = {
     "kv_lora_rank": "attention.kv_lora_rank",
@@ -138,7 +147,7 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
             continue
         if name.endswith((".A_log", ".D")):
             values = values[:, None] if name.endswith("D") else -np.exp(values[:, None])
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+        if match := re.fullmatch(r"(.*\.experts|model\.altup_\w+)\.(\d+)\.(.*)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
         else:
             found[name] = values
@@ -233,7 +242,13 @@ def write_gguf(
         )
     if config.get("sliding_window") and kind != "starcoder2":
         keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
-    if kind == "exaone4":
+    if kind == "gemma3n_text":
+        keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_STREAMS.items()}
+        keys[f"{arch}.rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+        keys[f"{arch}.activation_sparsity_scale"] = [
+            NormalDist().inv_cdf(part) if part else -math.inf for part in config["activation_sparsity_pattern"]
+        ]
+    if kind in ("exaone4", "gemma3n_text"):
         keys[f"{arch}.attention.sliding_window_pattern"] = [layer == "sliding_attention" for layer in layers]
     if kind in GPT:
         keys[f"{arch}.attention.layer_norm_epsilon"] = keys.pop(f"{arch}.attention.layer_norm_rms_epsilon")
@@ -294,7 +309,7 @@ def write_gguf(
             values = values + 1
         if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
             values = values.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
-        whole = name + ".weight" * name.endswith("sinks") + ".bias" * name.endswith("expert_bias")
+        whole = name + ".weight" * name.endswith(("sinks", "output_scale")) + ".bias" * name.endswith("expert_bias")
         whole = (
             re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole)
             .replace("mamba.dt.", "mamba.dt_proj.")

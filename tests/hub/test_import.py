@@ -109,6 +109,7 @@ GRANTED: dict[str, dict[str, Any]] = {
         **{"tie": True, "layers": 6, "head_dim": 32},
         "more": (("sliding_window_pattern", 6), ("query_pre_attn_scalar", 32)),
     },
+    "gemma3n_text": {"tie": True, "more": (("num_hidden_layers", 5),)},
     "olmo2": {},
     "smollm3": {"layers": 4, "more": (("no_rope_layer_interval", 4),)},
     "cohere": {"tie": True},

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 from tgi.hub.gguf.families import FAMILIES, MIXTRAL, GGUFArchitecture
@@ -10,6 +11,7 @@ from tgi.microkernel.errors import UserError
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1024
+MAX_STREAMS = 64
 
 # Prefixes of keys that change the computation: an unknown key with one of them is refused.
 HEEDED = (
@@ -78,6 +80,7 @@ class Metadata:
         return UserError(f"{self.file.path}: the metadata key {key!r} {found}; {expected} was expected.")
 
 
+KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")  # which layers that share those of others may have for nothing
 # Norms, routers of experts, gates of shared ones and of the delta rule, positions, and what latent attention absorbs.
 UNQUANTIZED = (
     *("norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight"),
@@ -187,7 +190,11 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
                     f"{file.path}: the tensors {' and '.join(tensor.sources)}, which become one, are of different "
                     "types. Use another quantization of the model, or its safetensors version."
                 )
-    unknown = set(file.tensors) - {source for tensor in wanted for source in tensor.sources} - {"rope_freqs.weight"}
+    shared = range(config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0), config["num_hidden_layers"])
+    unused = {f"blk.{layer}.{name}.weight" for layer in shared for name in KEYS_AND_VALUES}
+    unknown = (
+        set(file.tensors) - unused - {source for tensor in wanted for source in tensor.sources} - {"rope_freqs.weight"}
+    )
     if unknown:
         raise UserError(
             f"{file.path} has tensors that a {architecture} model does not use, such as {min(unknown)!r}. "
@@ -212,6 +219,8 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         kv_heads, own_kv_heads = metadata.of_some_layers(f"{architecture}.attention.head_count_kv", layers)
     if "mlp" in family.kinds:
         inner, inners = metadata.of_some_layers(f"{architecture}.feed_forward_length", layers)
+    elif isinstance(metadata.file.metadata.get(f"{architecture}.feed_forward_length"), list):
+        inner, _ = metadata.of_some_layers(f"{architecture}.feed_forward_length", layers)
     else:
         inner = metadata.positive(f"{architecture}.{'feed_forward_length' if family.attention else 'ssm.inner_size'}")
     head_dim = metadata.positive(f"{architecture}.attention.key_length", max(1, hidden // heads))
@@ -347,13 +356,15 @@ def _add_unstated_values(
         largest = layers == {"gemma2": 46, "gemma3_text": 62}[kind]  # 27B
         scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
         config["query_pre_attn_scalar"] = scale
-    if kind == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": 10000.0}
+    if kind == "gemma3n_text":
+        _add_gemma3n(metadata, architecture, config)
+    if kind in ("gemma3_text", "gemma3n_text"):
+        local = {"rope_type": "default", "rope_theta": metadata.number(f"{architecture}.rope.freq_base_swa", 10000.0)}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     if kind == "granitemoehybrid" and metadata.file.metadata.get(f"{architecture}.rope.scaling.finetuned"):
         config["position_embedding_type"] = "rope"
     if kind == "exaone4":
-        _add_windows(metadata, architecture, config)
+        _add_windows(metadata, architecture, config, 4)
     if kind == "mpt":
         config["attn_config"] = {"alibi_bias_max": int(metadata.number(f"{architecture}.attention.max_alibi_bias"))}
         if (key := f"{architecture}.attention.clamp_kqv") in metadata.file.metadata:
@@ -364,12 +375,32 @@ def _add_unstated_values(
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
 
 
-def _add_windows(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
-    """Which layers have the sliding window: by a list, or without one all but each fourth."""
+def _add_gemma3n(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """Sizes that follow from tensors, and the share of a layer's gates that are 0."""
+    _add_windows(metadata, architecture, config, 5)
+    for name, (source, size) in {
+        "laurel_rank": ("blk.0.laurel_l.weight", 0),
+        "vocab_size_per_layer_input": ("per_layer_token_embd.weight", 0),
+    }.items():
+        found = metadata.file.tensors.get(source)
+        config[name] = found.shape[size] if found is not None else 1  # whose lack is told later
+    for key in ("altup.num_inputs", "embedding_length_per_layer_input"):
+        metadata.positive(f"{architecture}.{key}")
+    layers = config["num_hidden_layers"]
+    if config["altup_num_inputs"] > MAX_STREAMS or config.get("num_kv_shared_layers", 0) >= layers:
+        raise metadata.wrong(f"{architecture}.altup.num_inputs", config["altup_num_inputs"], f"at most {MAX_STREAMS}")
+    found = metadata.file.metadata.get(key := f"{architecture}.activation_sparsity_scale")
+    if not isinstance(found, list) or len(found) != layers or not all(isinstance(one, float) for one in found):
+        raise metadata.wrong(key, found, f"a list of {layers} numbers")
+    config["activation_sparsity_pattern"] = [round(NormalDist().cdf(one), 6) for one in found]
+
+
+def _add_windows(metadata: Metadata, architecture: str, config: dict[str, Any], each: int) -> None:
+    """Which layers have the sliding window: by a list, or without one all but each so many."""
     layers = config["num_hidden_layers"]
     found = metadata.file.metadata.get(key := f"{architecture}.attention.sliding_window_pattern")
     if found is None:
-        found = [config["sliding_window"] is not None and (number + 1) % 4 != 0 for number in range(layers)]
+        found = [config["sliding_window"] is not None and (number + 1) % each != 0 for number in range(layers)]
     if not isinstance(found, list) or len(found) != layers or not all(isinstance(one, bool) for one in found):
         raise metadata.wrong(key, found, f"a list of {layers} truth values")
     config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found]
@@ -433,6 +464,10 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         )
         sizes |= {"2Q": 2 * query, "T": parts, "X": parts * value, "d": value, "L": config["linear_conv_kernel_dim"]}
         sizes["C"] = 2 * key_heads * config["linear_key_head_dim"] + parts * value
+    if (streams := config.get("altup_num_inputs", 0)) and "laurel_rank" in config:
+        each = config["hidden_size_per_layer_input"]
+        sizes |= {"a": streams, "aa": streams**2, "a-1": streams - 1, "l": config["laurel_rank"], "Y": each}
+        sizes |= {"YL": each * config["num_hidden_layers"], "Z": config["vocab_size_per_layer_input"]}
     sizes["N"] = config["max_position_embeddings"]
     if family.latent:
         nope, rank, value = config["qk_nope_head_dim"], config["kv_lora_rank"], config["v_head_dim"]
@@ -474,11 +509,12 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
         shift = family.norm_shift if short.endswith("norm") and short != "ssm_norm" else 0.0
         if "{}" in name:
-            for expert in range(experts):
+            count = shape[0]
+            for expert in range(count):
                 for end, one in (("weight", shape[1:]), ("bias", shape[1:2])):
                     if end == "weight" or short in biased:
                         full = f"{name.format(expert)}.{end}"
-                        wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, experts)))
+                        wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, count)))
             return
         reshaped = tuple(sizes[size] for size in family.reshaped.get(short, ()))
         if short.endswith((".weight", ".bias", "ssm_a", "ssm_d")) or name.endswith(".weight"):
@@ -496,8 +532,10 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     for layer in range(config["num_hidden_layers"]):
         kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
         kinds = (kind, "experts" if experts and layer >= first_routed else "dense")
+        shares = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
         for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):
-            add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(sizes[size] for size in shape))
+            if not (shares and source in KEYS_AND_VALUES):
+                add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(sizes[size] for size in shape))
     add("", *family.last_norm, (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))

@@ -11,7 +11,9 @@ from typing import NamedTuple
 # convolution reads. Of Mamba2: X its channels, X/G those of a group, G number of groups, T heads, C channels of the
 # convolution, P the joint projection; W all shared experts, 2W their two joint matrices. N positions. Of latent
 # attention: q the inner width of queries, U all queries, V all values, R the key, r the latent, KV keys and values. Of
-# the delta rule: 2Q queries and their gates, C channels of the convolution, T value heads, X all values, d one of them.
+# streams: a their number, aa its square, l the rank of residuals. Y the input of a layer, YL those of all layers, Z the
+# vocabulary of these. Of the delta rule: 2Q queries and their gates, C channels of the convolution, T value heads, X
+# all values, d one of them.
 Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
 
 _ATTENTION: tuple[Block, ...] = (
@@ -56,8 +58,9 @@ class Mamba2Names(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
-    """One architecture. A name with "{}" is one tensor for all experts; one that ends in .weight or .bias is whole, and
-    so is its name in the result. Where the latter alone does, the name in the file ends without it."""
+    """One architecture. A name with "{}" is one tensor for all experts, or all streams but one; one that ends in
+    .weight or .bias is whole, and so is its name in the result. Where the latter alone does, the name in the file
+    ends without it."""
 
     model_type: str
     architecture: str
@@ -184,6 +187,7 @@ _GPT_BIASED = (
 )
 _GPT: dict[str, object] = {"hidden_act": "gelu_new", "activation_function": "gelu_new"}
 
+_STREAMS = (("proj", "projections.{}"), ("unembd_proj", "unembed_projections.{}"))
 _QWEN_EXPERTS: tuple[Block, ...] = (
     ("ffn_gate_inp", "mlp.gate", ("E", "H")),
     ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
@@ -259,7 +263,45 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             "final_logit_softcapping": "final_logit_softcapping",
         },
         fixed=_GEMMA,
+        further=("rope.freq_base_swa",),
         norm_shift=1.0,
+    ),
+    "gemma3n": GGUFArchitecture(
+        "gemma3n_text",
+        "Gemma3nForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            *_FOUR_NORMS,
+            *_HEAD_NORMS,
+            ("inp_gate", "per_layer_input_gate", ("Y", "H")),
+            ("proj", "per_layer_projection", ("H", "Y")),
+            ("post_norm", "post_per_layer_input_norm", ("H",)),
+            ("altup_router", "altup.modality_router", ("a", "H")),
+            ("altup_router_norm", "altup.router_norm", ("H",)),
+            ("altup_predict_coef", "altup.prediction_coefs", ("aa", "a")),
+            ("altup_correct_coef", "altup.correction_coefs", ("a", "a")),
+            ("altup_correct_scale.weight", "altup.correct_output_scale", ("H",)),
+            ("laurel_l", "laurel.linear_left", ("l", "H")),
+            ("laurel_r", "laurel.linear_right", ("H", "l")),
+            ("laurel_post_norm", "laurel.post_laurel_norm", ("H",)),
+        ),
+        numbers={
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs",
+        },
+        fixed=_GEMMA,
+        further=("attention.sliding_window_pattern", "rope.freq_base_swa"),
+        whole=(
+            ("per_layer_token_embd", "model.embed_tokens_per_layer", ("Z", "YL")),
+            ("per_layer_model_proj", "model.per_layer_model_projection", ("YL", "H")),
+            ("per_layer_proj_norm", "model.per_layer_projection_norm", ("Y",)),
+            *((f"altup_{name}", f"model.altup_{own}", ("a-1", "H", "H")) for name, own in _STREAMS),
+        ),
     ),
     "olmo2": GGUFArchitecture(
         "olmo2",
