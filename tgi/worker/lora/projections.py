@@ -1,5 +1,6 @@
 """The projections of a decoder that adapters may change: names, shapes, and their parts on a rank, without torch."""
 
+from itertools import accumulate
 from typing import NamedTuple
 
 from tgi.microkernel.errors import UserError
@@ -27,6 +28,8 @@ class ProjectionShape(NamedTuple):
 
 
 ProjectionShapes = dict[str, ProjectionShape]  # by the PROJECTIONS that a model has
+# Projections that are computed together: the number in PROJECTIONS of each, its first column and the number of columns.
+Columns = tuple[tuple[int, int, int], ...]
 Module = tuple[int, tuple[str, ...]]  # the layer, and the PROJECTIONS that are one matrix in the checkpoint
 
 
@@ -55,6 +58,14 @@ def projection_shapes(config: DecoderConfig) -> ProjectionShapes:
             del found[name]
         found["output"] = ProjectionShape(config.heads * config.latent.value_dim, hidden)
     return found if config.gated else {name: shape for name, shape in found.items() if name != "gate"}
+
+
+def group_columns(group: str, shapes: ProjectionShapes) -> Columns:
+    """The projections of a group that the model has, one after the other."""
+    names = [name for matrix in PROJECTION_GROUPS[group] for name in matrix if name in shapes]
+    widths = [shapes[name].outputs for name in names]
+    starts = accumulate(widths, initial=0)
+    return tuple(zip(map(PROJECTIONS.index, names), starts, widths, strict=False))  # the last start is the end
 
 
 def projection_parts(config: DecoderConfig, shard: Shard) -> ProjectionParts:

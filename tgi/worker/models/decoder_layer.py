@@ -350,24 +350,19 @@ class TensorOperations(NamedTuple):
     lora: LayerLoraDeltas | PackedLayerDeltas | LaunchedLayerDeltas | None
 
     def norm(self, norm: Norm, x: Tensor) -> Tensor:
-        """The norm of x."""
         return norm(x)
 
     def norm_first(self, norm: Norm, x: Tensor) -> Tensor:
-        """x, of which the first columns are normed."""
         _norm_heads((norm,), x)
         return x
 
     def head_products(self, products: HeadProducts, x: Tensor, last: Tensor | None = None) -> Tensor:
-        """The products of each head."""
         return products(x, last)
 
     def linear(self, group: str, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The linear layers `group` of x, with the residual added."""
         return linear(x, residual) if self.lora is None else self.lora.apply_linear(group, linear, x, residual)
 
     def attend(self, qkv: Tensor, norms: tuple[Norm, ...]) -> Tensor:
-        """Attention over the rows of qkv."""
         step, tokens, rows = self.step, self.step.tokens, len(qkv)
         if step.gpu_attention is None:
             mixed = self._transform_then_attend(qkv, norms, step.attention)
@@ -376,12 +371,10 @@ class TensorOperations(NamedTuple):
         return self._padded(mixed.reshape(tokens, -1), rows)
 
     def mix(self, mixer: RecurrentMixer, normed: Tensor, projected: Tensor) -> Tensor:
-        """The result of the mixer."""
         assert self.step.state is not None
         return self._padded(mixer(normed, projected[: self.step.tokens], self.step.state), len(projected))
 
     def gate(self, gate: Linear, normed: Tensor, mixed: Tensor) -> Tensor:
-        """The gated result of attention."""
         factors, kernels = gate(normed), self.step.kv.cpu_kernels
         if kernels is not None:
             return sigmoid_gate(kernels, factors, mixed)
@@ -436,24 +429,19 @@ class TensorOperations(NamedTuple):
         return self.step.kv.heads + own
 
     def gate_up(self, mlp: Mlp, x: Tensor) -> Tensor:
-        """The gated activation of the MLP's first layers."""
         return mlp.gate_up(x) if self.lora is None else self.lora.apply_mlp_inner(mlp, x)
 
     def norm_for_router(self, norm: Norm, x: Tensor) -> Tensor:
-        """The norm of x."""
         return norm(x)
 
     def experts(self, experts: Experts, x: Tensor, seen: Tensor) -> Tensor:
-        """The mixture of experts of x."""
         return experts(x, self.step.tokens, None if seen is x else seen)
 
     def times_layer_input(self, x: Tensor) -> Tensor:
-        """x * e."""
         assert self.step.layer_inputs is not None
         return x * self.step.layer_inputs.unflatten(1, (-1, x.shape[1]))[:, self.number]
 
     def scale(self, x: Tensor, scale: float) -> Tensor:
-        """The scaled x."""
         return x * scale
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -463,7 +451,6 @@ class TensorOperations(NamedTuple):
         return x
 
     def add_residual(self, x: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        """hidden + scale * x."""
         return hidden + (x if scale == 1.0 else x * scale)
 
 
@@ -601,20 +588,17 @@ class ProgramOperations(NamedTuple):
         return self.others.get((buffer, width), buffer)  # type: ignore[return-value]  # a number, too
 
     def norm(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
-        """The norm of x."""
         y = ProgramBuffer.NORMED if x == ProgramBuffer.HIDDEN else x
         norm.append_to(self.program, x, y)
         return y
 
     def norm_first(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
-        """x, of which the first columns are normed."""
         norm.append_to(self.program, x, x)
         return x
 
     def head_products(
         self, products: HeadProducts, x: ProgramBuffer, last: ProgramBuffer | None = None
     ) -> ProgramBuffer:
-        """The products of each head."""
         y = ProgramBuffer.VALUES if last is None else ProgramBuffer.QKV
         products.append_to(self.program, x, y, last)
         return y
@@ -622,14 +606,12 @@ class ProgramOperations(NamedTuple):
     def linear(
         self, group: str, linear: Linear, x: ProgramBuffer, residual: ProgramBuffer | None = None
     ) -> ProgramBuffer:
-        """The linear layers `group` of x, with the residual added."""
         place = _PROJECTED.get(group, ProgramBuffer.PROJECTED)
         y = self._buffer(place, linear.outputs) if residual is None else residual
         linear.append_to(self.program, x, y, y, None if group in LATENT_GROUPS else self._delta(group, x))
         return y
 
     def attend(self, qkv: ProgramBuffer, norms: tuple[Norm, ...]) -> ProgramBuffer:
-        """Attention over the rows of qkv."""
         kv, layer, last = self.kv, self.config.layers[self.number], self.config.query_key_norm_last
         rope, query_scale, shared = layer.rope, layer.query_scale, layer.shares is not None
         kv_heads, dim = self.config.head_shape(self.number)
@@ -649,12 +631,10 @@ class ProgramOperations(NamedTuple):
         return mixed
 
     def mix(self, mixer: RecurrentMixer, normed: ProgramBuffer, projected: ProgramBuffer) -> ProgramBuffer:
-        """The result of the mixer."""
         mixer.append_to(self.program, normed, projected, ProgramBuffer.MIXER_GATES, ProgramBuffer.MIXER_OUTPUT)
         return ProgramBuffer.MIXER_OUTPUT
 
     def gate(self, gate: Linear, normed: ProgramBuffer, mixed: ProgramBuffer) -> ProgramBuffer:
-        """The gated result of attention."""
         gate.append_to(self.program, normed, ProgramBuffer.OUTPUT_GATE)
         self.program.sigmoid_gate(ProgramBuffer.OUTPUT_GATE, mixed)
         return mixed
@@ -666,7 +646,6 @@ class ProgramOperations(NamedTuple):
             start += norm.weight.numel()
 
     def gate_up(self, mlp: Mlp, x: ProgramBuffer) -> ProgramBuffer:
-        """The gated activation of the MLP's first layers."""
         delta, y = self._delta("inner", x), self._buffer(ProgramBuffer.INNER, mlp.down.inputs)
         if mlp.gate is None:
             mlp.up.append_to(self.program, x, y, delta=delta)
@@ -676,36 +655,30 @@ class ProgramOperations(NamedTuple):
         return y
 
     def norm_for_router(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
-        """The norm of x."""
         norm.append_to(self.program, x, ProgramBuffer.ROUTED_BY)
         return ProgramBuffer.ROUTED_BY
 
     def experts(self, experts: Experts, x: ProgramBuffer, seen: ProgramBuffer) -> ProgramBuffer:
-        """The mixture of experts of x."""
         packed = _packed_experts(experts)
         assert packed is not None
         self.program.experts(x, seen, ProgramBuffer.EXPERTS, packed)
         return ProgramBuffer.EXPERTS
 
     def times_layer_input(self, x: ProgramBuffer) -> ProgramBuffer:
-        """x * e."""
         assert self.config.layer_inputs is not None
         self.program.multiply(ProgramBuffer.LAYER_INPUTS, x, self.number * self.config.layer_inputs.width)
         return x
 
     def scale(self, x: ProgramBuffer, scale: float) -> ProgramBuffer:
-        """The scaled x."""
         self.program.scale(x, scale)
         return x
 
     def all_reduce(self, x: ProgramBuffer) -> ProgramBuffer:
-        """The sum of x over all ranks."""
         assert self.communicator is not None
         self.program.all_reduce(x, self.communicator.handle)
         return x
 
     def add_residual(self, x: ProgramBuffer, hidden: ProgramBuffer, scale: float) -> ProgramBuffer:
-        """hidden + scale * x."""
         self.program.add(x, hidden, scale)
         return hidden
 

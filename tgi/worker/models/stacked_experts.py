@@ -48,7 +48,6 @@ class StackedExpertsCheckpoint(RenamedCheckpoint):
                     self._parts[one], self._file_by_name[one] = _Part(stored, expert, half), path
 
     def __iter__(self) -> Iterator[str]:
-        """The names of all tensors."""
         stacks = {part.tensor for part in self._parts.values()}
         return (name for name in super().__iter__() if name not in stacks)
 

@@ -636,7 +636,6 @@ class DecoderWeightLoader:
         return self._upload(weight).to(self._dtype)
 
     def _upload(self, weight: Weight) -> Weight:
-        """The weight on the model's device."""
         if self._staged is None or isinstance(weight, QuantizedWeight) or weight.device.type != "cpu":
             return weight.to(self._device)
         return self._staged.copy(weight)
@@ -651,16 +650,13 @@ class MixerWeights(NamedTuple):
 
     @property
     def kernels(self) -> CpuKernels | GpuKernels | None:
-        """See MixerTensors."""
         return self.loader._own_kernels
 
     @property
     def norm_epsilon(self) -> float:
-        """See MixerTensors."""
         return self.loader._config.norm_epsilon
 
     def input(self, parts: Sequence[ChosenRows], bias: bool = False) -> Linear:
-        """See MixerTensors."""
         loader = self.loader
         weights = [loader._rows(f"{self.prefix}.{name}", outputs, chosen) for name, outputs, chosen in parts]
         weight = weights[0] if len(weights) == 1 else stack_weights(weights, loader._dtype)
@@ -671,7 +667,6 @@ class MixerWeights(NamedTuple):
         return loader._build(weight, found, "none")
 
     def gates(self, parts: Sequence[ChosenRows]) -> Linear:
-        """See MixerTensors."""
         loader = self.loader
         hidden = loader._config.hidden
         plain = [
@@ -681,13 +676,11 @@ class MixerWeights(NamedTuple):
         return loader._build(loader._to_device(torch.cat(plain)), None, "none")
 
     def output(self, name: str, inputs: int, local: range, bias: bool = False) -> Linear:
-        """See MixerTensors."""
         hidden = self.loader._config.hidden
         matrix = StoredMatrix(f"{self.prefix}.{name}", hidden, range(hidden))
         return self.loader._last_linear(bias, inputs, local, matrix, self.more_follows)
 
     def vector(self, name: str, chosen: Tensor, *shape: int) -> Tensor:
-        """See MixerTensors."""
         loader = self.loader
         stored = loader._source.tensor(f"{self.prefix}.{name}", *shape)[chosen]
         return stored.to(loader._device, torch.float32)
