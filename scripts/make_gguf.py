@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
     "gemma3n_text": MODEL_ARCH.GEMMA3N,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoehybrid")
@@ -133,6 +134,9 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
         values = tensor.to(torch.float32).numpy()
+        if re.fullmatch(r"model\.layers\.\d+\.experts\.\w+", name):  # Gemma 4
+            found[f"{name}.weight"] = values
+            continue
         if match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):  # gpt-oss, inputs first
             end = "bias" if match[3] else "weight"
             values = values if match[3] else values.swapaxes(1, 2)
@@ -248,7 +252,30 @@ def write_gguf(
         keys[f"{arch}.activation_sparsity_scale"] = [
             NormalDist().inv_cdf(part) if part else -math.inf for part in config["activation_sparsity_pattern"]
         ]
-    if kind in ("exaone4", "gemma3n_text"):
+    if kind == "gemma4_text":
+        full = config["per_layer_config"][str(layers.index("full_attention"))]
+        whole_dim, wide = full["head_dim"], count - config["num_kv_shared_layers"] * config["use_double_wide_mlp"]
+        own_heads = [
+            kv_heads if layer == "sliding_attention" else full.get("num_key_value_heads", kv_heads) for layer in layers
+        ]
+        keys |= {
+            f"{arch}.attention.{of}_length{end}": size
+            for of in ("key", "value")
+            for end, size in (("", whole_dim), ("_swa", config["head_dim"]))
+        }
+        keys |= {
+            f"{arch}.attention.head_count_kv": own_heads,
+            f"{arch}.feed_forward_length": [inner * (1 + (number >= wide)) for number in range(count)],
+            f"{arch}.attention.shared_kv_layers": config["num_kv_shared_layers"],
+            f"{arch}.embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            f"{arch}.expert_used_count": config.get("top_k_experts"),
+            f"{arch}.rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+            f"{arch}.rope.dimension_count": whole_dim,
+            f"{arch}.rope.dimension_count_swa": config["head_dim"],
+        }
+        turned = int(whole_dim * rope["full_attention"]["partial_rotary_factor"] / 2)
+        extra = {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (whole_dim // 2 - turned), np.float32)}
+    if kind in ("exaone4", "gemma3n_text", "gemma4_text"):
         keys[f"{arch}.attention.sliding_window_pattern"] = [layer == "sliding_attention" for layer in layers]
     if kind in GPT:
         keys[f"{arch}.attention.layer_norm_epsilon"] = keys.pop(f"{arch}.attention.layer_norm_rms_epsilon")
@@ -309,7 +336,11 @@ def write_gguf(
             values = values + 1
         if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
             values = values.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
-        whole = name + ".weight" * name.endswith(("sinks", "output_scale")) + ".bias" * name.endswith("expert_bias")
+        whole = (
+            name
+            + ".weight" * name.endswith(("sinks", "output_scale", "layer_scalar"))
+            + ".bias" * name.endswith("expert_bias")
+        )
         whole = (
             re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole)
             .replace("mamba.dt.", "mamba.dt_proj.")
@@ -322,6 +353,8 @@ def write_gguf(
         )
         found = (names.get_name(one, (".weight", ".bias")) for one in (whole, *others))
         stored = next((one for one in found if one is not None), None)
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", name):
+            stored = f"blk.{match[1]}.ffn_{'gate_inp' if match[2] == 'scale' else 'down_exps'}.scale"
         if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)\.(first|second|output_linear)\.weight", name):
             end = "_exps" if match[2] != "shared_mlp" else "_shexp" * bool(config["num_local_experts"])
             part = {"first": "gate", "second": "up", "output_linear": "down"}[match[3]]

@@ -153,6 +153,10 @@ def test_every_model_family_is_converted_back(kind: str, tmp_path: Path) -> None
     assert torch.equal(logits(result, ids), logits(original, ids))
 
 
+DENSE = (  # Gemma 4 E2B
+    *(("enable_moe_block", False), ("num_experts", None), ("attention_k_eq_v", False)),
+    *(("num_global_key_value_heads", None), ("hidden_size_per_layer_input", 32)),
+)
 DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_only_layers", None))
 
 
@@ -161,6 +165,8 @@ DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_o
     [
         *((kind, block, {"tie": True}) for kind in ("gpt2", "bloom") for block in ("BF16", "Q8_0")),
         ("qwen3_next", "BF16", {"layers": 4, "more": DELTA}),
+        ("gemma4_text", "BF16", {"tie": True}),
+        ("gemma4_text", "BF16", {"tie": True, "more": DENSE}),
     ],
 )
 def test_families_with_other_names_of_tensors(kind: str, block: str, options: dict[str, Any], tmp_path: Path) -> None:

@@ -67,6 +67,15 @@ class Metadata:
             raise self.wrong(key, value, "one positive number, or 0, for each layer")
         return found.pop(), value
 
+    def largest(self, key: str, layers: int, default: int | None = None) -> int:
+        """A positive integer, or the largest one of a list of one for each layer."""
+        value = self.file.metadata.get(key)
+        if not isinstance(value, list):
+            return self.positive(key, default)
+        if len(value) != layers or not all(type(one) is int and one > 0 for one in value):
+            raise self.wrong(key, value, f"a list of {layers} positive numbers")
+        return int(max(value))
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self.file.metadata.get(key, default)
@@ -214,15 +223,15 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         raise metadata.wrong(f"{architecture}.block_count", layers, f"at most {MAX_LAYERS}")
     own_kv_heads, inners = [0] * layers, [0] * layers
     if not family.layer_types or family.delta_rule:
-        kv_heads = metadata.positive(f"{architecture}.attention.head_count_kv", heads)
+        kv_heads = metadata.largest(f"{architecture}.attention.head_count_kv", layers, heads)
     else:
         kv_heads, own_kv_heads = metadata.of_some_layers(f"{architecture}.attention.head_count_kv", layers)
     if "mlp" in family.kinds:
         inner, inners = metadata.of_some_layers(f"{architecture}.feed_forward_length", layers)
-    elif isinstance(metadata.file.metadata.get(f"{architecture}.feed_forward_length"), list):
-        inner, _ = metadata.of_some_layers(f"{architecture}.feed_forward_length", layers)
     else:
-        inner = metadata.positive(f"{architecture}.{'feed_forward_length' if family.attention else 'ssm.inner_size'}")
+        inner = metadata.largest(
+            f"{architecture}.{'feed_forward_length' if family.attention else 'ssm.inner_size'}", layers
+        )
     head_dim = metadata.positive(f"{architecture}.attention.key_length", max(1, hidden // heads))
     context = metadata.positive(f"{architecture}.context_length")
     if heads % kv_heads:
@@ -293,7 +302,7 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
 
 def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, context: int) -> dict[str, Any]:
     kind = metadata.file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if "rope_freqs.weight" in metadata.file.tensors:
+    if "rope_freqs.weight" in metadata.file.tensors and architecture != "gemma4":  # see _add_gemma4
         return {"rope_type": "llama3", "rope_theta": theta} | _llama3(metadata, theta, head_dim)
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
@@ -339,7 +348,8 @@ def _add_unstated_values(
     kind, layers = config["model_type"], config["num_hidden_layers"]
     if kind == "gpt_oss":
         config["rope_parameters"]["truncate"] = False
-    if "expert_count" in family.numbers and (config.get("num_local_experts", 1) or "dense" not in family.kinds):
+    some = config.get("num_local_experts", config.get("num_experts", 1))
+    if "expert_count" in family.numbers and (some or "dense" not in family.kinds):
         count = metadata.positive(f"{architecture}.expert_count")
         used = metadata.positive(f"{architecture}.expert_used_count")
         if count > MAX_EXPERTS or used > count:
@@ -356,9 +366,11 @@ def _add_unstated_values(
         largest = layers == {"gemma2": 46, "gemma3_text": 62}[kind]  # 27B
         scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
         config["query_pre_attn_scalar"] = scale
+    if kind == "gemma4_text":
+        _add_gemma4(metadata, architecture, config)
     if kind == "gemma3n_text":
         _add_gemma3n(metadata, architecture, config)
-    if kind in ("gemma3_text", "gemma3n_text"):
+    if kind in ("gemma3_text", "gemma3n_text", "gemma4_text"):
         local = {"rope_type": "default", "rope_theta": metadata.number(f"{architecture}.rope.freq_base_swa", 10000.0)}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     if kind == "granitemoehybrid" and metadata.file.metadata.get(f"{architecture}.rope.scaling.finetuned"):
@@ -373,6 +385,45 @@ def _add_unstated_values(
         _add_latent(metadata, architecture, config)
     if kind == "cohere":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
+
+
+def _add_gemma4(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """What layers with a window and layers without one have of their own."""
+    tensors, layers, heads = metadata.file.tensors, config["num_hidden_layers"], config["num_attention_heads"]
+    _add_windows(metadata, architecture, config, 6)
+    for key in ("attention.key_length", "attention.key_length_swa", "attention.sliding_window"):
+        metadata.positive(f"{architecture}.{key}")
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    if all(slides) or not any(slides) or config["num_kv_shared_layers"] >= layers:
+        raise metadata.wrong(f"{architecture}.attention.sliding_window_pattern", slides, "layers of both kinds")
+    found = metadata.file.metadata.get(key := f"{architecture}.attention.head_count_kv", heads)
+    each = list(zip(found if isinstance(found, list) else [found] * layers, slides, strict=True))
+    local, full_ones = ({one for one, own in each if own == kind} for kind in (True, False))
+    if any(len(one) != 1 or heads % max(one) for one in (local, full_ones)):
+        raise metadata.wrong(key, found, f"one divisor of {heads} for the layers of each kind")
+    config["num_key_value_heads"], config["num_global_key_value_heads"] = local.pop(), full_ones.pop()
+    own = range(layers - config["num_kv_shared_layers"])  # with keys of their own
+    config["attention_k_eq_v"] = any(
+        f"blk.{number}.attn_v.weight" not in tensors for number in own if not slides[number]
+    )
+    if not config["attention_k_eq_v"] and config["num_global_key_value_heads"] != config["num_key_value_heads"]:
+        raise metadata.wrong(key, found, "one number, where values are not keys,")
+    lengths = metadata.file.metadata[f"{architecture}.feed_forward_length"]
+    config["intermediate_size"] = min(lengths) if isinstance(lengths, list) else lengths
+    config["use_double_wide_mlp"] = isinstance(lengths, list) and max(lengths) == 2 * min(lengths)
+    config["enable_moe_block"] = bool(config["num_experts"])
+    if (table := tensors.get("per_layer_token_embd.weight")) is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
+    full, size = tensors.get("rope_freqs.weight"), config["global_head_dim"]
+    if full is None or full.shape != (size // 2,) or full.type.name != "F32":
+        raise UserError(f"{metadata.file.path}: 'rope_freqs.weight' is not {size // 2} float32 numbers.")
+    turned = [one == 1 for one in full.data.cast("f").tolist()]
+    if turned != sorted(turned, reverse=True):
+        raise UserError(
+            f"{metadata.file.path} scales its rotary frequencies in an unknown way ('rope_freqs.weight'). "
+            "Use the model's safetensors version instead."
+        )
+    config["rope_parameters"] |= {"rope_type": "proportional", "partial_rotary_factor": 2 * sum(turned) / size}
 
 
 def _add_gemma3n(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
@@ -465,9 +516,10 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         sizes |= {"2Q": 2 * query, "T": parts, "X": parts * value, "d": value, "L": config["linear_conv_kernel_dim"]}
         sizes["C"] = 2 * key_heads * config["linear_key_head_dim"] + parts * value
     if (streams := config.get("altup_num_inputs", 0)) and "laurel_rank" in config:
-        each = config["hidden_size_per_layer_input"]
-        sizes |= {"a": streams, "aa": streams**2, "a-1": streams - 1, "l": config["laurel_rank"], "Y": each}
-        sizes |= {"YL": each * config["num_hidden_layers"], "Z": config["vocab_size_per_layer_input"]}
+        sizes |= {"a": streams, "aa": streams**2, "a-1": streams - 1, "l": config["laurel_rank"]}
+    if (each := config.get("hidden_size_per_layer_input")) is not None:
+        sizes["Y"] = each
+        sizes |= {"YL": each * config["num_hidden_layers"], "Z": config.get("vocab_size_per_layer_input", 0)}
     sizes["N"] = config["max_position_embeddings"]
     if family.latent:
         nope, rank, value = config["qk_nope_head_dim"], config["kv_lora_rank"], config["v_head_dim"]
@@ -485,6 +537,9 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     if family.latent:
         left_out |= {"attn_q"} if config["q_lora_rank"] else {"attn_q_a", "attn_q_a_norm", "attn_q_b"}
         left_out |= {"exp_probs_b.bias"} if config["model_type"] == "deepseek_v2" else set()
+    if config.get("hidden_size_per_layer_input") == 0:
+        left_out |= {"inp_gate", "proj", "post_norm"}
+        left_out |= {source for source, _, _ in family.whole}
     blocks = list(family.blocks)
     if config.get("use_qk_norm"):
         for at, count in (("q", heads), ("k", kv_heads)):
@@ -508,6 +563,13 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         source, then = prefix + short, f"{prefix}{then}.weight" if then else ""
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
         shift = family.norm_shift if short.endswith("norm") and short != "ssm_norm" else 0.0
+        if " " in name:  # of each expert the gate, then the up projection
+            halves, count = name.split(), shape[0]
+            stored = count, 2 * shape[1], shape[2]
+            for number in range(2 * count):
+                full, part = f"{halves[number % 2].format(number // 2)}.weight", (number, 2 * count)
+                wanted.append(TargetTensor(f"{source}.weight", full, shape[1:], part=part, reshaped=stored))
+            return
         if "{}" in name:
             count = shape[0]
             for expert in range(count):
@@ -517,7 +579,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
                         wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, count)))
             return
         reshaped = tuple(sizes[size] for size in family.reshaped.get(short, ()))
-        if short.endswith((".weight", ".bias", "ssm_a", "ssm_d")) or name.endswith(".weight"):
+        if short.endswith((".weight", ".bias", ".scale", "ssm_a", "ssm_d")) or name.endswith(".weight"):
             wanted.append(TargetTensor(source, name, shape, reshaped=reshaped, exponent=short == "ssm_a"))
             return
         wanted.append(
@@ -532,11 +594,27 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     for layer in range(config["num_hidden_layers"]):
         kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
         kinds = (kind, "experts" if experts and layer >= first_routed else "dense")
+        own = sizes | _own_sizes(config, layer)
         shares = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
         for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):
-            if not (shares and source in KEYS_AND_VALUES):
-                add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(sizes[size] for size in shape))
+            values_are_keys = config.get("attention_k_eq_v") and config["layer_types"][layer] == "full_attention"
+            if (shares and source in KEYS_AND_VALUES) or (values_are_keys and source == "attn_v"):
+                continue
+            whole_name = " ".join(f"{family.layers}.{layer}.{one}" for one in name.split())
+            add(f"blk.{layer}.", source, whole_name, tuple(own[size] for size in shape))
     add("", *family.last_norm, (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
     return wanted
+
+
+def _own_sizes(config: dict[str, Any], layer: int) -> dict[str, int]:
+    """The sizes of a layer that are not those of most (Gemma 4)."""
+    if "global_head_dim" not in config:
+        return {}
+    found, heads, dim = {}, config["num_attention_heads"], config["global_head_dim"]
+    if config["layer_types"][layer] == "full_attention":
+        found = {"Q": heads * dim, "K": config["num_global_key_value_heads"] * dim, "D": dim}
+    if config["use_double_wide_mlp"] and layer >= config["num_hidden_layers"] - config["num_kv_shared_layers"]:
+        found["I"] = 2 * config["intermediate_size"]
+    return found

@@ -187,6 +187,16 @@ _GPT_BIASED = (
 )
 _GPT: dict[str, object] = {"hidden_act": "gelu_new", "activation_function": "gelu_new"}
 
+_LAYER_INPUT: tuple[Block, ...] = (
+    ("inp_gate", "per_layer_input_gate", ("Y", "H")),
+    ("proj", "per_layer_projection", ("H", "Y")),
+    ("post_norm", "post_per_layer_input_norm", ("H",)),
+)
+_LAYER_INPUTS: tuple[Block, ...] = (
+    ("per_layer_token_embd", "model.embed_tokens_per_layer", ("Z", "YL")),
+    ("per_layer_model_proj", "model.per_layer_model_projection", ("YL", "H")),
+    ("per_layer_proj_norm", "model.per_layer_projection_norm", ("Y",)),
+)
 _STREAMS = (("proj", "projections.{}"), ("unembd_proj", "unembed_projections.{}"))
 _QWEN_EXPERTS: tuple[Block, ...] = (
     ("ffn_gate_inp", "mlp.gate", ("E", "H")),
@@ -266,6 +276,48 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         further=("rope.freq_base_swa",),
         norm_shift=1.0,
     ),
+    "gemma4": GGUFArchitecture(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            *_FOUR_NORMS,
+            *_HEAD_NORMS,
+            *_LAYER_INPUT,
+            ("layer_output_scale.weight", "layer_scalar", ("1",)),
+        ),
+        numbers={
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "attention.key_length": "global_head_dim",
+            "attention.key_length_swa": "head_dim",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        fixed={**_GEMMA, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "num_experts": 0},
+        further=(
+            *("attention.sliding_window_pattern", "attention.value_length_swa"),
+            *("rope.freq_base_swa", "rope.dimension_count_swa"),
+        ),
+        kinds={
+            "dense": (),
+            "experts": (
+                ("ffn_gate_inp", "router.proj", ("E", "H")),
+                ("ffn_gate_inp.scale", "router.scale", ("H",)),
+                ("ffn_gate_up_exps", "experts.{}.gate_proj experts.{}.up_proj", ("E", "M", "H")),
+                ("ffn_down_exps", "experts.{}.down_proj", ("E", "H", "M")),
+                ("ffn_down_exps.scale", "router.per_expert_scale", ("E",)),
+                ("post_ffw_norm_1", "post_feedforward_layernorm_1", ("H",)),
+                ("pre_ffw_norm_2", "pre_feedforward_layernorm_2", ("H",)),
+                ("post_ffw_norm_2", "post_feedforward_layernorm_2", ("H",)),
+            ),
+        },
+        whole=_LAYER_INPUTS,
+    ),
     "gemma3n": GGUFArchitecture(
         "gemma3n_text",
         "Gemma3nForCausalLM",
@@ -274,9 +326,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             *_MLP,
             *_FOUR_NORMS,
             *_HEAD_NORMS,
-            ("inp_gate", "per_layer_input_gate", ("Y", "H")),
-            ("proj", "per_layer_projection", ("H", "Y")),
-            ("post_norm", "post_per_layer_input_norm", ("H",)),
+            *_LAYER_INPUT,
             ("altup_router", "altup.modality_router", ("a", "H")),
             ("altup_router_norm", "altup.router_norm", ("H",)),
             ("altup_predict_coef", "altup.prediction_coefs", ("aa", "a")),
@@ -297,9 +347,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         fixed=_GEMMA,
         further=("attention.sliding_window_pattern", "rope.freq_base_swa"),
         whole=(
-            ("per_layer_token_embd", "model.embed_tokens_per_layer", ("Z", "YL")),
-            ("per_layer_model_proj", "model.per_layer_model_projection", ("YL", "H")),
-            ("per_layer_proj_norm", "model.per_layer_projection_norm", ("Y",)),
+            *_LAYER_INPUTS,
             *((f"altup_{name}", f"model.altup_{own}", ("a-1", "H", "H")) for name, own in _STREAMS),
         ),
     ),
