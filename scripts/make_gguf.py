@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "falcon_h1": MODEL_ARCH.FALCON_H1,
     "gemma3n_text": MODEL_ARCH.GEMMA3N,
     "gemma4_text": MODEL_ARCH.GEMMA4,
+    "llama4_text": MODEL_ARCH.LLAMA4,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoehybrid")
@@ -140,7 +141,17 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
         if match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):  # gpt-oss, inputs first
             end = "bias" if match[3] else "weight"
             values = values if match[3] else values.swapaxes(1, 2)
-            parts = {"down": values} if match[2] == "down" else {"gate": values[:, 0::2], "up": values[:, 1::2]}
+            middle = values.shape[1] // 2
+            halves = (
+                [slice(0, middle), slice(middle, None)]
+                if "feed_forward" in name
+                else [slice(0, None, 2), slice(1, None, 2)]
+            )
+            parts = (
+                {"down": values}
+                if match[2] == "down"
+                else dict(zip(("gate", "up"), (values[:, half] for half in halves), strict=True))
+            )
             found |= {f"{match[1]}{part}_proj.{end}": np.ascontiguousarray(one) for part, one in parts.items()}
             continue
         if name.endswith((".conv.conv.weight", ".conv1d.weight")):
@@ -252,6 +263,10 @@ def write_gguf(
         keys[f"{arch}.activation_sparsity_scale"] = [
             NormalDist().inv_cdf(part) if part else -math.inf for part in config["activation_sparsity_pattern"]
         ]
+    if kind == "llama4_text":
+        keys[f"{arch}.feed_forward_length"] = config["intermediate_size_mlp"]
+        keys[f"{arch}.expert_feed_forward_length"] = inner
+        keys[f"{arch}.interleave_moe_layer_step"] = config["moe_layers"][0] + 1
     if kind == "gemma4_text":
         full = config["per_layer_config"][str(layers.index("full_attention"))]
         whole_dim, wide = full["head_dim"], count - config["num_kv_shared_layers"] * config["use_double_wide_mlp"]

@@ -157,6 +157,10 @@ DENSE = (  # Gemma 4 E2B
     *(("enable_moe_block", False), ("num_experts", None), ("attention_k_eq_v", False)),
     *(("num_global_key_value_heads", None), ("hidden_size_per_layer_input", 32)),
 )
+LLAMA4 = (  # Maverick, of fewer layers
+    *(("moe_layers", [1, 3]), ("no_rope_layers", [1, 1, 1, 0]), ("attention_chunk_size", 8192)),
+    *(("floor_scale", 8192), ("attn_scale", 0.1), ("layer_types", None)),
+)
 DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_only_layers", None))
 
 
@@ -166,6 +170,7 @@ DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_o
         *((kind, block, {"tie": True}) for kind in ("gpt2", "bloom") for block in ("BF16", "Q8_0")),
         ("qwen3_next", "BF16", {"layers": 4, "more": DELTA}),
         ("gemma4_text", "BF16", {"tie": True}),
+        ("llama4_text", "BF16", {"layers": 4, "more": LLAMA4}),
         ("gemma4_text", "BF16", {"tie": True, "more": DENSE}),
     ],
 )
@@ -455,16 +460,18 @@ def test_rope_scaling_is_kept(tmp_path: Path) -> None:
         assert read_model_config(result).max_position_embeddings == limit
 
 
-def test_llama_3_rope_scaling_is_recognized(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("factor", "high"), [(8.0, 4.0), (16.0, 1.0)])
+def test_llama_3_rope_scaling_is_recognized(factor: float, high: float, tmp_path: Path) -> None:
+    """That of Llama 3.1 and of Llama 4 Scout."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
-        "factor": 8.0,
+        "factor": factor,
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "high_freq_factor": high,
         "original_max_position_embeddings": 8192,
     }
     original = model("llama", head_dim=32)

@@ -29,6 +29,7 @@ KNOWN = {
 # Llama 3.1's rope scaling is stored as one divisor per frequency. All published models of the family have these
 # bounds and differ in the factor. (https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling)
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA4_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
 
 
 class Metadata:
@@ -327,18 +328,26 @@ def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     factor = max(found)
     if not 0 < factor < math.inf:
         raise UserError(f"{metadata.file.path} is damaged: 'rope_freqs.weight' holds {factor}.")
-    low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
-    original = LLAMA3_ROPE["original_max_position_embeddings"]
-    for index, divisor in enumerate(found):
-        turns = original / (2 * math.pi * theta ** (2 * index / head_dim))
-        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
-        expected = 1 / ((1 - smooth) / factor + smooth)
-        if not math.isclose(divisor, expected, rel_tol=1e-3):
-            raise UserError(
-                f"{metadata.file.path} scales its rotary frequencies in an unknown way ('rope_freqs.weight'). "
-                "Use the model's safetensors version instead."
-            )
-    return {"factor": float(f"{factor:.6g}"), **LLAMA3_ROPE}
+    for bounds in (LLAMA3_ROPE, LLAMA4_ROPE):
+        if all(
+            math.isclose(divisor, _llama3_divisor(bounds, factor, theta ** (2 * index / head_dim)), rel_tol=1e-3)
+            for index, divisor in enumerate(found)
+        ):
+            return {"factor": float(f"{factor:.6g}"), **bounds}
+    raise UserError(
+        f"{metadata.file.path} scales its rotary frequencies in an unknown way ('rope_freqs.weight'). "
+        "Use the model's safetensors version instead."
+    )
+
+
+def _llama3_divisor(bounds: dict[str, float], factor: float, wavelength: float) -> float:
+    """The divisor of a frequency, for its wavelength / 2 pi."""
+    low, high = bounds["low_freq_factor"], bounds["high_freq_factor"]
+    turns = bounds["original_max_position_embeddings"] / (2 * math.pi * wavelength)
+    if turns < low or turns > high:
+        return factor if turns < low else 1.0
+    smooth = (turns - low) / (high - low)
+    return 1 / ((1 - smooth) / factor + smooth)
 
 
 def _add_unstated_values(
@@ -366,6 +375,10 @@ def _add_unstated_values(
         largest = layers == {"gemma2": 46, "gemma3_text": 62}[kind]  # 27B
         scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
         config["query_pre_attn_scalar"] = scale
+    if kind == "llama4_text":
+        config["use_qk_norm"] = config["num_local_experts"] != 128  # Maverick
+        metadata.positive(f"{architecture}.interleave_moe_layer_step")
+        config["intermediate_size"] = metadata.positive(f"{architecture}.expert_feed_forward_length")
     if kind == "gemma4_text":
         _add_gemma4(metadata, architecture, config)
     if kind == "gemma3n_text":
@@ -504,6 +517,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     query, key = heads * head_dim, kv_heads * head_dim
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
+    sizes["I"] = config.get("intermediate_size_mlp", inner)
     sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
     of_shared = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     shared = next((config[key] for key in of_shared if config.get(key)), 0)
@@ -541,7 +555,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         left_out |= {"inp_gate", "proj", "post_norm"}
         left_out |= {source for source, _, _ in family.whole}
     blocks = list(family.blocks)
-    if config.get("use_qk_norm"):
+    if config.get("use_qk_norm") and config["model_type"] == "cohere":
         for at, count in (("q", heads), ("k", kv_heads)):
             sizes[at] = count
             blocks.append((f"attn_{at}_norm", f"self_attn.{at}_norm", (at, "D")))
@@ -593,7 +607,8 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         add("", source, name, tuple(sizes[size] for size in shape))
     for layer in range(config["num_hidden_layers"]):
         kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
-        kinds = (kind, "experts" if experts and layer >= first_routed else "dense")
+        routed = layer >= first_routed and (layer + 1) % config.get("interleave_moe_layer_step", 1) == 0
+        kinds = (kind, "experts" if experts and routed else "dense")
         own = sizes | _own_sizes(config, layer)
         shares = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
         for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):

@@ -276,6 +276,33 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         further=("rope.freq_base_swa",),
         norm_shift=1.0,
     ),
+    "llama4": GGUFArchitecture(
+        "llama4_text",
+        "Llama4ForCausalLM",
+        _ATTENTION + _NORMS,
+        numbers={
+            **_NUMBERS_OF_EXPERTS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "feed_forward_length": "intermediate_size_mlp",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        fixed={
+            **{"interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192},
+            **{"attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1, **_NO_PADDING},
+        },
+        kinds={
+            "dense": tuple((name, own.replace("mlp", "feed_forward"), shape) for name, own, shape in _MLP),
+            "experts": (
+                ("ffn_gate_inp", "feed_forward.router", ("E", "H")),
+                ("ffn_gate_exps", "feed_forward.experts.{}.gate_proj", ("E", "M", "H")),
+                ("ffn_up_exps", "feed_forward.experts.{}.up_proj", ("E", "M", "H")),
+                ("ffn_down_exps", "feed_forward.experts.{}.down_proj", ("E", "H", "M")),
+                ("ffn_gate_shexp", "feed_forward.shared_expert.gate_proj", ("M", "H")),
+                ("ffn_up_shexp", "feed_forward.shared_expert.up_proj", ("M", "H")),
+                ("ffn_down_shexp", "feed_forward.shared_expert.down_proj", ("H", "M")),
+            ),
+        },
+    ),
     "gemma4": GGUFArchitecture(
         "gemma4_text",
         "Gemma4ForCausalLM",
