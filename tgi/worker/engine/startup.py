@@ -39,6 +39,8 @@ from tgi.worker.engine import memory
 from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, chunk_tokens, graph_batch_sizes
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.engine.encoder_inputs import EncoderInputs
+from tgi.worker.engine.interface import PromptParts
 from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
@@ -49,6 +51,7 @@ from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, build_mtp, read_model_spec
 from tgi.worker.models.mtp import MtpModel
+from tgi.worker.models.t5 import T5Model
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
 from tgi.worker.vision.prompt_images import PromptImages
@@ -111,7 +114,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
             )
     models = _load_models(settings, device, progress, place)
     _require_draft_pages(models)
-    images = _load_images(settings, models, progress, place)
+    images = _load_prompt_parts(settings, models, progress, place)
     progress("sizing the KV cache", 96)
     # A captured step has no hidden states for an MTP layer.
     graphs = GraphSizes() if isinstance(models.draft, MtpModel) else _graph_sizes(settings, models.served)
@@ -120,7 +123,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     if models.served.device.type == "cpu":
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
-        step_bytes = _measure_step(settings, models, graphs, progress)
+        step_bytes = _measure_step(settings, models, graphs, progress, images)
     available = _cache_memory(settings, models.served.device, step_bytes + (memory.FEATURE_BYTES if images else 0))
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
@@ -128,6 +131,9 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     limits = memory.choose_limits(settings, required, available, previous)
     if images is not None:
         limits = limits._replace(undivided=images.undivided)
+        if images.encodes_prompt:  # in one step
+            longest = min(limits.max_input_tokens, limits.max_batch_prefill_tokens)
+            limits = limits._replace(max_input_tokens=longest)
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
@@ -147,7 +153,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
         load_adapters(engine.adapters, adapters)
     if settings.prefix_cache_dir is not None:
         engine.page_files = _open_page_files(settings, Path(settings.prefix_cache_dir), models, engine)
-    engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.tower.nbytes)
+    engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.weight_bytes)
     if device == "cpu":
         release_freed_memory()
     return engine
@@ -178,7 +184,10 @@ def _open_page_files(
 
 
 def _require_draft_pages(models: LoadedModels) -> None:
-    """Raises UserError if the draft model has recurrent layers: it computes some tokens twice, and others later."""
+    """Raises UserError if the draft model has recurrent layers: it computes some tokens twice, and others later. One
+    with an encoder cannot draft, either."""
+    if isinstance(models.draft, T5Model):
+        raise UserError("An encoder-decoder model cannot draft. Choose another --draft-model-id.")
     if models.draft is not None and models.draft.kv.state is not None:
         raise UserError(
             "A model with recurrent layers cannot draft: a draft model computes positions again, for which the state "
@@ -186,10 +195,14 @@ def _require_draft_pages(models: LoadedModels) -> None:
         )
 
 
-def _load_images(
+def _load_prompt_parts(
     settings: Settings, models: LoadedModels, progress: Progress, place: RankPlace | None
-) -> PromptImages | None:
-    """The model's vision tower, if requests have images. Raises UserError if it cannot be served."""
+) -> PromptParts | None:
+    """The model's encoder, or its vision tower if requests have images. Raises UserError if they cannot be served."""
+    if isinstance(models.served, T5Model):
+        if settings.speculate or models.draft is not None:
+            raise UserError("Drafts are not for encoder-decoder models. Start without --speculate and --draft-model-id.")
+        return EncoderInputs(models.served.encode)
     family = vision_family(settings.model_dir) if settings.sees_images else None
     if family is None:
         return None
@@ -372,7 +385,7 @@ def _build_engine(
     graphs: GraphSizes,
     load_token_table: Callable[[], LLTokenizer] | None = None,
     watermark: Watermark | None = None,
-    images: PromptImages | None = None,
+    images: PromptParts | None = None,
 ) -> TorchEngine:
     """The engine with KV caches of `limits.pages` pages, which can capture these graphs."""
     served, draft = models.served, models.draft
@@ -505,7 +518,9 @@ def _cache_memory(settings: Settings, device: torch.device, step_bytes: int) -> 
     return memory.cache_memory_on_cuda(free, total, settings, step_bytes)
 
 
-def _measure_step(settings: Settings, models: LoadedModels, graphs: GraphSizes, progress: Progress) -> int:
+def _measure_step(
+    settings: Settings, models: LoadedModels, graphs: GraphSizes, progress: Progress, images: PromptParts | None
+) -> int:
     """The bytes on a GPU that a step takes besides weights and KV cache. Runs the largest step that may occur, which
     shows the memory of its activations, and captures the largest graph, whose pool the others share."""
     device = models.served.device
@@ -530,7 +545,7 @@ def _measure_step(settings: Settings, models: LoadedModels, graphs: GraphSizes, 
     )
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        engine = _build_engine(models, limits, graphs)
+        engine = _build_engine(models, limits, graphs, images=images)
         before = torch.cuda.memory_allocated(device)
         warm_up(engine, limits, rows, tokens, drafts, models.draft is not None, full=True)
         progress("compiling kernels", 97)
