@@ -1,11 +1,10 @@
 """Writes a tiny random encoder-decoder model, with a tokenizer of its kind.
 
-    python scripts/make_t5_model.py flan-t5 /tmp/flan-t5
+python scripts/make_t5_model.py flan-t5 /tmp/flan-t5
 """
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from scripts.make_model import TEXT, fill, write_json
 
@@ -26,11 +25,11 @@ def make_t5_model(kind: str, directory: Path | str, *, seed: int = 0, dtype: str
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     name, activation, tied = KINDS[kind]
-    sizes: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, d_model=48, d_kv=16, d_ff=80, num_layers=2, num_decoder_layers=3, num_heads=4
-    )
+    widths = {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 16, "d_ff": 80, "num_heads": 4}
     config = getattr(transformers, f"{name}Config")(
-        **sizes,
+        **widths,
+        num_layers=2,
+        num_decoder_layers=3,
         feed_forward_proj=activation,
         tie_word_embeddings=tied,
         relative_attention_max_distance=40,

@@ -44,7 +44,12 @@ def pooling_model(kind: str, **options: Any) -> Path:
 def t5_model(kind: str, **options: Any) -> Path:
     """The same of an encoder-decoder model; the arguments are those of scripts/make_t5_model.py."""
     scripts = Path(maker.__file__).read_bytes() + Path(t5_maker.__file__).read_bytes()
-    return made(f"seq2seq-{kind}", options, lambda _, directory, **given: t5_maker.make_t5_model(kind, directory, **given), scripts)
+    return made(
+        f"seq2seq-{kind}",
+        options,
+        lambda _, directory, **given: t5_maker.make_t5_model(kind, directory, **given),
+        scripts,
+    )
 
 
 def vision_model(kind: str, **options: Any) -> Path:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.live.server import MAX_ATTEMPTS, Server
-from tests.models import demo_model, model
+from tests.models import demo_model, model, t5_model
 
 pytestmark = pytest.mark.live
 
@@ -41,6 +41,9 @@ class Case(NamedTuple):
 # in its own dtype. Other models and dtypes differ only in the worker: see tests/worker.
 LLAMA = Case("llama", "float32", kv_tokens=480, prompts=PROMPTS, few=3, tokens=24)
 TINY = [LLAMA._replace(kind=kind) for kind in ("llama", "persimmon")]
+FLAN = LLAMA._replace(
+    kind="flan-t5"
+)  # an encoder has the prompt: greedy tokens are compared in tests/worker/test_t5.py
 DEMO = Case("demo", "auto", kv_tokens=272, prompts=EVEN, few=2, tokens=40)
 DEMO_32 = DEMO._replace(dtype="float32", tokens=20)
 
@@ -56,6 +59,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def directory_of(case: Case) -> Path:
+    if case is FLAN:
+        return t5_model(case.kind)
     return demo_model() if case.kind == "demo" else model(case.kind)
 
 
@@ -82,7 +87,7 @@ def scheduled_requests(server: Server) -> float:
     return server.metric("tgi_batch_current_size") + server.metric("tgi_queue_size")
 
 
-@served(*TINY, DEMO)
+@served(*TINY, FLAN, DEMO)
 def test_same_answer_under_any_load(case: Case, server: Server) -> None:
     """Alone, with a cached prefix, concurrently, and concurrently with preemption. Every second request has a seed."""
 
@@ -196,3 +201,13 @@ def test_api_and_tokenizer_use_less_than_150_mb(server: Server) -> None:
     for name, size in sizes.items():
         if name.startswith(("api", "tokenizer")):
             assert size < 150, json.dumps(sizes)
+
+
+@served(FLAN)
+def test_what_an_encoder_decoder_model_tells_of_its_prompt(case: Case, server: Server) -> None:
+    """The decoder's start alone, which no count includes."""
+    answer = server.generate(case.prompts[0], max_new_tokens=2, decoder_input_details=True)
+    assert answer["details"]["prefill"] == [{"id": 0, "text": "<pad>", "logprob": None}]
+    body = {"model": "tgi", "prompt": [5, 6, 1], "max_tokens": 2, "ignore_eos": True}
+    usage = server.client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 2, 5)

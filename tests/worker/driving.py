@@ -56,7 +56,9 @@ def make_engine(
         total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu", groups
     )
     second = draft and DraftModel(draft, build_attention(draft.kv, pages, draft.device))
-    return TorchEngine(model, attention, limits, draft_model=second, watermark=mark, graph_capture=recording, images=images)
+    return TorchEngine(
+        model, attention, limits, draft_model=second, watermark=mark, graph_capture=recording, images=images
+    )
 
 
 def drive(

@@ -38,7 +38,7 @@ def engine_of(model: T5Model) -> TorchEngine:
 def inputs() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     lengths = [1, 2, 15, 16, 17, 33, 64, 300]
-    return [torch.randint(3, 320, (length - 1,), generator=generator).tolist() + [1] for length in lengths]
+    return [[*torch.randint(3, 320, (length - 1,), generator=generator).tolist(), 1] for length in lengths]
 
 
 def reference(directory: Path, ids: list[int], count: int, **options: Any) -> Drawn:
@@ -46,7 +46,8 @@ def reference(directory: Path, ids: list[int], count: int, **options: Any) -> Dr
     with torch.no_grad():
         out = model.generate(
             torch.tensor([ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False, num_beams=1,
-            eos_token_id=None, use_cache=False, output_logits=True, output_scores=True, return_dict_in_generate=True, **options,
+            eos_token_id=None, use_cache=False, output_logits=True, output_scores=True, return_dict_in_generate=True,
+            **options,
         )  # fmt: skip
     found = out.sequences[0, 1:].tolist()
     rows = [one[0].log_softmax(-1) for one in (out.scores if options else out.logits)]

@@ -401,8 +401,8 @@ def _truncate(ids: bytes, characters: int, starts: list[int], truncate: int | No
 
 
 def with_decoder_start(prompt: EncodedPrompt, start: int) -> EncodedPrompt:
-    """The prompt of an encoder-decoder model: its ids are the input of the encoder, and the decoder starts with `start`.
-    The input is a segment that the worker computes as a whole, since each of its keys and values depends on all of it."""
+    """The prompt of an encoder-decoder model: its ids are the encoder's input, and the decoder starts with `start`. The
+    input is a segment that the worker computes as a whole, since each of its keys and values depends on all of it."""
     if not prompt.token_count:
         return prompt
     digest = blake2b(prompt.ids, digest_size=IMAGE_DIGEST_BYTES).digest()

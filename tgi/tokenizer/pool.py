@@ -113,9 +113,7 @@ class TokenizerPool:
         self._recorder = recorder
         self._work_register = WorkRegister() if work_register is None else work_register
         self._vocabulary = vocabulary
-        self._encoder = PromptEncoder(
-            vocabulary, chats, tracer, pooling, image_token, images_first, decoder_start
-        )
+        self._encoder = PromptEncoder(vocabulary, chats, tracer, pooling, image_token, images_first, decoder_start)
         self._tracer = tracer
         self._clock = clock
         self._apis: dict[

@@ -138,7 +138,8 @@ class TokenizerRequestState:
         if self.generate.prompt_logprobs_from is not None:
             self.prompt_tokens_stream = PromptTokensStream(self.generate, self.prompt, vocabulary)
         self._detokenizer = create_detokenizer(
-            vocabulary, unpack_int32(self.prompt.ids[ITEM_BYTES * self.prompt.encoder_tokens :][-ITEM_BYTES * CONTEXT_TOKENS :])
+            vocabulary,
+            unpack_int32(self.prompt.ids[ITEM_BYTES * self.prompt.encoder_tokens :][-ITEM_BYTES * CONTEXT_TOKENS :]),
         )
         if answer_format is not None:
             self.answer_parser = StreamingAnswerParser(answer_format, format_tokens)

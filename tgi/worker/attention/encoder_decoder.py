@@ -3,8 +3,8 @@
 At the positions of a prompt that the encoder computes, the pages hold keys and values for cross-attention; from the
 decoder's first position on, those of self-attention. Both have the same shape, so a request needs pages as any other.
 
-Each query is computed alone, over exactly the keys that it sees. So its bits depend on nothing but its own sequence: they
-are the same in any batch and in any chunk.
+Each query is computed alone, over exactly the keys that it sees. So its bits depend on nothing but its own sequence:
+they are the same in any batch and in any chunk.
 """
 
 from typing import NamedTuple

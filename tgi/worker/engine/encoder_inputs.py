@@ -1,7 +1,7 @@
 """The inputs of an encoder-decoder model in the slots, and what its encoder adds to a batch.
 
-The prompt of a request is the ids of its input, and one id that the decoder starts with. The encoder computes an input as
-a whole in each step that has tokens of it; the prefix cache may have found its first pages.
+The prompt of a request is the ids of its input, and one id that the decoder starts with. The encoder computes an input
+as a whole in each step that has tokens of it; the prefix cache may have found its first pages.
 """
 
 import time

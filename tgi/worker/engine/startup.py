@@ -38,8 +38,8 @@ from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.engine import memory
 from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, chunk_tokens, graph_batch_sizes
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
-from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.encoder_inputs import EncoderInputs
+from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.interface import PromptParts
 from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.torch_threads import choose_threads
@@ -201,7 +201,9 @@ def _load_prompt_parts(
     """The model's encoder, or its vision tower if requests have images. Raises UserError if they cannot be served."""
     if isinstance(models.served, T5Model):
         if settings.speculate or models.draft is not None:
-            raise UserError("Drafts are not for encoder-decoder models. Start without --speculate and --draft-model-id.")
+            raise UserError(
+                "Drafts are not for encoder-decoder models. Start without --speculate and --draft-model-id."
+            )
         return EncoderInputs(models.served.encode)
     family = vision_family(settings.model_dir) if settings.sees_images else None
     if family is None:
@@ -261,7 +263,7 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
             gpu, reason = select_gpu_kernels(specs, device, settings.batch_invariant)
     if settings.batch_invariant and device != "cpu":
         if any(spec.decoder is None for spec in specs):
-            reason = "the model runs through transformers"
+            reason = "the model is not computed by the built-in decoder"
         if reason:
             raise UserError(
                 f"--batch-invariant needs our own GPU kernels for the whole model, and torch's compute here: {reason}. "

@@ -37,7 +37,7 @@ Progress = Callable[[str, int], None]  # stage, percent
 class ModelSpec(NamedTuple):
     """How a model is computed, from its config.json and the options."""
 
-    decoder: DecoderConfig | None  # None: the model runs through transformers
+    decoder: DecoderConfig | None  # None: the model runs through transformers, unless `encoder_decoder`
     dtype: torch.dtype
     scheme: QuantizationScheme = QuantizationScheme()
     encoder_decoder: bool = False  # then `decoder` is None, and the model is that of models/t5.py

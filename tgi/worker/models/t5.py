@@ -1,11 +1,11 @@
-"""T5 and its kin (flan-t5, T5 v1.1, mT5): an encoder, and a decoder that attends to what the encoder makes of the input.
+"""T5 and its kin (flan-t5, T5 v1.1, mT5): an encoder, and a decoder that attends to what the encoder makes of an input.
 
-A prompt is the ids of the input and the id that the decoder starts with. The decoder's layers see three kinds of keys and
-values: at the positions of the input the ordinary pages hold those of cross-attention, which are projections of the
-encoder's result; from the decoder's start on they hold those of self-attention. See attention/encoder_decoder.py.
+A prompt is the ids of the input and the id that the decoder starts with. At the positions of the input the ordinary pages
+hold keys and values for cross-attention, which are projections of the encoder's result; from the decoder's start on they
+hold those of self-attention. See attention/encoder_decoder.py.
 
-Scores are not scaled. A bias is added to those of self-attention, by head and by the distance of key and query, which is
-counted in buckets: each short distance has one of its own, longer ones share one (Raffel et al., 2020, section 2.1).
+Scores are not scaled. A bias is added to those of self-attention, by head and by the distance of key and query, which
+is counted in buckets: each short distance has one of its own, longer ones share one (Raffel et al., 2020, section 2.1).
 """
 
 import math
@@ -119,8 +119,8 @@ def read_t5_config(config: dict[str, Any]) -> T5Config:
 
 
 def distance_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """The bucket of each distance >= 0, of this many: half of them for one distance each, the others for spans that grow
-    logarithmically up to `max_distance`."""
+    """The bucket of each distance >= 0, of this many: half of them for one distance each, the others for spans that
+    grow logarithmically up to `max_distance`."""
     exact = buckets // 2
     spans = torch.log(distances.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
     return torch.where(distances < exact, distances, (exact + spans.long()).clamp(max=buckets - 1))
@@ -176,7 +176,9 @@ class T5Model:
             gpu_kernels=gpu,
             position_bias=self._decoder_biases(),
         )
-        choose_row_counts([self._head, *(linear for one in (*self._encoder, *self._decoder) for linear in _linears(one))])
+        choose_row_counts(
+            [self._head, *(linear for one in (*self._encoder, *self._decoder) for linear in _linears(one))]
+        )
 
     @torch.inference_mode()
     def encode(self, ids: Tensor) -> Tensor:
@@ -334,8 +336,8 @@ def build_t5_model(
     progress: Callable[[str, int], None],
     gpu: GpuKernels | None = None,
 ) -> T5Model:
-    """Loads the model of a directory with this parsed config.json; the rest as in `loader.build_model`. Raises UserError
-    if it cannot be served."""
+    """Loads the model of a directory with this parsed config.json; the rest as in `loader.build_model`. Raises
+    UserError if it cannot be served."""
     if dtype is torch.float16:
         raise UserError(
             f"The model in {directory} cannot be computed in float16, where hidden states of T5 overflow. Start with "

@@ -51,7 +51,9 @@ def apply_repetition_penalty(logits: Tensor, batch: SamplingBatch) -> None:
         return
     chosen = select_rows(logits, rows)
     penalty = column_like(batch.params.repetition_penalty[rows], logits)
-    ids = batch.token_history(rows, batch.params.history_from[rows])  # an id that occurs twice gets the same value twice
+    ids = batch.token_history(
+        rows, batch.params.history_from[rows]
+    )  # an id that occurs twice gets the same value twice
     seen = chosen.gather(1, ids)
     seen = torch.where(seen < 0, seen * penalty, seen / penalty).clamp_(-MAX_LOGIT, MAX_LOGIT)
     write_rows(logits, rows, chosen.scatter_(1, ids, seen))
