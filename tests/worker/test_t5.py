@@ -84,7 +84,11 @@ def test_same_bits_in_any_batch_and_resumed(dtype: str) -> None:
     """With seeds; in chunks that end within and after the input; and resumed after ids that were generated."""
     engine, count = engine_of(build(t5_model("flan-t5"), dtype)), 8
     prompts = [[*ids, START] for ids in inputs()]
-    samplings = [SamplingParams(at, do_sample=at % 2 == 1, top_p=0.9) for at in range(len(prompts))]
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.5}
+    samplings = [
+        SamplingParams(at, do_sample=at % 2 == 1, top_p=0.9, **penalties if at % 4 > 1 else {})
+        for at in range(len(prompts))
+    ]
     alone = [drive(engine, [prompt], count, [one])[0] for prompt, one in zip(prompts, samplings, strict=True)]
     for chunk, stagger in ((4096, 0), (16, 0), (64, 1)):
         assert drive(engine, prompts, count, samplings, chunk, stagger) == alone

@@ -73,8 +73,8 @@ class EncoderDecoderAttention:
             pages = batch.page_table[0, row, : -(-end // self.page_size), None].long()
             slots = (pages * self.page_size + offsets).view(-1)
             seen += [SeenSlots(slots[:length], slots[length : at + 1]) for at in range(start + parted, end)]
-        tokens = [torch.tensor(part, dtype=torch.int64, device=device) for part in (encoder, decoder)]
-        return EncoderDecoderPlan(*tokens, batch.slot_mapping[0], seen)
+        first, second = (torch.tensor(part, dtype=torch.int64, device=device) for part in (encoder, decoder))
+        return EncoderDecoderPlan(first, second, batch.slot_mapping[0], seen)
 
     def write_encoded(self, plan: EncoderDecoderPlan, layer: int, pairs: Tensor) -> None:
         """Stores keys and values [n, 2 * heads, head_dim] of the step's tokens of the encoder."""

@@ -453,7 +453,7 @@ class BatchBuilder:
         def token_history(chosen: Ints, begins: Ints) -> Tensor:
             ends = positions[chosen][:, None]
             columns = begins[:, None] + np.arange((ends[:, 0] - begins).max())
-            columns = np.where(columns < ends, columns, 0)
+            columns = np.where(columns < ends, columns, begins[:, None])
             (indices,) = self.to_device(self._slots.id_indices(slots[chosen][:, None], columns).ravel())
             return self.read_ids(indices).view(columns.shape)
 

@@ -1,8 +1,8 @@
 """T5 and its kin (flan-t5, T5 v1.1, mT5): an encoder, and a decoder that attends to what the encoder makes of an input.
 
-A prompt is the ids of the input and the id that the decoder starts with. At the positions of the input the ordinary pages
-hold keys and values for cross-attention, which are projections of the encoder's result; from the decoder's start on they
-hold those of self-attention. See attention/encoder_decoder.py.
+A prompt is the ids of the input and the id that the decoder starts with. At the positions of the input the pages hold
+keys and values for cross-attention, projections of the encoder's result; from the decoder's start on, those of
+self-attention. See attention/encoder_decoder.py.
 
 Scores are not scaled. A bias is added to those of self-attention, by head and by the distance of key and query, which
 is counted in buckets: each short distance has one of its own, longer ones share one (Raffel et al., 2020, section 2.1).
@@ -176,9 +176,8 @@ class T5Model:
             gpu_kernels=gpu,
             position_bias=self._decoder_biases(),
         )
-        choose_row_counts(
-            [self._head, *(linear for one in (*self._encoder, *self._decoder) for linear in _linears(one))]
-        )
+        every: list[T5EncoderLayer | T5DecoderLayer] = [*self._encoder, *self._decoder]
+        choose_row_counts([self._head, *(linear for layer in every for linear in _linears(layer))])
 
     @torch.inference_mode()
     def encode(self, ids: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class SamplingBatch(NamedTuple):
     params: SamplingColumns  # [D]
     positions: NDArray[np.int64]  # [D] of the token to sample = the number of known ids
     # (rows [n], first position of each [n]) -> int64 [n, L]: the known ids of each row from its first position on. A
-    # short row is padded with its first id.
+    # short row is padded with the id at that position.
     token_history: Callable[[Indices, Indices], Tensor]
     grammar_bitmask: GrammarBitmask | None = None  # None if no row has a grammar
     watermark: Watermark | None = None  # required if a row asks for the watermark
