@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scripts.make_vision_model import IMAGE_TOKEN_ID
-from tests.families import with_variants
+from tests.families import in_depth, with_variants
 from tests.models import vision_model as make
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.scheduled import ScheduledEngine, Served
@@ -134,6 +134,9 @@ class Prompt(NamedTuple):
     pictures: list[Picture]
 
 
+RECURRENT = ("qwen3_5", "lfm2_vl")  # begin the kinds with recurrent layers
+
+
 def prompt(kind: str, media: Path, seed: int, *numbers: int, after: int = 0) -> Prompt:
     """Text, then for each of the pictures `numbers` the picture and more text, which `after` makes another. The last
     page has room for four tokens. States of recurrent layers are kept of longer prompts only."""
@@ -143,7 +146,7 @@ def prompt(kind: str, media: Path, seed: int, *numbers: int, after: int = 0) -> 
         found: list[int] = torch.randint(8, 400, (length,), generator=generator).tolist()
         return found
 
-    ids, images, pictures = text(149 if kind.startswith("qwen3_5") else 21, seed), [], []
+    ids, images, pictures = text(149 if kind.startswith(RECURRENT) else 21, seed), [], []
     for at, number in enumerate(numbers):
         shown = PICTURES[kind](number)
         digest = hashlib.blake2b(b"%d" % number, digest_size=16).digest()
@@ -283,7 +286,7 @@ def test_family(kind: str, native: bool, tmp_path: Path) -> None:
 EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma3")
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", in_depth(PICTURES, EACH))
 def test_prefix_cache(kind: str, tmp_path: Path) -> None:
     """Which finds an image by its content, whatever ids it has, and may end inside it."""
     directory = make(kind)
@@ -295,25 +298,26 @@ def test_prefix_cache(kind: str, tmp_path: Path) -> None:
     size = harness.engine.limits.page_size
     before, whole = first.images[0].position // size * size, (len(first.ids) - 1) // size * size
     parted = (first.images[0].position + first.images[0].length) // size * size
+    found_nothing = kind == "paligemma"  # whose prompts with images are not in the prefix cache
     for one, cached, computed in (
         (first, 0, 1),
         (first, whole, 1),
         (other, before, 2),
         (other, whole, 2),
-        (inside, parted, 2 if parted == first.images[0].position + first.images[0].length else 3),
+        (inside, parted, 2 if not found_nothing and parted == first.images[0].position + first.images[0].length else 3),
         (first, whole, 3),
     ):
         served = running.add(one.ids, COUNT, one.images)
         running.run()
         agrees(served, expected(directory, one))
         assert served.end is not None
-        if kind != "qwen3_5":  # of recurrent layers a prefix ends where a state was kept
-            assert (served.end.cached_tokens, harness.computed) == (cached, computed)
+        if not kind.startswith(RECURRENT):  # whose prefixes end where a state was kept
+            assert (served.end.cached_tokens, harness.computed) == (0 if found_nothing else cached, computed)
         elif cached == whole:
             assert served.end.cached_tokens
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", in_depth(PICTURES, EACH))
 def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
     """After a preemption, and after the loss of the scheduler or of the worker."""
     directory = make(kind)
@@ -341,7 +345,7 @@ def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
     for served, answer in zip(answers, wanted, strict=True):
         agrees(served, answer)
         assert served.end is not None
-        assert served.end.cached_tokens
+        assert served.end.cached_tokens or kind == "paligemma"
 
     running = Harness(directory, tmp_path).start()  # another worker, which has no pages
     answers = [running.add(one.ids, COUNT, one.images, ids) for one, ids in zip(prompts, known, strict=True)]
