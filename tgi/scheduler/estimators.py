@@ -243,7 +243,6 @@ class LinearFit:
         self._variance = self._covariance = 0.0  # of x, and of x with y
 
     def add(self, x: float, y: float) -> None:
-        """Adds a point."""
         if not self._y:
             self._x, self._y = x, y
             return

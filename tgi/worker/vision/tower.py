@@ -22,7 +22,6 @@ class ImageFeatures(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(one.nbytes for one in (self.embeddings, *self.deeper))
 
 
