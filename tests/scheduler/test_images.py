@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.scheduler.simulation import FailingWorker
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import (
@@ -112,7 +113,7 @@ def test_where_chunks_end(undivided: str, tokens: int, decoding: bool, counts: l
 def test_what_is_not_divided_may_lack_memory(undivided: str, memory: int, computed: bool) -> None:
     """And then is not tried again and again."""
     running = scheduler(undivided, max_batch_prefill_tokens=30)
-    worker = FakeWorker(FakeWorkerConfig(page_size=4, max_batch_prefill_tokens=30))
+    worker = FailingWorker(FakeWorkerConfig(page_size=4, max_batch_prefill_tokens=30))
     running.handle(add(1, [FIRST, SECOND])._replace(max_new_tokens=1), TOKENIZER, 0.0)
     for _ in range(20):
         if (step := running.plan(0.0)) is None:
