@@ -161,6 +161,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"topk_method": "greedy", "rope_parameters": None, "rope_theta": 20000.0}),
     ("glm4_moe_lite", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "mlp_layer_types": None}),
     ("exaone4", {"layer_types": None, "sliding_window_pattern": 3}),
+    ("mpt", {"attn_config": {"clip_qkv": 0.8}}),
     ("stablelm", {"use_parallel_residual": True}),
     ("gpt_neox", {"use_parallel_residual": False}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
@@ -263,7 +264,7 @@ TEXT_PARTS = {
     "lfm2_vl": "lfm2",
     "llama4": "llama4_text",
 }
-assert {*TEXT_PARTS, *VISION_FAMILIES} == {*WITH_TEXT_PART}
+assert {"gemma3n", *TEXT_PARTS, *VISION_FAMILIES} == {*WITH_TEXT_PART}
 assert set(RECURRENT) == set(model_config.RECURRENT_LAYERS)
 
 
@@ -289,6 +290,19 @@ def test_text_part_of_a_multimodal_model(kind: str, text: str) -> None:
     with safe_open(directory / SINGLE_FILE, framework="pt") as file:
         assert not any(name.startswith("model.layers") for name in file.keys())  # noqa: SIM118  # not a dict
     check_against_transformers(directory)
+
+
+def test_text_part_of_gemma3n(tmp_path: Path) -> None:
+    """By its published names: transformers' class needs timm for the vision tower."""
+    source = make("gemma3n_text")
+    tensors = {
+        name.replace("model.", "model.language_model."): one for name, one in load_file(source / SINGLE_FILE).items()
+    }
+    save_file(tensors | {"model.vision_tower.w": torch.ones(1)}, tmp_path / SINGLE_FILE)
+    text = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": text}))
+    found, plain, ids = load(tmp_path), load(source), prompts()[0]
+    assert torch.equal(prefill(found, memory(found), ids, pages(0)), prefill(plain, memory(plain), ids, pages(0)))
 
 
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
