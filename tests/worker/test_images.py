@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from scripts.make_vision_model import IMAGE_TOKEN_ID
 from tests.families import in_depth, with_variants
 from tests.media.pictures import noise
 from tests.models import vision_model as make
+from tests.references import reference
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.scheduled import ScheduledEngine, Served
 from tgi.hub.model_config import read_model_config
@@ -173,38 +173,38 @@ TYPES = {kind: "mm_token_type_ids" for kind, family in VISION_FAMILIES.items() i
 }
 
 
-@cache
-def reference(directory: Path) -> Any:
+def greedy_tokens(
+    directory: Path, ids: list[int], images: bool, tensors: dict[str, Tensor], types: str | None, count: int, image: int
+) -> tuple[list[int], list[float]]:
+    """Tokens of transformers and their logprobs, each from the whole text before it. `types`: the name of the column
+    that is 1 for image tokens, which have the id `image`."""
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForImageTextToText.from_pretrained(
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-
-
-def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
-    """Greedy tokens of transformers and their logprobs, each from the whole text before it."""
-    kind, names = kind_of(directory), given.pictures[0].tensors.keys() if given.pictures else ()
-    along = 1 if kind.startswith(("idefics", "smolvlm")) else 0
-    tensors = {name: torch.cat([one.tensors[name] for one in given.pictures], along) for name in names}
-    ids, found, logprobs = list(given.ids), [], []
-    for _ in range(COUNT):
-        types = torch.tensor([[int(token == IMAGE_TOKEN_ID) for token in ids]])
-        if kind == "paligemma":  # 0 for tokens that see each other
-            types = torch.ones_like(types)
-            types[:, : len(given.ids) * bool(given.images)] = 0
-        more = {TYPES[kind]: types} if kind in TYPES else {}
+    text, found, logprobs = list(ids), [], []
+    for _ in range(count):
+        column = torch.tensor([[int(token == image) for token in text]])
+        if model.config.model_type == "paligemma":  # 0 for tokens that see each other
+            column = torch.ones_like(column)
+            column[:, : len(ids) * images] = 0
+        more = {} if types is None else {types: column}
         with torch.inference_mode():
-            model = reference(directory)
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False, **tensors, **more).logits[0, -1]
+            logits = model(input_ids=torch.tensor([text]), use_cache=False, **tensors, **more).logits[0, -1]
         row = logits.float().log_softmax(-1)
         found.append(int(row.argmax()))
         logprobs.append(float(row.max()))
-        ids.append(found[-1])
+        text.append(found[-1])
     return found, logprobs
 
 
-def kind_of(directory: Path) -> str:
-    return str(reference(directory).config.model_type)
+def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
+    kind = str(json.loads((directory / "config.json").read_text())["model_type"])
+    names = given.pictures[0].tensors.keys() if given.pictures else ()
+    along = 1 if kind.startswith(("idefics", "smolvlm")) else 0
+    tensors = {name: torch.cat([one.tensors[name] for one in given.pictures], along) for name in names}
+    asked = given.ids, bool(given.images), tensors, TYPES.get(kind), COUNT, IMAGE_TOKEN_ID
+    return reference(greedy_tokens, directory, *asked)
 
 
 class Harness:
