@@ -18,6 +18,8 @@ from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.scheduler.waiting_queue import MAX_IDLE_CLIENTS
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
+pytestmark = pytest.mark.slow
+
 WORKER_CONFIG = FakeWorkerConfig(pages=512, page_size=4, slots=4, max_total_tokens=256, max_batch_prefill_tokens=16)
 NO_CACHE = SchedulerConfig(prefix_caching=False)
 
@@ -189,7 +191,7 @@ def test_counters_are_those_of_the_computed_tokens() -> None:
 
 def test_idle_clients_are_forgotten() -> None:
     sim = simulation()
-    for n in range(6000):
+    for n in range(10_000):
         sim.cancel(sim.add([1], 1, client=str(n)))
     assert len(sim.scheduler._queue.clients) < 5000
 

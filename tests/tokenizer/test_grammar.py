@@ -35,6 +35,8 @@ from tgi.tokenizer.structured_output.grammar import (
 from tgi.tokenizer.structured_output.json_schema import KEYWORD_TYPES, UNENFORCED_KEYWORDS
 from tgi.tokenizer.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 NOT_VALID, NOT_ENFORCED = "grammar is not valid: ", "cannot compile regex from schema: "
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
