@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tests.scheduler.invariants import check_scheduler
 from tests.simulation.invariants import AdmissionOrder, EndsPerAdd
 from tests.simulation.network import Crashed, Killed, Monitor, SimulatedSocket
 from tests.tokenizer.vocabularies import byte_level
@@ -666,7 +667,7 @@ class SchedulerProcess(SimulatedProcess):
             self._state_for_successor = scheduler.successor_state
         self._turns += 1
         if self._turns % 64 == 0:
-            scheduler.check()
+            check_scheduler(scheduler)
         self.wake_at(scheduler.deadline(self.clock.now))
         self.wake_while_readable()
 

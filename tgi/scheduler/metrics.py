@@ -18,7 +18,10 @@ SUCCESSES = (FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP)
 class SchedulerMetrics:
     """Publishes differences to what it published before."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        """`model`: its name for clients."""
+        self._model = model
+        self._was_ready: bool | None = None
         self._published_sums: dict[str, int] = {}
         self._published_gauges: dict[str, int] = {}
         self._finished_steps: list[tuple[FinishedStep, float]] = []  # with the seconds that handling the result took
@@ -50,6 +53,9 @@ class SchedulerMetrics:
         Publishes when requests come or go, and otherwise once per metrics.FLUSH_SECONDS: publishing takes longer than
         planning a step.
         """
+        if (ready := scheduler.ready) is not self._was_ready:
+            self._was_ready = ready
+            metrics.tgi_model_replicas.labels(model=self._model).set(int(ready))
         counters = scheduler.counters
         requests = (
             scheduler.queued,
@@ -106,14 +112,12 @@ class SchedulerMetrics:
                 metrics.tgi_batch_concat.labels(reason="chunking").inc()
 
     def _add(self, name: str, total: int) -> None:
-        """Increases a counter to this total."""
         before = self._published_sums.get(name, 0)
         if total != before:
             getattr(metrics, name).inc(total - before)
             self._published_sums[name] = total
 
     def _set(self, name: str, value: int) -> None:
-        """Sets a gauge."""
         if self._published_gauges.get(name) != value:
             getattr(metrics, name).set(value)
             self._published_gauges[name] = value

@@ -87,7 +87,6 @@ class TorchCpuAttention:
         return self._planner.plan(batch)
 
     def write_and_attend(self, plan: TilePlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
-        """See AttentionBackend."""
         kv = self._kv
         group_number, place = self._places[layer]
         cache = self._cache[place]
