@@ -614,7 +614,7 @@ class SchedulerProcess(SimulatedProcess):
         self._state_changes = 0
         predecessor = self._state_for_successor._replace(last_exit=self.last_exit)
         self.scheduler.handle(predecessor, PeerId(*self.hello()[1:4]), self.clock.now)
-        self._metrics = UnpublishedMetrics()
+        self._metrics = UnpublishedMetrics("model")
         self._turns = 0
         self._draining_since = float("inf")
 

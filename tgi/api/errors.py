@@ -9,7 +9,7 @@ import msgspec
 
 from tgi.api.shapes.messages import MessageError, MessageFailure
 from tgi.api.shapes.types import doc
-from tgi.microkernel.messages.protocol import End, FinishReason
+from tgi.microkernel.messages.protocol import SUCCESSES, End, FinishReason
 
 # Upper bound of the Retry-After header.
 MAX_RETRY_AFTER_SECONDS = 60
@@ -363,9 +363,9 @@ def without_cause(error: ApiError) -> ApiError:
 
 def from_end(end: End, streaming: bool) -> ApiError | None:
     """The error that an End means to the client; None for the three successes."""
+    if end.reason in SUCCESSES:
+        return None
     match end.reason:
-        case FinishReason.LENGTH | FinishReason.EOS | FinishReason.STOP:
-            return None
         case FinishReason.INVALID:
             return validation_error(end.message)
         case FinishReason.OVERLOADED:

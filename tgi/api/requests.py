@@ -17,6 +17,7 @@ from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenC
 from tgi.microkernel.links.link import ReplicaId
 from tgi.microkernel.messages.codec import ITEM_BYTES
 from tgi.microkernel.messages.protocol import (
+    SUCCESSES,
     AdapterUpdated,
     End,
     FinishReason,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 # A stream with more unread tokens is parked, and continues when this many are left.
 MAX_UNREAD_TOKENS, FEW_UNREAD_TOKENS = 1024, 256
-
-SUCCESSES = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 
 
 class WakeEvent:

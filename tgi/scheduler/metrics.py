@@ -4,15 +4,13 @@ import time
 from typing import TYPE_CHECKING
 
 from tgi.microkernel.links.link import PeerId
-from tgi.microkernel.messages.protocol import Add, End, FinishReason, Step, StepResult
+from tgi.microkernel.messages.protocol import SUCCESSES, Add, End, Step, StepResult
 from tgi.microkernel.observability import metrics
 from tgi.scheduler.counters import FinishedStep
 from tgi.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from tgi.microkernel.observability.otlp import Tracer
-
-SUCCESSES = (FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP)
 
 
 class SchedulerMetrics:

@@ -12,6 +12,7 @@ from tgi.microkernel.messages.protocol import (
     ENDED,
     PROTOCOL,
     QUEUED,
+    SUCCESSES,
     AdapterUpdated,
     Add,
     Beat,
@@ -64,8 +65,6 @@ FAILED_STEP_STRIKES = 2
 LACKS_MEMORY = "too little memory to compute this request, even alone and in the smallest steps; make it shorter"
 # A scheduler that lived no longer than this, its start included, may have been ended by the first request it handled.
 QUICK_DEATH_MS = 3000
-# End reasons that clear the strikes of a request.
-ENDS_WELL = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 
 
 class SchedulerConfig(NamedTuple):
@@ -466,7 +465,7 @@ class Scheduler:
         """Returns those of these requests that were waiting for a slot on trial."""
         waited = []
         for request, reason in ended:
-            self._isolation.discard(request.fingerprint, well=reason in ENDS_WELL)
+            self._isolation.discard(request.fingerprint, well=reason in SUCCESSES)
             if self._planner is not None and request in self._planner.trial_queue:
                 del self._planner.trial_queue[request]
                 waited.append(request)
