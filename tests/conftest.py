@@ -40,8 +40,10 @@ MAX_REASON = 200
 # Collecting makes hundreds of thousands of objects that stay; searching them for garbage takes a tenth of the time.
 gc.disable()
 
-# No deadline per example: tests must not fail because the machine is busy.
-hypothesis.settings.register_profile("tests", deadline=None)
+# No deadline per example: tests must not fail because the machine is busy. TGI_FUZZ_EXAMPLES asks for more examples.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, max_examples=int(os.environ.get("TGI_FUZZ_EXAMPLES", "50"))
+)
 hypothesis.settings.load_profile("tests")
 
 # The directory of metrics in this process, except where a test sets another.
