@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -204,9 +205,8 @@ def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("command", [("restart", "tokenizer"), ("scale", "tokenizer", "3")])
 def test_a_process_that_cannot_start_leaves_the_others_as_they_were(
-    server: Server, tiny_llama: Path, tmp_path: Path, command: tuple[str, ...]
+    server: Server, tiny_llama: Path, tmp_path: Path
 ) -> None:
     model = shutil.copytree(tiny_llama, tmp_path / "model")
     server.start("up", "--model-id", str(model)).wait_until_ready()
@@ -214,12 +214,13 @@ def test_a_process_that_cannot_start_leaves_the_others_as_they_were(
     server.wait_until(lambda: {state.state for state in states()} == {"ready"}, "both tokenizers are ready, too")
     before = server.processes()
     (model / "tokenizer.json").write_text('{"version": ')
-    done = tgi(server, *command)
-    assert done.returncode == 1
-    assert "Error: tokenizer-2 could not be started: " in done.stderr
-    assert "tokenizer.json is damaged" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert server.processes() == before
+    for command in (("restart", "tokenizer"), ("scale", "tokenizer", "3")):
+        done = tgi(server, *command)
+        assert done.returncode == 1
+        assert re.search(r"Error: tokenizer-\d could not be started: ", done.stderr)
+        assert "tokenizer.json is damaged" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert server.processes() == before
     assert len(server.generate("Hello", max_new_tokens=3)["details"]["tokens"]) == 3
 
 
@@ -518,12 +519,3 @@ def test_a_wrong_reload_is_rejected(standing: Server, arguments: list[str], code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert standing.processes() == before
-
-
-def test_a_server_of_single_roles_is_not_reloaded(server: Server) -> None:
-    for role in ("api", "tokenizer", "scheduler", "worker"):
-        server.start(role)
-    server.wait_until_ready()
-    done = tgi(server, "reload", "--model-id", server.arguments[1])
-    assert done.returncode == 1
-    assert "Other supervisors run processes of this server" in done.stderr
