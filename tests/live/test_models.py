@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.live.server import MAX_ATTEMPTS, Server, scheduled_requests
-from tests.live.test_grammars import PERSON, validate
+from tests.live.test_grammars import PERSON
 from tests.live.test_grammars import chat as chat_in_form
 from tests.models import demo_model, model
+from tests.schemas import validate
 
 pytestmark = pytest.mark.live
 
