@@ -37,7 +37,20 @@ MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within in
 SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
 
 # By the numbers of `enum class Epilogue` in linear.h.
-_NAMES = "none", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu", "xielu", "add", "mul", "clamped_mul"
+_NAMES = (
+    "none",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "relu2",
+    "clamped_silu",
+    "xielu",
+    "clip",
+    "add",
+    "mul",
+    "clamped_mul",
+)
 EPILOGUES = {name: number for number, name in enumerate(_NAMES)}
 
 NO_FACTORS = (0.0, 0.0)  # of an epilogue that has none
@@ -278,9 +291,9 @@ class CpuKernels:
 
         `bias` [outputs] is float32. `plus` [rows, outputs], float32, may be some columns of a larger matrix: the sums
         of LoRA adapters. `then` is one of EPILOGUES, `other` [rows, outputs] the operand of the last three, `factors`
-        those of xielu. With a gate and an up projection: epilogue(x @ gate.T + bias + plus), rounded, times x @ up.T +
-        bias + plus, where bias and plus have the gate's outputs first and then the up projection's; `wide` is not
-        supported.
+        those of xielu and clip. With a gate and an up projection: epilogue(x @ gate.T + bias + plus), rounded, times
+        x @ up.T + bias + plus, where bias and plus have the gate's outputs first and then the up projection's; `wide`
+        is not supported.
         """
         x = x.contiguous()
         assert x.dtype is self.dtype
