@@ -78,6 +78,10 @@ FURTHER: dict[str, dict[str, Any]] = {  # entries of single types
         **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
+    "dbrx": {
+        "attn_config": {"clip_qkv": 0.5, "kv_n_heads": 2, "rope_theta": 500000.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 6, "moe_top_k": 2},
+    },
     "dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},

@@ -6,9 +6,11 @@ scripts/make_gguf.py DIR FILE.gguf --format BF16
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter,
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
+
+from scripts.make_model import OTHER_NAMES
 
 ARCHITECTURES = {
     "gemma3_text": MODEL_ARCH.GEMMA3,
@@ -27,6 +31,13 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
+    "falcon_h1": MODEL_ARCH.FALCON_H1,
+    "gemma3n_text": MODEL_ARCH.GEMMA3N,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
+    "llama4_text": MODEL_ARCH.LLAMA4,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoehybrid")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
@@ -42,7 +53,7 @@ SCALES = {
     GGMLQuantizationType.IQ3_S: {0: 1.0},
     GGMLQuantizationType.IQ1_S: {0: 1.0},
 }
-SHIFTED = ("gemma", "gemma2", "gemma3_text")
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
 # Further entries if config.json has them: key of config.json -> key without the architecture.
 NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
@@ -73,6 +84,29 @@ NUMBERS = {
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_n_groups": "ssm.group_count",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+
+GPT = ("gpt2", "bloom", "mpt")
+NUMBERS_OF_DELTA = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+NUMBERS_OF_STREAMS = {
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "altup_active_idx": "altup.active_idx",
+    "altup_num_inputs": "altup.num_inputs",
+}
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+NUMBERS_OF_LATENT = {
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "q_lora_rank": "attention.q_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "first_k_dense_replace": "leading_dense_block_count",
 }
 
 PLAIN = (".bias", "norm.weight", "ffn_gate_inp.weight", "conv.weight", "conv1d.weight", "ssm_a", "ssm_d")
@@ -86,6 +120,7 @@ NUMBERS_OF_EXPERTS = {
     "norm_topk_prob": "expert_weights_norm",
     "routed_scaling_factor": "expert_weights_scale",
     "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
 }
 
 
@@ -100,10 +135,23 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
         values = tensor.to(torch.float32).numpy()
+        if re.fullmatch(r"model\.layers\.\d+\.experts\.\w+", name):  # Gemma 4
+            found[f"{name}.weight"] = values
+            continue
         if match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):  # gpt-oss, inputs first
             end = "bias" if match[3] else "weight"
             values = values if match[3] else values.swapaxes(1, 2)
-            parts = {"down": values} if match[2] == "down" else {"gate": values[:, 0::2], "up": values[:, 1::2]}
+            middle = values.shape[1] // 2
+            halves = (
+                [slice(0, middle), slice(middle, None)]
+                if "feed_forward" in name
+                else [slice(0, None, 2), slice(1, None, 2)]
+            )
+            parts = (
+                {"down": values}
+                if match[2] == "down"
+                else dict(zip(("gate", "up"), (values[:, half] for half in halves), strict=True))
+            )
             found |= {f"{match[1]}{part}_proj.{end}": np.ascontiguousarray(one) for part, one in parts.items()}
             continue
         if name.endswith((".conv.conv.weight", ".conv1d.weight")):
@@ -114,7 +162,7 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
             continue
         if name.endswith((".A_log", ".D")):
             values = values[:, None] if name.endswith("D") else -np.exp(values[:, None])
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+        if match := re.fullmatch(r"(.*\.experts|model\.altup_\w+)\.(\d+)\.(.*)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
         else:
             found[name] = values
@@ -150,18 +198,29 @@ def write_gguf(
     one of each stored name. Norms, biases and routers stay float32.
     """
     config = json.loads((model / "config.json").read_text())
-    kind, layers = config["model_type"], config.get("layers_block_type") or config.get("layer_types") or []
+    kind = config["model_type"]
+    config |= {name: config[own] for name, own in OTHER_NAMES.get(kind, {}).items() if own in config}
+    if kind == "mamba2":
+        config |= {"mamba_n_heads": config["num_heads"], "mamba_n_groups": config["n_groups"]}
+        config |= {"mamba_d_head": config["head_dim"], "mamba_d_state": config["state_size"], "head_dim": None}
+    if kind == "glm4_moe_lite":
+        config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
+    layers = config.get("layers_block_type") or config.get("layer_types") or []
     number = MODEL_ARCH.NEMOTRON_H_MOE if "moe" in layers else architecture(kind)
     arch, count = MODEL_ARCH_NAMES[number], config.get("num_hidden_layers") or len(layers)
     names = get_tensor_name_map(number, count)
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    kv_heads, inner = (
+        config.get("num_key_value_heads", heads),
+        config.get("intermediate_size", 4 * config["hidden_size"]),
+    )
     rope = config.get("rope_parameters") or {}
     tensors = load_file(model / "model.safetensors")
     keys = {
         f"{arch}.block_count": count,
         f"{arch}.context_length": config["max_position_embeddings"],
         f"{arch}.embedding_length": config["hidden_size"],
-        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.feed_forward_length": inner,
         f"{arch}.attention.head_count": heads,
         f"{arch}.attention.head_count_kv": kv_heads,
         f"{arch}.rope.freq_base": rope.get("full_attention", rope).get("rope_theta"),
@@ -198,22 +257,119 @@ def write_gguf(
         )
     if config.get("sliding_window") and kind != "starcoder2":
         keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
+    if kind == "gemma3n_text":
+        keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_STREAMS.items()}
+        keys[f"{arch}.rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+        keys[f"{arch}.activation_sparsity_scale"] = [
+            NormalDist().inv_cdf(part) if part else -math.inf for part in config["activation_sparsity_pattern"]
+        ]
+    if kind == "llama4_text":
+        keys[f"{arch}.feed_forward_length"] = config["intermediate_size_mlp"]
+        keys[f"{arch}.expert_feed_forward_length"] = inner
+        keys[f"{arch}.interleave_moe_layer_step"] = config["moe_layers"][0] + 1
+    if kind == "gemma4_text":
+        full = config["per_layer_config"][str(layers.index("full_attention"))]
+        whole_dim, wide = full["head_dim"], count - config["num_kv_shared_layers"] * config["use_double_wide_mlp"]
+        own_heads = [
+            kv_heads if layer == "sliding_attention" else full.get("num_key_value_heads", kv_heads) for layer in layers
+        ]
+        keys |= {
+            f"{arch}.attention.{of}_length{end}": size
+            for of in ("key", "value")
+            for end, size in (("", whole_dim), ("_swa", config["head_dim"]))
+        }
+        keys |= {
+            f"{arch}.attention.head_count_kv": own_heads,
+            f"{arch}.feed_forward_length": [inner * (1 + (number >= wide)) for number in range(count)],
+            f"{arch}.attention.shared_kv_layers": config["num_kv_shared_layers"],
+            f"{arch}.embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            f"{arch}.expert_used_count": config.get("top_k_experts"),
+            f"{arch}.rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+            f"{arch}.rope.dimension_count": whole_dim,
+            f"{arch}.rope.dimension_count_swa": config["head_dim"],
+        }
+        turned = int(whole_dim * rope["full_attention"]["partial_rotary_factor"] / 2)
+        extra = {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (whole_dim // 2 - turned), np.float32)}
+    if kind in ("exaone4", "gemma3n_text", "gemma4_text"):
+        keys[f"{arch}.attention.sliding_window_pattern"] = [layer == "sliding_attention" for layer in layers]
+    if kind in GPT:
+        keys[f"{arch}.attention.layer_norm_epsilon"] = keys.pop(f"{arch}.attention.layer_norm_rms_epsilon")
+    if kind == "mpt":
+        keys[f"{arch}.attention.max_alibi_bias"] = 8.0
+        keys[f"{arch}.attention.clamp_kqv"] = config["attn_config"]["clip_qkv"]
+    if kind == "falcon_h1":  # whose factors are multiplied with the weights, here 1
+        del keys[f"{arch}.embedding_scale"]
+    if kind in ("mamba2", "falcon_h1"):
+        keys[f"{arch}.ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+    if kind == "mamba2":
+        keys |= {f"{arch}.attention.head_count": 0, f"{arch}.feed_forward_length": 0}
+        keys[f"{arch}.attention.head_count_kv"] = None
+    if kind == "qwen3_next":
+        keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_DELTA.items()}
+        keys[f"{arch}.ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        keys[f"{arch}.full_attention_interval"] = layers.index("full_attention") + 1
+    if kind in LATENT:
+        keys |= {
+            f"{arch}.{stored}": config[name]
+            for name, stored in (NUMBERS_OF_LATENT | NUMBERS_OF_EXPERTS).items()
+            if config.get(name)
+        }
+        keys[f"{arch}.attention.key_length_mla"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        keys[f"{arch}.attention.key_length"] = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        keys[f"{arch}.attention.value_length"] = config["kv_lora_rank"]
+        keys[f"{arch}.attention.head_count_kv"] = 1
+        keys[f"{arch}.expert_gating_func"] = 1 if kind == "deepseek_v2" else 2
+        if "mscale_all_dim" in rope:
+            keys[f"{arch}.rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     keys |= metadata or {}
     writer = GGUFWriter(path, arch)
     for key, value in keys.items():
         add(writer, key, value)
-    for name, values in joined(tensors).items():
+    plain_tensors = joined(tensors)
+    for name in [name for name in plain_tensors if name.endswith("kv_b_proj.weight")]:
+        both = plain_tensors.pop(name).reshape(heads, -1, config["kv_lora_rank"])
+        keys_of_heads, values_of_heads = np.split(both, [config["qk_nope_head_dim"]], axis=1)
+        plain_tensors[name.replace("kv_b", "k_b")] = np.ascontiguousarray(keys_of_heads.swapaxes(1, 2))
+        plain_tensors[name.replace("kv_b", "v_b")] = np.ascontiguousarray(values_of_heads)
+    for name in [name for name in plain_tensors if name.endswith("in_proj_qkvz.weight")]:
+        key, values_of_key = config["linear_key_head_dim"], config["linear_value_head_dim"]
+        values_of_key *= config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        by_head = plain_tensors.pop(name).reshape(config["linear_num_key_heads"], -1, config["hidden_size"])
+        *qkv, z = np.split(by_head, np.cumsum((key, key, values_of_key)), axis=1)
+        flat = [part.reshape(-1, config["hidden_size"]) for part in qkv]
+        plain_tensors[name.replace("qkvz", "qkv")] = np.concatenate(flat)
+        plain_tensors[name.replace("qkvz", "z")] = np.ascontiguousarray(z.reshape(-1, config["hidden_size"]))
+    for name, values in plain_tensors.items():
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
-        if kind in SHIFTED and name.endswith("norm.weight"):
+        if kind == "gpt2" and values.ndim == 2 and ".h." in name:
+            values = np.ascontiguousarray(values.T)
+        if kind == "bloom" and "query_key_value" in name:
+            by_head = values.reshape(heads, 3, -1, *values.shape[1:])
+            values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
+        if kind in SHIFTED and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             values = values + 1
         if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
             values = values.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
-        whole = name + ".weight" * name.endswith("sinks") + ".bias" * name.endswith("expert_bias")
-        whole = re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole).replace("mamba.dt.", "mamba.dt_proj.")
-        others = (whole.removeprefix("model."), re.sub(r"^backbone(.*)\.mixer\.experts", r"model\1.mlp.experts", whole))
+        whole = (
+            name
+            + ".weight" * name.endswith(("sinks", "output_scale", "layer_scalar"))
+            + ".bias" * name.endswith("expert_bias")
+        )
+        whole = (
+            re.sub("(e_score_correction|dt)_bias$", r"\1.bias", whole)
+            .replace("mamba.dt.", "mamba.dt_proj.")
+            .replace("attn.dt.", "attn.dt_proj.")
+        )
+        others = (
+            whole.removeprefix("model."),
+            whole.removeprefix("transformer."),
+            re.sub(r"^backbone(.*)\.mixer\.experts", r"model\1.mlp.experts", whole),
+        )
         found = (names.get_name(one, (".weight", ".bias")) for one in (whole, *others))
         stored = next((one for one in found if one is not None), None)
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", name):
+            stored = f"blk.{match[1]}.ffn_{'gate_inp' if match[2] == 'scale' else 'down_exps'}.scale"
         if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)\.(first|second|output_linear)\.weight", name):
             end = "_exps" if match[2] != "shared_mlp" else "_shexp" * bool(config["num_local_experts"])
             part = {"first": "gate", "second": "up", "output_linear": "down"}[match[3]]

@@ -99,6 +99,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3_text": ("Gemma3TextConfig", {"sliding_window": 40, "sliding_window_pattern": 3}),
+    "gemma3n_text": (
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+            "sliding_window": 40,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 500,
+            "activation_sparsity_pattern": [0.8, 0.0, 0.95, 0.0, 0.0],
+            "altup_active_idx": 1,
+            "altup_num_inputs": 3,
+            "laurel_rank": 8,
+        },
+    ),
     "gemma4_text": (
         "Gemma4TextConfig",
         {
@@ -165,6 +180,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {}),
     "gpt_bigcode": ("GPTBigCodeConfig", {}),
     "opt": ("OPTConfig", {}),
+    "dbrx": ("DbrxConfig", {}),
     "phimoe": ("PhimoeConfig", {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}),
     "llama4_text": (
         "Llama4TextConfig",
@@ -369,7 +385,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Where it need not be hidden / heads.
 HEAD_DIM = (
-    *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "qwen3_moe"),
+    *("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
+    *("gemma4_unified_text", "qwen3_moe"),
     *("gpt_oss", "seed_oss", "ernie4_5", "glm", "glm4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "nemotron_h"),
 )
@@ -382,17 +399,19 @@ GPT_NAMES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
+MPT_NAMES = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "max_position_embeddings": "max_seq_len",
+}
 OTHER_NAMES = {
+    "dbrx": MPT_NAMES,
     "gptj": GPT_NAMES,
     "gpt2": GPT_NAMES,
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
     "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "seq_length"},
-    "mpt": {
-        "hidden_size": "d_model",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "max_position_embeddings": "max_seq_len",
-    },
+    "mpt": MPT_NAMES,
     "gpt_bigcode": GPT_NAMES,
     "opt": {"intermediate_size": "ffn_dim"},
 }
@@ -409,6 +428,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": KNOWN | {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "intermediate": 1536},
     "qwen2.5-0.5b": KNOWN | {"hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "intermediate": 4864},
     "llama-3.2-1b": KNOWN | {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "intermediate": 8192},
+    "qwen2.5-1.5b": KNOWN | {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "intermediate": 8960},
 }
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|endoftext|>")
@@ -506,6 +526,12 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
         arguments["num_key_value_heads"] = shape["heads"]
     if kind in ("gpt_neox", "gptj", "gpt2", "gpt_bigcode", "opt", "bloom", "mpt", "persimmon"):
         del arguments["num_key_value_heads"]
+    if kind == "dbrx":
+        arguments["tie_word_embeddings"] = False  # all that its class knows
+        heads, inner = arguments.pop("num_key_value_heads"), arguments.pop("intermediate_size")
+        arguments["attn_config"] = {"clip_qkv": 1.2, "kv_n_heads": heads, "rope_theta": 500000.0}
+        experts = {"moe_num_experts": 6, "moe_top_k": 3}
+        arguments["ffn_config"] = {"hidden_size": shape["hidden"], "ffn_hidden_size": inner, **experts}
     if kind in ("bloom", "mpt"):  # always four times as wide
         del arguments["intermediate_size"]
     if kind == "mamba2":  # whose class wants to know

@@ -23,6 +23,12 @@ IMAGE_TOKENS = (
     "<image>", "<|vision_start|>", "<|vision_end|>", "<|video|>", "<fake_token_around_image>", "<end_of_utterance>",
     "<global-img>", "<row>",
 )  # fmt: skip
+# Those of kinds whose processors have names of their own, in place of the first ones.
+OWN_TOKENS = {
+    "llama4": (
+        *("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    ),
+}
 IMAGE_TOKEN_ID = VOCAB - len(IMAGE_TOKENS)
 SMALL_TOWER = {
     "hidden_size": 32,
@@ -50,6 +56,12 @@ GRID_TOKENS = IMAGE_TOKEN | {
     "vision_start_token_id": IMAGE_TOKEN_ID + 1,
     "vision_end_token_id": IMAGE_TOKEN_ID + 2,
     "video_token_id": IMAGE_TOKEN_ID + 3,
+}
+GEMMA4_TOKENS = IMAGE_TOKEN | {
+    "boi_token_id": IMAGE_TOKEN_ID + 1,
+    "eoi_token_id": IMAGE_TOKEN_ID + 2,
+    "video_token_id": IMAGE_TOKEN_ID + 3,
+    "audio_token_id": IMAGE_TOKEN_ID + 4,
 }
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n"
@@ -94,13 +106,13 @@ KINDS: dict[str, Kind] = {
             "pooling_kernel_size": 2,
             "position_embedding_size": 64,
         },
-        {
-            **IMAGE_TOKEN,
-            "boi_token_id": IMAGE_TOKEN_ID + 1,
-            "eoi_token_id": IMAGE_TOKEN_ID + 2,
-            "video_token_id": IMAGE_TOKEN_ID + 3,
-            "audio_token_id": IMAGE_TOKEN_ID + 4,
-        },
+        GEMMA4_TOKENS,
+        {"use_bidirectional_attention": "vision", "pad_token_id": 5},
+    ),
+    "gemma4_unified": Kind(
+        "gemma4_unified_text",
+        {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64},
+        GEMMA4_TOKENS | {"audio_config": None},
         {"use_bidirectional_attention": "vision", "pad_token_id": 5},
     ),
     "glm4v": Kind(
@@ -118,6 +130,31 @@ KINDS: dict[str, Kind] = {
     "idefics2": Kind("mistral", TILE_TOWER, {**IMAGE_TOKEN, "perceiver_config": PERCEIVER}, {"head_dim": 16}),
     "idefics3": Kind("llama", TILE_TOWER, IMAGE_TOKEN),
     "internvl": Kind("qwen2", SMALL_TOWER | {"image_size": [56, 56], "patch_size": [14, 14]}, IMAGE_TOKEN),
+    "lfm2_vl": Kind(
+        "lfm2",
+        {
+            "model_type": "siglip2_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_patches": 16,
+            "patch_size": 4,
+        },
+        {**IMAGE_TOKEN, "projector_hidden_size": 48},
+    ),
+    "llama4": Kind(
+        "llama4_text",
+        {
+            **SMALL_TOWER,
+            "pixel_shuffle_ratio": 0.5,
+            "intermediate_size": 128,
+            "vision_output_dim": 48,
+            "projector_input_dim": 48,
+            "projector_output_dim": 48,
+        },
+        IMAGE_INDEX,
+    ),
     "llava": Kind("llama", SMALL_TOWER, IMAGE_INDEX),
     "llava_next": Kind("llama", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "llava_onevision": Kind("qwen2", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
@@ -154,7 +191,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-PLACEHOLDERS = {"gemma3": 1}  # in IMAGE_TOKENS, where it is not the first of them
+PLACEHOLDERS = {"gemma3": 1, "llama4": 1}  # in the image tokens, where it is not the first of them
 MODEL_TYPES = {"pixtral": "llava"}  # of kinds that are named otherwise
 
 
@@ -174,7 +211,7 @@ def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype:
     more = {key: value for key, value in more.items() if key != "text_type"}
     config = transformers.CONFIG_MAPPING[MODEL_TYPES.get(kind, kind)](text_config=part, vision_config=tower, **more)
     config.dtype = getattr(torch, dtype)
-    model = transformers.AutoModelForImageTextToText.from_config(config).to(config.dtype)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=config.dtype)
     fill(model, seed)
     with torch.no_grad():
         model.get_output_embeddings().weight[IMAGE_TOKEN_ID:] = 0  # never the likeliest
@@ -201,12 +238,14 @@ def _add_image_tokens(kind: str, directory: Path) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([*IMAGE_TOKENS])
-    assert tokenizer.token_to_id(IMAGE_TOKENS[0]) == IMAGE_TOKEN_ID
+    own_tokens = OWN_TOKENS.get(kind, ())
+    tokens = (*own_tokens, *IMAGE_TOKENS[len(own_tokens) :])
+    tokenizer.add_special_tokens([*tokens])
+    assert tokenizer.token_to_id(tokens[0]) == IMAGE_TOKEN_ID
     tokenizer.save(str(directory / "tokenizer.json"))
     path = directory / "tokenizer_config.json"
-    template = CHAT_TEMPLATE.replace("<image>", IMAGE_TOKENS[PLACEHOLDERS.get(kind, 0)])
-    own = {"image_token": IMAGE_TOKENS[0], "video_token": IMAGE_TOKENS[3], "chat_template": template}
+    template = CHAT_TEMPLATE.replace("<image>", tokens[PLACEHOLDERS.get(kind, 0)])
+    own = {"image_token": tokens[0], "video_token": tokens[3], "chat_template": template}
     write_json(path, json.loads(path.read_text()) | own | tokenizer_entries(kind))
 
 

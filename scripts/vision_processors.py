@@ -32,6 +32,15 @@ _PIXTRAL_MARKS = {
     "image_break_token": "<row>",
     "image_end_token": "<|vision_end|>",
 }
+_GEMMA4 = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+_LFM2 = {
+    "image_processor_type": "Lfm2VlImageProcessorFast",
+    "encoder_patch_size": 4,
+    "tile_size": 16,
+    "min_image_tokens": 2,
+    "max_image_tokens": 4,
+    "max_tiles": 4,
+}
 # By kind: preprocessor_config.json, then the class of the processor and what processor_config.json has besides.
 PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "gemma3": (
@@ -40,13 +49,13 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"image_seq_length": 9},
     ),
     "gemma4": (
-        {
-            "image_processor_type": "Gemma4ImageProcessor",
-            "patch_size": 4,
-            "pooling_kernel_size": 2,
-            "max_soft_tokens": 70,
-        },
+        _GEMMA4 | {"image_processor_type": "Gemma4ImageProcessor"},
         "Gemma4Processor",
+        {"image_seq_length": 70},
+    ),
+    "gemma4_unified": (
+        _GEMMA4 | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+        "Gemma4UnifiedProcessor",
         {"image_seq_length": 70},
     ),
     "glm4v": (_QWEN | {"image_processor_type": "Glm4vImageProcessor"}, "Glm4vProcessor", {}),
@@ -65,6 +74,12 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"image_processor_type": "GotOcr2ImageProcessor", "size": _SIZE, "crop_to_patches": True, "max_patches": 3},
         "InternVLProcessor",
         {"image_seq_length": 4},
+    ),
+    "lfm2_vl": (_LFM2, "Lfm2VlProcessor", {}),
+    "llama4": (
+        {"image_processor_type": "Llama4ImageProcessorFast", "size": _SIZE, "max_patches": 4},
+        "Llama4Processor",
+        {"patch_size": 14},
     ),
     "llava": (_CLIP, "LlavaProcessor", _CLIP_STRATEGY),
     "llava_next": (_TILES | {"image_processor_type": "LlavaNextImageProcessor"}, "LlavaNextProcessor", _CLIP_STRATEGY),
@@ -88,21 +103,28 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "qwen3_vl_moe": (_MERGED, "Qwen3VLProcessor", {}),
     "smolvlm": (_SPLIT | {"image_processor_type": "SmolVLMImageProcessor"}, "SmolVLMProcessor", {"image_seq_len": 4}),
 }
+_GEMMA4_TOKENS = {
+    "boi_token": "<|vision_start|>",
+    "eoi_token": "<|vision_end|>",
+    "audio_token": "<row>",
+    "boa_token": "<fake_token_around_image>",
+    "eoa_token": "<global-img>",
+}
 # What a kind's tokenizer_config.json has besides.
 TOKENIZERS = {
-    "gemma4": {
-        "boi_token": "<|vision_start|>",
-        "eoi_token": "<|vision_end|>",
-        "audio_token": "<row>",
-        "boa_token": "<fake_token_around_image>",
-        "eoa_token": "<global-img>",
-    },
+    "gemma4": _GEMMA4_TOKENS,
+    "gemma4_unified": _GEMMA4_TOKENS,
     "gemma3": {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"},
     "idefics2": {"image_boundary_token": "<fake_token_around_image>"},
     "internvl": {
         "start_image_token": "<|vision_start|>",
         "end_image_token": "<|vision_end|>",
         "context_image_token": "<image>",
+    },
+    "lfm2_vl": {
+        "image_start_token": "<|vision_start|>",
+        "image_end_token": "<|vision_end|>",
+        "image_thumbnail_token": "<global-img>",
     },
     "qwen3": {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
 }

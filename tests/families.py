@@ -11,10 +11,10 @@ from typing import Any
 
 ALL = bool(os.environ.get("TGI_ALL_VARIANTS"))
 # A family of each kind of layer that has recurrent states: convolutions, the delta rule, state spaces; and of the other
-# kinds: soft caps and windows, sinks and experts, alibi, chunks, keys of an earlier layer, latent attention.
+# kinds: soft caps and windows, sinks and experts, alibi, chunks, streams, keys of an earlier layer, latent attention.
 RECURRENT_STRUCTURES = ("lfm2", "qwen3_next", "mamba2")
 STRUCTURES = (
-    *("gemma2", "gpt_oss", "bloom", "llama4_text", "gemma4_text", "deepseek_v3"),
+    *("gemma2", "gpt_oss", "bloom", "llama4_text", "gemma3n_text", "gemma4_text", "deepseek_v3"),
     *RECURRENT_STRUCTURES,
 )
 

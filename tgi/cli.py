@@ -74,35 +74,22 @@ VARIABLES = (
 # --- settings as options of a command ---
 
 
-class SettingType(click.ParamType):  # type: ignore[type-arg]  # not generic in older ones
-    """The click type of a setting: parses and validates with its SettingOption."""
+class ParsedType(click.ParamType):  # type: ignore[type-arg]  # not generic in older ones
+    """The click type of what `parse` reads from text. Its ValueError is the error message."""
 
-    def __init__(self, option: SettingOption) -> None:
-        self.name = option.read.__name__
-        self._option = option
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parses the value; fails with the setting's error message."""
         try:
-            return self._option.parse(value)
+            return self._parse(value) if isinstance(value, str) else value
         except ValueError as error:
             self.fail(f"{error}.", param, ctx)
 
 
-class ListType(click.ParamType):  # type: ignore[type-arg]
-    """The click type of a comma-separated list."""
-
-    name = "list"
-
-    def __init__(self, read: Callable[[str], Any]) -> None:
-        self._read = read
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parses the value; fails with what is wrong with it."""
-        try:
-            return self._read(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(f"{error}.", param, ctx)
+def _setting_type(option: SettingOption) -> ParsedType:
+    return ParsedType(option.read.__name__, option.parse)
 
 
 def rates(value: str) -> tuple[float, ...]:
@@ -200,7 +187,7 @@ def _with_options(command: Callable[..., Any], names: Iterable[str]) -> Callable
             switches.append(f"{flag(name)}/--no-{flag(name)[2:]}")
         else:
             switches.append(flag(name))
-            kind["type"] = SettingType(option)
+            kind["type"] = _setting_type(option)
             kind["metavar"] = _choices(option) or option.read.__name__.upper()
             kind["multiple"] = bool(option.separator)
         command = click.option(*switches, name, help=option.meaning, **kind)(command)
@@ -286,7 +273,7 @@ def main() -> None:
 
 
 @main.command(cls=SettingsCommand)
-@click.argument("model", required=False, type=SettingType(OPTIONS["model_id"]))
+@click.argument("model", required=False, type=_setting_type(OPTIONS["model_id"]))
 @settings_options
 def up(model: str | None, **flags: Any) -> None:
     """Run the whole server.
@@ -375,8 +362,12 @@ def batch(
 @click.option("--shared-tokens", type=click.IntRange(0, 1 << 20), help="Of a prefix that all prompts have.")
 @click.option("--turns", type=click.IntRange(1, 1000), help="Questions in a conversation.")
 @click.option("--spread", type=click.FloatRange(0, 1), help="Lengths vary by up to this share.")
-@click.option("--concurrency", type=ListType(counts), help="Requests at once, one after the other: 1,8,32 (default).")
-@click.option("--rate", "rates", type=ListType(rates), help="Poisson arrivals per second, one after the other: 1,2,4.")
+@click.option(
+    "--concurrency", type=ParsedType("list", counts), help="Requests at once, one after the other: 1,8,32 (default)."
+)
+@click.option(
+    "--rate", "rates", type=ParsedType("list", rates), help="Poisson arrivals per second, one after the other: 1,2,4."
+)
 @click.option(
     "--requests", type=click.IntRange(1, 10_000_000), help="Of each load; default: 10 for each at once, or 30 s."
 )

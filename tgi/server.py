@@ -152,12 +152,13 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     ]
 
     def on_tick() -> None:
-        progress.show_process_states(spec.name for spec in specs)
+        progress.show_process_states((spec.name for spec in specs), models.failed if models else ())
 
     def fork_server(role: str, settings: Settings) -> ForkServer | None:
         preloaded = role == "worker" and preload is not None and Preload.of(settings) == preload
         return fork_servers.get("worker" if preloaded else "roles")
 
+    models: ModelManager | None = None
     supervisor = Supervisor(settings, specs, terminal, on_tick, fork_server)
     try:
         models = _model_manager(supervisor, settings, served) if served else None

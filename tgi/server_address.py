@@ -33,7 +33,6 @@ class ServerAddress(NamedTuple):
 
     @property
     def host_header(self) -> str:
-        """The value of the header `host`."""
         name = f"[{self.host}]" if ":" in self.host else self.host
         return name if self.port == (443 if self.tls else 80) else f"{name}:{self.port}"
 

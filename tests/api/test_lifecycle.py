@@ -1,5 +1,6 @@
 """Requests over time: disconnects, tokenizer losses, permits, keep-alive events, pipelining."""
 
+import asyncio
 import json
 import random
 import socket
@@ -11,6 +12,7 @@ import pytest
 from tests.api.conftest import FakeTokenizer, Front, Stream, events, request, silent, texts, word
 from tests.api.test_hostile_clients import until
 from tgi.api import sse
+from tgi.api.http_server import ResponseTransport
 from tgi.api.requests import Generation
 from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import (
@@ -451,6 +453,37 @@ def test_pipelined_requests_on_one_connection(serve: Any) -> None:
             more = connection.recv(65536)
             assert more
             raw += more
+
+
+class Written(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.pieces.append(data)
+
+    def close(self) -> None:
+        self.pieces.append(b"closed")
+
+
+def test_the_head_of_a_response_is_written_with_its_body() -> None:
+    async def written(*pieces: bytes, closes: bool = False) -> list[bytes]:
+        transport = Written()
+        responses = ResponseTransport(transport, asyncio.get_running_loop())
+        for piece in pieces:
+            responses.write(piece)
+        if closes:
+            responses.close()
+        await asyncio.sleep(0)
+        return transport.pieces
+
+    head = b"HTTP/1.1 200 OK\r\n\r\n"
+    assert asyncio.run(written(head, b"5\r\n", b"6\r\n")) == [head + b"5\r\n", b"6\r\n"]
+    assert asyncio.run(written(head)) == [head]  # its body has not come in this turn of the loop
+    assert asyncio.run(written(head, closes=True)) == [head, b"closed"]
 
 
 def test_no_token_is_lost_or_repeated_over_many_tokenizer_losses(serve: Any) -> None:

@@ -6,12 +6,11 @@ import os
 from tests.clients.answering.sitecustomize import RESULT as RESULT
 from tests.clients.answering.sitecustomize import SCRIPT, THOUGHT_END
 
-URL = os.environ["TGI_URL"]  # the demo model
+URL = os.environ["TGI_URL"]  # answers QUESTION, and grammars
 # A server that requires a key. Its model answers as its prompt says, see `script`.
 GUARDED_URL, KEY = os.environ["TGI_GUARDED_URL"], os.environ["TGI_KEY"]
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
-# With the default system message of its template, the small model answers in English or in French.
 SYSTEM = "You answer questions on geography."
 MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -23,7 +22,7 @@ def function(name: str, description: str, **properties: object) -> dict[str, obj
     return {"name": name, "description": description, "parameters": schema, "strict": True}
 
 
-# Arguments are enumerations, so that even a small model ends each call.
+# Arguments are enumerations: their values are known without a model.
 CITIES, UNITS = ["Paris", "London", "Berlin"], ["celsius", "fahrenheit"]
 WEATHER = function("get_weather", "The weather in a city now", city={"enum": CITIES}, unit={"enum": UNITS})
 CLOCK = function("get_time", "The time of day in a city", city={"enum": CITIES})

@@ -1,4 +1,4 @@
-"""Client libraries, unmodified, against a real server with the demo model.
+"""Client libraries, unmodified, against servers with the demo model's tokenizer and template, and a scripted worker.
 
 The pinned dependencies of those in Python conflict, so each group runs its check_GROUP*.py in its own environment
 (environments.py). Those in JavaScript share one, in which each node/check_*.mjs runs. All use the same servers at the
@@ -31,18 +31,20 @@ def outcomes(
 ) -> Iterator[dict[str, Future[str]]]:
     """The failures of each group's checks, and of each in JavaScript; "" if they pass."""
     directory = tmp_path_factory.mktemp("clients")
-    # Answers as the prompt says, in the form of the template: see served.script.
-    guarded = ("--model-id", str(demo_model), "--worker", "scripted", "--api-key", KEY, "--max-total-tokens", "32768")
+    # Both answer what answering/sitecustomize.py says, the guarded one in the form of its template: see served.script.
+    model = ("--model-id", str(demo_model), "--worker", "scripted")
     template = ("--tokenizer-config-path", str(ANSWERING / "hermes.jinja"))
+    guarded = (*model, "--api-key", KEY, "--max-total-tokens", "32768", *template)
     on_path = {"PYTHONPATH": os.pathsep.join([str(ANSWERING), *filter(None, [os.environ.get("PYTHONPATH")])])}
     with (
         ThreadPoolExecutor(len(GROUPS) + len(NODE_CHECKS)) as pool,
-        Server(directory / "guarded", *guarded, *template, env=on_path) as guarded_server,
+        Server(directory / "guarded", *guarded, env=on_path) as guarded_server,
+        Server(directory / "demo", *model, env=on_path) as demo,
     ):
         node = pool.submit(node_environment)
         pythons = {group: pool.submit(environment, group) for group in GROUPS}
         guarded_server.start()
-        demo = shared_server("--model-id", str(demo_model))
+        demo.start().wait_until_ready()
         guarded_server.wait_until_ready()
         # Without the user's proxies, tokens and client settings. served.py reads the addresses.
         embeddings = shared_server("--model-id", str(pooling_model("bert")))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import compose_spec
 import promql_parser
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import dashboard
 
 from tests.deploy.dockerfile import lineage, read_stages
 from tests.deploy.shapes import DEPLOY, ROOT, settings_of
@@ -243,8 +246,18 @@ def test_prometheus_and_grafana_find_their_files_and_the_server() -> None:
 # --- queries ---
 
 
+BOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "tgi.json").read_text())
+
+
 def panels() -> list[dict[str, Any]]:
-    return json.loads((DOCKER / "grafana" / "tgi.json").read_text())["panels"]  # type: ignore[no-any-return]
+    found: list[dict[str, Any]] = BOARD["panels"]
+    return found
+
+
+def variables() -> dict[str, str]:
+    """The variables of the board that have the values of a label: what each reads."""
+    queries = {one["name"]: one["query"]["query"] for one in BOARD["templating"]["list"] if one["type"] == "query"}
+    return {name: query.removeprefix("label_values(").removesuffix(f", {name})") for name, query in queries.items()}
 
 
 def selectors(query: str) -> list[promql_parser.VectorSelector]:
@@ -269,6 +282,7 @@ SAMPLES = {
 ALERTS = [rule for group in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 SCRAPED = {"instance", "job"}  # labels that Prometheus adds
 QUERIES = [
+    *variables().values(),
     *(target["expr"].replace("$__rate_interval", "5m") for panel in panels() for target in panel["targets"]),
     *(rule["expr"] for rule in ALERTS if rule["alert"] != "TgiDown"),  # which reads no metric of ours
     *(
@@ -296,6 +310,30 @@ def test_alerts_name_only_labels_that_they_have() -> None:
         labels = {label.strip() for label in by[0].split(",")} if by else {"instance"}
         used = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
         assert {"instance"} <= used <= labels
+
+
+def missing(kept: Any, given: Any, path: str = "") -> Iterator[str]:
+    """The paths of what `given` has and `kept` has not."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for name, value in given.items():
+            yield from missing(kept[name], value, f"{path}.{name}") if name in kept else [f"{path}.{name}"]
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        for at, (one, other) in enumerate(zip(kept, given, strict=True)):
+            yield from missing(one, other, f"{path}[{at}]")
+    elif kept != given:
+        yield path
+
+
+def test_the_board_is_one_of_grafana() -> None:
+    """Grafana's own types of a dashboard keep all of its fields. They do not know the older form of a variable's query,
+    which Grafana shows in its editor."""
+
+    def lost(board: dict[str, Any]) -> set[str]:
+        kept = json.loads(json.dumps(dashboard.Dashboard.from_json(board), cls=JSONEncoder))
+        return {re.sub(r"\d+", "N", path) for path in missing(kept, board)}
+
+    assert lost(BOARD) == {".templating.list[N].definition"}
+    assert lost(BOARD | {"refesh": "10s"}) - lost(BOARD) == {".refesh"}
 
 
 def test_panels_do_not_overlap() -> None:

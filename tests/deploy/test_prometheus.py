@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.clients.environments import made
-from tests.deploy.test_docker import ALERTS, DOCKER, QUERIES
+from tests.deploy.test_docker import ALERTS, DOCKER, QUERIES, variables
 from tests.live.server import TIMEOUT_SECONDS, SharedServers, free_port
 
 pytestmark = pytest.mark.live
@@ -86,8 +86,13 @@ def test_every_query_has_an_answer_on_a_running_server(prometheus: str) -> None:
     """Without the comparison of an alert, for its value, and the kinds of failures: one that has not occurred has no
     series, as in TGI."""
     values = {rule["expr"]: rule["expr"].rpartition(" > ")[0] for rule in ALERTS}
-    asked = [re.sub("{err=[^}]+}", "", values.get(query, query)).replace("$instance", ".*") for query in QUERIES]
+    asked = [re.sub("{err=[^}]+}", "", values.get(query, query)) for query in QUERIES]
+    asked = [query.replace("$instance", ".*").replace("$model", ".*") for query in asked]
     assert [query for query in asked if not ask(prometheus, query)] == []
+    assert {name: bool(ask(prometheus, asked[at])[0]["metric"][name]) for at, name in enumerate(variables())} == {
+        "model": True,
+        "instance": True,
+    }
     rules = httpx.get(f"{prometheus}/api/v1/rules").json()["data"]["groups"][0]["rules"]
     assert {(rule["name"], rule["health"]) for rule in rules} <= {(rule["alert"], "ok") for rule in ALERTS} | {
         (rule["alert"], "unknown")

@@ -20,7 +20,9 @@ from tokenizers.pre_tokenizers import Sequence, Split
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from scripts.make_gguf import add, write_gguf
+from scripts.make_model import LATENT_YARN
 from tests.models import model
+from tests.worker.batches import prefill
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.convert import convert
@@ -28,6 +30,8 @@ from tgi.hub.gguf.tokenizer import REFUSED, SPLITS, complete_tokenizer
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
+from tgi.worker.attention import build_attention
+from tgi.worker.models.loader import build_model
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +61,14 @@ def logits(directory: Path, ids: list[int]) -> torch.Tensor:
         return network(torch.tensor([ids])).logits[0]
 
 
+def decoded(directory: Path) -> torch.Tensor:
+    """Logits after a prompt, of our decoder in float32."""
+    found = build_model(directory, "float32", "cpu", lambda stage, percent: None)
+    return prefill(
+        found, build_attention(found.kv, 20, found.device, state_slots=30), list(range(5, 60)), list(range(20))
+    )
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_float32_weights_are_rounded_to_bfloat16(kind: str, tie: bool, tmp_path: Path) -> None:
@@ -82,6 +94,12 @@ def test_the_imported_model_computes_the_same_logits(kind: str, tmp_path: Path) 
 
 # Values that llama.cpp assumes, so that GGUF files do not contain them.
 HYBRID = (("time_step_min", 0.001), ("n_group", 1), ("topk_group", 1))
+FACTORS = ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "embedding_multiplier")
+FOLDED = (  # into the weights
+    *((name, 1.0) for name in (*FACTORS, "ssm_in_multiplier", "ssm_out_multiplier", "lm_head_multiplier")),
+    *(("mlp_multipliers", [1.0] * 2), ("ssm_multipliers", [1.0] * 5), ("time_step_limit", (0.0, 1e9))),
+    ("mamba_norm_before_gate", False),
+)
 GRANTED: dict[str, dict[str, Any]] = {
     "phi3": {},
     "granite": {},
@@ -91,6 +109,7 @@ GRANTED: dict[str, dict[str, Any]] = {
         **{"tie": True, "layers": 6, "head_dim": 32},
         "more": (("sliding_window_pattern", 6), ("query_pre_attn_scalar", 32)),
     },
+    "gemma3n_text": {"tie": True, "more": (("num_hidden_layers", 5),)},
     "olmo2": {},
     "smollm3": {"layers": 4, "more": (("no_rope_layer_interval", 4),)},
     "cohere": {"tie": True},
@@ -110,6 +129,15 @@ GRANTED: dict[str, dict[str, Any]] = {
     "nemotron_h/dense": {
         "more": (*HYBRID, ("layers_block_type", ["mlp", "linear_attention", "full_attention", "mlp"]))
     },
+    "qwen2_moe": {"more": (("mlp_only_layers", None), ("norm_topk_prob", False))},
+    "exaone4": {},
+    "mpt": {"more": (("attn_config", {"clip_qkv": 0.8}),)},
+    "mamba2": {"more": (("time_step_limit", (0.0, 1e9)),)},
+    "falcon_h1": {"more": FOLDED},
+    "falcon_h1/plain": {"more": (*FOLDED, ("mamba_rms_norm", False))},
+    "deepseek_v2": {"more": (("rope_parameters", LATENT_YARN | {"mscale": 0.7}),)},
+    "deepseek_v3": {"more": (("rope_parameters", LATENT_YARN | {"mscale": 0.7}),)},
+    "glm4_moe_lite": {"more": (("attention_bias", False),)},
 }
 
 
@@ -123,6 +151,39 @@ def test_every_model_family_is_converted_back(kind: str, tmp_path: Path) -> None
         assert torch.equal(before[name], tensor), name
     ids = list(range(5, 60))
     assert torch.equal(logits(result, ids), logits(original, ids))
+
+
+DENSE = (  # Gemma 4 E2B
+    *(("enable_moe_block", False), ("num_experts", None), ("attention_k_eq_v", False)),
+    *(("num_global_key_value_heads", None), ("hidden_size_per_layer_input", 32)),
+)
+LLAMA4 = (  # Maverick, of fewer layers
+    *(("moe_layers", [1, 3]), ("no_rope_layers", [1, 1, 1, 0]), ("attention_chunk_size", 8192)),
+    *(("floor_scale", 8192), ("attn_scale", 0.1), ("layer_types", None)),
+)
+DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_only_layers", None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "options"),
+    [
+        *((kind, block, {"tie": True}) for kind in ("gpt2", "bloom") for block in ("BF16", "Q8_0")),
+        ("qwen3_next", "BF16", {"layers": 4, "more": DELTA}),
+        ("gemma4_text", "BF16", {"tie": True}),
+        ("llama4_text", "BF16", {"layers": 4, "more": LLAMA4}),
+        ("gemma4_text", "BF16", {"tie": True, "more": DENSE}),
+    ],
+)
+def test_families_with_other_names_of_tensors(kind: str, block: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """By which the decoder reads rows and columns in the order that files have."""
+    original = model(kind, dtype="bfloat16", **options)
+    (tmp_path / "out").mkdir()
+    convert(write_gguf(original, tmp_path / "m.gguf", block), tmp_path / "out", quiet, packed=True)
+    wanted, found = (decoded(directory) for directory in (original, tmp_path / "out"))
+    if block == "BF16":
+        assert torch.equal(found, wanted)
+    else:
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("F16", 0.002), ("BF16", 0.01), ("Q8_0", 0.02), ("Q4_0", 0.15)])
@@ -399,16 +460,18 @@ def test_rope_scaling_is_kept(tmp_path: Path) -> None:
         assert read_model_config(result).max_position_embeddings == limit
 
 
-def test_llama_3_rope_scaling_is_recognized(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("factor", "high"), [(8.0, 4.0), (16.0, 1.0)])
+def test_llama_3_rope_scaling_is_recognized(factor: float, high: float, tmp_path: Path) -> None:
+    """That of Llama 3.1 and of Llama 4 Scout."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
-        "factor": 8.0,
+        "factor": factor,
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "high_freq_factor": high,
         "original_max_position_embeddings": 8192,
     }
     original = model("llama", head_dim=32)

@@ -1,15 +1,18 @@
 """Real models through a whole server: answers equal those of transformers, and are bitwise the same under any load."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from tests.live.server import MAX_ATTEMPTS, Server
 from tests.models import demo_model, model
+from tgi.microkernel.host import rundir
 
 pytestmark = pytest.mark.live
 
@@ -149,6 +152,20 @@ def test_streams_continue_after_worker_kill(case: Case, server: Server) -> None:
         if recomputed >= 4 * 12:
             break
     assert recomputed >= 4 * 12
+    (worker,) = (one for one in rundir.read_states(server.run_directory) if one.role == "worker")
+    if not worker.facts["kernels"].startswith("our own"):
+        return
+    server.wait_until(lambda: worker_starts(server), "the new worker has reported its start")
+    assert not any("loading weights" in line for line in worker_starts(server)), "its predecessor has left them"
+    (left,) = (one for one in psutil.Process(server.commands["up"].pid).children() if os.getpgid(one.pid) != one.pid)
+    left.kill()
+    assert streams(server, act=lambda: server.kill("worker-0")) == undisturbed
+    server.wait_until(lambda: "loading weights" in worker_starts(server)[-1], "a worker has loaded them again")
+
+
+def worker_starts(server: Server) -> list[str]:
+    """The reports of workers that have replaced another one."""
+    return [line for line in server.output_text().splitlines() if "worker-0 has started in" in line]
 
 
 def streams(server: Server, act: Callable[[], object] | None = None) -> list[Answer]:

@@ -1,5 +1,6 @@
 """What each family's processor makes of one image, and the whole prompt against transformers' processor on a chat."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,56 @@ def test_prompt_and_tensors_are_those_of_transformers(kind: str, chat: bytes, pi
             axis = int(whole.shape[0] < sum(one.tensors[name].shape[0] for one in made))  # 1: a list for each prompt
             np.testing.assert_array_equal(np.concatenate([one.tensors[name] for one in made], axis), whole)
     assert family.tensors.keys() - made[0].tensors.keys() <= {*family.optional}
+
+
+# Digests of what the processors of transformers 5.23 make of noise with torchvision 0.28, in sizes where both round in
+# the same way: in others a few pixels differ by one or two levels of 255.
+RECORDED = [
+    ("llama4", (672, 336), (3, 3, 336, 336), "8d18d9898c0b2e29"),
+    ("llama4", (336, 336), (1, 3, 336, 336), "dec2db043c5b584a"),
+    ("lfm2_vl", (1024, 1024), (5, 1024, 768), "2e677f476de5a123"),
+    ("lfm2_vl", (480, 320), (1, 1024, 768), "3e22c9adeb754f52"),
+    ("gemma4_unified", (960, 672), (1, 280, 6912), "9c6e8a9e3f159e95"),
+]
+
+
+@pytest.mark.parametrize(("kind", "size", "shape", "digest"), RECORDED)
+def test_pixels_are_those_of_torchvision(kind: str, size: tuple[int, int], shape: tuple[int, ...], digest: str) -> None:
+    from tgi.media.pil_processors import PIL_PROCESSORS
+
+    pixels = PIL_PROCESSORS[kind]()([noise(*size)], return_tensors="np")["pixel_values"]
+    assert pixels.shape == shape
+    levels = np.rint(pixels * np.float32(255)).astype(np.int16)
+    assert hashlib.blake2b(levels.tobytes(), digest_size=8).hexdigest() == digest
+
+
+# Sizes, and what the same processors make of them: rows and columns of tiles, or (lfm2_vl) the number of tiles, and
+# rows and columns of the patches of the last one.
+SIZES = [(100, 80), (640, 480), (900, 300), (37, 500), (1100, 400)]
+OTHER_SIZES = [(100, 80), (1200, 800), (2000, 400), (37, 500), (700, 1100)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sizes", "expected"),
+    [
+        ("llama4", {}, SIZES, [(1, 1), (2, 2), (1, 3), (2, 1), (2, 4)]),
+        ("llama4", {"resize_to_max_canvas": True}, SIZES, [(4, 4), (3, 4), (2, 6), (14, 1), (2, 6)]),
+        ("lfm2_vl", {}, OTHER_SIZES, [(1, 16, 18), (7, 26, 38), (6, 14, 70), (1, 60, 6), (7, 40, 24)]),
+    ],
+)
+def test_tiles_are_those_of_torchvision(
+    kind: str, options: dict[str, bool], sizes: list[tuple[int, int]], expected: list[tuple[int, ...]]
+) -> None:
+    from tgi.media.pil_processors import PIL_PROCESSORS
+
+    process, found = PIL_PROCESSORS[kind](**options), []
+    for size in sizes:
+        made = process([noise(*size)], return_tensors="np")
+        if kind == "llama4":
+            found.append((*made["aspect_ratios"][0].tolist(),))
+        else:
+            found.append((len(made["spatial_shapes"]), *made["spatial_shapes"][-1].tolist()))
+    assert found == expected
 
 
 def test_what_needs_torchvision_is_refused_in_words(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_every_file_has_its_disk_space_before_it_is_written(tmp_path: Path) -> N
     TokenRates(tmp_path / "token-rates")
     store = MetricStore(tmp_path)
     for number in range(1000):  # more than fit into a new file
-        store.number(SUMS, "tgi_request_count", (str(number),)).add(1)
+        store.number(SUMS, "tgi_request_count", (str(number),)).inc()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
     assert len(files) == 6
     assert max(path.stat().st_size for path in tmp_path.glob("*.db")) > FILE_BYTES
@@ -47,11 +47,11 @@ from tgi.microkernel.admission.permits import Permits
 from tgi.microkernel.admission.token_rates import TokenRates
 directory = Path(sys.argv[1])
 store = MetricStore(directory)
-store.number(SUMS, "tgi_request_count", ()).add(1)
+store.number(SUMS, "tgi_request_count", ()).inc()
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 for number in range(1000):
-    store.number(SUMS, "tgi_request_failure", (str(number),)).add(1)
-store.number(SUMS, "tgi_request_count", ()).add(1)
+    store.number(SUMS, "tgi_request_failure", (str(number),)).inc()
+store.number(SUMS, "tgi_request_count", ()).inc()
 permits = Permits(directory / "permits", limit=2)
 print(permits.acquire(), permits.acquire(), permits.acquire())
 rates = TokenRates(directory / "token-rates")

@@ -77,6 +77,9 @@ def test_supervisor_of_api_shows_stages_of_all_roles_then_the_url(
     say(settings, "tokenizer", "ready")
     progress.show_process_states(expected)
     assert capsys.readouterr().out.endswith(f" s: some/model on {URL}\n")
+    progress = Progress(settings, title)
+    progress.show_process_states(expected, ["b"])
+    assert f" s: some/model on {URL}, but without b: a request tries" in capsys.readouterr().out
 
 
 def test_summary_as_text_and_as_fields(settings: Settings) -> None:

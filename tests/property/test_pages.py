@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.scheduler.invariants import check_pool
 from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.scheduler.page_pool import ROOT_HASH, PagePool
 
@@ -101,7 +102,7 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def no_page_is_lost(self) -> None:
-        self.pool.check(table.pages for table in self.tables)
+        check_pool(self.pool, [table.pages for table in self.tables])
         assert self.pool.used + self.pool.available == PAGES
 
 

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from tests.scheduler.adapter_updates import PATHS, AdapterUpdates
+from tests.scheduler.invariants import check_scheduler
 from tests.scheduler.simulated_tokenizers import GREEDY, SimulatedTokenizer, SubmittedRequest
 from tests.tops import Tops, split_tops
 from tgi.microkernel.links.link import PeerDisconnected, PeerId
@@ -40,6 +41,33 @@ from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 
+class FailingWorker(FakeWorker):
+    """A worker whose steps may fail, and whose pages can be moved to files."""
+
+    def lose_step(self, step: Step) -> None:
+        """A step fails, or builds on one that did: the pages that its rows write hold nothing of use afterwards."""
+        if step.epoch > self.epoch:
+            self.reset()
+            self.epoch = step.epoch
+        self.number = step.number
+        self._copy_states(step)
+        self._assign_slots(step)
+        self._append_pages(step)
+        size = self.config.page_size
+        for slot in (*unpack_int32(step.rows), *unpack_int32(step.state_copies)[1::2]):
+            self._states[slot] = -1  # no chain
+        for slot, start in zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=True):
+            for table in self._slots[slot].page_tables:
+                for number, page in enumerate(table[start // size :], start // size):
+                    del self._pages[page][1 + max(0, start - number * size) :]
+
+    def read_page(self, page: int) -> list[int]:
+        return [*self._pages[page]]
+
+    def write_page(self, page: int, content: list[int]) -> None:
+        self._pages[page] = [*content]
+
+
 class Simulation:
     """Its methods may be called in any order, `check` at any time."""
 
@@ -60,7 +88,7 @@ class Simulation:
         self.tokenizers: dict[int, SimulatedTokenizer] = {}
         self.worker: PeerId | None = None
         self.last_exit: LastExit | None = None  # of the latest worker that died
-        self.engine = FakeWorker(worker_config)
+        self.engine = FailingWorker(worker_config)
         self.steps: deque[Step | TransferPages] = deque()  # on their way to the worker
         self.results: deque[StepResult] = deque()  # on their way to the scheduler
         self.sent: list[Step] = []  # all steps of this scheduler
@@ -99,7 +127,7 @@ class Simulation:
             self.worker_down(outside=True)
         self.lives += 1
         self.worker = PeerId("worker", 0, f"boot-{self.lives}".encode())
-        self.engine = FakeWorker(worker_config or self.worker_config)
+        self.engine = FailingWorker(worker_config or self.worker_config)
         self.first_ids.clear()
         self.adapters.worker_started()
         self.handle(Hello(PROTOCOL, *self.worker, last_exit=self.last_exit), self.worker)
@@ -373,7 +401,7 @@ class Simulation:
         raise AssertionError(f"not finished after {steps} steps")
 
     def check(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     @property
     def requests(self) -> list[SubmittedRequest]:

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.scheduler.invariants import check_scheduler
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tests.scheduler.timed_worker import TimedWorker, tokens_of
@@ -211,7 +212,7 @@ def test_a_request_returns_to_the_queue_of_a_client_that_was_forgotten() -> None
             sim.add([4], 1, client="forgotten")
         else:
             queue.reinsert(request)
-        sim.scheduler.check()
+        check_scheduler(sim.scheduler)
     sim.run()
 
 

@@ -1,5 +1,6 @@
 """A restarted scheduler finds the pages that the worker has computed for the previous one."""
 
+from tests.scheduler.invariants import check_pool
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
@@ -86,7 +87,7 @@ def test_pages_are_adopted_once_and_contradictions_are_dropped() -> None:
         ]
     )
     assert adopted == 4
-    cache.pool.check()
+    check_pool(cache.pool)
     assert cache.pool.available == CONFIG.pages
     column = pack_column(INT32, first + second + second)
     found, _ = cache.pool.find_prefix(ROOT_HASH, column, 3)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.scheduler.simulation import FailingWorker
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import (
@@ -15,6 +16,7 @@ from tgi.microkernel.messages.protocol import (
     PageExtra,
     Status,
     Step,
+    StepResult,
     encode,
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
@@ -102,6 +104,30 @@ def test_where_chunks_end(undivided: str, tokens: int, decoding: bool, counts: l
         assert [counts in message.message for _, message in running.outgoing() if isinstance(message, End)] == [True]
     else:
         assert found == counts
+
+
+@pytest.mark.parametrize(
+    ("undivided", "memory", "computed"),
+    [("images", 6, True), ("images", 5, False), ("prompt", 20, True), ("prompt", 19, False)],
+)
+def test_what_is_not_divided_may_lack_memory(undivided: str, memory: int, computed: bool) -> None:
+    """And then is not tried again and again."""
+    running = scheduler(undivided, max_batch_prefill_tokens=30)
+    worker = FailingWorker(FakeWorkerConfig(page_size=4, max_batch_prefill_tokens=30))
+    running.handle(add(1, [FIRST, SECOND])._replace(max_new_tokens=1), TOKENIZER, 0.0)
+    for _ in range(20):
+        if (step := running.plan(0.0)) is None:
+            break
+        if sum(unpack_int32(step.counts)) > memory:
+            worker.lose_step(step)
+            lacking = StepResult(step.number, step.epoch, b"", b"", b"", error="no memory", out_of_memory=True)
+            running.handle(lacking, WORKER, 0.0)
+        else:
+            running.handle(worker.run_step(step), WORKER, 0.0)
+        running.commit()
+    (end,) = (message for _, message in running.outgoing() if isinstance(message, End))
+    assert end.reason == ("length" if computed else "generation")
+    assert end.message.startswith("" if computed else "too little memory to compute this request")
 
 
 def test_what_an_image_costs() -> None:

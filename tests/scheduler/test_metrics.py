@@ -38,7 +38,7 @@ class MeasuredScheduler:
 
 @pytest.fixture
 def metered(samples_here: Path) -> tuple[Simulation, SchedulerMetrics]:
-    sim, scheduler_metrics = Simulation(WORKER_CONFIG), SchedulerMetrics()
+    sim, scheduler_metrics = Simulation(WORKER_CONFIG), SchedulerMetrics("some/model")
     sim.scheduler = MeasuredScheduler(sim.scheduler, scheduler_metrics)  # type: ignore[assignment]
     return sim, scheduler_metrics
 
@@ -64,6 +64,7 @@ def test_counters_and_gauges(metered: tuple[Simulation, SchedulerMetrics]) -> No
     sim.step()
     scheduler_metrics.publish(sim.scheduler, sim.now)
     found = samples()
+    assert found['tgi_model_replicas{model="some/model"}'] == 1
     methods = ["prefill", "decode"]
     started, ended, broken = [
         {method: found.get(f'tgi_batch_inference_{what}{{method="{method}"}}', 0.0) for method in methods}

@@ -1,5 +1,6 @@
 """A generation that its front end moves to another tokenizer while the first one is stopped: computed once."""
 
+from tests.scheduler.invariants import check_scheduler
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.microkernel.messages.protocol import PROTOCOL, Add, End, FinishReason, Hello, RequestContext, Status, encode
@@ -45,7 +46,7 @@ def test_a_later_submission_replaces_an_earlier_one() -> None:
     assert harness.ends() == [(STOPPED, 5, FinishReason.CANCELLED)]
     harness.compute(20)
     assert harness.ends() == [(LIVING, 9, FinishReason.LENGTH)]
-    harness.scheduler.check()
+    check_scheduler(harness.scheduler)
     assert not harness.scheduler._generations
 
 
@@ -58,5 +59,5 @@ def test_an_earlier_submission_that_arrives_late_is_ended() -> None:
     assert harness.ends() == [(STOPPED, 5, FinishReason.CANCELLED)]
     harness.compute(20)
     assert harness.ends() == [(LIVING, 9, FinishReason.LENGTH)]
-    harness.scheduler.check()
+    check_scheduler(harness.scheduler)
     assert not harness.scheduler._generations

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from tests.counting import per_item
+from tests.scheduler.invariants import check_pool
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.links.link import PeerId
@@ -203,7 +204,7 @@ def test_pages_are_shared_up_to_the_first_extra_that_differs() -> None:
         assert cache.allocate(request, ids, 3, 0)
         cached, request.planned = request.planned, 12
         cache.free(request)
-        cache.pool.check()
+        check_pool(cache.pool)
         return cached
 
     cache = KVCacheManager(WORKER_CONFIG.limits())

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.scheduler.simulation import Simulation, assert_as_if_alone, fingerprint_of
+from tests.scheduler.simulation import FailingWorker, Simulation, assert_as_if_alone, fingerprint_of
 from tgi.microkernel.host.rundir import successor_path
 from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
 from tgi.microkernel.messages.codec import unpack_int32
@@ -398,7 +398,7 @@ def status_of(config: FakeWorkerConfig) -> Status:
 
 def lose_worker(sim: Simulation) -> None:
     sim.worker_down()
-    sim.engine = FakeWorker(WORKER_CONFIG)
+    sim.engine = FailingWorker(WORKER_CONFIG)
     sim.worker = sim.scheduler.worker.peer  # that which has waited, if there is one
 
 

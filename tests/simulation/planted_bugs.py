@@ -7,6 +7,7 @@ from typing import Any
 from tests.simulation.faults import FaultConfig
 from tests.simulation.simulation import SimulationConfig, draw_config
 from tgi.api.admission import Admission
+from tgi.api.downstream import Downstream
 from tgi.api.health import Health
 from tgi.api.requests import Generation, TokenizationRequest
 from tgi.api.router import Router
@@ -160,13 +161,13 @@ def pages_are_given_back_early(original: Any) -> Any:
 
 
 def tokenizations_are_forgotten(original: Any) -> Any:
-    def on_tokenizer_lost(self: Router, tokenizer: Any, *arguments: Any) -> None:
+    def on_lost(self: Downstream[Any, Any], tokenizer: Any, *arguments: Any) -> None:
         for request in list(tokenizer.requests.values()):
             if isinstance(request, TokenizationRequest):
                 self.assignments.remove(request)
         original(self, tokenizer, *arguments)
 
-    return on_tokenizer_lost
+    return on_lost
 
 
 def resubmitted_without(**fields: Any) -> Callable[[Any], Any]:
@@ -204,7 +205,7 @@ TOKENIZER_KILLS = WORKER_KILLS._replace(role_weights=(0, 1, 0, 0))
 SCHEDULER_KILLS = WORKER_KILLS._replace(role_weights=(0, 0, 1, 0))
 PLANTED_BUGS = {
     "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
-        Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=9, clients=160, faults=TOKENIZER_KILLS
+        Downstream, "_on_lost", tokenizations_are_forgotten, seed=9, clients=160, faults=TOKENIZER_KILLS
     ),
     "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=0),
     "front end resubmits without the grammar": PlantedBug(
@@ -227,7 +228,7 @@ PLANTED_BUGS = {
     "front end asks for the whole prompt again": PlantedBug(
         Generation, "to_message", prompt_positions_are_not_resumed, seed=1
     ),
-    "front end does not resubmit": PlantedBug(Router, "_on_tokenizer_lost", does_nothing, seed=26),
+    "front end does not resubmit": PlantedBug(Downstream, "_on_lost", does_nothing, seed=26),
     "front end keeps permits": PlantedBug(Router, "_deactivate", permit_is_kept, seed=2),
     "front end is always healthy": PlantedBug(
         Health, "can_compute", answers(True), seed=1, faults=STOPPED_WORKERS._replace(role_weights=(0, 0, 1, 0))

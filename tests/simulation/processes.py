@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tests.scheduler.invariants import check_scheduler
 from tests.simulation.invariants import AdmissionOrder, EndsPerAdd
 from tests.simulation.network import Crashed, Killed, Monitor, SimulatedSocket
 from tests.tokenizer.vocabularies import byte_level
@@ -613,7 +614,7 @@ class SchedulerProcess(SimulatedProcess):
         self._state_changes = 0
         predecessor = self._state_for_successor._replace(last_exit=self.last_exit)
         self.scheduler.handle(predecessor, PeerId(*self.hello()[1:4]), self.clock.now)
-        self._metrics = UnpublishedMetrics()
+        self._metrics = UnpublishedMetrics("model")
         self._turns = 0
         self._draining_since = float("inf")
 
@@ -666,7 +667,7 @@ class SchedulerProcess(SimulatedProcess):
             self._state_for_successor = scheduler.successor_state
         self._turns += 1
         if self._turns % 64 == 0:
-            scheduler.check()
+            check_scheduler(scheduler)
         self.wake_at(scheduler.deadline(self.clock.now))
         self.wake_while_readable()
 

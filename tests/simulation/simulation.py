@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any, NamedTuple
 
+from tests.scheduler.invariants import check_scheduler
 from tests.simulation.clock import VirtualClock
 from tests.simulation.faults import FaultConfig, FaultInjector
 from tests.simulation.invariants import CrashesAtOneReplica, HealthCheck, StoppedUpstreamCheck, StrandedCheck
@@ -268,7 +269,7 @@ class Simulation:
             scheduler = process.scheduler
             assert scheduler is not None
             scheduler.commit()
-            scheduler.check()
+            check_scheduler(scheduler)
             left = [scheduler.queued, scheduler.running, scheduler.pages_used]
             self._require(left == [0, 0, 0], f"the scheduler has {left} requests queued, running, and pages")
             self._require(not any(process.ends.open.values()), f"the scheduler owes {process.ends.open} an End")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tests.scheduler.invariants import check_scheduler
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_float32, unpack_int32
 from tgi.microkernel.messages.protocol import (
@@ -54,7 +55,7 @@ class ScheduledEngine:
 
     def _handle(self, message: Any, peer: PeerId) -> None:
         self.scheduler.handle(decode(encode(message)), peer, self._now)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def add(
         self,

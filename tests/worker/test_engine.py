@@ -49,6 +49,7 @@ class ToyModel:
     context = TOTAL
     device = CPU
     cuda_graph_obstacle: str | None = None
+    find_greedy_tokens = staticmethod(find_greedy_tokens)
     footprint = WeightFootprint(0, 0)
     kv = KVCacheSpec(1, 1, 1, 1, torch.float32)
     fails = False

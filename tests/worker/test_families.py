@@ -1,9 +1,9 @@
 """Every family of DecoderModel against transformers in float32, on torch's kernels and on ours, and its batch
 invariance."""
 
+import inspect
 import json
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from scripts.make_model import fill
 from tests.families import in_depth, with_variants
+from tests.models import made
 from tests.models import model as make
+from tests.references import reference
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tests.worker.cpu_kernels.available import our_kernels
 from tgi.hub import model_config
@@ -63,19 +65,21 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 512, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-@cache
-def expected(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
-    """For each prompt: its ids with those of the decode steps, and the logprobs of every position from transformers."""
+def logprobs_of_transformers(directory: Path, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Logprobs of every position of each text, in float32."""
     transformers.utils.logging.disable_progress_bar()
     config = json.loads((directory / "config.json").read_text())
     (named,) = config["architectures"]
     attention = "sdpa" if config.get("alibi") else "eager"  # which would add Falcon's ALiBi twice
-    reference = getattr(transformers, named).from_pretrained(
-        directory, dtype=torch.float32, attn_implementation=attention
-    )
-    texts = [ids + list(range(300 + row, 300 + row + DECODED)) for row, ids in enumerate(prompts())]
+    loaded = getattr(transformers, named).from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
     with torch.inference_mode():
-        return [(ids, reference(torch.tensor([ids])).logits[0].log_softmax(-1)) for ids in texts]
+        return [loaded(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in texts]
+
+
+def expected(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
+    """For each prompt: its ids with those of the decode steps, and the logprobs of every position from transformers."""
+    texts = [ids + list(range(300 + row, 300 + row + DECODED)) for row, ids in enumerate(prompts())]
+    return list(zip(texts, reference(logprobs_of_transformers, directory, texts), strict=True))
 
 
 def check_against_transformers(directory: Path, native: bool = False) -> None:
@@ -156,6 +160,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"topk_method": "greedy", "rope_parameters": None, "rope_theta": 20000.0}),
     ("glm4_moe_lite", {"rope_interleave": False, "n_group": 1, "topk_group": 1, "mlp_layer_types": None}),
     ("exaone4", {"layer_types": None, "sliding_window_pattern": 3}),
+    ("mpt", {"attn_config": {"clip_qkv": 0.8}}),
     ("stablelm", {"use_parallel_residual": True}),
     ("gpt_neox", {"use_parallel_residual": False}),
     ("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
@@ -258,26 +263,45 @@ TEXT_PARTS = {
     "lfm2_vl": "lfm2",
     "llama4": "llama4_text",
 }
-assert {*TEXT_PARTS, *VISION_FAMILIES} == {*WITH_TEXT_PART}
+assert {"gemma3n", *TEXT_PARTS, *VISION_FAMILIES} == {*WITH_TEXT_PART}
 assert set(RECURRENT) == set(model_config.RECURRENT_LAYERS)
 
 
-@pytest.mark.parametrize(("kind", "text"), [*TEXT_PARTS.items(), ("mistral3", "mistral4")])
-def test_text_part_of_a_multimodal_model(kind: str, text: str, tmp_path: Path) -> None:
-    """Whose text part has another place in the configuration and other names of tensors."""
-    made = transformers.AutoConfig.from_pretrained(make(text))
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.CONFIG_MAPPING[kind](text_config=made.to_dict(), vision_config=vision)
+def make_multimodal(kind: str, directory: Path, text: str) -> None:
+    config = transformers.CONFIG_MAPPING[kind](
+        text_config=transformers.AutoConfig.from_pretrained(make(text)).to_dict(),
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    )
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     fill(model, seed=5)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(directory)
     if kind == "kimi_k25":  # as published: transformers 5.23 writes another name than it reads
-        tensors = load_file(tmp_path / SINGLE_FILE)
+        tensors = load_file(directory / SINGLE_FILE)
         renamed = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in tensors.items()}
-        save_file(renamed, tmp_path / SINGLE_FILE, {"format": "pt"})
-    with safe_open(tmp_path / SINGLE_FILE, framework="pt") as file:
+        save_file(renamed, directory / SINGLE_FILE, {"format": "pt"})
+
+
+@pytest.mark.parametrize(("kind", "text"), [*TEXT_PARTS.items(), ("mistral3", "mistral4")])
+def test_text_part_of_a_multimodal_model(kind: str, text: str) -> None:
+    """Whose text part has another place in the configuration and other names of tensors."""
+    source = inspect.getsource(make_multimodal) + make(text).name
+    directory = made(kind, {"text": text}, make_multimodal, source.encode())
+    with safe_open(directory / SINGLE_FILE, framework="pt") as file:
         assert not any(name.startswith("model.layers") for name in file.keys())  # noqa: SIM118  # not a dict
-    check_against_transformers(tmp_path)
+    check_against_transformers(directory)
+
+
+def test_text_part_of_gemma3n(tmp_path: Path) -> None:
+    """By its published names: transformers' class needs timm for the vision tower."""
+    source = make("gemma3n_text")
+    tensors = {
+        name.replace("model.", "model.language_model."): one for name, one in load_file(source / SINGLE_FILE).items()
+    }
+    save_file(tensors | {"model.vision_tower.w": torch.ones(1)}, tmp_path / SINGLE_FILE)
+    text = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": text}))
+    found, plain, ids = load(tmp_path), load(source), prompts()[0]
+    assert torch.equal(prefill(found, memory(found), ids, pages(0)), prefill(plain, memory(plain), ids, pages(0)))
 
 
 def test_experts_in_one_tensor(tmp_path: Path) -> None:

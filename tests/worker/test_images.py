@@ -85,15 +85,30 @@ def patches(number: int) -> Picture:
     return picture(number, [9], 1, 40, 3 * 4 * 4, image_position_ids=[places])
 
 
+def merged_patches(number: int) -> Picture:
+    """Three by three, and three that pad."""
+    places = [[x, y] for y in range(3) for x in range(3)] + 3 * [[-1, -1]]
+    return picture(number, [9], 1, 12, 3 * 8 * 8, image_position_ids=[places])
+
+
+def patch_tiles(number: int) -> Picture:
+    """Four by four patches, and four by two; a token has four."""
+    mask, shapes = [16 * [1], 8 * [1] + 8 * [0]], [[4, 4], [4, 2]]
+    return picture(number, [4, 2], 2, 16, 3 * 4 * 4, pixel_attention_mask=mask, spatial_shapes=shapes)
+
+
 # What the processors of the families return for picture `number`.
 PICTURES: dict[str, Callable[[int], Picture]] = {
     "gemma3": lambda number: picture(number, [9], 1, 3, 84, 84),
     "gemma4": patches,
+    "gemma4_unified": merged_patches,
     "glm4v": grid,
     "glm4v_moe": grid,
     "idefics2": lambda number: picture(number, [6], 1, 1, 3, 56, 56, pixel_attention_mask=(1, 1, 56, 56)),
     "idefics3": masked,
     "internvl": lambda number: picture(number, [8], 2, 3, 56, 56),
+    "lfm2_vl": patch_tiles,
+    "llama4": lambda number: picture(number, [4, 4], 2, 3, 56, 56),
     "llava": lambda number: picture(number, [16], 1, 3, 56, 56),
     "llava_next": tiles,
     "llava_onevision": tiles,
@@ -144,6 +159,7 @@ def prompt(kind: str, media: Path, seed: int, *numbers: int, after: int = 0) -> 
 TYPES = {kind: "mm_token_type_ids" for kind, family in VISION_FAMILIES.items() if family.rope} | {
     "gemma3": "token_type_ids",
     "gemma4": "mm_token_type_ids",
+    "gemma4_unified": "mm_token_type_ids",
     "paligemma": "token_type_ids",
 }
 

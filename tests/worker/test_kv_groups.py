@@ -101,7 +101,7 @@ def test_answers_have_the_bits_of_one_group(kind: str, native: bool, monkeypatch
     recurrent = recurrent_group(config.groups) is not None
     assert recurrent or any(group.slides for group in config.groups)
     prompts = requests()
-    monkeypatch.setattr(simulation, "FakeWorker", lambda config: RealWorker(model, config))
+    monkeypatch.setattr(simulation, "FailingWorker", lambda config: RealWorker(model, config))
     for changes, asked in (({}, SamplingParams(0)), ({"max_drafts": 4, "prefix_caching": not recurrent}, FEW_IDS)):
         monkeypatch.setattr(simulation, "GREEDY", asked)
         expected = drive(make_engine(model), prompts, NEW, [asked] * len(prompts))
@@ -135,7 +135,7 @@ def test_preempted_states_are_computed_again(monkeypatch: pytest.MonkeyPatch) ->
     config = worker_config(model, 1.5)
     prompts = [prompt[:40] for prompt in requests()]
     expected = drive(make_engine(model), prompts, 200)
-    monkeypatch.setattr(simulation, "FakeWorker", lambda config: RealWorker(model, config))
+    monkeypatch.setattr(simulation, "FailingWorker", lambda config: RealWorker(model, config))
     sim = Simulation(config)
     sim.worker_up()
     added = [sim.add(prompt, 200) for prompt in prompts]

@@ -25,6 +25,7 @@ from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.cpu_kernels.recurrent import DeltaRule, GatedNorm, Ssd
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE
+from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.lora.packed_deltas import PackedWeights
@@ -133,6 +134,8 @@ def vector_bytes(weights: DecoderWeights) -> int:
         if layer.experts is not None:
             norms += [norm for norm in layer.experts if isinstance(norm, Norm)]
         norms += [] if layer.layer_input is None else [layer.layer_input.after]
+        norms += [] if layer.residual is None else [layer.residual.after]
+        norms += [] if layer.streams is None else [layer.streams.norm]
         if layer.attention is not None:
             norms += layer.attention.query_key_norms
             linears += [layer.attention.qkv, layer.attention.output]
@@ -141,11 +144,12 @@ def vector_bytes(weights: DecoderWeights) -> int:
                 linears += [one for one in (latent.query_down, latent.query) if one is not None]
         if layer.recurrence is not None:
             linears += [layer.recurrence.input, layer.recurrence.output]
-        linears += [linear for mlp in mlps for linear in mlp if linear is not None]
+        linears += [linear for mlp in mlps for linear in mlp if isinstance(linear, Linear)]
     linears += [router.linear for router in routers]
     held = [tensor for norm in norms if norm is not None for tensor in (norm.weight, norm.bias)]
     held += [linear._bias for linear in linears] + [router.bias for router in routers]
     held += [router.expert_scales for router in routers]
+    held += [layer.streams.scale for layer in weights.layers if layer.streams is not None]
     held += [layer.attention.sinks for layer in weights.layers if layer.attention is not None]
     mixers = [layer.recurrence.mixer for layer in weights.layers if layer.recurrence is not None]
     parts = [part for mixer in mixers for part in mixer if isinstance(part, DeltaRule | Ssd | GatedNorm)]

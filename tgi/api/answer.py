@@ -74,7 +74,6 @@ class StopStringMatch:
         self._texts: list[str] = []
 
     def add(self, columns: TokenColumns) -> None:
-        """Adds the next tokens."""
         if self._stops:
             self._texts += [text for text, special in zip(columns.texts, columns.special, strict=True) if not special]
 
@@ -110,12 +109,10 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self._text)
 
     @property
     def reasoning(self) -> str:
-        """The reasoning so far."""
         return "".join(self._reasoning)
 
     def read(self, columns: TokenColumns, end: End | None) -> list[list[AnswerPart]]:
@@ -127,7 +124,6 @@ class Answer:
         return [*parts[:-1], [*parts[-1], *end.parts]] if end is not None and end.parts else parts
 
     def add(self, parts: list[AnswerPart]) -> None:
-        """Adds the parts of the next token."""
         self._undecided_tokens += 1
         for part in parts:
             if part.kind == PartKind.REASONING:

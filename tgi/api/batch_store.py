@@ -186,7 +186,6 @@ class BatchStore(SqliteStore):
         await self._run(write)
 
     async def file(self, owner: str, file_id: str) -> StoredFile | None:
-        """A file of this owner."""
         return await self._run(lambda db: _file(db, owner, file_id))
 
     async def files(
@@ -244,7 +243,6 @@ class BatchStore(SqliteStore):
         return await self._run(write)
 
     async def batch(self, owner: str, batch_id: str) -> BatchObject | None:
-        """A batch of this owner."""
         query = f"SELECT {_BATCH} FROM batches WHERE id=? AND owner=?"
         found = await self._run(lambda db: db.execute(query, (batch_id, owner)).fetchone())
         return None if found is None else _shown(*found)
@@ -415,7 +413,6 @@ class BatchStore(SqliteStore):
         return found.rowcount > 0
 
     def purge(self, db: sqlite3.Connection) -> None:
-        """As SqliteStore.purge."""
         now = time.time()
         found = db.execute(
             "SELECT id, source, kind FROM files WHERE (complete AND expires < ? AND id NOT IN "

@@ -42,7 +42,6 @@ class OpenApiResource(Resource):
     """GET /api-doc/openapi.json."""
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """Answers with the document of this server's routes."""
         resp.content_type = "application/json"
         resp.data = _document(self._service.settings.kserve, bool(self._service.settings.models))
 
@@ -53,7 +52,6 @@ class DocsResource(Resource):
     """GET /docs and /docs/ (the page), and /docs/{asset}."""
 
     async def on_get(self, req: Request, resp: Response, asset: str = "") -> None:
-        """Answers with one file, or 404."""
         if not asset:
             in_directory = req.path.endswith("/")
             resp.content_type = "text/html; charset=utf-8"

@@ -1,17 +1,23 @@
 """The processes of one role below a front end: links that the event loop reads, and the requests that each has.
 
 The router (tokenizers) and the loading of images (media processes) say which process gets a request, how it is sent and
-what a message means; this class keeps links and assignments, and sends requests again at the limited rate.
+what an answer means; this class keeps links and assignments, sends the requests of lost and silent processes again at
+the limited rate, and finds those that crash processes.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from tgi.microkernel.links.link import Link, PeerId, ReplicaId
-from tgi.microkernel.messages.protocol import Beat
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
+from tgi.microkernel.messages.protocol import Beat, Cancel, Hello
 from tgi.microkernel.recovery.assignments import Assignments, Neighbour, RequestT
+from tgi.microkernel.recovery.crash_isolation import CrashIsolation
+from tgi.microkernel.recovery.work_register import split_fingerprints
+
+log = logging.getLogger(__name__)
 
 
 class Connection(Neighbour[RequestT]):
@@ -33,16 +39,23 @@ class Downstream(Generic[ConnectionT, RequestT]):
         self,
         choose: Callable[[RequestT], ConnectionT | None],
         send: Callable[[RequestT, ConnectionT], int],
-        handle: Callable[[ConnectionT, PeerId, object], None],
+        handle: Callable[[ConnectionT, object], None],
+        quarantine: Callable[[bytes, str], None],
         work_in_progress: Callable[[PeerId], bytes | None],
+        on_moved: Callable[[RequestT, PeerId], bool] = lambda request, peer: True,
+        progress: Callable[[RequestT], int] = lambda request: 0,
     ) -> None:
         """`choose`: among those that respond; None: the request waits. `send`: queues a request at a connection and
-        returns its rid. `handle`: for each message received. `work_in_progress`: see Assignments."""
+        returns its rid. `handle`: for each message received, and for PeerDisconnected. `quarantine`: refuses requests
+        with a fingerprint, with how they have ended a process. `work_in_progress`: see Assignments. `on_moved`: a
+        request was taken from a process; returns whether it is still wanted. `progress`: tokens that a request has."""
         self.connections: list[ConnectionT] = []
         self.assignments: Assignments[ConnectionT, RequestT] = Assignments(
             lambda request, now: choose(request), work_in_progress
         )
-        self._send, self._handle = send, handle
+        self.isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash processes of this role
+        self._send, self._handle, self._quarantine = send, handle, quarantine
+        self._on_moved, self._progress = on_moved, progress
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None  # when the rate allows to send again
         self._exchange_is_due = False  # in the next turn of the loop, with all
@@ -76,20 +89,35 @@ class Downstream(Generic[ConnectionT, RequestT]):
             self._timer = self._loop.call_later(due_at - now, self.submit_waiting)
         self.exchange_soon()
 
+    def withdraw(self, request: RequestT) -> None:
+        """Takes a request from its process: what that still sends for it is dropped."""
+        if (assigned := self.assignments.remove(request)) is not None:
+            connection, rid = assigned
+            self.cancel(connection, Cancel(rid))
+
+    def cancel(self, connection: ConnectionT, message: Cancel) -> None:
+        """Queues a Cancel."""
+        if connection.peer is not None:
+            connection.link.send(connection.peer, message)
+
+    def ended_well(self, request: RequestT) -> None:
+        """A request was answered, which clears its strikes. A disconnect does not: the same request may come back."""
+        self.assignments.ended_well(request)
+        if self.isolation.suspects:
+            self.isolation.discard(request.context.fingerprint, well=True)
+
     def _submit_to(self, connection: ConnectionT, request: RequestT) -> None:
         self.assignments.assign(request, connection, self._send(request, connection))
 
     # --- links ---
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Registers the links with the running loop."""
         self._loop = loop
         for connection in self.connections:
             self._register(connection)
         self.exchange_soon()
 
     def add(self, connection: ConnectionT) -> None:
-        """Uses another process from now on."""
         self.connections.append(connection)
         self._register(connection)
 
@@ -102,7 +130,6 @@ class Downstream(Generic[ConnectionT, RequestT]):
         self.submit_waiting()
 
     def close(self) -> None:
-        """Removes the links from the loop and closes them."""
         if self._timer is not None:
             self._timer.cancel()
         for connection in self.connections:
@@ -129,7 +156,7 @@ class Downstream(Generic[ConnectionT, RequestT]):
             return
         link.flush()
         for peer, message in link.receive():
-            self._handle(connection, peer, message)
+            self._receive(connection, peer, message)
         if link.has_pending_work and self._loop is not None:
             self._loop.call_soon(self.exchange, connection)
 
@@ -153,3 +180,69 @@ class Downstream(Generic[ConnectionT, RequestT]):
     def _on_monitor_event(self, connection: ConnectionT) -> None:
         connection.link.detect_disconnects()
         self.exchange(connection)
+
+    # --- crashes ---
+
+    def _receive(self, connection: ConnectionT, peer: PeerId, message: object) -> None:
+        match message:
+            case Hello():
+                log.debug("%s is connected", peer)
+                connection.replica_id = ReplicaId(message.site, peer.replica)
+                self._handle(connection, message)
+                self._read_exit_report(connection, peer, message)
+                self._move_requests()
+            case PeerDisconnected():
+                if connection.peer == peer:
+                    self._handle(connection, message)
+                    self._on_lost(connection, peer, message.planned)
+            case PeerSilent():
+                log.warning("%s does not respond", peer)
+                connection.silent = True
+                self._move_requests()
+            case PeerResponds():
+                log.warning("%s responds again", peer)
+                connection.silent = False
+                self._move_requests()
+            case Beat():
+                connection.beat = message
+            case _:
+                self._handle(connection, message)
+
+    def _on_lost(self, connection: ConnectionT, peer: PeerId, planned: bool) -> None:
+        """Submits the requests of a process that has ended again, to another one or to its replacement."""
+        lost = self.assignments.lost(connection, time.monotonic(), planned=planned)
+        wanted = [request for request in lost if self._on_moved(request, peer)]
+        level = logging.DEBUG if planned else logging.WARNING
+        log.log(level, "%s has disconnected; its %d requests are sent to another process", peer, len(wanted))
+        for request in wanted:
+            self.assignments.wait(request)
+        self.submit_waiting()
+        self.exchange_soon()
+
+    def _move_requests(self) -> None:
+        """Takes the requests from silent processes, if there is another one. What they have in progress stays there,
+        since that may be what they hang in."""
+        if not self.responds:
+            return
+        for connection in self.connections:
+            if not connection.silent or connection.peer is None or not connection.requests:
+                continue
+            in_progress = self.assignments.suspects(connection)
+            moved = [one for one in connection.requests.values() if one.context.fingerprint not in in_progress]
+            if moved:
+                log.warning("%d requests of %s are sent to another process", len(moved), connection.peer)
+            for request in moved:
+                self.withdraw(request)
+                if self._on_moved(request, connection.peer):
+                    self.assignments.wait(request)
+        self.submit_waiting()
+
+    def _read_exit_report(self, connection: ConnectionT, peer: PeerId, hello: Hello) -> None:
+        """A process has connected. If it tells how its predecessor died, the requests that this had in progress are
+        suspects; any process works on them alone from now on."""
+        if (report := self.assignments.connected(connection, peer, hello, now := time.monotonic())) is not None:
+            tokens = {request.context.fingerprint: self._progress(request) for request in self.assignments}
+            in_progress = {name: tokens.get(name, 0) for name in split_fingerprints(report.in_progress)}
+            for name in self.isolation.record_death(in_progress, now, outside=report.outside):
+                self._quarantine(name, report.cause)
+        self.assignments.release(connection)

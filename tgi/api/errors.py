@@ -9,7 +9,7 @@ import msgspec
 
 from tgi.api.shapes.messages import MessageError, MessageFailure
 from tgi.api.shapes.types import doc
-from tgi.microkernel.messages.protocol import End, FinishReason
+from tgi.microkernel.messages.protocol import SUCCESSES, End, FinishReason
 
 # Upper bound of the Retry-After header.
 MAX_RETRY_AFTER_SECONDS = 60
@@ -95,17 +95,14 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def native_body(self) -> bytes:
-        """The body in TGI's format."""
         return msgspec.json.encode(ErrorResponse(self.message, self.error_type))
 
     def openai_body(self) -> bytes:
-        """The body in OpenAI's format."""
         error = OpenAiError(self.message, self.error_type, self.param, self.status)
         return msgspec.json.encode(OpenAiErrorResponse(error, self.error_type))
 
     @property
     def anthropic_status(self) -> int:
-        """The status on routes of Anthropic's protocol."""
         return 400 if self.status == 422 else self.status
 
     def anthropic_body(self, request_id: str | None = None) -> bytes:
@@ -118,7 +115,6 @@ class ApiError(Exception):
         return msgspec.json.encode(MessageError(MessageFailure(kind, text, details), request_id))
 
     def openai_event_data(self) -> bytes:
-        """The data of an event in OpenAI's format."""
         error = OpenAiStreamError(self.message, self.error_type, self.param, self.status, self.status)
         return msgspec.json.encode(OpenAiStreamErrorResponse(error, self.error_type))
 
@@ -155,7 +151,6 @@ class Rejection(ApiError):
         self._plain = text if plain is None else plain
 
     def native_body(self) -> bytes:
-        """The body in TGI's form."""
         return self._plain.encode()
 
 
@@ -165,7 +160,6 @@ class PathOfOthers(Rejection):
     native_type = "application/json"
 
     def native_body(self) -> bytes:
-        """The body in OpenAI's form."""
         return self.openai_body()
 
 
@@ -369,9 +363,9 @@ def without_cause(error: ApiError) -> ApiError:
 
 def from_end(end: End, streaming: bool) -> ApiError | None:
     """The error that an End means to the client; None for the three successes."""
+    if end.reason in SUCCESSES:
+        return None
     match end.reason:
-        case FinishReason.LENGTH | FinishReason.EOS | FinishReason.STOP:
-            return None
         case FinishReason.INVALID:
             return validation_error(end.message)
         case FinishReason.OVERLOADED:

@@ -92,7 +92,6 @@ class Health:
             await self._first_probe_ended.wait()
 
     async def wait_for_status(self, timeout_seconds: float) -> None:
-        """Waits for the first Status of any tokenizer."""
         end = time.monotonic() + timeout_seconds
         while not any(tokenizer.status for tokenizer in self._tokenizers) and time.monotonic() < end:
             await asyncio.sleep(0.005)

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 import re
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +12,10 @@ from tgi.api import errors
 from tgi.api.downstream import Connection, Downstream
 from tgi.api.shapes.chat import ImageSource
 from tgi.microkernel.links.discovery import DownstreamLinks
-from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
+from tgi.microkernel.links.link import PeerDisconnected, PeerId
 from tgi.microkernel.messages.codec import MAX_FRAME_BYTES
 from tgi.microkernel.messages.protocol import (
     Beat,
-    Cancel,
     FinishReason,
     Hello,
     ImageInput,
@@ -25,8 +23,6 @@ from tgi.microkernel.messages.protocol import (
     LoadImage,
     RequestContext,
 )
-from tgi.microkernel.recovery.crash_isolation import CrashIsolation
-from tgi.microkernel.recovery.work_register import split_fingerprints
 from tgi.microkernel.settings.table import Settings
 
 log = logging.getLogger(__name__)
@@ -87,12 +83,10 @@ class ImageSet:
 
     @property
     def loaded(self) -> bool:
-        """Whether all images are there."""
         return bool(self.requests) and all(request.result is not None for request in self.requests)
 
     @property
     def inputs(self) -> list[ImageInput]:
-        """The images, once they are loaded."""
         return [request.result for request in self.requests if request.result is not None]
 
 
@@ -132,10 +126,9 @@ class ImageLoading:
         self._owner = owner
         self._refuse = refuse
         self._media: Downstream[MediaConnection, ImageRequest] = Downstream(
-            self._choose, self._send, self._handle, work_in_progress
+            self._choose, self._send, self._handle, self._quarantine, work_in_progress
         )
         self._assignments = self._media.assignments
-        self._isolation: CrashIsolation[bytes] = CrashIsolation()
         self._numbers = itertools.count(1)  # of rids and names
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -189,34 +182,19 @@ class ImageLoading:
         self._media.tick(beat)
 
     def close(self) -> None:
-        """Closes the links."""
         self._media.close()
 
-    def _handle(self, connection: MediaConnection, peer: PeerId, message: object) -> None:
+    def _handle(self, connection: MediaConnection, message: object) -> None:
         match message:
             case ImageLoaded():
                 if (request := self._assignments.pop(connection, message.rid)) is not None:
                     self._on_loaded(request, message)
                 elif not message.error:  # it has crossed with a Cancel
                     (self._directory / message.image.name).unlink(missing_ok=True)
-            case Hello():
-                connection.replica_id = ReplicaId(message.site, peer.replica)
-                self._on_connected(connection, peer, message)
-            case PeerDisconnected():
-                if connection.peer == peer:
-                    lost = self._assignments.lost(connection, time.monotonic(), planned=message.planned)
-                    for request in lost:
-                        self._assignments.wait(request)
-                    self._media.submit_waiting()
-            case PeerSilent():
-                connection.silent = True  # its supervisor ends it if it hangs
-            case PeerResponds():
-                connection.silent = False
-                self._media.submit_waiting()
-            case Beat():
-                connection.beat = message
+            case Hello() | PeerDisconnected():
+                pass
             case _:
-                log.warning("unexpected %s from %s", type(message).__name__, peer)
+                log.warning("unexpected %s from %s", type(message).__name__, connection.peer)
 
     # --- assignments ---
 
@@ -232,9 +210,7 @@ class ImageLoading:
         return rid
 
     def _on_loaded(self, request: ImageRequest, answer: ImageLoaded) -> None:
-        self._assignments.ended_well(request)
-        if self._isolation.suspects:
-            self._isolation.discard(request.context.fingerprint, well=True)
+        self._media.ended_well(request)
         images = request.images
         if answer.error:
             count = len(images.sources)
@@ -261,27 +237,15 @@ class ImageLoading:
     def _drop(self, images: ImageSet) -> None:
         """Cancels what is not loaded, and removes the files of what is."""
         for request in images.requests:
-            if (assigned := self._assignments.remove(request)) is not None:
-                connection, rid = assigned
-                if connection.peer is not None:
-                    connection.link.send(connection.peer, Cancel(rid))
+            self._media.withdraw(request)
             (self._directory / request.name).unlink(missing_ok=True)
         images.requests = []
         self._media.exchange_soon()
 
-    # --- crashes ---
-
-    def _on_connected(self, connection: MediaConnection, peer: PeerId, hello: Hello) -> None:
-        """A media process has connected. What its predecessor had in progress when it died is suspected."""
-        report = self._assignments.connected(connection, peer, hello, now := time.monotonic())
-        if report is not None:
-            # Media processes work on one image at a time, so each death blames one request.
-            in_progress = dict.fromkeys(split_fingerprints(report.in_progress), 0)
-            for name in self._isolation.record_death(in_progress, now, outside=report.outside):
-                cause = f"a media process {report.cause} while it worked on an image of this request"
-                self._refuse(name, cause)
-                suspects = {request.images for request in self._assignments if request.context.fingerprint == name}
-                for images in suspects:
-                    self._fail(images, ImageFailure(FinishReason.QUARANTINED, cause))
-        self._assignments.release(connection)
-        self._media.submit_waiting()
+    def _quarantine(self, fingerprint: bytes, cause: str) -> None:
+        """Ends the sets of a request with which a media process has ended like that, and has it refused."""
+        text = f"a media process {cause} while it worked on an image of this request"
+        self._refuse(fingerprint, text)
+        suspects = {request.images for request in self._assignments if request.context.fingerprint == fingerprint}
+        for images in suspects:
+            self._fail(images, ImageFailure(FinishReason.QUARANTINED, text))

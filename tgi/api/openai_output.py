@@ -103,7 +103,6 @@ class TokenUsage:
         self._reasoning_tokens = 0 if details and reasoning else None
 
     def add_generation(self, index: int, end: End, generated_count: int, reasoning_tokens: int = 0) -> None:
-        """Adds a finished generation."""
         prompt = index // self._choices
         self._prompt_tokens[prompt] = end.prompt_tokens
         self._cached_tokens[prompt] = min(end.cached_tokens, self._cached_tokens.get(prompt, end.cached_tokens))
@@ -112,7 +111,6 @@ class TokenUsage:
             self._reasoning_tokens += reasoning_tokens
 
     def to_json(self) -> str:
-        """The sum."""
         return usage_json(
             sum(self._prompt_tokens.values()),
             self._completion_tokens,

@@ -158,7 +158,6 @@ class Operation(NamedTuple):
 
     @property
     def request(self) -> Any:
-        """The shape of the JSON body, or None."""
         return self.resource.body.shape if self.method == "post" and self.resource.body is not None else None
 
     @property

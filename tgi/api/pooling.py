@@ -59,7 +59,6 @@ class PooledResults(NamedTuple):
 
     @property
     def usage(self) -> InputUsage:
-        """The tokens of all inputs."""
         tokens = sum(one.end.prompt_tokens for one in self.generations if one.end is not None)
         return InputUsage(tokens, tokens)
 

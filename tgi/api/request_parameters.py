@@ -44,7 +44,6 @@ class RequestedSampling(NamedTuple):
 
     @classmethod
     def from_native(cls, parameters: GenerateParameters) -> "RequestedSampling":
-        """The sampling parameters of a request to TGI's routes."""
         values = {name: getattr(parameters, field.name) for name, field in NATIVE.items()}
         return cls({name: _as_float32(name, value) for name, value in values.items() if value is not None})
 

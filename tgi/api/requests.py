@@ -17,6 +17,7 @@ from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenC
 from tgi.microkernel.links.link import ReplicaId
 from tgi.microkernel.messages.codec import ITEM_BYTES
 from tgi.microkernel.messages.protocol import (
+    SUCCESSES,
     AdapterUpdated,
     End,
     FinishReason,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 # A stream with more unread tokens is parked, and continues when this many are left.
 MAX_UNREAD_TOKENS, FEW_UNREAD_TOKENS = 1024, 256
-
-SUCCESSES = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 
 
 class WakeEvent:
@@ -119,7 +118,6 @@ class LiveRequest:
 
     @property
     def generated_count(self) -> int:
-        """Tokens received."""
         return 0
 
     @property
@@ -192,7 +190,6 @@ class Generation(LiveRequest):
 
     @property
     def adapter(self) -> str:
-        """The name of the adapter that it needs, or ""."""
         return self.message.sampling.adapter
 
     def tokenizer_rank(self, replica_id: ReplicaId) -> int:
@@ -201,7 +198,6 @@ class Generation(LiveRequest):
         return crc32(b"%d" % replica_id.number, crc32(key)) if key else 0
 
     def to_message(self, rid: int) -> Generate:
-        """The message that submits this request, under `rid`."""
         span = None if self.record is None else self.record.span
         prompt_from = None if self.message.prompt_logprobs_from is None else len(self.prompt_columns.ids)
         now, deadline_ms = time.perf_counter(), 0
@@ -228,21 +224,17 @@ class Generation(LiveRequest):
         self.complete(End(0, FinishReason.TIMEOUT, f"no end within {self.timeout:g} s"))
 
     def fail(self, error: str) -> None:
-        """Ends the request with this error and wakes its waiter."""
         self.complete(End(0, FinishReason.QUARANTINED, error))
 
     def reject(self, failure: ImageFailure) -> None:
-        """Ends the request with this failure and wakes its waiter."""
         self.complete(End(0, *failure))
 
     @property
     def ended(self) -> bool:
-        """Whether the request is complete or failed."""
         return self.end is not None
 
     @property
     def failed(self) -> bool:
-        """Whether the request ended with an error."""
         return self.end is not None and self.end.reason not in SUCCESSES
 
     @property
@@ -252,11 +244,9 @@ class Generation(LiveRequest):
 
     @property
     def generated_count(self) -> int:
-        """Tokens received."""
         return len(self.generated_ids)
 
     def add_tokens(self, columns: TextsColumns, start: int, stop: int) -> None:
-        """Appends the tokens `start` to `stop` of a message."""
         # Called per request and step, so the columns are cut here: a call less.
         tokens = TokenColumns(
             columns.ids[start:stop], columns.logprobs[start:stop], columns.special[start:stop],
@@ -288,7 +278,6 @@ class Generation(LiveRequest):
         )
 
     def complete(self, end: End) -> None:
-        """Ends the request."""
         self.end = end
         self.wake_event.wake()
 
@@ -315,16 +304,13 @@ class SingleReplyRequest(LiveRequest, Generic[ResultMessage]):
 
     @property
     def ended(self) -> bool:
-        """Whether the request is complete or failed."""
         return self.result is not None
 
     @property
     def failed(self) -> bool:
-        """Whether the request ended with an error."""
         return self.result is not None and bool(self.result.error)
 
     def complete(self, result: ResultMessage) -> None:
-        """Ends the request."""
         self.result = result
         self.wake_event.wake()
 
@@ -351,19 +337,16 @@ class TokenizationRequest(SingleReplyRequest[Tokenized]):
         self.ids = ids
 
     def to_message(self, rid: int) -> Tokenize:
-        """The message that submits this request, under `rid`."""
         images = [] if self.images is None else self.images.inputs
         return Tokenize(
             rid, self.inputs, self.add_special_tokens, self.chat, self.on_trial, self.context, self.ids, images
         )
 
     def fail(self, error: str) -> None:
-        """Ends the request with this error and wakes its waiter."""
         self.quarantined = True
         self.complete(Tokenized(0, b"", b"", b"", b"", error=error))
 
     def reject(self, failure: ImageFailure) -> None:
-        """Ends the request with this failure and wakes its waiter."""
         self.quarantined = failure.reason is FinishReason.QUARANTINED
         self.complete(Tokenized(0, b"", b"", b"", b"", error=failure.message, reason=failure.reason))
 
@@ -377,5 +360,4 @@ class AdapterUpdateRequest(SingleReplyRequest[AdapterUpdated]):
         self.path = path
 
     def to_message(self, rid: int) -> UpdateAdapter:
-        """The message that submits this request, under `rid`."""
         return UpdateAdapter(rid, self.name, self.path)

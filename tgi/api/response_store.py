@@ -78,7 +78,6 @@ class ResponseStore(SqliteStore):
         self.ttl = ttl
 
     def purge(self, db: sqlite3.Connection) -> None:
-        """As SqliteStore.purge."""
         _purge(db, self.ttl)
 
     async def put(self, response: StoredResponse, conversation: str | None = None) -> None:
@@ -111,7 +110,6 @@ class ResponseStore(SqliteStore):
         return await self._run(write)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """A response of this owner."""
         return await self._run(lambda db: _get(db, owner, response_id))
 
     async def delete(self, owner: str, response_id: str) -> bool:
@@ -200,7 +198,6 @@ class ResponseStore(SqliteStore):
         await self._run(write)
 
     async def conversation(self, owner: str, conversation_id: str) -> str | None:
-        """The body of a conversation of this owner."""
 
         def read(db: sqlite3.Connection) -> str | None:
             found = db.execute("SELECT body FROM threads WHERE id=? AND owner=?", (conversation_id, owner)).fetchone()
@@ -241,7 +238,6 @@ class ResponseStore(SqliteStore):
         return await self._run(read)
 
     async def item(self, owner: str, conversation_id: str, item_id: str) -> str | None:
-        """An item of a conversation, as JSON."""
 
         def read(db: sqlite3.Connection) -> str | None:
             found = db.execute(

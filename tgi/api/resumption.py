@@ -33,7 +33,6 @@ class ResponseKey:
 
     @classmethod
     def new(cls) -> "ResponseKey":
-        """The key of a new response."""
         return cls(os.urandom(KEY_BYTES), int(time.time()))
 
     def draw_seed(self) -> int:

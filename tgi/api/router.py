@@ -19,13 +19,12 @@ from tgi.api.token_delivery import TokenDelivery
 from tgi.api.tokenizers import TokenizerConnection, choose_tokenizer
 from tgi.microkernel.admission.permits import Permits
 from tgi.microkernel.admission.token_rates import TokenRates
-from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
+from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.links.liveness import BEAT_SECONDS
 from tgi.microkernel.messages.codec import ITEM_BYTES
 from tgi.microkernel.messages.protocol import (
     DETACHED,
     AdapterUpdated,
-    Beat,
     Cancel,
     DeploymentLimits,
     End,
@@ -43,9 +42,7 @@ from tgi.microkernel.messages.protocol import (
 from tgi.microkernel.messages.sampling_params import SamplingDefaults
 from tgi.microkernel.observability import metrics
 from tgi.microkernel.observability.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.recovery.crash_isolation import CrashIsolation
 from tgi.microkernel.recovery.quarantine import Quarantine
-from tgi.microkernel.recovery.work_register import split_fingerprints
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +71,14 @@ class Router:
         request. `name`: of this process and its life, for its files in the `media_directory`."""
         self.recorder = recorder
         self.quarantine = quarantine
-        self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
         self._downstream: Downstream[TokenizerConnection, LiveRequest] = Downstream(
-            self._choose, self._send, self._handle_message, work_in_progress
+            self._choose,
+            self._send,
+            self._handle_message,
+            self._quarantine,
+            work_in_progress,
+            self._on_moved,
+            progress=lambda request: request.generated_count,
         )
         self.assignments = self._downstream.assignments
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
@@ -144,7 +146,7 @@ class Router:
             self.admission.charge(request.client, request.generated_count)
         if (assigned := self.assignments.neighbour_of(request)) is not None:  # until its End
             tokenizer, rid = assigned
-            self._send_cancel(tokenizer, Cancel(rid, client_lost))
+            self._downstream.cancel(tokenizer, Cancel(rid, client_lost))
             self._downstream.exchange(tokenizer)
         else:
             self.assignments.remove(request)
@@ -156,7 +158,7 @@ class Router:
         generation.parked = True
         self._stamp(Event.PARKED, generation)
         metrics.tgi_parked_requests.inc()
-        self._withdraw(generation)
+        self._downstream.withdraw(generation)
         self._downstream.exchange_soon()
 
     def unpark(self, generation: Generation) -> None:
@@ -169,7 +171,6 @@ class Router:
     # --- links ---
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Registers the links with the running loop."""
         self._loop = loop
         self.admission.attach(loop)
         self.images.attach(loop)
@@ -177,7 +178,6 @@ class Router:
         self._tick_timer = loop.call_later(BEAT_SECONDS, self._tick)
 
     def add_tokenizer(self, link: Link) -> TokenizerConnection:
-        """Uses another tokenizer from now on."""
         tokenizer = TokenizerConnection(link)
         self._downstream.add(tokenizer)
         self._require_model(self._model)
@@ -195,7 +195,6 @@ class Router:
         self.health.forget_probe()
 
     def close(self) -> None:
-        """Removes the links from the loop and closes them."""
         if self._tick_timer is not None:
             self._tick_timer.cancel()
         self._downstream.close()
@@ -216,7 +215,7 @@ class Router:
         if self._loop is not None:
             self._tick_timer = self._loop.call_later(BEAT_SECONDS, self._tick)
 
-    def _handle_message(self, tokenizer: TokenizerConnection, peer: PeerId, message: object) -> None:
+    def _handle_message(self, tokenizer: TokenizerConnection, message: object) -> None:
         match message:
             case Texts():
                 self._delivery.deliver(tokenizer.requests, message)
@@ -247,8 +246,8 @@ class Router:
             case Tokenized():
                 self.health.progress.record()
                 request = self.assignments.pop(tokenizer, message.rid)
-                if request is not None and self._isolation.suspects:
-                    self._isolation.discard(request.context.fingerprint, well=True)
+                if request is not None:
+                    self._downstream.ended_well(request)
                 if isinstance(request, TokenizationRequest) and request.active:
                     self._deactivate(request)
                     request.complete(message)
@@ -272,27 +271,13 @@ class Router:
                 tokenizer.status = message
                 self._apply_status(message, tokenizer.replica_id.site)
             case Hello():
-                log.debug("%s is connected", peer)
-                tokenizer.replica_id = ReplicaId(message.site, peer.replica)
                 self._require_model(self._model or message.model)
                 self.defaults = message.sampling_defaults
                 self.source = message.source or self.source
-                self._read_exit_report(tokenizer, peer, message)
-                self._move_requests()
             case PeerDisconnected():
-                self._on_tokenizer_lost(tokenizer, peer, message.planned)
-            case PeerSilent():
-                log.warning("%s does not respond", peer)
-                tokenizer.silent = True
-                self._move_requests()
-            case PeerResponds():
-                log.warning("%s responds again", peer)
-                tokenizer.silent = False
-                self._move_requests()
-            case Beat():
-                tokenizer.beat = message
+                tokenizer.status = None
             case _:
-                log.warning("unexpected %s from %s", type(message).__name__, peer)
+                log.warning("unexpected %s from %s", type(message).__name__, tokenizer.peer)
 
     def _apply_status(self, status: Status, site: str) -> None:
         """`site`: of the tokenizer that reports it. Those of one host have the same schedulers."""
@@ -316,7 +301,7 @@ class Router:
 
     def _send(self, request: LiveRequest, tokenizer: TokenizerConnection) -> int:
         assert tokenizer.peer is not None
-        request.on_trial = self._isolation.is_suspect(request.context.fingerprint)
+        request.on_trial = self._downstream.isolation.is_suspect(request.context.fingerprint)
         rid = next(self._rids)
         message = request.to_message(rid)
         tokenizer.link.send(tokenizer.peer, message)
@@ -324,20 +309,10 @@ class Router:
             resumed = len(message.resume_ids) // ITEM_BYTES
             self.recorder.stamp(request.submission, message.context, tokenizer.peer.replica, resumed)
             if request.on_trial:
-                strikes = self._isolation.suspects[request.context.fingerprint].strikes
+                strikes = self._downstream.isolation.suspects[request.context.fingerprint].strikes
                 self.recorder.stamp(Event.ON_TRIAL, message.context, strikes)
         request.submission = Event.RESUBMITTED
         return rid
-
-    def _withdraw(self, request: LiveRequest) -> None:
-        """Takes a request from its tokenizer: what that still sends for it is dropped."""
-        if (assigned := self.assignments.remove(request)) is not None:
-            tokenizer, rid = assigned
-            self._send_cancel(tokenizer, Cancel(rid))
-
-    def _send_cancel(self, tokenizer: TokenizerConnection, message: Cancel) -> None:
-        if tokenizer.peer is not None:
-            tokenizer.link.send(tokenizer.peer, message)
 
     def _stamp(self, event: Event, request: LiveRequest, number: int = 0) -> None:
         if isinstance(request, Generation):
@@ -351,60 +326,22 @@ class Router:
         if request.images is not None:
             self.images.release(request.images, kept_ms)
 
-    def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId, planned: bool) -> None:
-        """Submits the requests of a tokenizer that has ended again, to another one or to its replacement."""
-        if tokenizer.peer != peer:
-            return
-        tokenizer.status = None
-        active = [one for one in self.assignments.lost(tokenizer, time.monotonic(), planned=planned) if one.active]
-        level = logging.DEBUG if planned else logging.WARNING
-        log.log(level, "%s has disconnected; its %d requests are sent to another tokenizer", peer, len(active))
-        for request in active:
-            self._stamp(Event.TOKENIZER_LOST, request, peer.replica)
-            self.assignments.wait(request)
-        self._downstream.submit_waiting()
-        self._downstream.exchange_soon()
-
-    def _move_requests(self) -> None:
-        """Takes the requests from silent tokenizers, if there is another one. What they have in progress stays there,
-        since that may be what they hang in."""
-        if not any(tokenizer.responds for tokenizer in self.tokenizers):
-            return
-        for tokenizer in self.tokenizers:
-            if not tokenizer.silent or tokenizer.peer is None or not tokenizer.requests:
-                continue
-            in_progress = self.assignments.suspects(tokenizer)
-            moved = [
-                request for request in tokenizer.requests.values() if request.context.fingerprint not in in_progress
-            ]
-            if moved:
-                log.warning("%d requests of %s are sent to another tokenizer", len(moved), tokenizer.peer)
-            for request in moved:
-                self._withdraw(request)
-                if request.active:
-                    self._stamp(Event.TOKENIZER_LOST, request, tokenizer.peer.replica)
-                    self.assignments.wait(request)
-        self._downstream.submit_waiting()
-
     # --- crashes ---
 
-    def _read_exit_report(self, tokenizer: TokenizerConnection, peer: PeerId, hello: Hello) -> None:
-        """A tokenizer has connected. If it tells how its predecessor died, the requests that this had in progress are
-        suspects; any tokenizer works on them alone from now on."""
-        if (report := self.assignments.connected(tokenizer, peer, hello, now := time.monotonic())) is not None:
-            tokens = {request.context.fingerprint: request.generated_count for request in self.assignments}
-            in_progress = {name: tokens.get(name, 0) for name in split_fingerprints(report.in_progress)}
-            for name in self._isolation.record_death(in_progress, now, outside=report.outside):
-                self._quarantine(name, f"the tokenizer {report.cause} while it worked on this request")
-        self.assignments.release(tokenizer)
+    def _on_moved(self, request: LiveRequest, peer: PeerId) -> bool:
+        """A request was taken from a tokenizer that has ended or is silent. Returns whether it is still wanted."""
+        if request.active:
+            self._stamp(Event.TOKENIZER_LOST, request, peer.replica)
+        return request.active
 
     def _quarantine(self, fingerprint: bytes, cause: str) -> None:
-        """Fails the requests of this name, and refuses it from now on."""
-        self._refuse(fingerprint, cause)
+        """Fails the requests of this name, and refuses it from now on: with them a tokenizer has ended like that."""
+        text = f"the tokenizer {cause} while it worked on this request"
+        self._refuse(fingerprint, text)
         for request in self.assignments:
             if request.context.fingerprint == fingerprint and request.active:
                 self.cancel(request)
-                request.fail(cause)
+                request.fail(text)
 
     def _refuse(self, fingerprint: bytes, cause: str) -> None:
         if fingerprint and self.quarantine.add(fingerprint, cause):
@@ -412,13 +349,10 @@ class Router:
             log.error("request %s is in quarantine: %s", fingerprint.hex(), cause)
 
     def _record_end(self, request: LiveRequest, end: End) -> None:
-        """A strike is cleared by an answer of the pipeline, not by a disconnect: the same request may come back."""
         if end.reason == FinishReason.QUARANTINED:
             self._refuse(request.context.fingerprint, end.message)
         elif end.reason not in (FinishReason.CANCELLED, FinishReason.FAILED):
-            self.assignments.ended_well(request)
-            if self._isolation.suspects:
-                self._isolation.discard(request.context.fingerprint, well=True)
+            self._downstream.ended_well(request)
 
 
 def is_superseded(request: LiveRequest, end: End) -> bool:

@@ -14,7 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from falcon.asgi import Request
+import msgspec
+from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import ABORT_KEY, RECEIVE_KEY, WHOLE_BODY_KEY, DisconnectWatcher, is_probe, never
@@ -176,7 +177,6 @@ class Service:
         return f"{path}/".startswith("/v1/") and path not in vertex
 
     def error_form(self, req: Request) -> ErrorForm:
-        """The format of this request's errors."""
         return "anthropic" if in_messages(req.path) else "openai" if self.has_openai_errors(req) else "native"
 
     def next_contexts(self, req: Request, count: int) -> list[RequestContext]:
@@ -282,7 +282,6 @@ class SlowReader:
         self._timer: asyncio.TimerHandle | None = None
 
     def park(self, generation: Generation) -> None:
-        """Parks a generation, and starts the time if it is the first one."""
         if generation.parked or not generation.active:
             return
         self._router.park(generation)
@@ -291,7 +290,6 @@ class SlowReader:
             self._timer = asyncio.get_running_loop().call_later(self._limit_seconds, self._give_up)
 
     def unpark(self, generation: Generation) -> None:
-        """Continues a generation, and stops the time if no other one is parked."""
         self._router.unpark(generation)
         self._parked.discard(generation)
         if not self._parked and self._timer is not None:
@@ -345,3 +343,8 @@ def is_json(content_type: str) -> bool:
     """application/json or application/*+json, with any parameters."""
     kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def answer_json(resp: Response, body: object) -> None:
+    """Answers with a body that msgspec encodes."""
+    resp.content_type, resp.data = "application/json", msgspec.json.encode(body)

@@ -52,7 +52,6 @@ class SqliteStore:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Closes the file."""
         if self._connection is not None:
             self._thread.submit(self._connection.close)
         self._thread.shutdown()

@@ -39,7 +39,6 @@ class TokenColumns(NamedTuple):
     parts: list[list[AnswerPart]] = []  # what each token adds to an answer that consists of parts
 
     def select(self, selection: slice) -> "TokenColumns":
-        """Some of the tokens."""
         return TokenColumns._make(column[selection] for column in self)
 
 
@@ -100,7 +99,6 @@ class PromptColumns(NamedTuple):
 
     @classmethod
     def empty(cls) -> "PromptColumns":
-        """Without tokens."""
         return cls(array("i"), array("f"), array("i"), [], [], {})
 
     def extend(self, more: PromptTokens) -> None:

@@ -52,5 +52,4 @@ class TokenDelivery:
             self._metrics.flush(now)
 
     def flush_metrics(self) -> None:
-        """Observes the buffered measurements."""
         self._metrics.flush()

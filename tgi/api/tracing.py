@@ -59,7 +59,6 @@ class SpanNameMiddleware:
         self._names = names  # by method and path
 
     async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
-        """Names the span after routing."""
         if (span := span_of(req)) is not None and req.uri_template is not None:
             route = re.sub(r":\w+}", "}", req.uri_template)
             method = "GET" if req.method == "HEAD" else req.method

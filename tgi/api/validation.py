@@ -40,7 +40,6 @@ class RuleContext(NamedTuple):
 
     @property
     def stop_count(self) -> int:
-        """The number of stop strings."""
         return len(self.parameters.stops)
 
     @property
@@ -60,7 +59,6 @@ class RuleContext(NamedTuple):
 
     @property
     def top_n(self) -> int:
-        """The number of alternatives to list at each position."""
         return int(self.sampling.given.get("top_n", 0))
 
     @property
@@ -75,7 +73,6 @@ class RuleContext(NamedTuple):
 
     @property
     def min_new_tokens(self) -> int:
-        """The minimum number of tokens to generate."""
         return int(self.sampling.given.get("min_new_tokens", 0))
 
 

@@ -36,7 +36,6 @@ class Stream(NamedTuple):
 
     @property
     def ended(self) -> float:
-        """The time of the last read."""
         return self.reads[-1][0] if self.reads else self.sent
 
     def events(self) -> list[Event]:
@@ -124,7 +123,6 @@ class Origin:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (given | dict(headers)).items())
 
     def request(self, method: str, path: str, body: bytes) -> bytes:
-        """The bytes of a request."""
         length = f"content-length: {len(body)}\r\n" if body else ""
         return f"{method} {self.address.prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n".encode() + body
 

@@ -12,11 +12,13 @@ from tgi.microkernel.errors import UserError
 IMAGE_TOKENS = {
     "gemma3": "boi_token_index",
     "gemma4": "image_token_id",
+    "gemma4_unified": "image_token_id",
     "glm4v": "image_token_id",
     "glm4v_moe": "image_token_id",
     "idefics2": "image_token_id",
     "idefics3": "image_token_id",
     "internvl": "image_token_id",
+    "lfm2_vl": "image_token_id",
     "llama4": "<|image|>",
     "llava": "image_token_index",
     "llava_next": "image_token_index",

@@ -40,6 +40,7 @@ class VisionFamily(NamedTuple):
 
     tensors: dict[str, int]
     optional: tuple[str, ...] = ()
+    projected: bool = True  # by transformers' get_image_features
     rope: MultiAxisRope | None = None
     bidirectional: Bidirectional = Bidirectional.NONE
 
@@ -54,11 +55,16 @@ _QWEN3_5_ROPE, _GLM_ROPE = MultiAxisRope((11, 11, 10), interleaved=True), MultiA
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily({"pixel_values": 4}, bidirectional=Bidirectional.IMAGES),
     "gemma4": VisionFamily({"pixel_values": 3, "image_position_ids": 3}, bidirectional=Bidirectional.WINDOWED_IMAGES),
+    "gemma4_unified": VisionFamily(
+        {"pixel_values": 3, "image_position_ids": 3}, bidirectional=Bidirectional.WINDOWED_IMAGES
+    ),
     "glm4v": VisionFamily(_GRID, rope=_GLM_ROPE),
     "glm4v_moe": VisionFamily(_GRID, rope=_GLM_ROPE),
     "idefics2": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
     "idefics3": VisionFamily(_MASKED_TILES, ("pixel_attention_mask",)),
     "internvl": VisionFamily({"pixel_values": 4}),
+    "lfm2_vl": VisionFamily({"pixel_values": 3, "pixel_attention_mask": 2, "spatial_shapes": 2}),
+    "llama4": VisionFamily({"pixel_values": 4}, projected=False),
     "llava": VisionFamily({"pixel_values": 4, "image_sizes": 2}, ("image_sizes",)),
     "llava_next": VisionFamily(_TILES),
     "llava_onevision": VisionFamily({**_TILES, "batch_num_images": 1}, ("batch_num_images",)),

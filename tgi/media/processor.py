@@ -116,13 +116,21 @@ def _load(directory: Path, model_type: str) -> Any:
     if getattr(module, "num2words", "") is None:  # SmolVLM's asks for this package, for videos alone
         module.num2words = str  # type: ignore[attr-defined]
 
+    from tgi.media.pil_processors import PIL_PROCESSORS
+
+    image_processor = PIL_PROCESSORS.get(model_type)
+
     class OfImages(cls):  # type: ignore[misc, valid-type]
         """The processor of a model with images alone."""
 
         @classmethod
         def _get_arguments_from_pretrained(cls, path: Any, processor_dict: Any = None, **kwargs: Any) -> list[Any]:
             parts = {
-                "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(path, backend="pil"),
+                "image_processor": lambda: (
+                    transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
+                    if image_processor is None
+                    else image_processor.from_pretrained(path)
+                ),
                 "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(path),
             }
             return [parts.get(name, lambda: None)() for name in cls.get_attributes()]

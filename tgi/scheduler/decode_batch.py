@@ -57,7 +57,6 @@ class RunningBatch:
 
     @property
     def full(self) -> bool:
-        """Whether no slot is free."""
         return not self.free_slots
 
     def assign_slot(self, request: Request) -> int:
@@ -124,7 +123,6 @@ class RunningBatch:
             del self.partitions[request.tokenizer]
 
     def release_slots(self, requests: list[Request]) -> None:
-        """Takes the slots from these requests."""
         slots, free, prefilling, registered = self._slots, self.free_slots, self.prefilling, self._registered
         for request in requests:
             if len(request.token_ids) < request.max_total_tokens:

@@ -82,8 +82,8 @@ GROWTH_STEPS = 64
 
 
 class StepSizeLimit:
-    """The most tokens of a step: halved when a step lacks memory. A step with one request and at most `least` tokens is
-    as small as any.
+    """The most tokens of a step: halved when a step lacks memory. A step with one request is as small as any if
+    it has at most `least` tokens, or more than the limit.
 
     It doubles after GROWTH_STEPS steps, once all requests with a row in a failed step have ended: so each of these
     fails a bounded number of times, and the limit comes back when the cause is gone.
@@ -100,7 +100,8 @@ class StepSizeLimit:
         """A step of this size, with these requests, lacked memory. False: its only request did so before, and no step
         is smaller."""
         self._steps = 0
-        smallest = len(requests) == 1 and step_tokens <= self._least
+        undivided = step_tokens > self.tokens  # what one step has to compute together, such as an image
+        smallest = len(requests) == 1 and (undivided or step_tokens <= self._least)
         if smallest and requests[0] in self._lacked_memory:
             return False
         found = dict.fromkeys((*self._lacked_memory, *requests))
@@ -242,7 +243,6 @@ class LinearFit:
         self._variance = self._covariance = 0.0  # of x, and of x with y
 
     def add(self, x: float, y: float) -> None:
-        """Adds a point."""
         if not self._y:
             self._x, self._y = x, y
             return

@@ -139,7 +139,6 @@ class StepPipeline:
         return len(self._steps) < PIPELINE_DEPTH and not self._abandoned
 
     def add(self, step: InFlightStep, now: float) -> None:
-        """Appends a step that is being sent."""
         if not self._steps:
             self._begin(step, now)
         self.next_number += 1

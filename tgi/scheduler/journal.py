@@ -101,11 +101,9 @@ class JournalWriter:
             self._end(f"{self._directory} cannot be written ({error.strerror})")
 
     def write(self, kind: bytes, now: float, details: bytes = b"") -> None:
-        """Appends the record of a call."""
         self._append(_CALL.pack(kind, now) + details)
 
     def write_message(self, message: Any, source: PeerId, now: float) -> None:
-        """Appends the record of a message that is handled."""
         records = b""
         if (sender := self._senders.get(source)) is None:
             sender = self._senders[source] = len(self._senders)
@@ -115,7 +113,6 @@ class JournalWriter:
         self._append(records + _CALL.pack(b"h", now) + _SENDER.pack(sender, len(frame)) + frame)
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
@@ -179,24 +176,20 @@ class RecordedScheduler(Scheduler):
         super().handle(message, source, now)
 
     def plan(self, now: float) -> Step | None:
-        """As Scheduler.plan."""
         step = super().plan(now)
         self._journal.write(b"p", now, _DIGEST.pack(step_digest(step)))
         return step
 
     def report_status(self, now: float) -> None:
-        """As Scheduler.report_status."""
         self._journal.write(b"r", now)
         super().report_status(now)
 
     def outgoing(self) -> Iterator[tuple[PeerId, tuple[Any, ...]]]:
-        """As Scheduler.outgoing."""
         messages = list(super().outgoing())
         self._journal.write(b"o", 0.0, _DIGEST.pack(messages_digest(messages)))
         return iter(messages)
 
     def commit(self) -> None:
-        """As Scheduler.commit."""
         self._journal.write(b"c", 0.0)
         super().commit()
 

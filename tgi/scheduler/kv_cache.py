@@ -391,13 +391,3 @@ class KVCacheManager:
             adopted += len(own)
         self.pool.free = [page for page in self.pool.free if page in free]
         return adopted
-
-    def check(self, batch: list[Request]) -> None:
-        """Raises AssertionError if pages and requests contradict each other. For tests."""
-        held = [*batch, *self._ended]
-        for request in held:
-            assert request.capacity == min(map(len, request.tables)) * self._page_size, "capacity and tables disagree"
-        tables = [[page for page in table if page != NO_PAGE] for request in held for table in request.tables]
-        self.pool.check(tables + (self.index.held(self.pool) if self.index is not None else []))
-        if self.snapshots is not None:
-            self.snapshots.check()

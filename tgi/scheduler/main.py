@@ -57,7 +57,7 @@ def main(process: Process) -> None:
     successor_file = SuccessorFile(successor_path(process.run_dir, process.name))
     own = PeerId(process.role, process.replica, process.boot)
     scheduler.handle(successor_file.read()._replace(last_exit=process.last_exit), own, time.monotonic())
-    metrics = SchedulerMetrics()
+    metrics = SchedulerMetrics(settings.served_name or str(settings.model_id))
     tracer = tracing.create_tracer(settings, process.name)
     spans = RequestSpans(tracer) if tracer is not None else None
     gc.collect()

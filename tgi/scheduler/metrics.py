@@ -4,7 +4,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tgi.microkernel.links.link import PeerId
-from tgi.microkernel.messages.protocol import Add, End, FinishReason, Step, StepResult
+from tgi.microkernel.messages.protocol import SUCCESSES, Add, End, Step, StepResult
 from tgi.microkernel.observability import metrics
 from tgi.scheduler.counters import FinishedStep
 from tgi.scheduler.scheduler import Scheduler
@@ -12,13 +12,14 @@ from tgi.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from tgi.microkernel.observability.otlp import Tracer
 
-SUCCESSES = (FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP)
-
 
 class SchedulerMetrics:
     """Publishes differences to what it published before."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        """`model`: its name for clients."""
+        self._model = model
+        self._was_ready: bool | None = None
         self._published_sums: dict[str, int] = {}
         self._published_gauges: dict[str, int] = {}
         self._finished_steps: list[tuple[FinishedStep, float]] = []  # with the seconds that handling the result took
@@ -50,6 +51,9 @@ class SchedulerMetrics:
         Publishes when requests come or go, and otherwise once per metrics.FLUSH_SECONDS: publishing takes longer than
         planning a step.
         """
+        if (ready := scheduler.ready) is not self._was_ready:
+            self._was_ready = ready
+            metrics.tgi_model_replicas.labels(model=self._model).set(int(ready))
         counters = scheduler.counters
         requests = (
             scheduler.queued,
@@ -106,14 +110,12 @@ class SchedulerMetrics:
                 metrics.tgi_batch_concat.labels(reason="chunking").inc()
 
     def _add(self, name: str, total: int) -> None:
-        """Increases a counter to this total."""
         before = self._published_sums.get(name, 0)
         if total != before:
             getattr(metrics, name).inc(total - before)
             self._published_sums[name] = total
 
     def _set(self, name: str, value: int) -> None:
-        """Sets a gauge."""
         if self._published_gauges.get(name) != value:
             getattr(metrics, name).set(value)
             self._published_gauges[name] = value

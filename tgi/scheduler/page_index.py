@@ -179,11 +179,6 @@ class PageIndex:
         for transfer in self._transfers.values():
             pool.take(transfer.pages)
 
-    def held(self, pool: PagePool) -> list[list[int]]:
-        """The pages that are held in a pool. For tests."""
-        transfers = self._transfers.values()
-        return [one.pages for one in transfers] + [one.prefix for one in transfers if one.pool is pool]
-
     @property
     def busy(self) -> bool:
         """Whether it waits for answers."""

@@ -52,7 +52,6 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages that are held by requests."""
         return len(self._references) - self.available
 
     def allocate(self, count: int) -> list[int]:
@@ -107,7 +106,6 @@ class PagePool:
         return found, parent
 
     def hold(self, pages: list[int]) -> None:
-        """Adds a reference to each page."""
         references, idle = self._references, self._idle
         for page in pages:
             references[page] += 1
@@ -211,29 +209,6 @@ class PagePool:
             del self._by_key[self._key_of[page]]
             self._key_of[page], self._hash_of[page], self._references[page] = b"", NO_HASH, 1
             self.free.append(page)
-
-    def check(self, tables: Iterable[list[int]] = ()) -> None:
-        """Raises AssertionError unless the page tables `tables` hold all references, and every page is in one state."""
-        references = [0] * len(self._references)
-        free, idle = set(self.free), set(self._idle)
-        for table in tables:
-            assert len(set(table)) == len(table), f"a page is twice in the table {table}"
-            for page in table:
-                references[page] += 1
-        counted = [0 if page in free else count for page, count in enumerate(self._references)]
-        assert references == counted, "the reference counts do not match the page tables"
-        assert all(self._references[page] == 1 for page in free), "a free page has not one reference"
-        assert len(free) == len(self.free), "a page is free twice"
-        assert not free & idle, "a page is free and idle"
-        assert free | idle == {page for page, count in enumerate(references) if count == 0}, "a page is lost"
-        keys = {page: key for page, key in enumerate(self._key_of) if key}
-        assert {page: key for key, page in self._by_key.items()} == keys, "keys and pages disagree"
-        hashes = [one for one in self._hash_of if one]
-        assert len(set(hashes)) == len(hashes), "a block hash is given twice"
-        lead = {page for page, key in keys.items() if key[0] in (0, ROOT_HASH[0])}
-        assert {page for page, one in enumerate(self._hash_of) if one} == lead, "a page has a block hash and no key"
-        assert idle <= set(keys), "an idle page is not cached"
-        assert not free & set(keys), "a free page is cached"
 
 
 def page_runs(extras: list[PageExtra], first: int, last: int, page_size: int) -> Iterator[tuple[int, int, bytes]]:

@@ -39,7 +39,6 @@ class Outbox:
         self._messages: list[Iterable[Outgoing]] = []
 
     def append(self, peer: PeerId, message: tuple[Any, ...]) -> None:
-        """Queues a message."""
         self._messages.append([(peer, message)])
 
     def extend(self, messages: Iterable[Outgoing]) -> None:
@@ -53,7 +52,6 @@ class Outbox:
         self._messages = [[one for one in messages if one[0] != peer] for messages in self._messages]
 
     def take_all(self) -> Iterator[Outgoing]:
-        """Returns all messages and clears the outbox."""
         messages, self._messages = self._messages, []
         return chain.from_iterable(messages)
 
@@ -87,7 +85,6 @@ class LoadReport(NamedTuple):
         )
 
     def add_to(self, status: Status) -> Status:
-        """The status with this load."""
         return status._replace(
             queued=self.queued,
             running=self.running,
@@ -303,7 +300,6 @@ class WorkerPeer:
             self._held_pages.append(held)
 
     def take_held_pages(self) -> list[HeldPages]:
-        """Removes and returns the reports."""
         held, self._held_pages, self._held_bytes = self._held_pages, [], 0
         return held
 
@@ -313,7 +309,6 @@ class WorkerPeer:
         return stored
 
     def disconnect(self) -> None:
-        """Clears the state of the worker, which has disconnected."""
         self.peer = None
         self.take_held_pages()
         self.stored_pages = None

@@ -254,7 +254,6 @@ class Request:
         return FinishReason.EOS if self.generated_tokens and self.token_ids[-1] in self.stop_ids else None
 
     def end_message(self, reason: FinishReason, message: str, now: float, retry_after_ms: int = 0) -> End:
-        """The `End` of a request that ends now."""
         begun = now if self.first_planned_at is None else self.first_planned_at
         return End(
             self.rid,
@@ -344,7 +343,6 @@ class TokenizerPeer:
         self.top_tokens: list[TopTokens] = []  # empty, or one per row; then the columns are empty
 
     def take_tokens(self) -> tuple[DrawnTokens, list[DrawnToken], list[TopTokens]]:
-        """Returns the tokens and clears them."""
         tokens = self.token_columns, self.token_rows, self.top_tokens
         self.token_columns, self.token_rows, self.top_tokens = NO_TOKENS, [], []
         return tokens

@@ -8,12 +8,11 @@ from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, P
 from tgi.microkernel.links.liveness import ProgressClock
 from tgi.microkernel.messages.codec import ITEM_BYTES
 from tgi.microkernel.messages.protocol import (
-    DECODE,
     END,
     ENDED,
-    PREFILL,
     PROTOCOL,
     QUEUED,
+    SUCCESSES,
     AdapterUpdated,
     Add,
     Beat,
@@ -66,8 +65,6 @@ FAILED_STEP_STRIKES = 2
 LACKS_MEMORY = "too little memory to compute this request, even alone and in the smallest steps; make it shorter"
 # A scheduler that lived no longer than this, its start included, may have been ended by the first request it handled.
 QUICK_DEATH_MS = 3000
-# End reasons that clear the strikes of a request.
-ENDS_WELL = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 
 
 class SchedulerConfig(NamedTuple):
@@ -299,7 +296,6 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
         planner = self._planner
         return len(self._queue) + len(planner.trial_queue) if planner is not None else len(self._queue)
 
@@ -320,12 +316,10 @@ class Scheduler:
 
     @property
     def tokenizers(self) -> int:
-        """Number of tokenizers that are connected."""
         return len(self._tokenizers.connected)
 
     @property
     def loaded_adapters(self) -> int:
-        """Number of adapters that a request may ask for."""
         return len(self.worker.adapters.loaded)
 
     @property
@@ -375,18 +369,6 @@ class Scheduler:
         if self.pipeline.is_stalled(now):
             suspects |= dict.fromkeys(requests_in_progress(self.pipeline.steps))
         return b"".join(one for one in suspects if len(one) == FINGERPRINT_BYTES)
-
-    def check(self) -> None:
-        """Raises AssertionError if slots, pages, queue and requests contradict each other. For tests."""
-        known = self._tokenizers.requests
-        waiting = self._queue.waiting()
-        assert len(waiting) == len(set(waiting)) == len(self._queue), "the queue's length is wrong"
-        waiting += self._planner.trial_queue if self._planner else []
-        batch = list(self._planner.batch) if self._planner else []
-        assert set(known) == set(waiting) | set(batch), "a request is lost, or held after its end"
-        assert all(request.state in (PREFILL, DECODE) for request in batch), "a request with a slot is not running"
-        if self._planner:
-            self._planner.check()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -483,7 +465,7 @@ class Scheduler:
         """Returns those of these requests that were waiting for a slot on trial."""
         waited = []
         for request, reason in ended:
-            self._isolation.discard(request.fingerprint, well=reason in ENDS_WELL)
+            self._isolation.discard(request.fingerprint, well=reason in SUCCESSES)
             if self._planner is not None and request in self._planner.trial_queue:
                 del self._planner.trial_queue[request]
                 waited.append(request)

@@ -191,7 +191,6 @@ class NgramProposer:
 
     @property
     def acceptance(self) -> float:
-        """The probability that the next id is the proposed one; 0 if there is no proposal."""
         return self._acceptances[min(self._match, 8).bit_length() - 2] if self._source else 0.0
 
     def _allocate_table(self) -> "array[int]":

@@ -88,7 +88,3 @@ class StateSnapshots:
                 free.remove(number)
                 self._number_of[block_hash] = number
         self._free = [number for number in self._free if number in free]
-
-    def check(self) -> None:
-        """Raises AssertionError unless each snapshot is free or found under one block hash. For tests."""
-        assert sorted([*self._free, *self._number_of.values()]) == [*range(self._count)], "a snapshot is lost, or twice"

@@ -481,12 +481,6 @@ class StepPlanner:
         else:
             self.kv_cache.worker_state_lost()
 
-    def check(self) -> None:
-        """Raises AssertionError if pages, partitions and requests contradict each other. For tests."""
-        self.kv_cache.check(list(self.batch))
-        for partition in self.batch.partitions.values():
-            assert partition.starts_sum == sum(partition.starts), "the sum of a partition's positions is wrong"
-
 
 class TrialQueue:
     """The waiting requests of the group whose turn it is."""
@@ -536,7 +530,6 @@ class StepBuilder:
         self.unmeasured = False  # it has an image, and what one costs is not known
 
     def add_decode_row(self, request: Request) -> None:
-        """A row for one request in a partition."""
         partition = request.partition
         assert partition is not None
         start = partition.starts[request.partition_index]
@@ -547,7 +540,6 @@ class StepBuilder:
         partition.set_start(request, start + 1)
 
     def add_partition(self, tokenizer: TokenizerPeer, partition: DecodePartition) -> None:
-        """A row for each request in a partition."""
         begin = len(self.sampling_requests)
         self.sampling_requests += partition.requests
         self.rows += partition.slots

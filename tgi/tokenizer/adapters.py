@@ -48,7 +48,6 @@ class AdapterDirectory:
         return all(pending.api is None for pending in self._pending)
 
     def set_loaded(self, loaded: list[LoadedAdapter]) -> None:
-        """Replaces the list of loaded adapters."""
         if loaded != self.loaded:
             self.loaded = loaded
             self._digests = {adapter.name: adapter.digest for adapter in loaded}
@@ -72,7 +71,6 @@ class AdapterDirectory:
         return ""
 
     def add_update(self, rid: int, api: PeerId, update: UpdateAdapter) -> None:
-        """Queues an api's update, under the tokenizer's rid."""
         self._pending.append(PendingUpdate(rid, api, update))
 
     def begin_next(self) -> UpdateAdapter | None:
@@ -99,7 +97,6 @@ class AdapterDirectory:
         return [self._sent] if self._sent is not None and scheduler not in self._answers else []
 
     def record_answer(self, scheduler: ReplicaId, answer: AdapterUpdated) -> None:
-        """A scheduler has answered an update."""
         if self._sent is not None and answer.rid == self._sent.rid:
             self._answers[scheduler] = answer
 

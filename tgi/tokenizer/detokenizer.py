@@ -41,7 +41,6 @@ class ByteLevelDetokenizer:
         self._pending = b""
 
     def decode_token(self, token_id: int) -> str:
-        """See IncrementalDetokenizer."""
         if not 0 <= token_id < len(self._pieces):
             return ""
         piece = self._pieces[token_id]
@@ -72,7 +71,6 @@ class WindowDetokenizer:
         self._pending_bytes = b""  # of byte tokens: an incomplete character
 
     def decode_token(self, token_id: int) -> str:
-        """See IncrementalDetokenizer."""
         vocabulary = self._vocabulary
         if not 0 <= token_id < len(vocabulary.pieces):
             return ""

@@ -183,7 +183,6 @@ class PromptEncoder:
         return prompt._replace(grammar=built.text, not_enforced=not_enforced, answer_format=answer_format)
 
     def encode_tokenize(self, tokenize: Tokenize) -> Tokenized:
-        """Returns the answer to a Tokenize message."""
         if tokenize.ids:
             text = self._vocabulary.tokenizer.decode(unpack_int32(tokenize.ids), skip_special_tokens=False)
             return Tokenized(tokenize.rid, b"", b"", b"", b"", text=text)

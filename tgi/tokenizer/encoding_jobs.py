@@ -85,7 +85,6 @@ class EncodingQueue:
         return len(self.trials) + len(self._jobs)
 
     def queued_keys(self) -> list[Any]:
-        """The keys of all jobs."""
         return [*self.trials, *self._jobs]
 
     def add(self, job: EncodingJob) -> list[EncodingJob]:

@@ -178,7 +178,6 @@ class TextsBuilder:
             self._top_texts.append(self._vocabulary.token_text(token_id))
 
     def build(self) -> Texts:
-        """Returns all rows as one message."""
         for column in (self.held, self._top_counts):
             if column:
                 _pad_with_zeros(column, len(self.texts))

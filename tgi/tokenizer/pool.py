@@ -11,6 +11,7 @@ from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, ReplicaId
 from tgi.microkernel.links.liveness import ProgressClock
 from tgi.microkernel.messages.protocol import (
+    SUCCESSES,
     AdapterUpdated,
     Beat,
     Cancel,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COMPLETE = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 UPDATES_REFUSED = "adapters cannot be changed: the tokenizers run without --allow-adapter-updates"
 OVERLOADED = "too many long texts and grammars wait to be encoded"
 
@@ -478,7 +478,7 @@ class TokenizerPool:
         if replica is None or (request := self._assignments.pop(replica, end.rid)) is None:
             log.debug("%s has ended request %d, which was taken from it", scheduler, end.rid)
             return
-        if end.reason in COMPLETE or request.finish_reason is not None:
+        if end.reason in SUCCESSES or request.finish_reason is not None:
             self._assignments.ended_well(request)
         if request.stage is RequestStage.CANCELLING:
             self._finish(request, FinishReason.CANCELLED, scheduler_end=end)

@@ -94,7 +94,6 @@ class SentPrefixes:
         return matched
 
     def record(self, prompt: PromptKeys) -> None:
-        """The prompt is sent to the replica."""
         stamps, keys = self._stamps, prompt.keys
         matched = self.matched(prompt)
         # A beginning is used whenever its continuation is, so it is the one to forget last.

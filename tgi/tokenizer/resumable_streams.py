@@ -73,7 +73,6 @@ class ResumableStreams:
         self._answers: list[tuple[PeerId, Any]] = []
 
     def receive(self, api: PeerId, message: Any) -> None:
-        """Handles a message, or link event, from an api."""
         match message:
             case Generate(resume_key=key) if key:
                 self._on_generate(api, message)

@@ -73,11 +73,9 @@ class SchedulerReplica(Neighbour[TokenizerRequestState]):
         return max(len(self.requests), self._reported + self._tokenizers * (len(self.requests) - self._own))
 
     def set_load(self, reported: int) -> None:
-        """Takes the number of requests that the scheduler has."""
         self._reported, self._own = reported, len(self.requests)
 
     def set_status(self, status: Status) -> None:
-        """Takes what the scheduler reports."""
         self.set_load(status.queued + status.running)
         self._set_suspects(status.suspects)
         self.draining = status.draining
@@ -122,7 +120,6 @@ class Schedulers:
 
     @property
     def replica_ids(self) -> set[ReplicaId]:
-        """The ids of the replicas."""
         return set(self._replicas)
 
     @property

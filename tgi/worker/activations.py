@@ -30,6 +30,13 @@ def xielu(x: Tensor, positive: float, negative: float) -> Tensor:
     return (torch.where(wide > 0, wide * wide * positive, (power - wide) * negative) + 0.5 * wide).to(x.dtype)
 
 
+def _clip(x: Tensor, low: float, high: float) -> Tensor:
+    return x.clamp(low, high)
+
+
+# Those with two factors, which belong to a layer.
+FACTORED: dict[str, Callable[[Tensor, float, float], Tensor]] = {"xielu": xielu, "clip": _clip}
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -41,6 +48,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # What multiplies an activated gate, by the activation: the outputs of the up projection, if it is not here.
 UP_EPILOGUES = {"clamped_silu": "clamped_mul"}
+
+
+def sparse(x: Tensor, above: float, then: str) -> Tensor:
+    """An activation of what exceeds the mean of a row of x by `above` standard deviations. On CPU in float64, as
+    layers.gated_delta.exactly: torch's sums over rows depend on their number in the last bits."""
+    wide = x.double() if x.device.type == "cpu" else x.float()
+    deviation, mean = torch.std_mean(wide, dim=-1, correction=0, keepdim=True)
+    return ACTIVATIONS[then](F.relu(wide - (mean + above * deviation))).to(x.dtype)
 
 
 def clamped_mul(up: Tensor, gate: Tensor) -> Tensor:

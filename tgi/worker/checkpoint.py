@@ -51,7 +51,6 @@ class Checkpoint:
         return name in self._file_by_name
 
     def __iter__(self) -> Iterator[str]:
-        """The names of all tensors."""
         return iter(self._file_by_name)
 
     def close(self) -> None:

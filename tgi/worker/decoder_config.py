@@ -71,6 +71,7 @@ class LayerConfig(NamedTuple):
     head_dim: int | None = None
     intermediate: int | None = None
     keys_as_values: bool = False  # values are the keys, before these are normed and rotated
+    sparse_above: float | None = None  # see Mlp.sparse_above
     shares: int | None = None  # number of the earlier layer whose keys and values it attends to, in place of its own
 
     @property
@@ -173,14 +174,27 @@ class LayerInputConfig:
 
 
 @dataclass(frozen=True)
+class StreamsConfig:
+    """The hidden states of a token are several streams of `hidden` numbers (AltUp, Baykal et al., 2023, in Gemma 3n):
+    see layers/streams.py. A layer computes the stream `active`, and corrects all by the result."""
+
+    count: int
+    active: int = 0
+    scaled: bool = True  # before the layer's input comes in, the active stream is multiplied by a vector
+
+
+@dataclass(frozen=True)
 class StackedExperts:
     """Names of the tensors, after the prefix `model.layers.N.`, that hold one kind of matrix of all experts:
     [experts, outputs, inputs]. The names of their biases and of the columns of quantized weights begin alike."""
 
     gate_up: str  # the gate's outputs and those of the up projection
     down: str
+    up: str | None = None  # the outputs of the up projection, where `gate_up` has those of the gate alone
     interleaved: bool = False  # the outputs alternate between gate and up; otherwise those of the gate come first
     inputs_first: bool = False  # plain matrices are [experts, inputs, outputs]
+    down_inputs_first: bool = False  # the same of `down` alone
+    flat: bool = False  # the experts' rows follow each other in a tensor of two dimensions
 
 
 @dataclass(frozen=True)
@@ -254,6 +268,18 @@ class TensorNames:
     input_up: str = "per_layer_projection"
     input_after: str = "post_per_layer_input_norm"
     scale: str = "layer_scalar"
+    # Of streams; the first two are whole names, with the number of the stream, less one.
+    stream_split: str = "model.altup_projections.{}"
+    stream_merge: str = "model.altup_unembed_projections.{}"
+    stream_norm: str = "altup.router_norm"
+    stream_router: str = "altup.modality_router"
+    stream_prediction: str = "altup.prediction_coefs"
+    stream_correction: str = "altup.correction_coefs"
+    stream_scale: str = "altup.correct_output_scale"
+    # Of a low-rank residual.
+    residual_left: str = "laurel.linear_left"
+    residual_right: str = "laurel.linear_right"
+    residual_after: str = "laurel.post_laurel_norm"
 
     @property
     def shared_parts(self) -> tuple[str, str, str]:
@@ -294,6 +320,7 @@ class DecoderConfig:
     attention_scale: float = 1.0
     attention_cap: float | None = None
     qkv_bias: bool = False
+    qkv_clip: float | None = None  # queries, keys and values are clamped to -qkv_clip and qkv_clip, if set
     output_bias: bool = False  # of the output projection
     latent: LatentConfig | None = None  # with qkv_bias, the down projections have biases
     sinks: bool = False  # each head has a score without a value: see KVCacheSpec.sinks
@@ -315,6 +342,10 @@ class DecoderConfig:
     # x + attention(attention_before(x)) + mlp(mlp_before(x)); without mlp_before, mlp(attention_before(x))
     parallel: bool = False
     layer_inputs: LayerInputConfig | None = None
+    streams: StreamsConfig | None = None  # with layer_inputs
+    # The rank of LAuReL (Menghani et al., 2024): with n = attention_before(x), attention leaves
+    # (x + attention_after(attention(n)) + n + norm(right(left(n)))) / sqrt(2). 0: there is none.
+    residual_rank: int = 0
     layer_scales: bool = False  # the hidden states after a layer are multiplied by a number of the checkpoint
     learned_positions: int = 0  # for this many positions a vector is added to the embedding
     head_bias: bool = False

@@ -65,12 +65,10 @@ class StateCache:
 
     @property
     def slots(self) -> int:
-        """The number of slots."""
         return len(self._memory)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of all layers."""
         return [tensor for layer in self.layers for tensor in layer.values()]
 
     @property

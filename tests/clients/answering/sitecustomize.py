@@ -1,8 +1,9 @@
 """A model that answers as its prompt says: the scripted worker of any server with this directory on its PYTHONPATH.
 
 A message of the chat contains SCRIPT and a JSON list of texts, one for each turn of the assistant that follows. In
-them RESULT stands for the text of the last turn. A request fails if its grammar does not allow the text. A chat
-without a script is answered as the scripted worker does.
+them RESULT stands for the text of the last turn. A request fails if its grammar does not allow the text. Without a
+script, a grammar is answered with a short text that it allows, QUESTION with KNOWN, and all else as the scripted
+worker does.
 """
 
 import json
@@ -13,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT, RESULT = "Answer with these:", "{result}"
+# The answer to a greedy request without a script whose prompt has this question.
+QUESTION, KNOWN = "What is the capital of France?", "The capital of France is Paris."
+# Tokens that bring a text to its end: what a grammar without a script is answered with.
+ENDING = ('"', "}", "]")
 THOUGHT_END = "\n</think>\n\n"
 
 
@@ -29,6 +34,7 @@ def _in_worker() -> None:
 
 
 def _answer_from_prompts(model: Path) -> None:
+    import numpy as np
     from tokenizers import Tokenizer
 
     from tgi.hub.llguidance_tables import new_matcher, token_table
@@ -37,23 +43,42 @@ def _answer_from_prompts(model: Path) -> None:
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     end = tokenizer.token_to_id("<|im_end|>")
+    lengths = np.array([len(tokenizer.id_to_token(id) or "") for id in range(tokenizer.get_vocab_size())])
+    ending = [tokenizer.token_to_id(text) for text in ENDING]
     table = cache(lambda: token_table(tokenizer, [end], tokenizer.get_vocab_size()))
     answers: dict[int, tuple[FakeRequest, list[int]]] = {}  # by slot
     sample = FakeWorker._sample_one
 
     def answer(request: FakeRequest) -> list[int]:
         prompt = tokenizer.decode(request.ids[: request.slot.prompt_tokens], skip_special_tokens=False)
-        text = scripted_answer(prompt)
+        text, sampling = scripted_answer(prompt), decode(request.slot.sampling)
+        if text is None and sampling.grammar:
+            return [*allowed_by(sampling.grammar), end]
+        if text is None and (not sampling.samples or sampling.min_p == 1.0) and not sampling.bad_word_ids:
+            text = known_answer(prompt)
         if text is None:
             return []
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if grammar := decode(request.slot.sampling).grammar:
-            matcher = new_matcher(table(), grammar)
+        if sampling.grammar:
+            matcher = new_matcher(table(), sampling.grammar)
             accepted = matcher.try_consume_tokens(ids)
             if accepted < len(ids) or not matcher.is_accepting():
                 ahead = tokenizer.decode(ids[:accepted])
                 request.fault = f"the grammar does not allow this to go on, or to end, behind {ahead!r}: {text!r}"
         return [*ids, end]
+
+    def allowed_by(grammar: str) -> list[int]:
+        """A text of the grammar: each token is the first of ENDING that is allowed, or else the longest one."""
+        matcher = new_matcher(table(), grammar)
+        ids: list[int] = []
+        if matcher.is_accepting():  # as soon as it begins: a tool may be called, but none is
+            return tokenizer.encode(KNOWN, add_special_tokens=False).ids  # type: ignore[no-any-return]
+        while not matcher.is_accepting():
+            allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            longest = (allowed[: len(lengths)] * lengths).argmax()
+            ids.append(next((token for token in ending if allowed[token]), int(longest)))
+            matcher.consume_token(ids[-1])
+        return ids
 
     def sample_one(self: FakeWorker, slot: int) -> Any:
         request = self._slots[slot]
@@ -62,7 +87,9 @@ def _answer_from_prompts(model: Path) -> None:
         ids, at = answers[slot][1], len(request.ids) - request.slot.prompt_tokens
         (token, logprob, tops), draft = sample(self, slot)
         if at < len(ids):
-            request.ids[-1] = token = ids[at]
+            request.ids[-1] = ids[at]
+            tops = [(ids[at] if one == token else one, value) for one, value in tops if one != ids[at]]
+            token = ids[at]
         return (token, logprob, tops), draft
 
     FakeWorker._sample_one = sample_one  # type: ignore[method-assign]
@@ -86,6 +113,12 @@ def scripted_answer(prompt: str) -> str | None:
         last = prompt.split("<|im_start|>")[-2].partition("\n")[2].removesuffix("\n").removesuffix("<|im_end|>")
         return text.replace(RESULT, last)
     return None
+
+
+def known_answer(prompt: str) -> str | None:
+    """What follows in KNOWN after a prompt that asks for it or begins it."""
+    begun = prompt.rpartition("<|im_start|>assistant\n")[2]
+    return KNOWN.removeprefix(begun) if QUESTION in prompt or (begun and KNOWN.startswith(begun)) else None
 
 
 def _in_forked_process() -> None:

@@ -78,7 +78,8 @@ await action("Retry");
 await page.waitForFunction(() => (document.querySelectorAll(".message.assistant .body")[0]?.textContent.length ?? 0) > 20);
 await page.click("#tab-live");
 await page.waitForFunction(() => document.querySelectorAll("#processes tbody tr").length > 5);
-await page.waitForSelector("#requests tbody td");
+// The request that was stopped leaves the table when the server has seen its connection close.
+await page.waitForFunction(() => document.querySelectorAll("#requests tbody tr").length === 1);
 seen.waits = await texts("#requests tbody td:nth-child(3)");
 console.log("kill");
 await page.waitForFunction(() => document.getElementById("events").textContent.includes("worker-0"));

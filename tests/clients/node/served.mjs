@@ -2,12 +2,11 @@
 
 import assert from "node:assert/strict";
 
-export const URL = process.env.TGI_URL; // the demo model
+export const URL = process.env.TGI_URL; // answers QUESTION, and grammars
 export const GUARDED_URL = process.env.TGI_GUARDED_URL; // a server that requires a key
 export const KEY = process.env.TGI_KEY;
 export const ANSWER = /Paris/;
 export const QUESTION = "What is the capital of France?";
-// With the default system message of its template, the small model answers in English or in French.
 export const SYSTEM = "You answer questions on geography.";
 export const MESSAGES = [
   { role: "system", content: SYSTEM },
@@ -15,7 +14,7 @@ export const MESSAGES = [
 ];
 export const PROMPT = `<|im_start|>user\n${QUESTION}<|im_end|>\n<|im_start|>assistant\n`;
 
-// Arguments are enumerations, so that even a small model ends each call.
+// Arguments are enumerations: their values are known without a model.
 export const CITIES = ["Paris", "London", "Berlin"];
 export const UNITS = ["celsius", "fahrenheit"];
 export const WEATHER = {

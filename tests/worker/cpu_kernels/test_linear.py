@@ -15,7 +15,7 @@ from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.layers.rotary import RotaryEmbedding
 
 CPU = torch.device("cpu")
-FACTORS = (1.3, 0.7)  # of xielu
+FACTORS = (0.7, 1.3)  # of xielu and clip
 PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "none": lambda y, _: y,
     "silu": lambda y, _: F.silu(y),
@@ -25,6 +25,7 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu2": lambda y, _: F.relu(y).square(),
     "clamped_silu": lambda y, _: y.clamp(max=LIMIT) * torch.sigmoid(ALPHA * y.clamp(max=LIMIT)),
     "xielu": lambda y, _: xielu(y, *FACTORS),
+    "clip": lambda y, _: y.clamp(*FACTORS),
     "add": lambda y, other: y + other,
     "mul": lambda y, other: y * other,
     "clamped_mul": clamped_mul,

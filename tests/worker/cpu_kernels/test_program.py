@@ -86,10 +86,11 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 # The programs of all families compute what torch's operations do (test_models.py). Here: the usual layer, fused
 # projections, no gate, parallel blocks, norms behind blocks, shared experts, two norms of the input, and STRUCTURES.
+RECORDED = [kind for kind in FAMILIES if kind != "gemma3n_text"]  # whose streams no program has
 DENSE = ("llama", "phi3", "starcoder2", "cohere", "olmo2", "qwen2_moe", "gpt_neox")
 
 
-@pytest.mark.parametrize("kind", in_depth(FAMILIES, (*DENSE, *STRUCTURES)))
+@pytest.mark.parametrize("kind", in_depth(RECORDED, (*DENSE, *STRUCTURES)))
 def test_a_program_matches_its_operations(kind: str) -> None:
     model = decoder(kind)
     assert model._program is not None

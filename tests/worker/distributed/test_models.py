@@ -22,7 +22,6 @@ from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.distributed.communicator import Communicator
-from tgi.worker.greedy import find_greedy_tokens
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.families import FAMILIES
@@ -76,8 +75,7 @@ def logits(call: RankCall | None, *options: Any) -> list[torch.Tensor]:
         greedy = model.forward_greedy(make_batch(second, attention.page_size), attention)
         assert greedy.ids.tolist() == decoded.argmax(-1).tolist()
         # The ranks exchange block maxima, which are those of the joined logits.
-        kernels = model.kv.cpu_kernels
-        joined = find_greedy_tokens(decoded) if kernels is None else kernels.greedy_tokens(decoded)
+        joined = model.find_greedy_tokens(decoded)
         assert all(torch.equal(*both) for both in zip(greedy, joined, strict=True))
         alone = [model.forward(make_batch([row], attention.page_size), attention) for row in first]
     return [together, torch.cat(alone), decoded, greedy.logprobs]

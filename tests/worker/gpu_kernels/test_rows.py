@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.activations import ACTIVATIONS, gated, xielu
+from tgi.worker.activations import ACTIVATIONS, FACTORED, gated
 from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.gpu_kernels.attention_arguments import Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -107,8 +107,9 @@ def test_gated_activation_matches_torch(then: str, dtype: torch.dtype) -> None:
 def test_activations_without_a_gate_and_sigmoid_gates_match_torch(dtype: torch.dtype) -> None:
     x, y = (4 * random_tensor(CPU, 3, 1030, dtype=dtype, seed=seed) for seed in (1, 2))
     x[0, :5] = torch.tensor([0, 1e-7, -1e-7, 40, -40], dtype=dtype)
-    linear = Linear(torch.eye(1030, dtype=dtype), None, "xielu", gpu=GPU, factors=(0.7, 0.4))
-    near(linear(x), xielu(x, 0.7, 0.4))
+    for then, function in FACTORED.items():
+        linear = Linear(torch.eye(1030, dtype=dtype), None, then, gpu=GPU, factors=(0.4, 0.7))
+        near(linear(x), function(x, 0.4, 0.7))
     near(GPU.sigmoid_gate(x, y.clone()), (y.float() * x.float().sigmoid()).to(dtype))
 
 

@@ -56,7 +56,6 @@ class PageResource(Resource):
     """GET /ui and /ui/ (the page), and /ui/{asset}."""
 
     async def on_get(self, req: Request, resp: Response, asset: str = "") -> None:
-        """Answers with one file, or 404."""
         if not asset:
             in_directory = req.path.endswith("/")
             send_page(resp, "" if in_directory else "ui/", "../" if in_directory else "./")

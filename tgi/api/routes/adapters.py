@@ -2,14 +2,13 @@
 
 from pathlib import PurePosixPath
 
-import msgspec
 from falcon.asgi import Request, Response
 
 from tgi.api import errors
 from tgi.api.json_body import JsonBody
 from tgi.api.requests import AdapterUpdateRequest, WakeEvent
 from tgi.api.routes.models import model_info
-from tgi.api.service import Resource
+from tgi.api.service import Resource, answer_json
 from tgi.api.shapes.adapters import LoadLoraAdapterRequest, ModelDeleted, UnloadLoraAdapterRequest
 
 MAX_NAME_CHARACTERS = 256
@@ -58,8 +57,7 @@ class LoadAdapterResource(_AdapterResource):
                 counted=False,
             )
         await self._update(req, name, str(PurePosixPath(path)))  # in the form in which workers report it
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(model_info(self._service, name))
+        answer_json(resp, model_info(self._service, name))
 
 
 class UnloadAdapterResource(_AdapterResource):
@@ -74,5 +72,4 @@ class UnloadAdapterResource(_AdapterResource):
         if name not in self._service.router.adapters:
             raise errors.model_not_found("lora_name")
         await self._update(req, name, "")
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(ModelDeleted(name, "model", True))
+        answer_json(resp, ModelDeleted(name, "model", True))

@@ -6,7 +6,6 @@ import time
 from operator import attrgetter
 from typing import Any
 
-import msgspec
 from falcon.asgi import Request, Response
 from falcon.asgi.multipart import MultipartForm
 from falcon.media.multipart import MultipartFormHandler, MultipartParseOptions
@@ -19,7 +18,7 @@ from tgi.api.clients import Client
 from tgi.api.errors import ApiError, Rejection
 from tgi.api.json_body import JsonBody
 from tgi.api.routes.stored_responses import newest_first, query_number
-from tgi.api.service import Resource, Service
+from tgi.api.service import Resource, Service, answer_json
 from tgi.api.shapes import batches as shapes
 from tgi.api.shapes.types import Page
 from tgi.api.sqlite_store import StoreUnavailable
@@ -74,7 +73,6 @@ class FilesResource(BatchResource):
     form = shapes.FileUpload
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Keeps a file."""
         name: str = req.context.client.name
         uploads = self._service.uploads
         if uploads[name] >= MAX_UPLOADS_OF_CLIENT or uploads.total() >= MAX_UPLOADS:
@@ -86,14 +84,14 @@ class FilesResource(BatchResource):
             uploads[name] -= 1
             if not uploads[name]:
                 del uploads[name]
-        _answer(resp, file.shown)
+        answer_json(resp, file.shown)
 
     async def on_get(self, req: Request, resp: Response) -> None:
         """Lists the files, the last one first unless `order=asc`."""
         limit = query_number(req, "limit", MAX_FILES, MAX_FILES, least=1)
         client, purpose, after = req.context.client.name, req.get_param("purpose"), req.get_param("after")
         found = await self._store.files(client, purpose, after, limit + 1, newest_first(req))
-        _answer(resp, Page.first([file.shown for file in found], limit, attrgetter("id")))
+        answer_json(resp, Page.first([file.shown for file in found], limit, attrgetter("id")))
 
     on_head = on_get  # falcon omits the body
 
@@ -102,23 +100,20 @@ class FileResource(BatchResource):
     """GET and DELETE /v1/files/{file_id}."""
 
     async def on_get(self, req: Request, resp: Response, file_id: str) -> None:
-        """Answers with the file's description."""
-        _answer(resp, (await self._file(req, file_id)).shown)
+        answer_json(resp, (await self._file(req, file_id)).shown)
 
     on_head = on_get  # falcon omits the body
 
     async def on_delete(self, req: Request, resp: Response, file_id: str) -> None:
-        """Forgets the file."""
         if not await self._store.delete_file(req.context.client.name, file_id):
             raise not_kept("file", file_id)
-        _answer(resp, shapes.FileDeleted(file_id))
+        answer_json(resp, shapes.FileDeleted(file_id))
 
 
 class FileContentResource(BatchResource):
     """GET /v1/files/{file_id}/content."""
 
     async def on_get(self, req: Request, resp: Response, file_id: str) -> None:
-        """Answers with the bytes of the file."""
         file = await self._file(req, file_id)
         resp.content_type = "application/octet-stream"
         resp.content_length = file.size
@@ -159,7 +154,6 @@ class BatchesResource(BatchResource):
     body = JsonBody(shapes.BatchRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Creates a batch."""
         request = await self._service.read_body(req, self.body)
         store, client = self._store, req.context.client
         if (task := ENDPOINTS.get(request.endpoint)) is None:
@@ -185,13 +179,13 @@ class BatchesResource(BatchResource):
         if not await store.create_batch(client.name, batch, output_ttl):
             raise not_kept("file", request.input_file_id, "input_file_id")
         store.changed.set()
-        _answer(resp, batch)
+        answer_json(resp, batch)
 
     async def on_get(self, req: Request, resp: Response) -> None:
         """Lists the batches, the last one first."""
         limit = query_number(req, "limit", DEFAULT_BATCHES, MAX_BATCHES, least=1)
         found = await self._store.batches(req.context.client.name, req.get_param("after"), limit + 1)
-        _answer(resp, Page.first(found, limit, attrgetter("id")))
+        answer_json(resp, Page.first(found, limit, attrgetter("id")))
 
     on_head = on_get  # falcon omits the body
 
@@ -200,8 +194,7 @@ class OneBatchResource(BatchResource):
     """GET /v1/batches/{batch_id}."""
 
     async def on_get(self, req: Request, resp: Response, batch_id: str) -> None:
-        """Answers with the batch."""
-        _answer(resp, await self._batch(req, batch_id))
+        answer_json(resp, await self._batch(req, batch_id))
 
     on_head = on_get  # falcon omits the body
 
@@ -214,7 +207,7 @@ class CancelBatchResource(BatchResource):
         await self._batch(req, batch_id)
         await self._store.move(batch_id, ("validating", "in_progress"), "cancelling")
         self._store.changed.set()
-        _answer(resp, await self._batch(req, batch_id))
+        answer_json(resp, await self._batch(req, batch_id))
 
 
 async def read_upload(service: Service, store: BatchStore, req: Request) -> StoredFile:
@@ -311,7 +304,3 @@ def not_kept(kind: str, name: str, param: str | None = None) -> ApiError:
     """404: this client has no such file or batch, or not any more."""
     text = f"The {kind} {name[:128]} is not kept by this server, or not any more (--batch-ttl)"
     return ApiError(404, "not_found", text, param=param)
-
-
-def _answer(resp: Response, body: msgspec.Struct) -> None:
-    resp.content_type, resp.data = "application/json", msgspec.json.encode(body)

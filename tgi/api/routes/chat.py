@@ -79,7 +79,6 @@ class ChatFormatter(AnswerFormatter):
         return [self._event(index, delta) for index in choices] if len(choices) > 1 else []
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
-        """The events of some tokens of one choice."""
         logprobs = (
             [f'{{"content":[{item}]}}' for item in logprob_items(self._generations[index], columns, self._top_n)]
             if self._logprobs
@@ -105,16 +104,13 @@ class ChatFormatter(AnswerFormatter):
         return events
 
     def failure_events(self, error: ApiError) -> str:
-        """The events of an error within the stream."""
         return failure_events(error, self._openai_errors)
 
     def closing_events(self) -> str:
-        """The last events of a stream."""
         usage = f'{self._chunk_start}],"usage":{self._usage.to_json()}}}\n\n' if self._usage else ""
         return usage + DONE_EVENT
 
     async def response_json(self, finished: list[FinishedGeneration]) -> str:
-        """The response that is sent as a whole."""
         usage = TokenUsage(len(finished), details=self._openai_errors, reasoning=True)
         choices = []
         for index, (generation, end) in enumerate(finished):
@@ -173,7 +169,6 @@ class ChatResource(Resource):
         await self.answer(await self._service.read_generation_body(req, self.body), req, resp)
 
     async def answer(self, request: ChatRequest, req: Request, resp: Response) -> None:
-        """Answers a decoded request."""
         request_metrics.count_request(req)
         service = self._service
         generations = create_chat_generations(service, req, request)

@@ -68,7 +68,6 @@ class CompletionFormatter(AnswerFormatter):
         self._usage = TokenUsage(self._choices, details=openai_errors)
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
-        """The events of some tokens of one prompt."""
         pieces = self._visible_texts[index].pieces(columns, end) if columns.texts else [""]
         if not self._started[index]:
             self._started[index] = True
@@ -99,11 +98,9 @@ class CompletionFormatter(AnswerFormatter):
         return events
 
     def failure_events(self, error: ApiError) -> str:
-        """The events of an error within the stream."""
         return failure_events(error, self._openai_errors)
 
     def closing_events(self) -> str:
-        """The last events of a stream."""
         if not self._request.usage_wanted:
             return DONE_EVENT
         return f'{self._event_start}{self._model},"choices":[],"usage":{self._usage.to_json()}}}\n\n{DONE_EVENT}'
@@ -225,7 +222,6 @@ class CompletionsResource(Resource):
         await self.answer(await self._service.read_generation_body(req, self.body), req, resp)
 
     async def answer(self, request: CompletionRequest, req: Request, resp: Response) -> None:
-        """Answers a decoded request."""
         request_metrics.count_request(req)
         service = self._service
         generations = self._create_generations(req, request)

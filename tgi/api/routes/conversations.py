@@ -12,7 +12,7 @@ from tgi.api.json_body import JsonBody
 from tgi.api.response_store import HistoryTooLong, Items
 from tgi.api.resumption import ResponseKey
 from tgi.api.routes.stored_responses import PrivateResource, item_list, stored_items
-from tgi.api.service import Service
+from tgi.api.service import Service, answer_json
 from tgi.api.shapes import responses as shapes
 from tgi.api.shapes.types import Page
 
@@ -38,13 +38,11 @@ class ConversationResource(PrivateResource):
     body = JsonBody(shapes.ConversationUpdate)
 
     async def on_get(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Answers with the conversation."""
         resp.content_type, resp.text = "application/json", await self._body(req, conversation_id)
 
     on_head = on_get  # falcon omits the body
 
     async def on_post(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Replaces the metadata."""
         request = await self._service.read_body(req, self.body)
         found = json.loads(await self._body(req, conversation_id)) | {"metadata": request.metadata}
         body = json.dumps(found, ensure_ascii=False)
@@ -52,11 +50,9 @@ class ConversationResource(PrivateResource):
         resp.content_type, resp.text = "application/json", body
 
     async def on_delete(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Forgets the conversation."""
         if not await self._service.responses.delete_conversation(req.context.client.name, conversation_id):
             raise errors.not_kept("conversation", conversation_id)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(shapes.ResponseDeleted(conversation_id, "conversation.deleted", True))
+        answer_json(resp, shapes.ResponseDeleted(conversation_id, "conversation.deleted", True))
 
     async def _body(self, req: Request, conversation_id: str) -> str:
         found = await self._service.responses.conversation(req.context.client.name, conversation_id)
@@ -73,26 +69,22 @@ class ConversationItemsResource(PrivateResource):
     async def on_get(self, req: Request, resp: Response, conversation_id: str) -> None:
         """Lists the items, the last ones first unless `order=asc`."""
         items = await conversation_items(self._service, req.context.client.name, conversation_id)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(item_list(req, items))
+        answer_json(resp, item_list(req, items))
 
     on_head = on_get  # falcon omits the body
 
     async def on_post(self, req: Request, resp: Response, conversation_id: str) -> None:
-        """Appends items, and lists them."""
         request = await self._service.read_body(req, self.body)
         items = stored_items(request.items, ResponseKey.new())
         if not await self._service.responses.append_items(req.context.client.name, conversation_id, items):
             raise errors.not_kept("conversation", conversation_id)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(Page[Any].first(items, len(items), itemgetter("id")))
+        answer_json(resp, Page[Any].first(items, len(items), itemgetter("id")))
 
 
 class ConversationItemResource(PrivateResource):
     """GET and DELETE /v1/conversations/{conversation_id}/items/{item_id}."""
 
     async def on_get(self, req: Request, resp: Response, conversation_id: str, item_id: str) -> None:
-        """Answers with the item."""
         found = await self._service.responses.item(req.context.client.name, conversation_id, item_id)
         if found is None:
             raise errors.not_kept("item", item_id)

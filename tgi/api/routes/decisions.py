@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from math import exp
 from typing import Any, NamedTuple
 
-import msgspec
 from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
@@ -27,7 +26,7 @@ from tgi.api.json_body import JsonBody
 from tgi.api.rejected_fields import DECISIONS_FIELDS, SYSTEMONE_FIELDS, FieldChecker
 from tgi.api.request_parameters import RequestedSampling
 from tgi.api.requests import Generation
-from tgi.api.service import Resource
+from tgi.api.service import Resource, answer_json
 from tgi.api.shapes import decisions as shapes
 from tgi.api.shapes.chat import ChatRequest, Message
 from tgi.api.shapes.native import GenerateParameters
@@ -147,7 +146,6 @@ class DecisionsResource(LabelResource):
     body = JsonBody(shapes.DecisionRequest, FieldChecker(shapes.DecisionRequest, DECISIONS_FIELDS).check)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers each question with probabilities."""
         request = await self._service.read_generation_body(req, self.body)
         questions = [_labelled(index, question) for index, question in enumerate(request.questions)]
         found = await self._answers(req, _input_text(request.input), questions, request.model)
@@ -155,8 +153,7 @@ class DecisionsResource(LabelResource):
         tokens = sum(one.prompt_tokens for one in found)
         details = shapes.DecisionInputDetails(sum(one.cached_tokens for one in found))
         usage = shapes.DecisionUsage(tokens, details, 0, shapes.DecisionOutputDetails(), tokens)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(shapes.DecisionResponse(self._model(request.model), answers, usage))
+        answer_json(resp, shapes.DecisionResponse(self._model(request.model), answers, usage))
 
 
 def _input_text(given: str | list[shapes.DecisionMessage]) -> str:
@@ -211,7 +208,6 @@ class SystemOneResource(LabelResource):
     body = JsonBody(shapes.SystemOneRequest, FieldChecker(shapes.SystemOneRequest, SYSTEMONE_FIELDS).check)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers each question with probabilities."""
         request = await self._service.read_generation_body(req, self.body)
         questions = [_system_one_labelled(name, question) for name, question in request.questions.items()]
         subject = "\n\n".join(filter(None, [request.instructions, _said(request.state)]))
@@ -221,8 +217,7 @@ class SystemOneResource(LabelResource):
             for (name, question), one in zip(request.questions.items(), found, strict=True)
         }
         usage = shapes.SystemOneUsage(sum(one.prompt_tokens for one in found))
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(shapes.SystemOneResponse(self._model(request.model), answers, usage))
+        answer_json(resp, shapes.SystemOneResponse(self._model(request.model), answers, usage))
 
 
 SystemOneQuestion = shapes.NoulQuestion | shapes.SystemOneChoiceQuestion | shapes.SystemOneScoreQuestion

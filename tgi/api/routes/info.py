@@ -71,7 +71,6 @@ class MetricsResource(Resource):
     """GET /metrics: the metrics of all processes of this host."""
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """Answers in Prometheus' text format."""
         resp.content_type = "text/plain; charset=utf-8"
         resp.text = metrics.render()
 

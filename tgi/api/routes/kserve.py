@@ -9,7 +9,7 @@ from tgi.api.errors import ApiError
 from tgi.api.generation import create_generations, run_generations, text_prompt
 from tgi.api.json_body import JsonBody
 from tgi.api.routes.native import mean_logprob
-from tgi.api.service import Resource
+from tgi.api.service import Resource, answer_json
 from tgi.api.shapes.kserve import (
     InferenceInput,
     InferenceOutput,
@@ -26,7 +26,6 @@ class ServerResource(Resource):
     """GET /v2."""
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """Answers with name, version and extensions."""
         metadata = ServerMetadata("text-generation-inference", tgi.CONTRACT_VERSION, ["health", "models", "metrics"])
         _set_json(resp, metadata)
 
@@ -37,7 +36,6 @@ class LiveResource(Resource):
     """GET /v2/health/live, /v2/health/ready and …/ready. As in TGI all three tell only that the process answers."""
 
     async def on_get(self, req: Request, resp: Response, model: str = "", version: str = "") -> None:
-        """Answers with `live`."""
         _set_json(resp, Live(live=True))
 
     on_head = on_get  # falcon omits the body
@@ -98,5 +96,4 @@ def _decode_input(given: InferenceInput) -> str:
 
 
 def _set_json(resp: Response, shape: msgspec.Struct) -> None:
-    resp.content_type = "application/json"
-    resp.data = msgspec.json.encode(shape)
+    answer_json(resp, shape)

@@ -17,7 +17,7 @@ from tgi.api.requests import Generation
 from tgi.api.resumption import ResponseKey, response_key
 from tgi.api.routes.chat import create_chat_generations
 from tgi.api.routes.tokenize import input_tokens
-from tgi.api.service import Resource
+from tgi.api.service import Resource, answer_json
 from tgi.api.shapes import messages as shapes
 from tgi.api.shapes.chat import (
     ChatRequest,
@@ -276,7 +276,6 @@ class MessageFormatter(AnswerFormatter):
         return [named_event(shapes.MessageStart(self._message([], None, None, usage)))]
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
-        """The events of some tokens."""
         self._stops.add(columns)
         events = []
         for parts in self._answer.read(columns, end):
@@ -291,15 +290,12 @@ class MessageFormatter(AnswerFormatter):
         return events
 
     def failure_events(self, error: ApiError) -> str:
-        """An error within the stream ends it."""
         return f"event: error\ndata: {error.anthropic_body().decode()}\n\n"
 
     def closing_events(self) -> str:
-        """The last event."""
         return named_event(shapes.MessageStop())
 
     async def response_json(self, finished: list[FinishedGeneration]) -> str:
-        """The response that is sent as a whole."""
         ((generation, end),) = finished
         answer = self._answer = Answer.whole(generation, end)
         self._stops.add(generation.take_tokens())
@@ -418,4 +414,4 @@ class CountTokensResource(Resource):
         """Answers with the number of tokens of the prompt, without generating."""
         request = chat_request(await self._service.read_body(req, self.body))
         count = await input_tokens(self._service, req, request)
-        resp.content_type, resp.data = "application/json", msgspec.json.encode(shapes.MessageTokensCount(count))
+        answer_json(resp, shapes.MessageTokensCount(count))

@@ -1,12 +1,11 @@
 """GET /v1/models and /v1/models/{model}: the served models and their adapters, as OpenAI lists models. With several
 models also what loads and unloads them, and has them sleep."""
 
-import msgspec
 from falcon.asgi import Request, Response
 
 from tgi.api import errors
 from tgi.api.models import HostedModel, Models
-from tgi.api.service import Resource, Service
+from tgi.api.service import Resource, Service, answer_json
 from tgi.api.shapes.info import ModelInfo, ModelList, ModelStatus, SleepState
 from tgi.microkernel.processes.model_table import ModelState
 
@@ -17,8 +16,7 @@ class ModelsResource(Resource):
     async def on_get(self, req: Request, resp: Response) -> None:
         """Lists each model, then its adapters in the order of loading."""
         service = self._service
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(ModelList("list", listed_models(service)))
+        answer_json(resp, ModelList("list", listed_models(service)))
 
     on_head = on_get  # falcon omits the body
 
@@ -31,8 +29,7 @@ class ModelResource(Resource):
         found = next((one for one in listed_models(self._service) if one.id == model), None)
         if found is None:
             raise errors.model_not_found("model")
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(found)
+        answer_json(resp, found)
 
     on_head = on_get  # falcon omits the body
 
@@ -51,8 +48,7 @@ class ManagedModelResource(ModelResource):
                 await models.unload(hosted)
             case _:
                 raise errors.no_such_route(req.method, req.path)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(hosted_info(hosted))
+        answer_json(resp, hosted_info(hosted))
 
 
 class SleepResource(Resource):
@@ -86,8 +82,7 @@ class IsSleepingResource(Resource):
     async def on_get(self, req: Request, resp: Response) -> None:
         """Whether the model that the query names sleeps, or all do."""
         states = [one.view.state for one in chosen_models(self._service, req)]
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(SleepState(all(state == ModelState.SLEEPING for state in states)))
+        answer_json(resp, SleepState(all(state == ModelState.SLEEPING for state in states)))
 
     on_head = on_get  # falcon omits the body
 

@@ -34,7 +34,6 @@ class NativeEvents(EventFormatter):
         self._index = 0
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
-        """The events of some tokens."""
         first = self._index + 1
         self._index += len(columns.texts)
         tokens = tokens_json(columns)
@@ -53,11 +52,9 @@ class NativeEvents(EventFormatter):
         return events
 
     def failure_events(self, error: ApiError) -> str:
-        """The events of an error within the stream."""
         return f"data: {error.native_body().decode()}\n\n"
 
     def closing_events(self) -> str:
-        """Nothing: a native stream ends with its last token."""
         return ""
 
     def _details_json(self, end: End) -> str:
@@ -154,7 +151,6 @@ class GenerateResource(_NativeResource):
     body = JsonBody(GenerateRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with one JSON object."""
         request = await self._service.read_generation_body(req, self.body)
         parameters = request.effective
         with_prompt = bool(parameters.return_full_text)
@@ -167,7 +163,6 @@ class GenerateStreamResource(_NativeResource):
     body = JsonBody(GenerateRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with a stream of events."""
         request = await self._service.read_generation_body(req, self.body)
         parameters = request.effective
         await self._answer_stream(req, resp, request.inputs, parameters, bool(parameters.return_full_text))
@@ -184,7 +179,6 @@ class CompatResource(_NativeResource):
         await self.answer(await self._service.read_generation_body(req, self.body), req, resp)
 
     async def answer(self, request: CompatGenerateRequest, req: Request, resp: Response) -> None:
-        """Answers a decoded request."""
         parameters = request.effective
         with_prompt = parameters.return_full_text
         if with_prompt is None:

@@ -84,7 +84,6 @@ class EmbeddingsResource(_PoolingResource):
     body = JsonBody(EmbeddingRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with the vectors of all inputs."""
         request = await self._service.read_generation_body(req, self.body)
         self._service.require_task(ModelTask.EMBED)
         options = truncation(None, request.truncate_prompt_tokens, request.truncation_side)._replace(
@@ -107,7 +106,6 @@ class EmbedResource(_PoolingResource):
     body = JsonBody(EmbedRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with an array of vectors."""
         request = await self._service.read_generation_body(req, self.body)
         self._service.require_task(ModelTask.EMBED)
         options = truncation(request.truncate, None, request.truncation_direction)._replace(
@@ -152,7 +150,6 @@ class ScoreResource(_PoolingResource):
     body = JsonBody(ScoreRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with the score of each pair."""
         request = await self._service.read_generation_body(req, self.body)
         options, pairs = truncation(None, request.truncate_prompt_tokens, None), request.pairs
         if pairs is None:
@@ -169,7 +166,6 @@ class SimilarityResource(_PoolingResource):
     body = JsonBody(SimilarityRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with an array of scores."""
         request = await self._service.read_generation_body(req, self.body)
         options = truncation(request.truncate, None, request.truncation_direction)
         pairs = [(request.inputs.source_sentence, sentence) for sentence in request.inputs.sentences]
@@ -200,7 +196,6 @@ class ClassifyResource(_ClassifyingResource):
     body = JsonBody(ClassifyRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with the classes of each input."""
         request = await self._service.read_generation_body(req, self.body)
         inputs = [TextInput.of(item) for item in items_of(request.input, "input")]
         options = truncation(None, request.truncate_prompt_tokens, None)

@@ -32,7 +32,7 @@ from tgi.api.routes.stored_responses import (
     stored_items,
 )
 from tgi.api.routes.tokenize import input_tokens
-from tgi.api.service import Resource, Service
+from tgi.api.service import Resource, Service, answer_json
 from tgi.api.shapes import responses as shapes
 from tgi.api.shapes.chat import (
     AllowedTools,
@@ -288,7 +288,6 @@ class ResponseFormatter(StoredFormatter):
         return self
 
     def opening_events(self) -> list[str]:
-        """That the response exists, and is computed."""
         events = [self._event(shapes.ResponseCreated, response=self.response)]
         if self.response.background:
             events.append(self._event(shapes.ResponseQueued, response=self.response))
@@ -296,7 +295,6 @@ class ResponseFormatter(StoredFormatter):
         return [*events, self._event(shapes.ResponseInProgress, response=self.response)]
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
-        """The events of some tokens."""
         events = []
         logprobs = (
             logprob_items(self._generation, columns, self._generation.message.sampling.top_n)
@@ -317,20 +315,17 @@ class ResponseFormatter(StoredFormatter):
         return events
 
     def failure_events(self, error: ApiError) -> str:
-        """The last event of a response that has failed."""
         self.response.status = "failed"
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self.response.error = shapes.ResponseFailure("invalid_prompt" if error.status == 422 else code, error.message)
         return self._event(shapes.ResponseFailed, response=self.response)
 
     def closing_events(self) -> str:
-        """The last event."""
         completed = self.response.status == "completed"
         kind = shapes.ResponseCompleted if completed else shapes.ResponseIncomplete
         return self._event(kind, response=self.response)
 
     async def response_json(self, finished: list[FinishedGeneration]) -> str:
-        """The response that is sent as a whole."""
         ((generation, end),) = finished
         self.token_events(0, generation.take_tokens(), end)
         return msgspec.json.encode(self.response).decode()
@@ -397,7 +392,6 @@ class ResponseFormatter(StoredFormatter):
         return [self._event(shapes.OutputItemAdded, output_index=len(self.response.output), item=item)]
 
     def _close_item(self, status: shapes.ItemStatus) -> list[str]:
-        """Completes the open item."""
         item, text = self._item, "".join(self._pieces)
         events = []
         match item:
@@ -534,7 +528,7 @@ class ResponseInputTokensResource(ResponsesResource):
         items = msgspec.convert([*history, *given], list[InputItem])
         chat = chat_request(request, items, len(history), service.router.limits)
         count = await input_tokens(service, req, chat)
-        resp.content_type, resp.data = "application/json", msgspec.json.encode(InputTokens(count))
+        answer_json(resp, InputTokens(count))
 
 
 async def read_history(service: Service, client: Client, response_id: str) -> Items:

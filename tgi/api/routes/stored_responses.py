@@ -17,7 +17,7 @@ from tgi.api.generation import AnswerFormatter
 from tgi.api.requests import Generation
 from tgi.api.response_store import BEAT_SECONDS, RUNNING, Items, ResponseStore, StoredResponse
 from tgi.api.resumption import ResponseKey
-from tgi.api.service import Resource, Service
+from tgi.api.service import Resource, Service, answer_json
 from tgi.api.shapes import responses as shapes
 from tgi.api.shapes.types import Page
 from tgi.api.sse import KEEP_ALIVE_EVENT, KEEP_ALIVE_SECONDS, EventStream
@@ -216,8 +216,7 @@ class ResponseResource(PrivateResource):
         """Forgets the response. One that is computed in the background ends."""
         if not await self._service.responses.delete(req.context.client.name, response_id):
             raise errors.not_kept("response", response_id)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(shapes.ResponseDeleted(response_id, "response.deleted", True))
+        answer_json(resp, shapes.ResponseDeleted(response_id, "response.deleted", True))
 
 
 class CancelResponseResource(PrivateResource):
@@ -241,8 +240,7 @@ class InputItemsResource(PrivateResource):
     async def on_get(self, req: Request, resp: Response, response_id: str) -> None:
         """Lists the items of the request, the last ones first unless `order=asc`."""
         stored = await self._stored(req, response_id)
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(item_list(req, json.loads(stored.input)))
+        answer_json(resp, item_list(req, json.loads(stored.input)))
 
     on_head = on_get  # falcon omits the body
 

@@ -4,7 +4,6 @@
 from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring as quote
 
-import msgspec
 from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
@@ -15,7 +14,7 @@ from tgi.api.images import ImageSet, check_images
 from tgi.api.json_body import JsonBody
 from tgi.api.requests import TokenizationRequest, WakeEvent
 from tgi.api.routes.chat import ChatResource
-from tgi.api.service import Resource, Service
+from tgi.api.service import Resource, Service, answer_json
 from tgi.api.shapes.chat import ChatRequest, ImageSource
 from tgi.api.shapes.native import DetokenizeRequest, TokenizeRequest
 from tgi.api.shapes.native_responses import DetokenizeResponse
@@ -104,11 +103,10 @@ class InputTokensResource(Resource):
     body = ChatResource.body
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """Answers with the number of tokens of the prompt."""
         request = await self._service.read_body(req, self.body)
         request_metrics.count_request(req)
         count = await input_tokens(self._service, req, request)
-        resp.content_type, resp.data = "application/json", msgspec.json.encode(InputTokens(count))
+        answer_json(resp, InputTokens(count))
 
 
 class DetokenizeResource(Resource):
@@ -127,7 +125,7 @@ class DetokenizeResource(Resource):
         text = ""
         if request.tokens:
             text = (await tokenize(self._service, req, ids=pack_column(INT32, request.tokens))).text
-        resp.content_type, resp.data = "application/json", msgspec.json.encode(DetokenizeResponse(text))
+        answer_json(resp, DetokenizeResponse(text))
 
 
 def token_items(inputs: str, tokenized: Tokenized) -> Iterator[str]:

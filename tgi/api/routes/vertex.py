@@ -9,7 +9,7 @@ from tgi.api.generation import check_count, create_generations, run_generations,
 from tgi.api.json_body import JsonBody, UntaggedJsonBody
 from tgi.api.requests import Generation
 from tgi.api.routes.chat import ChatResource, create_chat_generations
-from tgi.api.service import Resource
+from tgi.api.service import Resource, answer_json
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.cloud import GenerateVertexInstance, VertexRequest, VertexResponse
 from tgi.api.shapes.native import GenerateParameters
@@ -39,8 +39,7 @@ class VertexResource(Resource):
             finished = await run_generations(self._service, req, generations)
         except ApiError as error:
             raise errors.without_cause(error) from error
-        resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(VertexResponse([end.text for _, end in finished]))
+        answer_json(resp, VertexResponse([end.text for _, end in finished]))
 
     def _create_generation(self, req: Request, instance: GenerateVertexInstance | ChatRequest) -> Generation:
         """The only generation of an instance. Raises ApiError as create_generations."""

@@ -360,7 +360,6 @@ class ChatRequest(OpenAiRequest):
 
     @property
     def names(self) -> dict[str, str]:
-        """The request's own names of parameters, for `param` of errors."""
         return super().names | {"top_n_tokens": "top_logprobs"}
 
     @property

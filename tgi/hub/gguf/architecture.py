@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 from tgi.hub.gguf.families import FAMILIES, MIXTRAL, GGUFArchitecture
@@ -10,6 +11,7 @@ from tgi.microkernel.errors import UserError
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1024
+MAX_STREAMS = 64
 
 # Prefixes of keys that change the computation: an unknown key with one of them is refused.
 HEEDED = (
@@ -27,6 +29,7 @@ KNOWN = {
 # Llama 3.1's rope scaling is stored as one divisor per frequency. All published models of the family have these
 # bounds and differ in the factor. (https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling)
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA4_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
 
 
 class Metadata:
@@ -65,6 +68,15 @@ class Metadata:
             raise self.wrong(key, value, "one positive number, or 0, for each layer")
         return found.pop(), value
 
+    def largest(self, key: str, layers: int, default: int | None = None) -> int:
+        """A positive integer, or the largest one of a list of one for each layer."""
+        value = self.file.metadata.get(key)
+        if not isinstance(value, list):
+            return self.positive(key, default)
+        if len(value) != layers or not all(type(one) is int and one > 0 for one in value):
+            raise self.wrong(key, value, f"a list of {layers} positive numbers")
+        return int(max(value))
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self.file.metadata.get(key, default)
@@ -78,6 +90,14 @@ class Metadata:
         return UserError(f"{self.file.path}: the metadata key {key!r} {found}; {expected} was expected.")
 
 
+KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")  # which layers that share those of others may have for nothing
+# Norms, routers of experts, gates of shared ones and of the delta rule, positions, and what latent attention absorbs.
+UNQUANTIZED = (
+    *("norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight"),
+    *("attn_k_b.weight", "attn_kv_b.weight", "ssm_ba.weight"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
     """A tensor of the resulting model: its name in the file, its name and shape in the result.
@@ -86,7 +106,9 @@ class TargetTensor:
     where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
     into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it; where
     `exponent` is set, it has stored -exp of the numbers; where `then` is set, it has split the rows, and `then` is the
-    second half.
+    second half. With `expanded`, (heads, rows of K, rows of V), `source` has all K, transposed, and `then` all V, where
+    the result has K and V of one head after another. With `half`, (n, parts), the file has two such tensors, of each
+    part the rows of the first, then those of the second; this is the nth.
     """
 
     source: str
@@ -98,13 +120,24 @@ class TargetTensor:
     reshaped: tuple[int, ...] = ()
     exponent: bool = False
     then: str = ""
+    expanded: tuple[int, int, int] | None = None
+    half: tuple[int, int] | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape in the file."""
+        """The shape in the file, the first one of several."""
         rows, *columns = self.shape
+        if self.expanded is not None:
+            return (self.expanded[0], *columns, self.expanded[1])
+        if self.half is not None:
+            return (2 * rows, *columns)
         whole = (rows // len(self.sources), *columns)
         return self.reshaped or (whole if self.part is None else (self.part[1], *whole))
+
+    @property
+    def stored_then(self) -> tuple[int, ...]:
+        """The shape of `then` in the file."""
+        return self.stored if self.expanded is None else (self.expanded[0], self.expanded[2], self.shape[1])
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -113,8 +146,8 @@ class TargetTensor:
 
     @property
     def matrix(self) -> bool:
-        """Whether this is the weight of a linear layer, the embedding or the head, except routers of experts."""
-        return len(self.shape) == 2 and not self.source.endswith(("norm.weight", "ffn_gate_inp.weight"))
+        """Whether this is the weight of a linear layer, the embedding or the head, except UNQUANTIZED."""
+        return len(self.shape) == 2 and not self.source.endswith(UNQUANTIZED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +171,7 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
         )
     if metadata.integer(f"{architecture}.expert_count", 0) and architecture == "llama":
         family = MIXTRAL
-    known_keys = KNOWN | set(family.numbers) | set(family.required)
+    known_keys = KNOWN | set(family.numbers) | set(family.required) | set(family.further)
     for name, value in family.required.items():
         if file.metadata.get(key := f"{architecture}.{name}", value) != value:
             raise metadata.wrong(key, file.metadata[key], str(value))
@@ -149,23 +182,29 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
                 f"{file.path} has {key!r} set, which import does not know. Use the model's safetensors version instead."
             )
     config = _config(metadata, architecture, family)
-    wanted = _tensors(config, family)
+    wanted = _tensors(config, family, file)
     for tensor in wanted:
         for source in tensor.sources:
             found = file.tensors.get(source)
             if found is None:
                 raise UserError(f"{file.path} lacks the tensor {source!r}. Fetch or convert it again.")
-            if found.shape != tensor.stored:
+            expected = tensor.stored if source == tensor.source else tensor.stored_then
+            # Some releases of the converter leave out dimensions of 1.
+            if [size for size in found.shape if size != 1] != [size for size in expected if size != 1]:
                 raise UserError(
                     f"{file.path}: the tensor {source!r} has shape {list(found.shape)}, "
-                    f"expected {list(tensor.stored)}. Fetch or convert it again."
+                    f"expected {list(expected)}. Fetch or convert it again."
                 )
-            if found.type != file.tensors[tensor.source].type:
+            if tensor.expanded is None and found.type != file.tensors[tensor.source].type:
                 raise UserError(
                     f"{file.path}: the tensors {' and '.join(tensor.sources)}, which become one, are of different "
                     "types. Use another quantization of the model, or its safetensors version."
                 )
-    unknown = set(file.tensors) - {source for tensor in wanted for source in tensor.sources} - {"rope_freqs.weight"}
+    shared = range(config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0), config["num_hidden_layers"])
+    unused = {f"blk.{layer}.{name}.weight" for layer in shared for name in KEYS_AND_VALUES}
+    unknown = (
+        set(file.tensors) - unused - {source for tensor in wanted for source in tensor.sources} - {"rope_freqs.weight"}
+    )
     if unknown:
         raise UserError(
             f"{file.path} has tensors that a {architecture} model does not use, such as {min(unknown)!r}. "
@@ -178,26 +217,31 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     tensors = metadata.file.tensors
     hidden = metadata.positive(f"{architecture}.embedding_length")
     layers = metadata.positive(f"{architecture}.block_count")
-    heads = metadata.positive(f"{architecture}.attention.head_count")
+    heads = metadata.positive(
+        f"{architecture}.attention.head_count" if family.attention else f"{architecture}.ssm.time_step_rank"
+    )
     if layers > MAX_LAYERS:
         raise metadata.wrong(f"{architecture}.block_count", layers, f"at most {MAX_LAYERS}")
     own_kv_heads, inners = [0] * layers, [0] * layers
-    if not family.layer_types:
-        kv_heads = metadata.positive(f"{architecture}.attention.head_count_kv", heads)
+    if not family.layer_types or family.delta_rule:
+        kv_heads = metadata.largest(f"{architecture}.attention.head_count_kv", layers, heads)
     else:
         kv_heads, own_kv_heads = metadata.of_some_layers(f"{architecture}.attention.head_count_kv", layers)
     if "mlp" in family.kinds:
         inner, inners = metadata.of_some_layers(f"{architecture}.feed_forward_length", layers)
     else:
-        inner = metadata.positive(f"{architecture}.feed_forward_length")
+        inner = metadata.largest(
+            f"{architecture}.{'feed_forward_length' if family.attention else 'ssm.inner_size'}", layers
+        )
     head_dim = metadata.positive(f"{architecture}.attention.key_length", max(1, hidden // heads))
     context = metadata.positive(f"{architecture}.context_length")
     if heads % kv_heads:
         raise metadata.wrong(f"{architecture}.attention.head_count_kv", kv_heads, f"a divisor of {heads}")
-    turned = metadata.positive(f"{architecture}.rope.dimension_count", head_dim)
-    if head_dim % 2 or metadata.integer(f"{architecture}.attention.value_length", head_dim) != head_dim:
+    turned = head_dim if family.latent else metadata.positive(f"{architecture}.rope.dimension_count", head_dim)
+    of_values = metadata.integer(f"{architecture}.attention.value_length", head_dim)
+    if family.attention and not family.latent and (head_dim % 2 or of_values != head_dim):
         raise metadata.wrong(f"{architecture}.attention.value_length", head_dim, f"the head size {head_dim}, even,")
-    if turned % 2 or turned > head_dim or (turned != head_dim and not family.rotates_part):
+    if (family.attention and turned % 2) or turned > head_dim or (turned != head_dim and not family.rotates_part):
         raise metadata.wrong(f"{architecture}.rope.dimension_count", turned, f"the head size {head_dim}")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{metadata.file.path} lacks the tensor 'token_embd.weight'. Fetch or convert it again.")
@@ -238,7 +282,9 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
             value = metadata.file.metadata[key]
             read = metadata.integer if isinstance(value, int) else metadata.number
             config[name] = value if isinstance(value, bool) else read(key)
-    if family.layer_types:
+    if family.delta_rule:
+        _add_delta_rule(metadata, architecture, config)
+    elif family.layer_types:
         names = {kind: name for name, kind in family.layer_types.items()}
         kinds = zip(own_kv_heads, inners, strict=True)
         config[family.layer_types_key] = [
@@ -246,6 +292,8 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         ]
     for name, sources in family.biases.items():
         config[name] = f"blk.0.{sources[0]}.bias" in tensors
+    for name, source in family.optional.items():
+        config[name] = f"blk.0.{source}.weight" in tensors
     _add_unstated_values(metadata, architecture, family, config)
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in metadata.file.metadata:
@@ -255,7 +303,7 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
 
 def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, context: int) -> dict[str, Any]:
     kind = metadata.file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if "rope_freqs.weight" in metadata.file.tensors:
+    if "rope_freqs.weight" in metadata.file.tensors and architecture != "gemma4":  # see _add_gemma4
         return {"rope_type": "llama3", "rope_theta": theta} | _llama3(metadata, theta, head_dim)
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
@@ -280,18 +328,26 @@ def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     factor = max(found)
     if not 0 < factor < math.inf:
         raise UserError(f"{metadata.file.path} is damaged: 'rope_freqs.weight' holds {factor}.")
-    low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
-    original = LLAMA3_ROPE["original_max_position_embeddings"]
-    for index, divisor in enumerate(found):
-        turns = original / (2 * math.pi * theta ** (2 * index / head_dim))
-        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
-        expected = 1 / ((1 - smooth) / factor + smooth)
-        if not math.isclose(divisor, expected, rel_tol=1e-3):
-            raise UserError(
-                f"{metadata.file.path} scales its rotary frequencies in an unknown way ('rope_freqs.weight'). "
-                "Use the model's safetensors version instead."
-            )
-    return {"factor": float(f"{factor:.6g}"), **LLAMA3_ROPE}
+    for bounds in (LLAMA3_ROPE, LLAMA4_ROPE):
+        if all(
+            math.isclose(divisor, _llama3_divisor(bounds, factor, theta ** (2 * index / head_dim)), rel_tol=1e-3)
+            for index, divisor in enumerate(found)
+        ):
+            return {"factor": float(f"{factor:.6g}"), **bounds}
+    raise UserError(
+        f"{metadata.file.path} scales its rotary frequencies in an unknown way ('rope_freqs.weight'). "
+        "Use the model's safetensors version instead."
+    )
+
+
+def _llama3_divisor(bounds: dict[str, float], factor: float, wavelength: float) -> float:
+    """The divisor of a frequency, for its wavelength / 2 pi."""
+    low, high = bounds["low_freq_factor"], bounds["high_freq_factor"]
+    turns = bounds["original_max_position_embeddings"] / (2 * math.pi * wavelength)
+    if turns < low or turns > high:
+        return factor if turns < low else 1.0
+    smooth = (turns - low) / (high - low)
+    return 1 / ((1 - smooth) / factor + smooth)
 
 
 def _add_unstated_values(
@@ -301,7 +357,8 @@ def _add_unstated_values(
     kind, layers = config["model_type"], config["num_hidden_layers"]
     if kind == "gpt_oss":
         config["rope_parameters"]["truncate"] = False
-    if "expert_count" in family.numbers and (config.get("num_local_experts", 1) or "dense" not in family.kinds):
+    some = config.get("num_local_experts", config.get("num_experts", 1))
+    if "expert_count" in family.numbers and (some or "dense" not in family.kinds):
         count = metadata.positive(f"{architecture}.expert_count")
         used = metadata.positive(f"{architecture}.expert_used_count")
         if count > MAX_EXPERTS or used > count:
@@ -318,24 +375,170 @@ def _add_unstated_values(
         largest = layers == {"gemma2": 46, "gemma3_text": 62}[kind]  # 27B
         scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
         config["query_pre_attn_scalar"] = scale
-    if kind == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": 10000.0}
+    if kind == "llama4_text":
+        config["use_qk_norm"] = config["num_local_experts"] != 128  # Maverick
+        metadata.positive(f"{architecture}.interleave_moe_layer_step")
+        config["intermediate_size"] = metadata.positive(f"{architecture}.expert_feed_forward_length")
+    if kind == "gemma4_text":
+        _add_gemma4(metadata, architecture, config)
+    if kind == "gemma3n_text":
+        _add_gemma3n(metadata, architecture, config)
+    if kind in ("gemma3_text", "gemma3n_text", "gemma4_text"):
+        local = {"rope_type": "default", "rope_theta": metadata.number(f"{architecture}.rope.freq_base_swa", 10000.0)}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     if kind == "granitemoehybrid" and metadata.file.metadata.get(f"{architecture}.rope.scaling.finetuned"):
         config["position_embedding_type"] = "rope"
+    if kind == "exaone4":
+        _add_windows(metadata, architecture, config, 4)
+    if kind == "mpt":
+        config["attn_config"] = {"alibi_bias_max": int(metadata.number(f"{architecture}.attention.max_alibi_bias"))}
+        if (key := f"{architecture}.attention.clamp_kqv") in metadata.file.metadata:
+            config["attn_config"]["clip_qkv"] = metadata.number(key)
+    if family.latent:
+        _add_latent(metadata, architecture, config)
     if kind == "cohere":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
 
 
-def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTensor]:
+def _add_gemma4(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """What layers with a window and layers without one have of their own."""
+    tensors, layers, heads = metadata.file.tensors, config["num_hidden_layers"], config["num_attention_heads"]
+    _add_windows(metadata, architecture, config, 6)
+    for key in ("attention.key_length", "attention.key_length_swa", "attention.sliding_window"):
+        metadata.positive(f"{architecture}.{key}")
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    if all(slides) or not any(slides) or config["num_kv_shared_layers"] >= layers:
+        raise metadata.wrong(f"{architecture}.attention.sliding_window_pattern", slides, "layers of both kinds")
+    found = metadata.file.metadata.get(key := f"{architecture}.attention.head_count_kv", heads)
+    each = list(zip(found if isinstance(found, list) else [found] * layers, slides, strict=True))
+    local, full_ones = ({one for one, own in each if own == kind} for kind in (True, False))
+    if any(len(one) != 1 or heads % max(one) for one in (local, full_ones)):
+        raise metadata.wrong(key, found, f"one divisor of {heads} for the layers of each kind")
+    config["num_key_value_heads"], config["num_global_key_value_heads"] = local.pop(), full_ones.pop()
+    own = range(layers - config["num_kv_shared_layers"])  # with keys of their own
+    config["attention_k_eq_v"] = any(
+        f"blk.{number}.attn_v.weight" not in tensors for number in own if not slides[number]
+    )
+    if not config["attention_k_eq_v"] and config["num_global_key_value_heads"] != config["num_key_value_heads"]:
+        raise metadata.wrong(key, found, "one number, where values are not keys,")
+    lengths = metadata.file.metadata[f"{architecture}.feed_forward_length"]
+    config["intermediate_size"] = min(lengths) if isinstance(lengths, list) else lengths
+    config["use_double_wide_mlp"] = isinstance(lengths, list) and max(lengths) == 2 * min(lengths)
+    config["enable_moe_block"] = bool(config["num_experts"])
+    if (table := tensors.get("per_layer_token_embd.weight")) is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
+    full, size = tensors.get("rope_freqs.weight"), config["global_head_dim"]
+    if full is None or full.shape != (size // 2,) or full.type.name != "F32":
+        raise UserError(f"{metadata.file.path}: 'rope_freqs.weight' is not {size // 2} float32 numbers.")
+    turned = [one == 1 for one in full.data.cast("f").tolist()]
+    if turned != sorted(turned, reverse=True):
+        raise UserError(
+            f"{metadata.file.path} scales its rotary frequencies in an unknown way ('rope_freqs.weight'). "
+            "Use the model's safetensors version instead."
+        )
+    config["rope_parameters"] |= {"rope_type": "proportional", "partial_rotary_factor": 2 * sum(turned) / size}
+
+
+def _add_gemma3n(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """Sizes that follow from tensors, and the share of a layer's gates that are 0."""
+    _add_windows(metadata, architecture, config, 5)
+    for name, (source, size) in {
+        "laurel_rank": ("blk.0.laurel_l.weight", 0),
+        "vocab_size_per_layer_input": ("per_layer_token_embd.weight", 0),
+    }.items():
+        found = metadata.file.tensors.get(source)
+        config[name] = found.shape[size] if found is not None else 1  # whose lack is told later
+    for key in ("altup.num_inputs", "embedding_length_per_layer_input"):
+        metadata.positive(f"{architecture}.{key}")
+    layers = config["num_hidden_layers"]
+    if config["altup_num_inputs"] > MAX_STREAMS or config.get("num_kv_shared_layers", 0) >= layers:
+        raise metadata.wrong(f"{architecture}.altup.num_inputs", config["altup_num_inputs"], f"at most {MAX_STREAMS}")
+    found = metadata.file.metadata.get(key := f"{architecture}.activation_sparsity_scale")
+    if not isinstance(found, list) or len(found) != layers or not all(isinstance(one, float) for one in found):
+        raise metadata.wrong(key, found, f"a list of {layers} numbers")
+    config["activation_sparsity_pattern"] = [round(NormalDist().cdf(one), 6) for one in found]
+
+
+def _add_windows(metadata: Metadata, architecture: str, config: dict[str, Any], each: int) -> None:
+    """Which layers have the sliding window: by a list, or without one all but each so many."""
+    layers = config["num_hidden_layers"]
+    found = metadata.file.metadata.get(key := f"{architecture}.attention.sliding_window_pattern")
+    if found is None:
+        found = [config["sliding_window"] is not None and (number + 1) % each != 0 for number in range(layers)]
+    if not isinstance(found, list) or len(found) != layers or not all(isinstance(one, bool) for one in found):
+        raise metadata.wrong(key, found, f"a list of {layers} truth values")
+    config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found]
+
+
+def _add_delta_rule(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """Which layers have attention, and the sizes of the others."""
+    layers, each = config["num_hidden_layers"], metadata.positive(f"{architecture}.full_attention_interval", 4)
+    config["layer_types"] = [
+        "full_attention" if (number + 1) % each == 0 else "linear_attention" for number in range(layers)
+    ]
+    inner = metadata.positive(key := f"{architecture}.ssm.inner_size")
+    for name in ("conv_kernel", "state_size", "group_count", "time_step_rank"):
+        metadata.positive(f"{architecture}.ssm.{name}")
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if inner % value_heads or value_heads % key_heads:
+        raise metadata.wrong(key, inner, f"a multiple of {value_heads} heads, which are one of {key_heads},")
+    config["linear_value_head_dim"] = inner // value_heads
+
+
+def _add_latent(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """The sizes of latent attention, and what its families differ in."""
+    tensors, heads = metadata.file.tensors, config["num_attention_heads"]
+    for name in ("kv_lora_rank", "rope.dimension_count"):
+        metadata.positive(f"{architecture}.{name if '.' in name else 'attention.' + name}")
+    # Where keys and values are expanded in the file, their lengths are those of a head.
+    absorbed, attention = "blk.0.attn_k_b.weight" in tensors, f"{architecture}.attention."
+    whole = metadata.positive(attention + ("key_length_mla" if absorbed else "key_length"))
+    config["v_head_dim"] = metadata.positive(attention + ("value_length_mla" if absorbed else "value_length"))
+    config["qk_nope_head_dim"] = whole - config["qk_rope_head_dim"]
+    if config["qk_nope_head_dim"] < 1:
+        raise metadata.wrong(f"{architecture}.rope.dimension_count", config["qk_rope_head_dim"], f"less than {whole}")
+    config["num_key_value_heads"], config["head_dim"] = heads, config["qk_rope_head_dim"]
+    if not any(name.endswith("exp_probs_b.bias") for name in tensors):
+        grouped = config["n_group"] > 1
+        config |= {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+        config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+    sigmoid = config["model_type"] == "deepseek_v3"
+    scoring = metadata.file.metadata.get(key := f"{architecture}.expert_gating_func", 2 if sigmoid else 1)
+    if scoring != (2 if sigmoid else 1):
+        raise metadata.wrong(key, scoring, "2 (sigmoid) with biases of the choice, 1 (softmax) without,")
+    if (key := f"{architecture}.rope.scaling.yarn_log_multiplier") in metadata.file.metadata:
+        scale = float(f"{metadata.number(key) / 0.1:.6g}")
+        config["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -> list[TargetTensor]:
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * head_dim, kv_heads * head_dim
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
+    sizes["I"] = config.get("intermediate_size_mlp", inner)
     sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
-    shared = config.get("moe_shared_expert_intermediate_size") or config.get("shared_intermediate_size", 0)
+    of_shared = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = next((config[key] for key in of_shared if config.get(key)), 0)
+    shared = shared or config.get("moe_intermediate_size", 0) * config.get("n_shared_experts", 0)
     sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache", 0), "W": shared, "2W": 2 * shared}
+    if family.delta_rule:
+        key_heads, parts, value = (
+            config[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "value_head_dim")
+        )
+        sizes |= {"2Q": 2 * query, "T": parts, "X": parts * value, "d": value, "L": config["linear_conv_kernel_dim"]}
+        sizes["C"] = 2 * key_heads * config["linear_key_head_dim"] + parts * value
+    if (streams := config.get("altup_num_inputs", 0)) and "laurel_rank" in config:
+        sizes |= {"a": streams, "aa": streams**2, "a-1": streams - 1, "l": config["laurel_rank"]}
+    if (each := config.get("hidden_size_per_layer_input")) is not None:
+        sizes["Y"] = each
+        sizes |= {"YL": each * config["num_hidden_layers"], "Z": config.get("vocab_size_per_layer_input", 0)}
+    sizes["N"] = config["max_position_embeddings"]
+    if family.latent:
+        nope, rank, value = config["qk_nope_head_dim"], config["kv_lora_rank"], config["v_head_dim"]
+        sizes |= {"q": config["q_lora_rank"] or 0, "U": heads * (nope + config["qk_rope_head_dim"]), "r": rank}
+        sizes |= {"R": rank + config["qk_rope_head_dim"], "KV": heads * (nope + value), "V": heads * value}
     if (names := family.mamba2) is not None:
         parts, groups = config[names.heads], config[names.groups]
         channels = parts * config[names.head_dim]
@@ -344,27 +547,53 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
         sizes |= {"P": channels + convolved + parts, "L": config[names.kernel]}
     biased = {name for flag, names in family.biases.items() if config[flag] for name in names}
     biased |= set(family.always_biased)
+    left_out = {name for flag, name in family.optional.items() if not config[flag]}
+    if family.latent:
+        left_out |= {"attn_q"} if config["q_lora_rank"] else {"attn_q_a", "attn_q_a_norm", "attn_q_b"}
+        left_out |= {"exp_probs_b.bias"} if config["model_type"] == "deepseek_v2" else set()
+    if config.get("hidden_size_per_layer_input") == 0:
+        left_out |= {"inp_gate", "proj", "post_norm"}
+        left_out |= {source for source, _, _ in family.whole}
     blocks = list(family.blocks)
-    if config.get("use_qk_norm"):
+    if config.get("use_qk_norm") and config["model_type"] == "cohere":
         for at, count in (("q", heads), ("k", kv_heads)):
             sizes[at] = count
             blocks.append((f"attn_{at}_norm", f"self_attn.{at}_norm", (at, "D")))
     wanted = [TargetTensor("token_embd.weight", f"{family.embedding}.weight", (config["vocab_size"], hidden))]
 
     def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
+        if short in left_out:
+            return
+        if short == "ssm_ba":
+            half = int(name.endswith("a")), config["linear_num_key_heads"]
+            wanted.append(TargetTensor(f"{prefix}{short}.weight", f"{name}.weight", shape, half=half))
+            return
+        if short == "attn_kv_b" and f"{prefix}attn_k_b.weight" in file.tensors:
+            pair = f"{prefix}attn_k_b.weight", f"{prefix}attn_v_b.weight"
+            parts = heads, config["qk_nope_head_dim"], config["v_head_dim"]
+            wanted.append(TargetTensor(pair[0], f"{name}.weight", shape, then=pair[1], expanded=parts))
+            return
         short, _, then = short.partition("+")
         source, then = prefix + short, f"{prefix}{then}.weight" if then else ""
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
-        shift = family.norm_shift if short.endswith("norm") else 0.0
+        shift = family.norm_shift if short.endswith("norm") and short != "ssm_norm" else 0.0
+        if " " in name:  # of each expert the gate, then the up projection
+            halves, count = name.split(), shape[0]
+            stored = count, 2 * shape[1], shape[2]
+            for number in range(2 * count):
+                full, part = f"{halves[number % 2].format(number // 2)}.weight", (number, 2 * count)
+                wanted.append(TargetTensor(f"{source}.weight", full, shape[1:], part=part, reshaped=stored))
+            return
         if "{}" in name:
-            for expert in range(experts):
+            count = shape[0]
+            for expert in range(count):
                 for end, one in (("weight", shape[1:]), ("bias", shape[1:2])):
                     if end == "weight" or short in biased:
                         full = f"{name.format(expert)}.{end}"
-                        wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, experts)))
+                        wanted.append(TargetTensor(f"{source}.{end}", full, one, part=(expert, count)))
             return
         reshaped = tuple(sizes[size] for size in family.reshaped.get(short, ()))
-        if short.endswith((".weight", ".bias", "ssm_a", "ssm_d")):
+        if short.endswith((".weight", ".bias", ".scale", "ssm_a", "ssm_d")) or name.endswith(".weight"):
             wanted.append(TargetTensor(source, name, shape, reshaped=reshaped, exponent=short == "ssm_a"))
             return
         wanted.append(
@@ -373,12 +602,34 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTen
         if short in biased:
             wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
 
+    first_routed = config.get("num_dense_layers", config.get("first_k_dense_replace", 0))
+    for source, name, shape in family.whole:
+        add("", source, name, tuple(sizes[size] for size in shape))
     for layer in range(config["num_hidden_layers"]):
         kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
-        kinds = (kind, "experts" if experts and layer >= config.get("num_dense_layers", 0) else "dense")
+        routed = layer >= first_routed and (layer + 1) % config.get("interleave_moe_layer_step", 1) == 0
+        kinds = (kind, "experts" if experts and routed else "dense")
+        own = sizes | _own_sizes(config, layer)
+        shares = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
         for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):
-            add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(sizes[size] for size in shape))
+            values_are_keys = config.get("attention_k_eq_v") and config["layer_types"][layer] == "full_attention"
+            if (shares and source in KEYS_AND_VALUES) or (values_are_keys and source == "attn_v"):
+                continue
+            whole_name = " ".join(f"{family.layers}.{layer}.{one}" for one in name.split())
+            add(f"blk.{layer}.", source, whole_name, tuple(own[size] for size in shape))
     add("", *family.last_norm, (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
     return wanted
+
+
+def _own_sizes(config: dict[str, Any], layer: int) -> dict[str, int]:
+    """The sizes of a layer that are not those of most (Gemma 4)."""
+    if "global_head_dim" not in config:
+        return {}
+    found, heads, dim = {}, config["num_attention_heads"], config["global_head_dim"]
+    if config["layer_types"][layer] == "full_attention":
+        found = {"Q": heads * dim, "K": config["num_global_key_value_heads"] * dim, "D": dim}
+    if config["use_double_wide_mlp"] and layer >= config["num_hidden_layers"] - config["num_kv_shared_layers"]:
+        found["I"] = 2 * config["intermediate_size"]
+    return found

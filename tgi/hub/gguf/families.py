@@ -9,7 +9,11 @@ from typing import NamedTuple
 # Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
 # state, 3H three of them; I MLP, 2I its two joint matrices; E number of experts, M one expert; L tokens that a
 # convolution reads. Of Mamba2: X its channels, X/G those of a group, G number of groups, T heads, C channels of the
-# convolution, P the joint projection; W all shared experts, 2W their two joint matrices.
+# convolution, P the joint projection; W all shared experts, 2W their two joint matrices. N positions. Of latent
+# attention: q the inner width of queries, U all queries, V all values, R the key, r the latent, KV keys and values. Of
+# streams: a their number, aa its square, l the rank of residuals. Y the input of a layer, YL those of all layers, Z the
+# vocabulary of these. Of the delta rule: 2Q queries and their gates, C channels of the convolution, T value heads, X
+# all values, d one of them.
 Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
 
 _ATTENTION: tuple[Block, ...] = (
@@ -54,8 +58,9 @@ class Mamba2Names(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
-    """One architecture. A name with "{}" is one tensor for all experts; one that ends in .weight or .bias is whole, and
-    so is its name in the result."""
+    """One architecture. A name with "{}" is one tensor for all experts, or all streams but one; one that ends in
+    .weight or .bias is whole, and so is its name in the result. Where the latter alone does, the name in the file
+    ends without it."""
 
     model_type: str
     architecture: str
@@ -78,6 +83,12 @@ class GGUFArchitecture:
     layer_types_key: str = "layer_types"
     mamba2: Mamba2Names | None = None
     reshaped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # shapes in the file, if not those in the result
+    whole: tuple[Block, ...] = ()  # that belong to no layer
+    optional: dict[str, str] = field(default_factory=dict)  # key of config.json -> tensor that layers have if it is set
+    further: tuple[str, ...] = ()  # metadata keys that architecture.py reads for this architecture
+    attention: bool = True  # some layers have it
+    latent: bool = False  # it is latent attention
+    delta_rule: bool = False  # of the layers but each n-th, which have attention
     last_norm: tuple[str, str] = ("output_norm", "model.norm")
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -157,6 +168,53 @@ _NEMOTRON = GGUFArchitecture(
     layers="backbone.layers",
 )
 
+_GPT_BLOCKS: tuple[Block, ...] = (
+    ("attn_qkv", "self_attn.qkv_proj", ("S", "H")),
+    ("attn_output", "self_attn.o_proj", ("H", "Q")),
+    ("ffn_up", "mlp.up_proj", ("I", "H")),
+    ("ffn_down", "mlp.down_proj", ("H", "I")),
+    *_NORMS,
+)
+_GPT_BIASED = (
+    "attn_norm",
+    "ffn_norm",
+    "attn_qkv",
+    "attn_output",
+    "ffn_up",
+    "ffn_down",
+    "output_norm",
+    "token_embd_norm",
+)
+_GPT: dict[str, object] = {"hidden_act": "gelu_new", "activation_function": "gelu_new"}
+
+_LAYER_INPUT: tuple[Block, ...] = (
+    ("inp_gate", "per_layer_input_gate", ("Y", "H")),
+    ("proj", "per_layer_projection", ("H", "Y")),
+    ("post_norm", "post_per_layer_input_norm", ("H",)),
+)
+_LAYER_INPUTS: tuple[Block, ...] = (
+    ("per_layer_token_embd", "model.embed_tokens_per_layer", ("Z", "YL")),
+    ("per_layer_model_proj", "model.per_layer_model_projection", ("YL", "H")),
+    ("per_layer_proj_norm", "model.per_layer_projection_norm", ("Y",)),
+)
+_STREAMS = (("proj", "projections.{}"), ("unembd_proj", "unembed_projections.{}"))
+_QWEN_EXPERTS: tuple[Block, ...] = (
+    ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+    ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
+    ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
+    ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate", ("1", "H")),
+    ("ffn_gate_shexp", "mlp.shared_expert.gate_proj", ("W", "H")),
+    ("ffn_up_shexp", "mlp.shared_expert.up_proj", ("W", "H")),
+    ("ffn_down_shexp", "mlp.shared_expert.down_proj", ("H", "W")),
+)
+_QWEN_NUMBERS_OF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+
 FAMILIES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
         "llama",
@@ -215,7 +273,110 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             "final_logit_softcapping": "final_logit_softcapping",
         },
         fixed=_GEMMA,
+        further=("rope.freq_base_swa",),
         norm_shift=1.0,
+    ),
+    "llama4": GGUFArchitecture(
+        "llama4_text",
+        "Llama4ForCausalLM",
+        _ATTENTION + _NORMS,
+        numbers={
+            **_NUMBERS_OF_EXPERTS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "feed_forward_length": "intermediate_size_mlp",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        fixed={
+            **{"interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192},
+            **{"attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1, **_NO_PADDING},
+        },
+        kinds={
+            "dense": tuple((name, own.replace("mlp", "feed_forward"), shape) for name, own, shape in _MLP),
+            "experts": (
+                ("ffn_gate_inp", "feed_forward.router", ("E", "H")),
+                ("ffn_gate_exps", "feed_forward.experts.{}.gate_proj", ("E", "M", "H")),
+                ("ffn_up_exps", "feed_forward.experts.{}.up_proj", ("E", "M", "H")),
+                ("ffn_down_exps", "feed_forward.experts.{}.down_proj", ("E", "H", "M")),
+                ("ffn_gate_shexp", "feed_forward.shared_expert.gate_proj", ("M", "H")),
+                ("ffn_up_shexp", "feed_forward.shared_expert.up_proj", ("M", "H")),
+                ("ffn_down_shexp", "feed_forward.shared_expert.down_proj", ("H", "M")),
+            ),
+        },
+    ),
+    "gemma4": GGUFArchitecture(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            *_FOUR_NORMS,
+            *_HEAD_NORMS,
+            *_LAYER_INPUT,
+            ("layer_output_scale.weight", "layer_scalar", ("1",)),
+        ),
+        numbers={
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "attention.key_length": "global_head_dim",
+            "attention.key_length_swa": "head_dim",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        fixed={**_GEMMA, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "num_experts": 0},
+        further=(
+            *("attention.sliding_window_pattern", "attention.value_length_swa"),
+            *("rope.freq_base_swa", "rope.dimension_count_swa"),
+        ),
+        kinds={
+            "dense": (),
+            "experts": (
+                ("ffn_gate_inp", "router.proj", ("E", "H")),
+                ("ffn_gate_inp.scale", "router.scale", ("H",)),
+                ("ffn_gate_up_exps", "experts.{}.gate_proj experts.{}.up_proj", ("E", "M", "H")),
+                ("ffn_down_exps", "experts.{}.down_proj", ("E", "H", "M")),
+                ("ffn_down_exps.scale", "router.per_expert_scale", ("E",)),
+                ("post_ffw_norm_1", "post_feedforward_layernorm_1", ("H",)),
+                ("pre_ffw_norm_2", "pre_feedforward_layernorm_2", ("H",)),
+                ("post_ffw_norm_2", "post_feedforward_layernorm_2", ("H",)),
+            ),
+        },
+        whole=_LAYER_INPUTS,
+    ),
+    "gemma3n": GGUFArchitecture(
+        "gemma3n_text",
+        "Gemma3nForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            *_FOUR_NORMS,
+            *_HEAD_NORMS,
+            *_LAYER_INPUT,
+            ("altup_router", "altup.modality_router", ("a", "H")),
+            ("altup_router_norm", "altup.router_norm", ("H",)),
+            ("altup_predict_coef", "altup.prediction_coefs", ("aa", "a")),
+            ("altup_correct_coef", "altup.correction_coefs", ("a", "a")),
+            ("altup_correct_scale.weight", "altup.correct_output_scale", ("H",)),
+            ("laurel_l", "laurel.linear_left", ("l", "H")),
+            ("laurel_r", "laurel.linear_right", ("H", "l")),
+            ("laurel_post_norm", "laurel.post_laurel_norm", ("H",)),
+        ),
+        numbers={
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs",
+        },
+        fixed=_GEMMA,
+        further=("attention.sliding_window_pattern", "rope.freq_base_swa"),
+        whole=(
+            *_LAYER_INPUTS,
+            *((f"altup_{name}", f"model.altup_{own}", ("a-1", "H", "H")) for name, own in _STREAMS),
+        ),
     ),
     "olmo2": GGUFArchitecture(
         "olmo2",
@@ -413,6 +574,193 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         reshaped={"shortconv.conv": ("H", "L")},
         last_norm=_LFM2_NORM,
     ),
+    "qwen2moe": GGUFArchitecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            *_QWEN_EXPERTS,
+        ),
+        always_biased=("attn_q", "attn_k", "attn_v"),
+        numbers=_QWEN_NUMBERS_OF_EXPERTS,
+        fixed={"norm_topk_prob": False},
+    ),
+    # The text part of Qwen3.5 computes the same, and has the rows of the input projections in the order of the file.
+    "qwen3next": GGUFArchitecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        (
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+            *_QWEN_EXPERTS,
+        ),
+        numbers={
+            **_QWEN_NUMBERS_OF_EXPERTS,
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+        },
+        fixed={"norm_topk_prob": True, **_NO_PADDING},
+        norm_shift=1.0,
+        rotates_part=True,
+        kinds={
+            "attention": (("attn_q", "self_attn.q_proj", ("2Q", "H")), *_ATTENTION[1:], *_HEAD_NORMS),
+            "recurrent": (
+                ("attn_qkv", "linear_attn.in_proj_qkv", ("C", "H")),
+                ("attn_gate", "linear_attn.in_proj_z", ("X", "H")),
+                ("ssm_ba", "linear_attn.in_proj_b", ("T", "H")),
+                ("ssm_ba", "linear_attn.in_proj_a", ("T", "H")),
+                ("ssm_conv1d", "linear_attn.conv1d", ("C", "1", "L")),
+                ("ssm_dt.bias", "linear_attn.dt_bias", ("T",)),
+                ("ssm_a", "linear_attn.A_log", ("T",)),
+                ("ssm_norm", "linear_attn.norm", ("d",)),
+                ("ssm_out", "linear_attn.out_proj", ("H", "X")),
+            ),
+        },
+        layer_types={"linear_attention": "recurrent", "full_attention": "attention"},
+        delta_rule=True,
+    ),
+    "exaone4": GGUFArchitecture(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            *_HEAD_NORMS,
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+            ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
+        ),
+        numbers={"attention.sliding_window": "sliding_window"},
+        fixed={"sliding_window": None, **_NO_PADDING},
+        further=("attention.sliding_window_pattern",),
+    ),
+    "gpt2": GGUFArchitecture(
+        "gpt2",
+        "GPT2LMHeadModel",
+        _GPT_BLOCKS,
+        always_biased=_GPT_BIASED,
+        fixed=_GPT,
+        epsilon=(_LAYER_NORM, "layer_norm_epsilon"),
+        whole=(("position_embd", "model.embed_positions", ("N", "H")),),
+    ),
+    "bloom": GGUFArchitecture(
+        "bloom",
+        "BloomForCausalLM",
+        _GPT_BLOCKS,
+        always_biased=_GPT_BIASED,
+        fixed=_GPT,
+        epsilon=(_LAYER_NORM, "layer_norm_epsilon"),
+        whole=(("token_embd_norm", "model.embed_norm", ("H",)),),
+    ),
+    "mpt": GGUFArchitecture(
+        "mpt",
+        "MptForCausalLM",
+        (
+            ("attn_qkv", "attn.Wqkv", ("S", "H")),
+            ("attn_output", "attn.out_proj", ("H", "Q")),
+            ("ffn_up", "ffn.up_proj", ("I", "H")),
+            ("ffn_down", "ffn.down_proj", ("H", "I")),
+            ("attn_norm", "norm_1", ("H",)),
+            ("ffn_norm", "norm_2", ("H",)),
+        ),
+        numbers={"context_length": "max_seq_len"},
+        fixed={"hidden_act": "gelu"},
+        further=("attention.max_alibi_bias", "attention.clamp_kqv"),
+        epsilon=(_LAYER_NORM, "layer_norm_epsilon"),
+        last_norm=("output_norm", "transformer.norm_f"),
+        embedding="transformer.wte",
+        layers="transformer.blocks",
+    ),
+    "mamba2": GGUFArchitecture(
+        "mamba2",
+        "Mamba2ForCausalLM",
+        (("attn_norm", "norm", ("H",)), *_mamba2("mixer")),
+        {"use_bias": ("ssm_in", "ssm_out")},
+        fixed={"expand": 2},
+        epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
+        mamba2=Mamba2Names("conv_kernel", "state_size", "num_heads", "n_groups", "head_dim"),
+        reshaped=_MAMBA2_SHAPES,
+        attention=False,
+        last_norm=("output_norm", "backbone.norm_f"),
+        embedding="backbone.embeddings",
+        layers="backbone.layers",
+    ),
+    "falcon-h1": GGUFArchitecture(  # whose factors the converter has multiplied with the weights
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        (
+            *_ATTENTION,
+            *_mamba2("mamba"),
+            *((name, own.replace("mlp", "feed_forward"), shape) for name, own, shape in _MLP),
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("ffn_norm", "pre_ff_layernorm.weight", ("H",)),
+        ),
+        numbers={"ssm.inner_size": "mamba_d_ssm"},
+        fixed={
+            "mamba_norm_before_gate": False,
+            **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), 1.0),
+            **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier", "embedding_multiplier"), 1.0),
+            **{"lm_head_multiplier": 1.0, "mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5},
+        },
+        optional={"mamba_rms_norm": "ssm_norm"},
+        mamba2=Mamba2Names("mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_n_groups", "mamba_d_head"),
+        reshaped=_MAMBA2_SHAPES,
+        last_norm=("output_norm", "model.final_layernorm"),
+    ),
+    # Kimi K2 and GLM-4.7-Flash, too. Without biases of the experts' choice it is a DeepSeek-V2.
+    "deepseek2": GGUFArchitecture(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        (
+            ("attn_q", "self_attn.q_proj", ("U", "H")),
+            ("attn_q_a", "self_attn.q_a_proj", ("q", "H")),
+            ("attn_q_a_norm", "self_attn.q_a_layernorm", ("q",)),
+            ("attn_q_b", "self_attn.q_b_proj", ("U", "q")),
+            ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa", ("R", "H")),
+            ("attn_kv_a_norm", "self_attn.kv_a_layernorm", ("r",)),
+            ("attn_kv_b", "self_attn.kv_b_proj", ("KV", "r")),
+            ("attn_output", "self_attn.o_proj", ("H", "V")),
+            *_NORMS,
+        ),
+        numbers={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.q_lora_rank": "q_lora_rank",
+            "rope.dimension_count": "qk_rope_head_dim",
+        },
+        fixed={
+            **{"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+            **{"q_lora_rank": None, "rope_interleave": True, "num_nextn_predict_layers": 0, **_NO_PADDING},
+        },
+        further=(
+            *("attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
+            "expert_gating_func",
+        ),
+        kinds={
+            "dense": _MLP,
+            "experts": (
+                ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+                ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias", ("E",)),
+                ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
+                ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
+                ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
+                ("ffn_gate_shexp", "mlp.shared_experts.gate_proj", ("W", "H")),
+                ("ffn_up_shexp", "mlp.shared_experts.up_proj", ("W", "H")),
+                ("ffn_down_shexp", "mlp.shared_experts.down_proj", ("H", "W")),
+            ),
+        },
+        latent=True,
+    ),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": replace(
         _NEMOTRON,
@@ -425,7 +773,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             "expert_weights_norm": "norm_topk_prob",
             "expert_weights_scale": "routed_scaling_factor",
         },
-        required={"expert_group_count": 1},
+        required={"expert_group_count": 1, "expert_group_used_count": 1},
         layer_types={"linear_attention": "recurrent", "full_attention": "attention", "moe": "mlp"},
         kinds={
             **_NEMOTRON_H,

@@ -91,7 +91,12 @@ def _stored_form(file: GGUFFile, wanted: TargetTensor) -> StoredForm:
     kept, block = stored_block_format(file, wanted), file.tensors[wanted.source].type
     if kept is not None:
         return kept
-    if not wanted.shift and not wanted.exponent and block in (GGMLQuantizationType.BF16, GGMLQuantizationType.F16):
+    if (
+        not wanted.shift
+        and not wanted.exponent
+        and wanted.expanded is None
+        and block in (GGMLQuantizationType.BF16, GGMLQuantizationType.F16)
+    ):
         return str(block.name)
     exact = all(not (values.view(np.uint32) & 0xFFFF).any() for (values,) in _pieces(file, wanted, "F32"))
     return "BF16" if exact else "F32"
@@ -131,7 +136,11 @@ def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
-    """Yields the tensor's stored columns in row order, at most PIECE elements at a time."""
+    """Yields the tensor's stored columns in row order, at most PIECE elements at a time, but an expanded one whole."""
+    if wanted.expanded is not None:
+        assert isinstance(form, str)
+        yield [PLAIN_FORMS[form](_expanded(file, wanted, *wanted.expanded))]
+        return
     for source in wanted.sources:
         yield from _pieces_of(file, file.tensors[source], wanted, form)
 
@@ -151,6 +160,10 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
         rows //= count
         stored = stored[number * rows : (number + 1) * rows]
     order = row_order(rows, heads) if heads else None
+    if wanted.half is not None:
+        number, parts = wanted.half
+        order = np.arange(rows).reshape(parts, 2, -1)[:, number].reshape(-1)
+        rows //= 2
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
         some = stored[first : first + step] if order is None else stored[order[first : first + step]]
@@ -159,6 +172,21 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
             yield [PLAIN_FORMS[form](_logarithms(file, tensor, values) if wanted.exponent else values)]
         else:
             yield _stored(file, tensor, some, form)
+
+
+def _expanded(
+    file: GGUFFile, wanted: TargetTensor, heads: int, of_keys: int, of_values: int
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """See TargetTensor."""
+    rank = wanted.shape[1]
+    keys, values = (
+        np.concatenate([piece[0].reshape(-1) for piece in _pieces_of(file, file.tensors[name], plain, "F32")])
+        for name in wanted.sources
+        for plain in [TargetTensor(name, wanted.name, file.tensors[name].shape)]
+    )
+    turned = keys.reshape(heads, rank, of_keys).swapaxes(1, 2)
+    both = np.concatenate((turned, values.reshape(heads, of_values, rank)), 1)
+    return np.ascontiguousarray(both.reshape(wanted.shape), np.float32)
 
 
 def _logarithms(

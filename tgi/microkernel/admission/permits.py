@@ -59,7 +59,6 @@ class Permits:
 
     @property
     def held(self) -> int:
-        """The number of permits of this process."""
         return len(self._held)
 
     def held_by(self, client: int) -> int:

@@ -45,7 +45,6 @@ class TokenRates:
         return max(0.0, (level - per_minute) * 60 / per_minute)
 
     def charge(self, client: int, per_minute: int, tokens: int) -> None:
-        """Adds the tokens of a request that has ended."""
         with self._locked():
             level, offset = self._level(client, per_minute)
             if offset is not None:

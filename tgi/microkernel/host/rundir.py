@@ -174,7 +174,6 @@ class ProcessState:
 
     @property
     def name(self) -> str:
-        """See process_name."""
         return process_name(self.role, self.replica, self.rank)
 
 

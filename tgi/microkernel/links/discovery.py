@@ -53,7 +53,6 @@ class Discovery:
             threading.Thread(target=self._resolve_forever, name="names", daemon=True).start()
 
     def addresses(self) -> frozenset[str]:
-        """The addresses that are known now."""
         return self._fixed.union(*self._of_name.copy().values())
 
     def close(self) -> None:

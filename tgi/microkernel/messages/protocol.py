@@ -388,7 +388,7 @@ EVENTS = (CHUNK, LAST_CHUNK, PREEMPT, WORKER_LOST, END)
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. The first three are successes with all tokens delivered."""
+    """Why a request ended. The first three are SUCCESSES, with all tokens delivered."""
 
     LENGTH = "length"
     EOS = "eos_token"
@@ -401,6 +401,9 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"  # its deadline has passed; `message` tells the time that it had
     TEMPLATE = "template"  # the chat template cannot render the messages; `message` is for the client
 
+
+# The ends of requests that have got all their tokens.
+SUCCESSES = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 
 # `End.message` of a cancelled request whose stream goes on: it is kept for the client, or another request resumes it.
 DETACHED = "detached from its stream"

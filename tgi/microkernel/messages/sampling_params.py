@@ -33,7 +33,6 @@ class Range(NamedTuple):
     maximum: float | None = None
 
     def contains(self, value: float) -> bool:
-        """Whether the value is within all bounds."""
         return (
             (self.above is None or value > self.above)
             and (self.minimum is None or value >= self.minimum)

@@ -124,7 +124,6 @@ class RingRecorder(FlightRecorder):
         (self._count,) = _COUNT.unpack_from(self._ring)
 
     def stamp(self, event: Event, context: RequestContext, a: int = 0, b: int = 0) -> None:
-        """As FlightRecorder.stamp."""
         if not (key := context.request_key):
             return
         place = _HEADER_BYTES + self._count % RING_STAMPS * _STAMP.size
@@ -133,7 +132,6 @@ class RingRecorder(FlightRecorder):
         _COUNT.pack_into(self._ring, 0, self._count)
 
     def close(self) -> None:
-        """Releases the ring."""
         self._ring.close()
 
 

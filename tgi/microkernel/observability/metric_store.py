@@ -56,9 +56,13 @@ class MetricStore:
         self._files: dict[str, SampleFile] = {}
         self._complained = False
 
-    def number(self, kind: str, name: str, labels: tuple[str, ...], part: Any = None) -> "StoredNumber":
-        """One number, 0 if it is new."""
-        key = json.dumps([name, labels, part])
+    def number(self, kind: str, name: str, labels: tuple[str, ...], part: Any = None) -> "Number":
+        """One number: a counter (SUMS), a gauge (GAUGES), or a part of a distribution (SUMS)."""
+        return Number(self, kind, json.dumps([name, labels, part]))
+
+    def open_number(self, kind: str, key: str) -> tuple[Any, float]:
+        """The file of a number, a MmapedDict, and its value, 0 if it is new. None in place of the file: it is not
+        stored."""
         try:
             if kind not in self._files:
                 self._files[kind] = SampleFile(self.directory / f"{kind}_{os.getpid()}.db")
@@ -67,8 +71,9 @@ class MetricStore:
             if not self._complained:
                 self._complained = True
                 log.error("metrics are missing: cannot write to %s: %s", self.directory, error.strerror)
-            return StoredNumber(None, key)
-        return StoredNumber(self._files[kind].numbers, key)
+            return None, 0.0
+        file = self._files[kind].numbers
+        return file, file.read_value(key)[0]
 
 
 class SampleFile:
@@ -94,55 +99,28 @@ class SampleFile:
         self._used = used
 
 
-class StoredNumber:
-    """A double in a file. Keeps a copy, since reading the file is slow."""
+class Number:
+    """A double in a file, in which it appears with its first value. The numbers of several processes are added up.
+    Keeps a copy, since reading the file is slow."""
 
-    __slots__ = ("_file", "_key", "_value")
+    __slots__ = ("_file", "_key", "_kind", "_store", "_value")
 
-    def __init__(self, file: Any, key: str) -> None:
-        """`file`: a MmapedDict; None: the number is not stored."""
-        self._file, self._key = file, key
-        self._value: float = 0.0 if file is None else file.read_value(key)[0]
+    def __init__(self, store: MetricStore, kind: str, key: str) -> None:
+        self._store, self._kind, self._key = store, kind, key
+        self._file: Any = None
+        self._value: float | None = None  # None: not in the file yet
 
     def set(self, value: float) -> None:
-        """Sets the value."""
+        if self._value is None:
+            self._file, _ = self._store.open_number(self._kind, self._key)
         self._value = value
         if self._file is not None:
             self._file.write_value(self._key, value, 0.0)
 
-    def add(self, amount: float) -> None:
-        """Adds to the value."""
-        self.set(self._value + amount)
-
-
-class Counter:
-    """A number that only increases."""
-
-    def __init__(self, store: MetricStore, name: str, labels: tuple[str, ...]) -> None:
-        self._key = (store, name, labels)
-        self._number: StoredNumber | None = None
-
     def inc(self, amount: float = 1) -> None:
-        """Adds to the counter."""
-        if self._number is None:
-            store, name, labels = self._key
-            self._number = store.number(SUMS, name, labels)
-        self._number.add(amount)
-
-
-class Gauge:
-    """A current value. The gauges of several processes are added up."""
-
-    def __init__(self, store: MetricStore, name: str, labels: tuple[str, ...]) -> None:
-        self._key = (store, name, labels)
-        self._number: StoredNumber | None = None
-
-    def set(self, value: float) -> None:
-        """Sets the value."""
-        if self._number is None:
-            store, name, labels = self._key
-            self._number = store.number(GAUGES, name, labels)
-        self._number.set(value)
+        if self._value is None:
+            self._file, self._value = self._store.open_number(self._kind, self._key)
+        self.set(self._value + amount)
 
 
 class Distribution:
@@ -162,10 +140,9 @@ class Distribution:
         self._key = (store, name, labels)
         self._bounds = (*bounds, inf) if bounds else ()
         self._write_bounds = write_bounds
-        self._numbers: dict[Any, StoredNumber] = {}
+        self._numbers: dict[Any, Number] = {}
 
     def observe(self, value: float) -> None:
-        """Adds one observation."""
         self._add("sum", value)
         self._add(self._bounds[bisect_left(self._bounds, value)] if self._bounds else value, 1)
 
@@ -187,7 +164,7 @@ class Distribution:
         if number is None:
             store, name, labels = self._key
             number = self._numbers[part] = store.number(SUMS, name, labels, part)
-        number.add(amount)
+        number.inc(amount)
 
 
 def sum_over_processes(directory: Path) -> AllSeries:

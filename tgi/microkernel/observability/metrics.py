@@ -133,7 +133,7 @@ OWN_SERIES: dict[str, Series] = {
     ),
     "tgi_worker_losses": Series("counter", "Times that the worker process was lost"),
     "tgi_quarantined_requests": Series("counter", "Requests put into quarantine because they crash processes"),
-    "tgi_loaded_models": Series("gauge", "Models that are loaded, of a server with several"),
+    "tgi_model_replicas": Series("gauge", "Schedulers with a worker that is ready", ("model",)),
     "tgi_process_restarts": Series("counter", "Processes restarted by the supervisor", ("role",), values=(ROLES,)),
 }
 
@@ -196,9 +196,9 @@ def _metric(name: str, labels: tuple[str, ...]) -> Any:
             raise RuntimeError(f"a sample of {name} before metrics.use_directory()")
         series = SERIES[name]
         if series.kind == "counter":
-            metric: Any = metric_store.Counter(_process.store, name, labels)
+            metric: Any = _process.store.number(metric_store.SUMS, name, labels)
         elif series.kind == "gauge":
-            metric = metric_store.Gauge(_process.store, name, labels)
+            metric = _process.store.number(metric_store.GAUGES, name, labels)
         else:
             metric = metric_store.Distribution(
                 _process.store, name, labels, _bounds(series), write_bounds=isinstance(series.buckets, str)
@@ -350,7 +350,6 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Frees the port."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

@@ -46,7 +46,6 @@ class Span:
         self._recorded.update_name(name)
 
     def set_attributes(self, attributes: Attributes) -> None:
-        """Adds attributes."""
         self._recorded.set_attributes(attributes)
 
     def set_error(self, kind: str, message: str = "") -> None:
@@ -56,7 +55,6 @@ class Span:
             _fail(self._recorded, kind, message)
 
     def end(self) -> None:
-        """Ends the span now."""
         self._recorded.end()
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -98,11 +98,11 @@ class Progress:
             sys.stderr.write(shown)
             sys.stderr.flush()
 
-    def show_process_states(self, expected: Iterable[str]) -> None:
+    def show_process_states(self, expected: Iterable[str], failed: Sequence[str] = ()) -> None:
         """Shows the stage of the processes that start; called periodically by the supervisor.
 
         `expected` are the names of its own processes. A supervisor of the api waits for the processes of all roles,
-        others for their own.
+        others for their own. `failed`: those of several models that could not be loaded.
         """
         if self._done or self.settings is None:
             return
@@ -119,12 +119,16 @@ class Progress:
                 self.show_stage(prefix + last.stage, last.percent)
             return
         self._done = True
-        self._finish(self.settings, states, server_url(self.settings) if serves_api else "")
+        self._finish(self.settings, states, server_url(self.settings) if serves_api else "", failed)
 
-    def _finish(self, settings: Settings, states: Iterable[rundir.ProcessState], url: str) -> None:
+    def _finish(
+        self, settings: Settings, states: Iterable[rundir.ProcessState], url: str, failed: Sequence[str]
+    ) -> None:
         """Prints that the server is ready, with the summary as text on a terminal and as log fields elsewhere."""
         what = f"{settings.model_id} on {url}" if url else self._title
         ready = f"Ready in {self._clock() - self._began:.1f} s: {what}"
+        if failed:
+            ready += f", but without {', '.join(failed)}: a request tries again to load it, the reason is above"
         own = [] if settings.models else states  # those of several models differ
         facts = {name: value for state in own for name, value in state.facts.items()}
         watched = sys.stderr.isatty() and not self._logs

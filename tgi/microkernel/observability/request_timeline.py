@@ -103,7 +103,6 @@ class Timeline:
             self._observe(stamp)
 
     def lines(self) -> Iterator[str]:
-        """All of it, for people."""
         total = self.end - self.begin
         for phase, spent in sorted(self.seconds.items(), key=lambda item: -item[1]):
             yield f"{phase:26}{1e3 * spent:10.1f} ms{100 * spent / total if total else 0:5.0f} %"

@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.observability import metrics
 from tgi.microkernel.processes import rollout
 from tgi.microkernel.processes.model_table import (
     FrontEndCommand,
@@ -75,6 +74,11 @@ class ModelManager:
         self._listener.setblocking(False)
         self._listener.bind(str(path))
         self._listener.listen()
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of the models that could not be loaded."""
+        return [model.name for model in self._table.models.values() if model.state is ModelState.FAILED]
 
     @property
     def busy(self) -> bool:
@@ -163,7 +167,6 @@ class ModelManager:
         line = json.dumps(views).encode() + b"\n"
         if line != self._sent:
             self._sent = line
-            metrics.tgi_loaded_models.set(sum(one.state is ModelState.LOADED for one in models))
             for number in list(self._connections):
                 self._send(number, line)
 

@@ -51,7 +51,6 @@ class Neighbour(Generic[RequestT]):
 
     @property
     def responds(self) -> bool:
-        """Whether a process is connected, and sends beats."""
         return self.peer is not None and not self.silent
 
 
@@ -101,7 +100,6 @@ class Assignments(Generic[NeighbourT, RequestT]):
         return self._choose(request, now)
 
     def assign(self, request: RequestT, neighbour: NeighbourT, rid: int) -> None:
-        """The request is sent to a neighbour."""
         self.waiting.pop(request, None)
         self._assigned[request] = neighbour, rid
         neighbour.requests[rid] = request

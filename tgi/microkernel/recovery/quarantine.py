@@ -41,7 +41,6 @@ class Quarantine:
         self._entries: dict[str, QuarantinedRequest] = {}
 
     def entries(self) -> list[QuarantinedRequest]:
-        """The requests that are refused now."""
         self._refresh()
         now = self._clock()
         return [entry for entry in self._entries.values() if entry.until > now]

@@ -17,6 +17,7 @@ from tgi.microkernel.settings.options import (
     address,
     batch_sizes,
     boolean,
+    byte_count,
     count,
     endpoint,
     integer,
@@ -373,7 +374,7 @@ class Settings:
         SERVING,
         1 << 30,
         "Bytes of all files and batches; results of running batches may take as much again.",
-        count,
+        byte_count,
         env=("TGI_BATCH_STORE_BYTES",),
     )
     disable_grammar_support: bool = setting(SERVING, False, "Reject requests with a grammar.", boolean)
@@ -428,9 +429,9 @@ class Settings:
     grammar_compile_limit: float = setting(
         LIMITS, 3.0, "Seconds of computation that compiling a grammar may take; more is a 422.", seconds
     )
-    payload_limit: int = setting(LIMITS, 2_000_000, "Largest request body in bytes.", count)
+    payload_limit: int = setting(LIMITS, 2_000_000, "Largest request body in bytes.", byte_count)
     max_images: int = setting(LIMITS, 16, "Images of one prompt.", count, env=("TGI_MAX_IMAGES",))
-    max_image_fetch_size: int = setting(LIMITS, 33_554_432, "Largest fetched image in bytes.", count)
+    max_image_fetch_size: int = setting(LIMITS, 33_554_432, "Largest fetched image in bytes.", byte_count)
     max_image_pixels: int = setting(
         LIMITS, 40_000_000, "Largest image in pixels.", count, env=("TGI_MAX_IMAGE_PIXELS",)
     )
@@ -482,7 +483,7 @@ class Settings:
         PERFORMANCE,
         16 << 30,
         "Bytes of all files in --prefix-cache-dir; the least recently used are removed.",
-        count,
+        byte_count,
         env=("TGI_PREFIX_CACHE_BYTES",),
     )
     step_target: float = setting(

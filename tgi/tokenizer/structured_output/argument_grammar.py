@@ -276,7 +276,6 @@ class LiteralRules:
         return f"{self._lark.piece(quote)} {self._arguments.text_before(quote, quote, schema, ['string'])}"
 
     def _any(self) -> str:
-        """Any value."""
         scalar = self._lark.object(self._entry({"type": ["integer", "number", "boolean", "null"]}))
         text, key = self._text({}), self._lark.terminal(f"{_LITERAL_KEY} {_COLON}")
         return self._lark.recursive_rule(

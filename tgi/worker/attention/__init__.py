@@ -7,7 +7,7 @@ cpu_kernels    CPU, with our own kernels
 packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
 by_shape       layers with keys and values of several sizes, on any of the backends for torch's kernels
-explicit       with soft caps or sinks, where torch computes sequence by sequence
+sequence       of one sequence, where torch computes sequence by sequence
 """
 
 import torch

@@ -24,15 +24,12 @@ class AttentionByShape:
 
     @property
     def page_memory(self) -> list[Tensor]:
-        """See StorableBackend."""
         storable = [backend for backend in self._backends if isinstance(backend, StorableBackend)]
         return [part for backend in storable for part in backend.page_memory]
 
     def plan(self, batch: ForwardBatch) -> list[Any]:
-        """See AttentionBackend: the plan of each backend."""
         return [backend.plan(batch) for backend in self._backends]
 
     def write_and_attend(self, plan: list[Any], layer: int, qkv: Tensor, scale: float) -> Tensor:
-        """See AttentionBackend."""
         number, own = self._places[layer]
         return self._backends[number].write_and_attend(plan[number], own, qkv, scale)

@@ -49,7 +49,6 @@ class CpuKernelAttention:
 
     @property
     def page_memory(self) -> list[Tensor]:
-        """See StorableBackend."""
         return self._cache
 
     def prefault_pages(self, used: int, further: int) -> bool:
@@ -70,7 +69,6 @@ class CpuKernelAttention:
         return True
 
     def plan(self, batch: ForwardBatch) -> CpuKernelPlan:
-        """See AttentionBackend."""
         columns: tuple[Tensor, ...] = (batch.slot_mapping, batch.cu_query_lens, batch.context_lens, batch.page_table)
         bounds, contexts = batch.cu_query_lens.data_ptr(), batch.context_lens.data_ptr()
         blocks: tuple[int, bool] | tuple[()] = ()
@@ -84,7 +82,6 @@ class CpuKernelAttention:
         return CpuKernelPlan(rows, columns)
 
     def write_and_attend(self, plan: CpuKernelPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
-        """See AttentionBackend; the result is [T, heads * result_dim]."""
         kv, (group, cache) = self._kv, self._places[layer]
         return self._kernels.paged_attention(
             KVCache(cache, self.kv_form),

@@ -14,11 +14,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.attention.explicit import explicit_attention
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec, Reach
+from tgi.worker.attention.sequence import sequence_attention
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rows
 from tgi.worker.kv_cache_sizes import GPU_PAGE_SIZE
 from tgi.worker.state_cache import StateCache
@@ -54,7 +53,6 @@ class CudaAttention:
         log.debug("attention on %s: %s; KV cache in %s", device, kernels, str(kv.cache_dtype).removeprefix("torch."))
 
     def plan(self, batch: ForwardBatch) -> CudaPlan:
-        """See AttentionBackend."""
         if self._kv.gpu_kernels is None:
             return CudaPlan(batch.slot_mapping, [], batch)
         return CudaPlan(batch.slot_mapping, [self._rows(batch, table) for table in batch.page_table], batch)
@@ -84,7 +82,6 @@ class CudaAttention:
         return tuple(groups)
 
     def write_and_attend(self, plan: CudaPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
-        """See AttentionBackend."""
         if self._kv.gpu_kernels is not None:
             return self.transform_and_attend(plan, layer, qkv, scale, HeadTransform())
         kv, (group, place) = self._kv, self._places[layer]
@@ -97,7 +94,6 @@ class CudaAttention:
     def transform_and_attend(
         self, plan: CudaPlan, layer: int, qkv: Tensor, scale: float, transform: HeadTransform
     ) -> Tensor:
-        """See TransformingBackend."""
         kv, (group, place), kernels = self._kv, self._places[layer], self._kv.gpu_kernels
         assert kernels is not None
         cache = self._caches[place]
@@ -133,7 +129,7 @@ class CudaAttention:
 
     def _attend_row_by_row(self, batch: ForwardBatch, layer: int, query: Tensor, scale: float) -> Tensor:
         queries = list(accumulate(batch.query_lens_host, initial=0))
-        kv, cap, sinks = self._kv, self._kv.softcap, self._kv.layer_sinks(layer)
+        kv, sinks = self._kv, self._kv.layer_sinks(layer)
         group, place = self._places[layer]
         cache = self._caches[place]
         last_keys = None if batch.blocks is None else batch.blocks.last_seen(kv.reach(layer))
@@ -143,13 +139,10 @@ class CudaAttention:
             keys, values = (x.flatten(0, 1)[:context] for x in cache.gather_pages(pages))
             own = slice(queries[row], queries[row + 1])
             q, k, v = (x.transpose(0, 1)[None] for x in (query[own], keys, values))
-            bias = _mask(count, context, kv.reach(layer), query, None if last_keys is None else last_keys[own])
-            if cap is None and sinks is None and kv.slopes is None:
-                out = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=bias, scale=scale, enable_gqa=kv.heads != kv.kv_heads
-                )
-            else:
-                out = explicit_attention(q, k, v, bias < 0, scale, cap, sinks, kv.slopes)
+            hidden = _hidden_keys(
+                count, context, kv.reach(layer), query.device, None if last_keys is None else last_keys[own]
+            )
+            out = sequence_attention(q, k, v, hidden, scale, kv.softcap, sinks, kv.slopes)
             mixed[own] = out[0].transpose(0, 1)
         return mixed
 
@@ -217,10 +210,9 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _mask(count: int, context: int, reach: Reach, like: Tensor, last_keys: Tensor | None) -> Tensor:
-    """[count, context]: 0 where the last `count` positions of a row see a key, else -inf. `last_keys` [count]: the last
-    one that each sees; None: its own."""
-    own = torch.arange(context - count, context, device=like.device)[:, None]
-    keys = torch.arange(context, device=like.device)
-    masked = reach.masked(keys, own, last_keys=None if last_keys is None else last_keys[:, None])
-    return torch.zeros(count, context, device=like.device, dtype=like.dtype).masked_fill_(masked, float("-inf"))
+def _hidden_keys(count: int, context: int, reach: Reach, device: torch.device, last_keys: Tensor | None) -> Tensor:
+    """Which keys the last `count` positions of a row do not see, [count, context]. `last_keys` [count]: the last one
+    that each sees; None: its own."""
+    own = torch.arange(context - count, context, device=device)[:, None]
+    keys = torch.arange(context, device=device)
+    return reach.masked(keys, own, last_keys=None if last_keys is None else last_keys[:, None])

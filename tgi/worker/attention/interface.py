@@ -153,7 +153,6 @@ class KVCacheSpec(NamedTuple):
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The type of the stored keys and values."""
         return self.stored_dtype or self.dtype
 
     @property

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.attention.explicit import explicit_attention
 from tgi.worker.attention.interface import KVCacheSpec
+from tgi.worker.attention.sequence import sequence_attention
 from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, AttentionRows, KVCache
 
 ALL = 1 << 30  # positions ahead that reach the end of any sequence
@@ -64,7 +63,6 @@ class PackedAttention:
         self._memory = torch.zeros(pages, kv.kv_heads, size, dtype=torch.uint8)
 
     def plan(self, batch: PackedSequences) -> "KernelPlan | PackedSequences":
-        """What all layers of a step share."""
         if self._kv.cpu_kernels is None:
             return batch
         bounds = np.array(batch.bounds, np.int64)
@@ -103,18 +101,12 @@ class PackedAttention:
             one.transpose(0, 1)[None] for one in qkv.split([kv.heads, *[kv.kv_heads] * kv.parts], dim=1)
         )
         value = rest[0] if rest else key[..., : kv.result_dim]
-        mask = None
+        hidden = None
         if window is not None or ahead < length:
             place = torch.arange(length, device=qkv.device)
             distance = place[:, None] - place  # of a query from a key before it
-            mask = (distance >= -ahead) & (distance < (window or length))
-        if kv.softcap is None and sinks is None:
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, scale=scale, enable_gqa=kv.heads > kv.kv_heads
-            )
-        else:
-            hidden = None if mask is None else ~mask
-            mixed = explicit_attention(query, key, value, hidden, scale, kv.softcap, sinks)
+            hidden = (distance < -ahead) | (distance >= (window or length))
+        mixed = sequence_attention(query, key, value, hidden, scale, kv.softcap, sinks)
         return mixed[0].transpose(0, 1).reshape(length, -1)
 
 

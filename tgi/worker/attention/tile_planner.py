@@ -1,6 +1,5 @@
 """Divides the rows of a step into tiles for torch_cpu.py, and plans which keys to gather for each."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,10 @@ from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec, Reach
 
 # Block size of torch's kernel: it iterates over keys in blocks of this many, from the first key that it is given.
 KEY_BLOCK = 512
-# A row with more tiles than this gathers its keys once for all tiles; other rows gather them once per tile.
+# A row with more tiles than this is divided into parts of at most PART queries, whose tiles share their keys. The other
+# tiles have keys of their own.
 FEW_TILES = 4
+PART = 256
 # Target size of one gather of keys and values: they should still be in the core's cache when they are used.
 GATHER_BYTES = 1 << 20
 
@@ -35,40 +36,25 @@ class QueryTile(NamedTuple):
     begin: int  # position of the first key; a multiple of KEY_BLOCK
 
 
-class TileRun(NamedTuple):
-    """Consecutive tiles of a row that are computed with the same keys."""
-
-    tiles: range
-    begin: int  # position of the first key
-    end: int  # position after the last key
-
-
 class TileGroup(NamedTuple):
-    """Tiles of one kernel call: B tiles of Q queries each, over the same positions of the gathered keys."""
+    """Tiles of one kernel call: B tiles of Q queries each, and the pages that are gathered for them: a sequence of keys
+    for each tile, or one for all."""
 
+    index: Tensor  # int64 [parts * kv_heads * sequences * pages] rows of the cache, keys before values
+    sequences: int
+    keys: int  # positions of a sequence
     queries: Tensor | slice  # int64 [B * Q] indices into the T tokens of the batch
     outputs: Tensor | slice  # int64 [B * Q] indices into the result; T for padding queries
     mask: Tensor  # float32 [B, kv_heads or 1, rows or 1, keys], added to the scores: 0 or what ALiBi adds, or -inf
     tiles: int  # B
     rows: int  # of a tile
-    first: int  # the first of the gathered positions
-    keys: int  # number of positions
-
-
-class KeyGather(NamedTuple):
-    """Pages gathered together, and the tiles computed on them: one sequence of keys per tile, or one for all."""
-
-    index: Tensor  # int64 [parts * kv_heads * sequences * pages] rows of the cache, keys before values
-    sequences: int
-    length: int  # positions per sequence
-    groups: list[TileGroup]
 
 
 class TilePlan(NamedTuple):
     """The plan of one step."""
 
     writes: Tensor  # int64 [G, T * parts * kv_heads] rows of the cache, viewed with one row per position
-    gathers: dict[tuple[int, Reach], list[KeyGather]]  # by KV group and reach
+    groups: dict[tuple[int, Reach], list[TileGroup]]  # by KV group and reach
     tokens: int  # T
 
 
@@ -90,27 +76,31 @@ class TilePlanner:
         heads = self._head_pages * self.page_size
         writes = (batch.slot_mapping[:, None] + heads).transpose(1, 2).flatten(1)
         kinds = {(group, self._kv.reach(layer)) for layer, (group, _) in enumerate(self._kv.places)}
-        gathers = {
-            (group, reach): self._gathers(batch._replace(page_table=batch.page_table[group]), reach)
+        groups = {
+            (group, reach): self._groups(batch._replace(page_table=batch.page_table[group]), reach)
             for group, reach in kinds
         }
-        return TilePlan(writes, gathers, sum(batch.query_lens_host))
+        return TilePlan(writes, groups, sum(batch.query_lens_host))
 
-    def _gathers(self, batch: ForwardBatch, reach: Reach) -> list[KeyGather]:
+    def _groups(self, batch: ForwardBatch, reach: Reach) -> list[TileGroup]:
         """Divides the rows into tiles. Short rows are grouped by their number of keys; long rows are planned alone.
         `batch` has the page table [R, P] of one group."""
         short: dict[tuple[int, bool], list[QueryTile]] = {}
-        gathers: list[KeyGather] = []
+        groups: list[TileGroup] = []
         first = 0
         last_keys = None if batch.blocks is None else batch.blocks.last_seen(reach)
-        shifted = not reach.chunked and self._kv.slopes is None  # see _run_group
+        shifted = not reach.chunked and self._kv.slopes is None  # see _long_part
         for row, (count, context) in enumerate(zip(batch.query_lens_host, batch.context_lens_host, strict=True)):
             start = context - count
             seen = None if last_keys is None else last_keys[first : first + count]
             if seen is not None and torch.equal(seen, torch.arange(start, context)):
                 seen = None
             if count > FEW_TILES * self._queries_per_tile and shifted and seen is None:
-                gathers.append(self._long_row(batch, row, first, start, count, reach))
+                done = 0
+                while done < count:  # a part ends with a block of keys, or in the middle of one
+                    n = min(PART - (start + done) % PART, count - done)
+                    groups.append(self._long_part(batch, row, first + done, start + done, n, reach))
+                    done += n
             else:
                 for done in range(0, count, self._queries_per_tile):
                     n = min(self._queries_per_tile, count - done)
@@ -122,9 +112,9 @@ class TilePlanner:
             first += count
         for (keys, single), tiles in short.items():
             at_once = max(1, GATHER_BYTES // (keys // self.page_size * self._page_bytes))
-            groups = (tiles[at : at + at_once] for at in range(0, len(tiles), at_once))
-            gathers.extend(self._group_of_tiles(batch, keys, single, group, reach) for group in groups)
-        return gathers
+            parts = (tiles[at : at + at_once] for at in range(0, len(tiles), at_once))
+            groups.extend(self._short_tiles(batch, keys, single, part, reach) for part in parts)
+        return groups
 
     def _padded_keys(self, keys: int) -> int:
         """The number of keys that `keys` keys are padded to."""
@@ -134,7 +124,7 @@ class TilePlanner:
         return full * KEY_BLOCK + next(size for size in self._shapes.last_blocks if size >= rest)
 
     def _index(self, batch: ForwardBatch, rows: list[int], begins: list[int], keys: int) -> Tensor:
-        """KeyGather.index for `keys` positions of each batch row, from `begins` on.
+        """TileGroup.index for `keys` positions of each batch row, from `begins` on.
 
         Positions beyond a row's context are gathered from the zero page.
         """
@@ -150,10 +140,10 @@ class TilePlanner:
         table.masked_fill_(columns >= used[:, None], self._pages - 1)
         return (self._head_pages + table.view(1, -1)).view(-1)
 
-    def _group_of_tiles(
+    def _short_tiles(
         self, batch: ForwardBatch, keys: int, single: bool, tiles: list[QueryTile], reach: Reach
-    ) -> KeyGather:
-        """A gather for tiles with a sequence of keys each. `single`: the tiles have one query each."""
+    ) -> TileGroup:
+        """Tiles with a sequence of keys each. `single`: the tiles have one query each."""
         count = 1 if single else self._queries_per_tile
         rows = self._shapes.single_rows if single else self._shapes.multi_rows
         firsts = torch.tensor([tile.first for tile in tiles])
@@ -173,8 +163,7 @@ class TilePlanner:
             queries = (firsts[:, None] + offsets).masked_fill_(missing, 0).view(-1)
             outputs = (firsts[:, None] + offsets).masked_fill_(missing, batch.tokens.shape[0]).view(-1)
         index = self._index(batch, [tile.row for tile in tiles], [tile.begin for tile in tiles], keys)
-        group = TileGroup(queries=queries, outputs=outputs, mask=mask, tiles=len(tiles), rows=rows, first=0, keys=keys)
-        return KeyGather(index=index, sequences=len(tiles), length=keys, groups=[group])
+        return TileGroup(index, len(tiles), keys, queries, outputs, mask, len(tiles), rows)
 
     def _mask(
         self, positions: Tensor, begins: Tensor, rows: int, keys: int, reach: Reach, last_keys: Tensor | None
@@ -196,57 +185,30 @@ class TilePlanner:
             mask = F.pad(mask, (0, 0, 0, rows - mask.shape[1]))
         return mask[:, None]
 
-    def _long_row(self, batch: ForwardBatch, row: int, first: int, start: int, count: int, reach: Reach) -> KeyGather:
-        """A gather for the many tiles of one row, which share its keys."""
-        runs = list(self._tile_runs(start, count, reach))
-        lowest = runs[0].begin
-        groups = [self._run_group(batch, first, start, count, run, run.begin - lowest, reach) for run in runs]
-        length = runs[-1].end - lowest
-        index = self._index(batch, [row], [lowest], length)
-        return KeyGather(index=index, sequences=1, length=length, groups=groups)
-
-    def _tile_runs(self, start: int, count: int, reach: Reach) -> Iterator[TileRun]:
-        """Divides the tiles of a row into runs with the same keys; these end at whole blocks in long contexts."""
-        tiles = -(-count // self._queries_per_tile)
-        run = 0
-        for tile in range(tiles):
-            begin, end = self._key_range(start, count, tile, reach)
-            if tile + 1 == tiles or self._key_range(start, count, tile + 1, reach) != (begin, end):
-                yield TileRun(range(run, tile + 1), begin, end)
-                run = tile + 1
-
-    def _key_range(self, start: int, count: int, tile: int, reach: Reach) -> tuple[int, int]:
-        """The positions of the first key of a tile, and after its last key, padding included."""
-        begin = _first_key(reach, start + tile * self._queries_per_tile)
-        keys = start + min((tile + 1) * self._queries_per_tile, count) - begin
-        return begin, begin + (self._padded_keys(keys) if keys <= KEY_BLOCK else -(-keys // KEY_BLOCK) * KEY_BLOCK)
-
-    def _run_group(
-        self, batch: ForwardBatch, first: int, start: int, count: int, run: TileRun, offset: int, reach: Reach
-    ) -> TileGroup:
-        """The group of a run of tiles, last tile first, whose keys begin at `offset` among the gathered ones.
+    def _long_part(self, batch: ForwardBatch, row: int, first: int, start: int, count: int, reach: Reach) -> TileGroup:
+        """The tiles of `count` consecutive queries of a row, which share their keys; the last tile first.
 
         From one tile to the next, the borders between visible and masked keys move by the same number of positions. So
         all masks are views of one tensor [rows, keys + queries], each beginning further to the right than the one
         before. Strides cannot be negative, hence the reversed order.
         """
-        keys = run.end - run.begin
-        total, size, rows = batch.tokens.shape[0], self._queries_per_tile, self._shapes.multi_rows
-        order = torch.arange(run.tiles.stop - 1, run.tiles.start - 1, -1)
-        inside = (order[:, None] * size + torch.arange(size)).view(-1)
+        begin = _first_key(reach, start)
+        keys = self._padded_keys(start + count - begin)
+        size, rows = self._queries_per_tile, self._shapes.multi_rows
+        tiles = -(-count // size)
+        inside = (torch.arange(tiles - 1, -1, -1)[:, None] * size + torch.arange(size)).view(-1)
         missing = inside >= count
         queries = (first + inside).masked_fill_(missing, 0)
-        outputs = (first + inside).masked_fill_(missing, total)
+        outputs = (first + inside).masked_fill_(missing, batch.tokens.shape[0])
         # Relative to the first key: the first query of the last tile, whose mask begins at column 0.
-        last = start + (run.tiles.stop - 1) * size - run.begin
-        width = keys + (len(run.tiles) - 1) * size
-        queries_at = last + torch.arange(rows) // self._group
+        last = start + (tiles - 1) * size - begin
+        width = keys + (tiles - 1) * size
         shared = torch.zeros(rows, width)
-        shared.masked_fill_(reach.masked(torch.arange(width), queries_at[:, None]), float("-inf"))
-        mask = shared.as_strided((len(run.tiles), 1, rows, keys), (size, 0, width, 1))
-        return TileGroup(
-            queries=queries, outputs=outputs, mask=mask, tiles=len(run.tiles), rows=rows, first=offset, keys=keys
+        shared.masked_fill_(
+            reach.masked(torch.arange(width), last + torch.arange(rows)[:, None] // self._group), float("-inf")
         )
+        mask = shared.as_strided((tiles, 1, rows, keys), (size, 0, width, 1))
+        return TileGroup(self._index(batch, [row], [begin], keys), 1, keys, queries, outputs, mask, tiles, rows)
 
 
 def _first_key(reach: Reach, query: int) -> int:

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
-from tgi.worker.attention.tile_planner import KEY_BLOCK, KeyGather, TileGroup, TilePlan, TilePlanner, TileShapes
+from tgi.worker.attention.tile_planner import KEY_BLOCK, TileGroup, TilePlan, TilePlanner, TileShapes
 from tgi.worker.state_cache import StateCache
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,6 @@ class TorchCpuAttention:
         return self._planner.plan(batch)
 
     def write_and_attend(self, plan: TilePlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
-        """See AttentionBackend."""
         kv = self._kv
         group_number, place = self._places[layer]
         cache = self._cache[place]
@@ -98,28 +97,26 @@ class TorchCpuAttention:
             cache.view(-1, kv.head_dim).index_copy_(0, plan.writes[group_number], pairs.reshape(-1, kv.head_dim))
         # The last row receives the results of padding queries.
         result = torch.empty(plan.tokens + 1, kv.heads, kv.head_dim, dtype=kv.dtype)
-        for gather in plan.gathers[group_number, kv.reach(layer)]:
-            keys_values = self._gather(cache, gather)
-            for group in gather.groups:
-                out = self._attend(group, query, keys_values, scale, kv.layer_sinks(layer))
-                if isinstance(group.outputs, slice):
-                    result[group.outputs] = out
-                else:
-                    result.index_copy_(0, group.outputs, out)
+        for group in plan.groups[group_number, kv.reach(layer)]:
+            out = self._attend(group, query, self._gather(cache, group), scale, kv.layer_sinks(layer))
+            if isinstance(group.outputs, slice):
+                result[group.outputs] = out
+            else:
+                result.index_copy_(0, group.outputs, out)
         return result[: plan.tokens, :, : kv.result_dim]
 
-    def _gather(self, cache: Tensor, gather: KeyGather) -> Tensor:
-        """Keys and values float32 [2, sequences, kv_heads, length, head_dim], in a buffer that the next call reuses."""
-        kv, rows = self._kv, gather.index.shape[0]
+    def _gather(self, cache: Tensor, group: TileGroup) -> Tensor:
+        """Keys and values float32 [2, sequences, kv_heads, keys, head_dim], in a buffer that the next call reuses."""
+        kv, rows = self._kv, group.index.shape[0]
         if rows > self._gather_buffers[0].shape[0]:
             width, dtypes = cache.shape[1], (kv.dtype, COMPUTE_DTYPE)
             self._gather_buffers = [torch.empty(rows, width, dtype=dtype) for dtype in dtypes]
         stored, wide = (buffer[:rows] for buffer in self._gather_buffers)
         if kv.dtype is COMPUTE_DTYPE:
-            torch.index_select(cache, 0, gather.index, out=wide)
+            torch.index_select(cache, 0, group.index, out=wide)
         else:
-            wide.copy_(torch.index_select(cache, 0, gather.index, out=stored))
-        stored = wide.view(kv.parts, kv.kv_heads, gather.sequences, gather.length, kv.head_dim)
+            wide.copy_(torch.index_select(cache, 0, group.index, out=stored))
+        stored = wide.view(kv.parts, kv.kv_heads, group.sequences, group.keys, kv.head_dim)
         return stored.expand(2, -1, -1, -1, -1).transpose(1, 2)
 
     def _attend(
@@ -135,8 +132,7 @@ class TorchCpuAttention:
             tiles = query.reshape(tile_group.tiles, count, kv.kv_heads, group, kv.head_dim).transpose(1, 2)
             tiles = tiles.reshape(tile_group.tiles, kv.kv_heads, count * group, kv.head_dim)
         tiles = F.pad(tiles.to(COMPUTE_DTYPE), (0, 0, 0, tile_group.rows - count * group))
-        span = slice(tile_group.first, tile_group.first + tile_group.keys)
-        keys, values = keys_values[:, :, :, span].expand(2, tile_group.tiles, -1, -1, -1)
+        keys, values = keys_values.expand(2, tile_group.tiles, -1, -1, -1)
         if kv.softcap is None:
             out, sums = _flash(tiles, keys, values, 0.0, False, attn_mask=tile_group.mask, scale=scale)
         else:

@@ -48,6 +48,8 @@ void apply_epilogue(const LinearCall& call, int64_t first, int64_t rows, int64_t
             if (epilogue == Epilogue::relu2) y[half] = at_least(0, y[half]) * at_least(0, y[half]);
             if (epilogue == Epilogue::clamped_silu) y[half] = clamped_silu(y[half]);
             if (epilogue == Epilogue::xielu) y[half] = xielu(y[half], call.logit_scale.scale, call.logit_scale.cap);
+            if (epilogue == Epilogue::clip)
+                y[half] = at_most(call.logit_scale.cap, at_least(call.logit_scale.scale, y[half]));
             if (epilogue == Epilogue::logit) y[half] = to_logit(y[half], call.logit_scale);
             if (is_binary(epilogue)) {
                 const Float other = load_first(call.other + to + LANES * half, count[half]);
@@ -81,6 +83,7 @@ __attribute__((noinline)) void apply_epilogue(const LinearCall& call, int64_t fi
         case Epilogue::relu2: return apply_epilogue<Epilogue::relu2>(call, first, rows, at, sums);
         case Epilogue::clamped_silu: return apply_epilogue<Epilogue::clamped_silu>(call, first, rows, at, sums);
         case Epilogue::xielu: return apply_epilogue<Epilogue::xielu>(call, first, rows, at, sums);
+        case Epilogue::clip: return apply_epilogue<Epilogue::clip>(call, first, rows, at, sums);
         case Epilogue::add: return apply_epilogue<Epilogue::add>(call, first, rows, at, sums);
         case Epilogue::mul: return apply_epilogue<Epilogue::mul>(call, first, rows, at, sums);
         case Epilogue::clamped_mul: return apply_epilogue<Epilogue::clamped_mul>(call, first, rows, at, sums);

@@ -37,7 +37,20 @@ MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within in
 SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
 
 # By the numbers of `enum class Epilogue` in linear.h.
-_NAMES = "none", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu", "xielu", "add", "mul", "clamped_mul"
+_NAMES = (
+    "none",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "relu2",
+    "clamped_silu",
+    "xielu",
+    "clip",
+    "add",
+    "mul",
+    "clamped_mul",
+)
 EPILOGUES = {name: number for number, name in enumerate(_NAMES)}
 
 NO_FACTORS = (0.0, 0.0)  # of an epilogue that has none
@@ -179,15 +192,28 @@ class CpuKernels:
         library.tgi_stop.argtypes, library.tgi_stop.restype = (c_void_p,), None
         library.tgi_block_maximum_bytes.argtypes, library.tgi_block_maximum_bytes.restype = (), c_int64
         library.tgi_packed_bytes.argtypes, library.tgi_packed_bytes.restype = (c_int64,) * 3, c_int64
-        thread_pool = library.tgi_start(threads, SPIN_COUNT)
+        self.library, self.dtype = library, dtype
+        self.dot_engine = library.tgi_dot_engine() == 1
+        self._arena = Arena()
+        self._logits_buffer, self._block_maxima_buffer = ScratchBuffer(), ScratchBuffer()
+        self._block_maximum_bytes = library.tgi_block_maximum_bytes()  # for each panel of a row
+        self._start_threads(threads)
+
+    def restart_threads(self, threads: int) -> None:
+        """Starts threads in a process that was forked from the one that has loaded the library. Calls that were
+        prepared before are not valid there."""
+        self._stop.detach()  # of threads that do not exist here
+        self._start_threads(threads)
+
+    def _start_threads(self, threads: int) -> None:
+        thread_pool = self.library.tgi_start(threads, SPIN_COUNT)
         if thread_pool is None:
             raise KernelsUnavailable("the system does not let this process use AMX")
-        weakref.finalize(self, library.tgi_stop, thread_pool)
-        self.library, self.thread_pool, self.threads, self.dtype = library, thread_pool, threads, dtype
-        self.dot_engine = library.tgi_dot_engine() == 1
+        self._stop = weakref.finalize(self, self.library.tgi_stop, thread_pool)
+        self.thread_pool, self.threads = thread_pool, threads
         functions = {}
         for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
+            function = getattr(self.library, name)
             function.argtypes, function.restype = (c_void_p, *arguments), None
             functions[name] = partial(function, thread_pool)
         self._pack, self._pack_integer = functions["tgi_pack"], functions["tgi_pack_integer"]
@@ -198,9 +224,6 @@ class CpuKernels:
         self._logits, self._greedy_head = functions["tgi_logits"], functions["tgi_greedy_head"]
         self._read_memory, self._lora = functions["tgi_read_memory"], functions["tgi_lora"]
         self._attention, self._fma_peak = functions["tgi_attention"], functions["tgi_fma_peak"]
-        self._arena = Arena()
-        self._logits_buffer, self._block_maxima_buffer = ScratchBuffer(), ScratchBuffer()
-        self._block_maximum_bytes = library.tgi_block_maximum_bytes()  # for each panel of a row
 
     def supported_weight(self, weight: Weight) -> Weight:
         """The weight in types that `pack_weight` takes. Codes of a quantized weight are never converted.
@@ -278,9 +301,9 @@ class CpuKernels:
 
         `bias` [outputs] is float32. `plus` [rows, outputs], float32, may be some columns of a larger matrix: the sums
         of LoRA adapters. `then` is one of EPILOGUES, `other` [rows, outputs] the operand of the last three, `factors`
-        those of xielu. With a gate and an up projection: epilogue(x @ gate.T + bias + plus), rounded, times x @ up.T +
-        bias + plus, where bias and plus have the gate's outputs first and then the up projection's; `wide` is not
-        supported.
+        those of xielu and clip. With a gate and an up projection: epilogue(x @ gate.T + bias + plus), rounded, times
+        x @ up.T + bias + plus, where bias and plus have the gate's outputs first and then the up projection's; `wide`
+        is not supported.
         """
         x = x.contiguous()
         assert x.dtype is self.dtype

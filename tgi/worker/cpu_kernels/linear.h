@@ -10,8 +10,8 @@
 namespace tgi {
 
 // clamped_silu and clamped_mul are the gate and the up projection of gpt-oss: g * sigmoid(1.702 g) with g = min(sum, 7),
-// and other * (1 + the sum clamped to -7 to 7). xielu: see activations.py.
-enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, relu, relu2, clamped_silu, xielu, add, mul, clamped_mul,
+// and other * (1 + the sum clamped to -7 to 7). xielu: see activations.py. clip: the sum clamped to two factors.
+enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, relu, relu2, clamped_silu, xielu, clip, add, mul, clamped_mul,
     logit };
 
 // Whether the epilogue has a second operand.
@@ -38,7 +38,7 @@ struct LinearCall {
     float* wide;
     int64_t rows, plus_step;
     Epilogue epilogue;
-    LogitScale logit_scale;  // of Epilogue::logit; of xielu the factors of its two sides
+    LogitScale logit_scale;  // of Epilogue::logit; of xielu and clip their factors
     const BlockMaxima* block_maxima;
     const PackedWeight* next = nullptr;  // the weight of the next product, if that is known
 };

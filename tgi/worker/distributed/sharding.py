@@ -79,8 +79,10 @@ def layer_kv_heads(config: DecoderConfig, shard: Shard, layer: int) -> range:
 
 
 def layer_inner(config: DecoderConfig, shard: Shard, layer: int) -> range:
-    """The inner columns of a layer's dense MLP that a shard has."""
+    """The inner columns of a layer's dense MLP that a shard has: all of them where the activation needs all."""
     inner = config.inner(layer)
+    if config.layers[layer].sparse_above is not None:
+        return range(inner)
     return shard.inner if inner == config.intermediate else _shard_columns(inner, shard.rank, shard.ranks)
 
 

@@ -66,7 +66,6 @@ class CudaGraphCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Replay) -> Replay:
-        """See GraphCapturer."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: one that loads an adapter allocates memory.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

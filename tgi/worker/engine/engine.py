@@ -166,12 +166,10 @@ class TorchEngine:
         return sum(map(len, found))
 
     def reset(self) -> None:
-        """Removes all requests."""
         self._decode_fast_path.reset()
         self._slots.reset()
 
     def held_pages(self) -> list[HeldPages]:
-        """See Engine."""
         self._decode_fast_path.commit()
         return self._slots.held_pages()
 
@@ -187,7 +185,6 @@ class TorchEngine:
         return self._attention.prefault_pages(used, pages)
 
     def release_memory(self) -> None:
-        """See Engine."""
         if not self._cuda:
             release_freed_memory()
 
@@ -237,11 +234,9 @@ class TorchEngine:
                 state.copy(source, target)
 
     def is_done(self, pending: PendingStep | StepResult) -> bool:
-        """Whether the step's result is on the host."""
         return isinstance(pending, StepResult) or pending.end_event is None or pending.end_event.query()
 
     def collect(self, pending: PendingStep | StepResult) -> StepResult:
-        """Waits for the step, verifies its drafts and packs what it sampled."""
         if isinstance(pending, StepResult):
             return pending
         forward_us = pending.forward_us
@@ -315,7 +310,7 @@ class TorchEngine:
                 logits = self._model.forward_head(batch, self._attention, reader)
             bitmask = self._grammars.wait_for_bitmask(slots, drafts)
             sampling_batch = self._batch_builder.build_sampling_batch(sampling_slots, rows.sampling_positions, bitmask)
-            sampled = sample_head(logits, sampling_batch, self._noise, self._model.kv.cpu_kernels, gpu_sample)
+            sampled = sample_head(logits, sampling_batch, self._noise, self._model.find_greedy_tokens, gpu_sample)
             bad_word_rows = _find_bad_word_rows(rows, sampling_batch)
         # Ids after a rejected draft are overwritten before they are read.
         self._batch_builder.write_ids(indices, sampled.ids)

@@ -95,7 +95,6 @@ class HostGroup:
         return None
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Sends a message to all further ranks."""
         self._link.send(message)
 
     def confirm_adapter(self, adapter: LoadedAdapter) -> None:
@@ -117,7 +116,6 @@ class HostGroup:
         """All ranks were there when the group was formed, and each waits for the others while it loads."""
 
     def close(self) -> None:
-        """Tells the further ranks that this one ends."""
         self._link.close()
 
     def last_exit(self, own: LastExit | None) -> LastExit | None:

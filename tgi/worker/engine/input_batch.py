@@ -145,7 +145,6 @@ class Slots:
         return self._device_page_table
 
     def reset(self) -> None:
-        """Empties all slots."""
         self.num_computed.fill(EMPTY)
         self.adapters.clear()
         self.faults.clear()
@@ -290,7 +289,6 @@ class Slots:
         self.num_known[slots] += counts
 
     def held_pages(self) -> list[HeldPages]:
-        """See Engine."""
         held = []
         for slot in (self.num_computed > 0).nonzero()[0]:
             computed = int(self.num_computed[slot])
@@ -465,13 +463,11 @@ class BatchBuilder:
         return self.to_device(self._slots.id_indices(slots, positions))[0]
 
     def read_ids(self, indices: Tensor) -> Tensor:
-        """The ids at these indices, int64."""
         if self._host_ids is None:
             return self._ids[indices].long()
         return torch.from_numpy(self._host_ids[indices.numpy()].astype(np.int64))
 
     def write_ids(self, indices: Tensor, ids: Tensor) -> None:
-        """Writes ids at these indices."""
         if self._host_ids is None:
             self._ids[indices] = ids.int()
         else:

@@ -45,7 +45,6 @@ class PoolingEngine:
         self._slots: dict[int, np.ndarray] = {}
 
     def reset(self) -> None:
-        """Removes all requests."""
         self._slots.clear()
 
     def held_pages(self) -> list[HeldPages]:
@@ -57,7 +56,6 @@ class PoolingEngine:
         return False
 
     def release_memory(self) -> None:
-        """See Engine."""
         if self._device.type == "cpu":
             release_freed_memory()
 
@@ -97,11 +95,9 @@ class PoolingEngine:
         )
 
     def is_done(self, pending: StepResult) -> bool:
-        """True: `launch` computes the step."""
         return True
 
     def collect(self, pending: StepResult) -> StepResult:
-        """The result that `launch` returned."""
         return pending
 
     def _compute(self, sequences: list[np.ndarray]) -> bytes:

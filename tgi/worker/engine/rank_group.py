@@ -61,7 +61,6 @@ class RankGroup:
             threading.Thread(target=self._await_end, args=(rank, child), daemon=True).start()
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Sends a message to all further ranks."""
         for peer in self.link.peers:
             self.link.send(peer, message)
         self.link.flush()
@@ -77,7 +76,6 @@ class RankGroup:
             self.link.socket.poll(100)
 
     def close(self) -> None:
-        """Ends the further ranks."""
         self._ending = True
         for child in self._children:
             child.process.terminate()

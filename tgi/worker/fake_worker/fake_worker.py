@@ -107,11 +107,9 @@ class FakeEngine:
         self.adapters = self._worker.adapters
 
     def reset(self) -> None:
-        """Removes all requests. The content of the KV pages stays."""
         self._worker.reset()
 
     def held_pages(self) -> list[HeldPages]:
-        """See Engine."""
         return self._worker.held_pages()
 
     def prefault_memory(self) -> bool:
@@ -122,7 +120,6 @@ class FakeEngine:
         """No effect."""
 
     def launch(self, step: Step) -> StepResult:
-        """Runs the step, and sleeps until it has taken `step_us`."""
         begin = time.monotonic()
         result = self._worker.run_step(step)
         left = self._seconds - (time.monotonic() - begin)
@@ -131,11 +128,9 @@ class FakeEngine:
         return result._replace(forward_us=int((time.monotonic() - begin) * 1e6))
 
     def is_done(self, pending: StepResult) -> bool:
-        """True: `launch` computes the step."""
         return True
 
     def collect(self, pending: StepResult) -> StepResult:
-        """The result that `launch` returned."""
         return pending
 
 
@@ -211,37 +206,12 @@ class FakeWorker:
                 held.append(HeldPages(pack_column(INT32, ids), pages, request.slot.extras))
         return held
 
-    def read_page(self, page: int) -> list[int]:
-        """The content of a page, to be written by `write_page`, of this worker or another one."""
-        return [*self._pages[page]]
-
-    def write_page(self, page: int, content: list[int]) -> None:
-        """Replaces the content of a page."""
-        self._pages[page] = [*content]
-
     def run_step(self, step: Step) -> StepResult:
         """The result of a step; `error` names the first fault of the step, if it has one."""
         try:
             return self._run(step)
         except (Violation, ProtocolError) as fault:
             return StepResult(step.number, step.epoch, b"", b"", b"", error=f"step {step.number}: {fault}")
-
-    def lose_step(self, step: Step) -> None:
-        """A step fails, or builds on one that did: the pages that its rows write hold nothing of use afterwards."""
-        if step.epoch > self.epoch:
-            self.reset()
-            self.epoch = step.epoch
-        self.number = step.number
-        self._copy_states(step)
-        self._assign_slots(step)
-        self._append_pages(step)
-        size = self.config.page_size
-        for slot in (*unpack_int32(step.rows), *unpack_int32(step.state_copies)[1::2]):
-            self._states[slot] = -1  # no chain
-        for slot, start in zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=True):
-            for table in self._slots[slot].page_tables:
-                for number, page in enumerate(table[start // size :], start // size):
-                    del self._pages[page][1 + max(0, start - number * size) :]
 
     def _run(self, step: Step) -> StepResult:
         if step.epoch > self.epoch:

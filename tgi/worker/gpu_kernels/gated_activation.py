@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgi.worker.activations import ACTIVATIONS, gated, xielu
+from tgi.worker.activations import ACTIVATIONS, FACTORED, gated
 from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
 
 BLOCK = 1024  # elements of a program
@@ -14,10 +14,12 @@ BLOCK = 1024  # elements of a program
 
 @triton.jit
 def _activation(x, THEN: tl.constexpr, first=0.0, second=0.0):
-    """An activation of activations.ACTIVATIONS, by name, or "xielu" with its factors."""
+    """An activation of activations.ACTIVATIONS, by name, or of FACTORED, with its factors."""
     if THEN == "xielu":
         low = tl.exp(tl.where(x > -1e-6, -1e-6, x)) - 1.0 - x
         y = tl.where(x > 0, x * x * first, low * second) + 0.5 * x
+    elif THEN == "clip":
+        y = tl.where(x < first, first, tl.where(x > second, second, x))
     elif THEN == "silu":
         y = x * tl.sigmoid(x)
     elif THEN == "gelu":
@@ -74,7 +76,7 @@ def _plain_activation(x, y, size, first, second, THEN: tl.constexpr, BLOCK: tl.c
 
 
 def activation(x: Tensor, then: str, factors: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-    """The activation of a contiguous x: one of activations.ACTIVATIONS, or "xielu" with its factors."""
+    """The activation of a contiguous x: one of activations.ACTIVATIONS, or of FACTORED with its factors."""
     y = torch.empty_like(x)
     if x.numel():
         assert x.is_contiguous()
@@ -107,8 +109,9 @@ def self_test(device: torch.device) -> None:
             left, right = x.chunk(2, 1)
             check_close(f"{then} of a gate", gated_activation(x, then), gated(then, left, right), tolerance)
             check_close(then, activation(x, then), ACTIVATIONS[then](x), tolerance)
-    x, factors = 4 * random_tensor(device, 3, 2 * 1100), (0.7, 0.4)
-    check_close("xielu", activation(x, "xielu", factors), xielu(x, *factors), 1e-5)
+    x, factors = 4 * random_tensor(device, 3, 2 * 1100), (0.4, 0.7)
+    for then, function in FACTORED.items():
+        check_close(then, activation(x, then, factors), function(x, *factors), 1e-5)
     left, right = x.chunk(2, 1)
     expected = right * left.sigmoid()
     check_close("a sigmoid gate", sigmoid_gate(left.contiguous(), right.contiguous()), expected, 1e-5)

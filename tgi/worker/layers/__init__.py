@@ -8,4 +8,5 @@ mlp         dense MLP and mixture of experts
 embedding   token embedding
 recurrence  recurrent mixers with their projections; short_conv, gated_delta and mamba2 are such mixers
 head_products  products of each head with a matrix of its own
+streams     several streams of hidden states (AltUp)
 """

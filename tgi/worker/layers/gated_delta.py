@@ -36,13 +36,11 @@ class GatedDelta(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """The columns of its input, of its result, and of `ba`."""
         _, heads, _, size = self.rule.sizes
         return self.conv.shape[1] + heads * size, heads * size, 2 * heads
 
     @property
     def linears(self) -> list[Linear]:
-        """Its linear layers."""
         return [self.ba]
 
     def __call__(self, normed: Tensor, x: Tensor, rows: StateRows) -> Tensor:

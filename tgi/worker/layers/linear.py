@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.activations import ACTIVATIONS, clamped_mul, xielu
+from tgi.worker.activations import ACTIVATIONS, FACTORED, clamped_mul
 from tgi.worker.cpu_kernels.experts import PackedLinear
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, NO_FACTORS, WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
@@ -84,8 +84,8 @@ ONE_TILE = RowCounts((ROW_TILE,))
 class Linear:
     """y = epilogue(x @ weight.T + bias), for x [rows, inputs] and weight [outputs, inputs].
 
-    `epilogue` is "none", an activation of activations.ACTIVATIONS, "xielu" with `factors` or, with a second operand
-    [rows, outputs] in the call, "add", "mul" or "clamped_mul" (see activations.clamped_mul).
+    `epilogue` is "none", an activation of activations.ACTIVATIONS, or of FACTORED with `factors`, or, with a second
+    operand [rows, outputs] in the call, "add", "mul" or "clamped_mul" (see activations.clamped_mul).
 
     With `gated`, a second weight (our own kernels only), y is activations.gated of both products. The activated gate is
     rounded to `dtype` first; `bias` holds the outputs of both weights, one after the other.
@@ -189,7 +189,9 @@ class Linear:
         """The activation, by torch or our GPU kernels."""
         if self._gpu is not None:
             return self._gpu.activation(x.contiguous(), self.epilogue, self.factors)
-        return xielu(x, *self.factors) if self.epilogue == "xielu" else ACTIVATIONS[self.epilogue](x)
+        if self.epilogue in FACTORED:
+            return FACTORED[self.epilogue](x, *self.factors)
+        return ACTIVATIONS[self.epilogue](x)
 
     @property
     def packed(self) -> PackedLinear:
@@ -257,7 +259,7 @@ class Linear:
 
     def _torch(self, x: Tensor, other: Tensor | None) -> Tensor:
         y = self._product(x)
-        if self.epilogue == "xielu" or self.epilogue in ACTIVATIONS:
+        if self.epilogue in FACTORED or self.epilogue in ACTIVATIONS:
             return self.activate(y)
         if other is None or self.epilogue not in _BINARY:
             return y

@@ -52,7 +52,6 @@ class Mamba2(NamedTuple):
 
     @property
     def linears(self) -> list[Linear]:
-        """Its linear layers: none."""
         return []
 
     def __call__(self, normed: Tensor, x: Tensor, rows: StateRows) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.activations import sigmoid
+from tgi.worker.activations import sigmoid, sparse
 from tgi.worker.cpu_kernels.experts import PackedExperts, PackedMlp
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.decoder_config import RouterConfig
@@ -25,14 +25,22 @@ class Mlp(NamedTuple):
 
     f and the product are epilogues of the linear layers. Where gate and up are fused, `gate` is None and `up` holds
     both weights.
+
+    With `sparse_above` f sees relu(g - (mean + sparse_above * deviation)) in place of g = gate(x), with the mean and
+    the standard deviation of a token's g, and is no epilogue (Gemma 3n).
     """
 
     gate: Linear | None
     up: Linear
     down: Linear
+    sparse_above: float | None = None
+    activation: str = "none"  # f, with sparse_above
 
     def gate_up(self, x: Tensor) -> Tensor:
         """The input of `down`."""
+        if self.sparse_above is not None:
+            assert self.gate is not None
+            return self.up(x, sparse(self.gate(x), self.sparse_above, self.activation))
         return self.up(x) if self.gate is None else self.up(x, self.gate(x))
 
 

@@ -21,9 +21,7 @@ class RecurrentMixer(Protocol):
         ...
 
     @property
-    def linears(self) -> list[Linear]:
-        """Its linear layers."""
-        ...
+    def linears(self) -> list[Linear]: ...
 
     def __call__(self, normed: Tensor, x: Tensor, rows: StateRows) -> Tensor:
         """The result [T, columns] of x [T, columns], the projected input. `normed` [.., hidden] is the input of the

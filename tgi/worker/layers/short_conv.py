@@ -45,7 +45,6 @@ class ShortConv(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """The columns of its input, of its result, and of its scratch memory."""
         channels = self.weight.shape[1]
         return 3 * channels, channels, 0
 

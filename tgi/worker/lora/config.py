@@ -59,7 +59,6 @@ class LoraConfig:
         self._layers = self._numbers(values, "layers_to_transform")
 
     def rank(self, module: str) -> int:
-        """The rank r of a module."""
         return int(_match_pattern(self._ranks, module, self._rank))
 
     def scale(self, module: str) -> float:

@@ -7,7 +7,6 @@ is applied after the delta.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +19,8 @@ from tgi.worker.gpu_kernels.lora_arguments import LoraRuns
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Mlp
 from tgi.worker.lora.deltas import AdapterSpan
-from tgi.worker.lora.projections import PROJECTION_GROUPS, PROJECTIONS, ProjectionShapes
+from tgi.worker.lora.projections import PROJECTION_GROUPS, Columns, ProjectionShapes, group_columns
 from tgi.worker.lora.weights import LoraWeights
-
-Columns = tuple[tuple[int, int, int], ...]  # see gpu_kernels.lora.add_lora
 
 
 class LaunchedDeltas:
@@ -36,10 +33,9 @@ class LaunchedDeltas:
         self._runs = runs
         self._bare = bare
         self._kernels = kernels
-        self._columns = {name: _columns(name, shapes) for name in PROJECTION_GROUPS if name in runs.groups}
+        self._columns = {name: group_columns(name, shapes) for name in PROJECTION_GROUPS if name in runs.groups}
 
     def layer_deltas(self, layer: int) -> "LaunchedLayerDeltas":
-        """The deltas of one layer."""
         return LaunchedLayerDeltas(self._runs, layer, self._columns, self._bare[layer], self._kernels)
 
 
@@ -60,7 +56,6 @@ class LaunchedLayerDeltas(NamedTuple):
         return y
 
     def apply_mlp_inner(self, mlp: Mlp, x: Tensor) -> Tensor:
-        """Mlp.gate_up with the deltas of the group "inner"."""
         if self.bare is None or "inner" not in self.columns:
             return mlp.gate_up(x)
         columns, first = self.columns["inner"], mlp.gate or mlp.up
@@ -75,15 +70,6 @@ class LaunchedLayerDeltas(NamedTuple):
         delta = torch.zeros_like(sums)
         self.kernels.add_lora(x, delta, self.runs, self.layer, ((up, 0, width),))
         return mlp.up(x, active).add_(delta.mul_(active))
-
-
-def _columns(group: str, shapes: ProjectionShapes) -> Columns:
-    """Those of the projections of a group that the model has, one after the other."""
-    names = [name for matrix in PROJECTION_GROUPS[group] for name in matrix if name in shapes]
-    widths = [shapes[name].outputs for name in names]
-    starts = accumulate(widths, initial=0)
-    numbers = map(PROJECTIONS.index, names)
-    return tuple(zip(numbers, starts, widths, strict=False))  # the last start is the end
 
 
 def adapter_table(adapter: LoraWeights, device: torch.device) -> Tensor:

@@ -92,7 +92,6 @@ class PackedDeltas:
         }
 
     def layer_deltas(self, layer: int) -> "PackedLayerDeltas":
-        """The deltas of one layer."""
         return PackedLayerDeltas(self._kernels, self._tiles, self._groups, layer)
 
     def adapted(self) -> LoraStep:
@@ -109,11 +108,9 @@ class PackedLayerDeltas(NamedTuple):
     layer: int
 
     def apply_linear(self, group: str, linear: Linear, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """linear(x, other) with the deltas of a group."""
         return linear(x, other, self._plus(group, x))
 
     def apply_mlp_inner(self, mlp: Mlp, x: Tensor) -> Tensor:
-        """Mlp.gate_up with the deltas of the group "inner"."""
         plus = self._plus("inner", x)
         if plus is None:
             return mlp.gate_up(x)

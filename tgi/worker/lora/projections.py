@@ -1,5 +1,6 @@
 """The projections of a decoder that adapters may change: names, shapes, and their parts on a rank, without torch."""
 
+from itertools import accumulate
 from typing import NamedTuple
 
 from tgi.microkernel.errors import UserError
@@ -27,6 +28,8 @@ class ProjectionShape(NamedTuple):
 
 
 ProjectionShapes = dict[str, ProjectionShape]  # by the PROJECTIONS that a model has
+# Projections that are computed together: the number in PROJECTIONS of each, its first column and the number of columns.
+Columns = tuple[tuple[int, int, int], ...]
 Module = tuple[int, tuple[str, ...]]  # the layer, and the PROJECTIONS that are one matrix in the checkpoint
 
 
@@ -57,6 +60,14 @@ def projection_shapes(config: DecoderConfig) -> ProjectionShapes:
     return found if config.gated else {name: shape for name, shape in found.items() if name != "gate"}
 
 
+def group_columns(group: str, shapes: ProjectionShapes) -> Columns:
+    """The projections of a group that the model has, one after the other."""
+    names = [name for matrix in PROJECTION_GROUPS[group] for name in matrix if name in shapes]
+    widths = [shapes[name].outputs for name in names]
+    starts = accumulate(widths, initial=0)
+    return tuple(zip(map(PROJECTIONS.index, names), starts, widths, strict=False))  # the last start is the end
+
+
 def projection_parts(config: DecoderConfig, shard: Shard) -> ProjectionParts:
     """The parts of the projections of a whole model that the rank of a shard has."""
     queries, keys = (
@@ -80,6 +91,11 @@ def adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
         raise UserError(
             "The model has layers of several shapes, for which adapters are not served. Merge the adapter into the "
             "weights, or start without it."
+        )
+    if config.qkv_clip is not None or config.streams is not None:
+        raise UserError(
+            "The model clamps queries, keys and values, or has several streams of hidden states, for which adapters "
+            "are not served. Merge the adapter into the weights, or start without it."
         )
     found: dict[str, Module] = {}
     for number, layer in enumerate(config.layers):

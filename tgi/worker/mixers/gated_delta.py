@@ -95,21 +95,17 @@ class GatedDeltaConfig:
 
     @property
     def kernel_obstacle(self) -> str:
-        """See MixerConfig."""
         return size_obstacle(self.kernel, self.key_dim, self.value_dim)
 
     @property
     def gpu_kernels(self) -> tuple[str, ...]:
-        """See MixerConfig."""
         return ("causal_conv", "delta_rule")
 
     def part(self, local: range) -> "GatedDeltaConfig":
-        """That of a rank with these key heads."""
         values = len(local) * self.value_heads // self.key_heads
         return replace(self, key_heads=len(local), value_heads=values)
 
     def matrices(self, hidden: int, local: range, name: str) -> Iterator[MatrixShape]:
-        """See MixerConfig."""
         own, value = self.part(local), self.values // self.key_heads
         for gate in self.gates:
             heads = self.value_heads, hidden, own.value_heads
@@ -120,7 +116,6 @@ class GatedDeltaConfig:
         yield MatrixShape(f"{name}.{self.output_name}", hidden, self.values, hidden, columns)
 
     def vectors(self, hidden: int, local: range, name: str, first: bool) -> Iterator[VectorShape]:
-        """See MixerConfig."""
         own = self.part(local)
         for vector in ("A_log", "dt_bias"):
             yield VectorShape(f"{name}.{vector}", self.value_heads, own.value_heads, True)

@@ -62,16 +62,13 @@ class Mamba2Config:
 
     @property
     def kernel_obstacle(self) -> str:
-        """See MixerConfig."""
         return size_obstacle(self.kernel, self.state_dim, self.head_dim)
 
     @property
     def gpu_kernels(self) -> tuple[str, ...]:
-        """See MixerConfig."""
         return ()
 
     def part(self, local: range) -> "Mamba2Config":
-        """That of a rank with these groups."""
         return replace(self, groups=len(local), heads=len(local) * self.heads // self.groups)
 
     def columns(self, local: range) -> range:
@@ -80,12 +77,10 @@ class Mamba2Config:
         return range(local.start * each, local.stop * each)
 
     def matrices(self, hidden: int, local: range, name: str) -> Iterator[MatrixShape]:
-        """See MixerConfig."""
         yield MatrixShape(f"{name}.in_proj", self.outputs, hidden, self.part(local).outputs, range(hidden))
         yield MatrixShape(f"{name}.out_proj", hidden, self.inner, hidden, self.columns(local))
 
     def vectors(self, hidden: int, local: range, name: str, first: bool) -> Iterator[VectorShape]:
-        """See MixerConfig."""
         own = self.part(local)
         for vector in ("A_log", "dt_bias", "D"):
             yield VectorShape(f"{name}.{vector}", self.heads, own.heads, True)

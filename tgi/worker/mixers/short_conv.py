@@ -26,20 +26,16 @@ class ShortConvConfig:
 
     @property
     def kernel_obstacle(self) -> str:
-        """See MixerConfig."""
         return size_obstacle(self.kernel)
 
     @property
     def gpu_kernels(self) -> tuple[str, ...]:
-        """See MixerConfig."""
         return ("causal_conv",)
 
     def part(self, local: range) -> "ShortConvConfig":
-        """That of a rank with these channels."""
         return replace(self, channels=len(local))
 
     def matrices(self, hidden: int, local: range, name: str) -> Iterator[MatrixShape]:
-        """See MixerConfig."""
         for _ in range(3):
             yield MatrixShape(
                 f"{name}.in_proj", self.channels, hidden, len(local), range(hidden), stack=f"{name}.in_proj"
@@ -47,7 +43,6 @@ class ShortConvConfig:
         yield MatrixShape(f"{name}.out_proj", hidden, self.channels, hidden, local)
 
     def vectors(self, hidden: int, local: range, name: str, first: bool) -> Iterator[VectorShape]:
-        """See MixerConfig."""
         yield VectorShape(f"{name}.conv.weight", self.channels * self.kernel, len(local) * self.kernel, True)
         if self.bias:
             yield VectorShape(f"{name}.conv.bias", self.channels, len(local), True)

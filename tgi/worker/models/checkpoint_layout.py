@@ -14,7 +14,8 @@ from tgi.worker.quantization.weight_forms import POSITIONS
 
 
 class RenamedCheckpoint(Checkpoint):
-    """Has the tensors by a llama's names, with the rows and columns in its order."""
+    """Has the tensors by a llama's names, with the rows and columns in its order. Those that are stored by these names,
+    as of imported GGUF files, are stored in this order, too."""
 
     def __init__(self, directory: Path, layout: CheckpointLayout, config: DecoderConfig) -> None:
         super().__init__(directory)
@@ -27,6 +28,7 @@ class RenamedCheckpoint(Checkpoint):
             return name
 
         names = {renamed(name): name for name in self._file_by_name}
+        self._renamed = {name for name, old in names.items() if name != old}
         self._stored_names = {name: self._stored_names[old] for name, old in names.items()}
         self._file_by_name = {name: self._file_by_name[old] for name, old in names.items()}
 
@@ -34,6 +36,8 @@ class RenamedCheckpoint(Checkpoint):
     def raw_tensor(self, name: str) -> Tensor:
         """Raises UserError for a quantized joint matrix of queries, keys and values to be reordered."""
         tensor = super().raw_tensor(name)
+        if name not in self._renamed:
+            return tensor
         module, _, kind = name.rpartition(".")
         if module == POSITIONS:
             return tensor[self._layout.positions_offset :]

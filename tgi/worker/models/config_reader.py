@@ -144,6 +144,7 @@ def read_decoder_config(config: Values) -> DecoderConfig:
         "latent": latent,
         "attention_cap": values.get("attn_logit_softcapping"),
         "qkv_bias": bias,
+        "qkv_clip": values.get("clip_qkv"),
         "output_bias": bool(values.get("attention_out_bias", bias)),
         "activation": _activation(family, values),
         "mlp_bias": bool(values.get("mlp_bias") or values.get("use_bias")),
@@ -163,7 +164,7 @@ def read_decoder_config(config: Values) -> DecoderConfig:
     if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
         raise UnsupportedConfig("word_embed_proj_dim")
     for key in ("qk_layernorm", "clip_qkv", "moe_latent_size"):
-        if config.get(key):
+        if config.get(key) and key not in values:
             raise UnsupportedConfig(key)
     computed = family.computed(values, config) if family.computed else {}
     return DecoderConfig(**fields | family.fixed | computed)
@@ -215,6 +216,8 @@ def _intermediate(family: ModelFamily, config: Values, values: Values) -> int:
         return 0
     if "intermediate_size" in values:  # not required
         return int(values["intermediate_size"] or 4 * config["hidden_size"])
+    if isinstance(config.get("intermediate_size"), list):  # one for each layer: family.layer_sizes
+        return int(max(config["intermediate_size"]))
     if "intermediate_size" not in config and "moe_intermediate_size" in values:
         return int(values["moe_intermediate_size"])  # no layer is dense
     return int(config["intermediate_size"])
@@ -284,7 +287,11 @@ def _ropes(family: ModelFamily, values: Values, head_dim: int, sizes: list[Value
     local = rope_values.get(SLIDING) or {}
     dims = []
     for slides in (False, True):
-        kinds = {own["head_dim"] for at, own in enumerate(sizes) if own and has_sliding_window(values, at) == slides}
+        kinds = {
+            own["head_dim"]
+            for at, own in enumerate(sizes)
+            if "head_dim" in own and has_sliding_window(values, at) == slides
+        }
         if len(kinds) > 1:
             raise UnsupportedConfig("different head_dim of layers of one kind")
         dims.append(kinds.pop() if kinds else head_dim)

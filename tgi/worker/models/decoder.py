@@ -22,7 +22,15 @@ from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.greedy import GreedyTokens, block_columns, block_maxima, merge_block_maxima
+from tgi.worker.greedy import (
+    FindGreedyTokens,
+    GreedyTokens,
+    block_columns,
+    block_maxima,
+    find_greedy_tokens,
+    find_greedy_tokens_by_block,
+    merge_block_maxima,
+)
 from tgi.worker.head_logits import HeadLogits, VocabularyShard
 from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
@@ -39,6 +47,7 @@ from tgi.worker.models.decoder_layer import (
     DecoderWeights,
     InputWeights,
     run_layer,
+    run_streams,
     write_program,
 )
 from tgi.worker.models.interface import LogitsReader, PreparedDecode, WeightFootprint
@@ -104,6 +113,8 @@ class DecoderModel:
         self.cuda_graph_obstacle = None if gpu is not None else "torch's kernels need the contexts on the host"
         if any(isinstance(mlp, MixtureOfExperts) for layer in weights.layers for mlp in layer.mlps):
             self.cuda_graph_obstacle = "the host sorts the tokens by their experts"
+        by_torch = find_greedy_tokens if communicator is None else find_greedy_tokens_by_block
+        self.find_greedy_tokens: FindGreedyTokens = by_torch if kernels is None else kernels.greedy_tokens
         self._config = config
         self._gpu = gpu
         self._logits_options = config.logit_scale, config.logit_cap
@@ -123,19 +134,18 @@ class DecoderModel:
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in layer_linears(layer)]
         linears += [] if weights.layer_inputs is None else [weights.layer_inputs.projection]
+        linears += [] if weights.streams is None else [*weights.streams.to, *weights.streams.back]
         self._row_counts = choose_row_counts([*linears, weights.head])
         # For LoRA on torch's kernels: per layer, the matrix with the activation, without its epilogue. Made on demand.
         self._without_epilogue: list[Linear | None] = []
         self._adapter_dtype = compute_dtype(dtype, device)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None) -> Tensor:
-        """See Model."""
         return self.forward_head(batch, attention, reader).float32()
 
     def forward_head(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> HeadLogits:
-        """See Model."""
         hidden, _ = self._run_layers(batch, attention, reader)
         if self.kv.gpu_kernels is None:
             return HeadLogits(self._logits(hidden, batch.logits_indices))
@@ -148,7 +158,6 @@ class DecoderModel:
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> GreedyTokens:
-        """See Model."""
         hidden, greedy = self._run_layers(batch, attention, reader, batch.logits_indices)
         if greedy is not None:
             return greedy
@@ -162,7 +171,6 @@ class DecoderModel:
         return self._weights.head.greedy_tokens(x, *self._logits_options, self._vocabulary_shards)
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
-        """See Model."""
         program = self._program
         if program is None or not isinstance(attention, CpuKernelAttention):
             return None
@@ -205,7 +213,6 @@ class DecoderModel:
         return logits if self._communicator is None else self._communicator.all_gather(logits, self._vocabulary_widths)
 
     def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
-        """See Model."""
         weights = read_adapter(directory, self._whole_config, self._adapter_dtype, self.device)
         if self._communicator is not None:
             weights = weights.select_part(projection_parts(self._whole_config, self._shard))
@@ -286,11 +293,17 @@ class DecoderModel:
                 state=state_rows(batch, attention),
                 layer_inputs=layer_inputs,
             )
+            streams = self._weights.streams
+            hidden = hidden if streams is None else streams.split(hidden)
             for number, layer in enumerate(self._weights.layers):
-                hidden = run_layer(layer, self._config, step.layer(number), hidden)
+                if layer.streams is None:
+                    hidden = run_layer(layer, self._config, step.layer(number), hidden)
+                else:
+                    hidden = run_streams(layer, layer.streams, self._config, step.layer(number), hidden)
                 if number < len(deeper):
                     assert batch.images is not None
                     hidden.index_add_(0, batch.images.indices, deeper[number])
+            hidden = hidden if streams is None else streams.merge(hidden)
         if reader is not None:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
@@ -329,11 +342,11 @@ class DecoderModel:
         shapes, kernels = projection_shapes(self._config), self.kv.cpu_kernels
         if kernels is not None:
             return PackedDeltas(batch.lora_spans, rows, shapes, kernels)
-        count, bare = batch.tokens.shape[0], self._without_epilogue
+        bare = self._without_epilogue
         if self._gpu is not None:
             runs = batch.lora_runs or runs_of_spans(batch.lora_spans, self._adapter_dtype, self.device)
             return LaunchedDeltas(runs, shapes, bare, self._gpu)
-        return LoraDeltas(batch.lora_spans, count, rows, shapes, bare, self._adapter_dtype, self.device)
+        return LoraDeltas(batch.lora_spans, shapes, bare, self._adapter_dtype, self.device)
 
     def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
         """Logits float32 [n, vocab] of the rows `indices` of `hidden`."""
@@ -391,6 +404,8 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
         found += [one for one in (attention.qkv, attention.output, attention.output_gate, *queries) if one is not None]
     if layer.layer_input is not None:
         found += [layer.layer_input.down, layer.layer_input.up]
+    for part in (layer.streams, layer.residual):
+        found += [one for one in part or () if isinstance(one, Linear)]
     for mlp in layer.mlps:
         if isinstance(mlp, Mlp):
             mlps.append(mlp)
@@ -400,4 +415,4 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
         if (shared := mlp.shared) is not None:
             mlps.append(shared.mlp)
             found += [] if shared.gate is None else [shared.gate]
-    return [*found, *(linear for mlp in mlps for linear in mlp if linear is not None)]
+    return [*found, *(linear for mlp in mlps for linear in mlp if isinstance(linear, Linear))]

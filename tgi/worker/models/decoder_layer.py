@@ -30,6 +30,7 @@ from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.recurrence import Recurrence, RecurrentMixer
 from tgi.worker.layers.rotary import RotaryEmbedding
+from tgi.worker.layers.streams import LayerStreams, Streams
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
 from tgi.worker.lora.launched_deltas import LaunchedDeltas, LaunchedLayerDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
@@ -53,6 +54,8 @@ class DecoderLayer(NamedTuple):
     mlp_after: Norm | None
     experts: "ParallelExperts | None" = None  # next to `mlp`
     layer_input: "LayerInput | None" = None
+    streams: LayerStreams | None = None
+    residual: "LowRankResidual | None" = None
     scale: float = 1.0  # multiplies the hidden states after the layer
 
     @property
@@ -93,6 +96,14 @@ class LayerInput(NamedTuple):
     after: Norm
 
 
+class LowRankResidual(NamedTuple):
+    """What a layer adds behind attention; see DecoderConfig.residual_rank."""
+
+    left: Linear  # [rank, hidden]
+    right: Linear
+    after: Norm
+
+
 class LatentProjections(NamedTuple):
     """What latent attention has besides its key; see LatentConfig."""
 
@@ -114,6 +125,7 @@ class DecoderWeights(NamedTuple):
     positions: Tensor | None  # [DecoderConfig.learned_positions, hidden]
     embedding_norm: Norm | None
     layer_inputs: "InputWeights | None"
+    streams: Streams | None
     footprint: WeightFootprint
 
 
@@ -125,24 +137,27 @@ class InputWeights(NamedTuple):
     projection: Linear  # [layers * width, hidden]
     norm: Norm  # with a weight [layers, width]
     image_id: int  # LayerInputConfig.image_id
+    vocab_size: int  # ids from this one on count as 0
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The inputs of all layers [rows, layers * width] for ids [rows] with scaled embeddings [rows, hidden]."""
         layers, width = self.norm.weight.shape
+        tokens = tokens.masked_fill(tokens >= self.vocab_size, 0)
         projected = self.norm(self.projection(hidden).view(-1, layers, width)).flatten(1)
         return (projected + self.embedding(tokens) * self.scale) * 2**-0.5
 
 
 MIXER_INPUT, MIXER_OUTPUT = "mixer input", "mixer output"
 INPUT_DOWN, INPUT_UP = "layer input down", "layer input up"  # of LayerInput
+RESIDUAL_LEFT, RESIDUAL_RIGHT = "residual left", "residual right"  # of LowRankResidual
 
 X = TypeVar("X")  # the rows of a step: a tensor [rows, width], or the program buffer that will hold it
 
 
 class LayerOperations(Protocol[X]):
     """The operations of a layer. `group` is a key of lora.projections.PROJECTION_GROUPS, for the deltas of adapters, or
-    of LATENT_GROUPS, or INPUT_DOWN or INPUT_UP, or, in a recurrent layer, which has none, MIXER_INPUT or
-    MIXER_OUTPUT."""
+    of LATENT_GROUPS, or INPUT_DOWN, INPUT_UP, RESIDUAL_LEFT or RESIDUAL_RIGHT, or, in a recurrent layer, which has
+    none, MIXER_INPUT or MIXER_OUTPUT."""
 
     def norm(self, norm: Norm, x: X) -> X:
         """norm(x)."""
@@ -205,6 +220,8 @@ def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOpera
         hidden = _project_and_add(
             "output", layer.attention.output, layer.attention_after, operations, mixed, hidden, factor
         )
+    if layer.residual is not None:
+        hidden = _add_residual(layer.residual, operations, normed, hidden)
     if layer.mlp is None:
         return hidden
     if not parallel:
@@ -220,11 +237,36 @@ def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOpera
     else:
         mixed = _mix_experts(layer.mlp, operations, normed, normed)
         hidden = operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden, scale)
-    if layer.layer_input is not None:
-        down, up, after = layer.layer_input
-        inner = operations.times_layer_input(operations.linear(INPUT_DOWN, down, hidden))
-        hidden = operations.add_residual(operations.norm(after, operations.linear(INPUT_UP, up, inner)), hidden, 1.0)
+    if layer.layer_input is not None and layer.streams is None:
+        hidden = operations.add_residual(_make_of_input(layer.layer_input, operations, hidden), hidden, 1.0)
     return hidden if layer.scale == 1.0 else operations.scale(hidden, layer.scale)
+
+
+def run_streams(
+    layer: DecoderLayer, streams: LayerStreams, config: DecoderConfig, operations: "TensorOperations", hidden: Tensor
+) -> Tensor:
+    """The streams [rows, count, hidden] after the layer: see layers/streams.py. What the layer's input adds goes to all
+    but the first."""
+    predicted = streams.predict(hidden)
+    computed = run_layer(layer, config, operations, predicted[:, streams.active].contiguous())
+    corrected = streams.correct(predicted, computed)
+    assert layer.layer_input is not None
+    corrected[:, 1:] += _make_of_input(layer.layer_input, operations, streams.scaled_active(corrected))[:, None]
+    return corrected
+
+
+def _make_of_input(layer_input: LayerInput, operations: LayerOperations[X], x: X) -> X:
+    """See LayerInputConfig."""
+    down, up, after = layer_input
+    inner = operations.times_layer_input(operations.linear(INPUT_DOWN, down, x))
+    return operations.norm(after, operations.linear(INPUT_UP, up, inner))
+
+
+def _add_residual(residual: LowRankResidual, operations: LayerOperations[X], normed: X, hidden: X) -> X:
+    low = operations.linear(RESIDUAL_LEFT, residual.left, normed)
+    added = operations.norm(residual.after, operations.linear(RESIDUAL_RIGHT, residual.right, low))
+    hidden = operations.add_residual(added, operations.add_residual(normed, hidden, 1.0), 1.0)
+    return operations.scale(hidden, 2**-0.5)
 
 
 def _attend(attention: AttentionWeights, operations: LayerOperations[X], x: X) -> X:
@@ -308,24 +350,19 @@ class TensorOperations(NamedTuple):
     lora: LayerLoraDeltas | PackedLayerDeltas | LaunchedLayerDeltas | None
 
     def norm(self, norm: Norm, x: Tensor) -> Tensor:
-        """The norm of x."""
         return norm(x)
 
     def norm_first(self, norm: Norm, x: Tensor) -> Tensor:
-        """x, of which the first columns are normed."""
         _norm_heads((norm,), x)
         return x
 
     def head_products(self, products: HeadProducts, x: Tensor, last: Tensor | None = None) -> Tensor:
-        """The products of each head."""
         return products(x, last)
 
     def linear(self, group: str, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The linear layers `group` of x, with the residual added."""
         return linear(x, residual) if self.lora is None else self.lora.apply_linear(group, linear, x, residual)
 
     def attend(self, qkv: Tensor, norms: tuple[Norm, ...]) -> Tensor:
-        """Attention over the rows of qkv."""
         step, tokens, rows = self.step, self.step.tokens, len(qkv)
         if step.gpu_attention is None:
             mixed = self._transform_then_attend(qkv, norms, step.attention)
@@ -334,12 +371,10 @@ class TensorOperations(NamedTuple):
         return self._padded(mixed.reshape(tokens, -1), rows)
 
     def mix(self, mixer: RecurrentMixer, normed: Tensor, projected: Tensor) -> Tensor:
-        """The result of the mixer."""
         assert self.step.state is not None
         return self._padded(mixer(normed, projected[: self.step.tokens], self.step.state), len(projected))
 
     def gate(self, gate: Linear, normed: Tensor, mixed: Tensor) -> Tensor:
-        """The gated result of attention."""
         factors, kernels = gate(normed), self.step.kv.cpu_kernels
         if kernels is not None:
             return sigmoid_gate(kernels, factors, mixed)
@@ -394,24 +429,19 @@ class TensorOperations(NamedTuple):
         return self.step.kv.heads + own
 
     def gate_up(self, mlp: Mlp, x: Tensor) -> Tensor:
-        """The gated activation of the MLP's first layers."""
         return mlp.gate_up(x) if self.lora is None else self.lora.apply_mlp_inner(mlp, x)
 
     def norm_for_router(self, norm: Norm, x: Tensor) -> Tensor:
-        """The norm of x."""
         return norm(x)
 
     def experts(self, experts: Experts, x: Tensor, seen: Tensor) -> Tensor:
-        """The mixture of experts of x."""
         return experts(x, self.step.tokens, None if seen is x else seen)
 
     def times_layer_input(self, x: Tensor) -> Tensor:
-        """x * e."""
         assert self.step.layer_inputs is not None
         return x * self.step.layer_inputs.unflatten(1, (-1, x.shape[1]))[:, self.number]
 
     def scale(self, x: Tensor, scale: float) -> Tensor:
-        """The scaled x."""
         return x * scale
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -421,7 +451,6 @@ class TensorOperations(NamedTuple):
         return x
 
     def add_residual(self, x: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        """hidden + scale * x."""
         return hidden + (x if scale == 1.0 else x * scale)
 
 
@@ -478,14 +507,14 @@ def write_program(
     """The layers and the output head, of several ranks the `shards`, as a program for our CPU kernels.
 
     None if a program is impossible: without our CPU kernels; with several ranks that do not share memory; with experts
-    of different formats; and if a parallel layer has no norm, since its MLP would read HIDDEN after attention has
-    changed it.
+    of different formats; with streams or low-rank residuals; and if a parallel layer has no norm, since its MLP would
+    read HIDDEN after attention has changed it.
     """
     layers = weights.layers
     mixtures = [mlp for layer in layers for mlp in layer.mlps if not isinstance(mlp, Mlp)]
     recordable = all(_packed_experts(mixture) is not None for mixture in mixtures)
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
-    if kv.cpu_kernels is None or not recordable or not normed:
+    if kv.cpu_kernels is None or not recordable or not normed or config.streams is not None or config.residual_rank:
         return None
     mixer_widths = next((layer.recurrence.mixer.widths for layer in layers if layer.recurrence is not None), (0, 0, 0))
     widths = {
@@ -559,20 +588,17 @@ class ProgramOperations(NamedTuple):
         return self.others.get((buffer, width), buffer)  # type: ignore[return-value]  # a number, too
 
     def norm(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
-        """The norm of x."""
         y = ProgramBuffer.NORMED if x == ProgramBuffer.HIDDEN else x
         norm.append_to(self.program, x, y)
         return y
 
     def norm_first(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
-        """x, of which the first columns are normed."""
         norm.append_to(self.program, x, x)
         return x
 
     def head_products(
         self, products: HeadProducts, x: ProgramBuffer, last: ProgramBuffer | None = None
     ) -> ProgramBuffer:
-        """The products of each head."""
         y = ProgramBuffer.VALUES if last is None else ProgramBuffer.QKV
         products.append_to(self.program, x, y, last)
         return y
@@ -580,14 +606,12 @@ class ProgramOperations(NamedTuple):
     def linear(
         self, group: str, linear: Linear, x: ProgramBuffer, residual: ProgramBuffer | None = None
     ) -> ProgramBuffer:
-        """The linear layers `group` of x, with the residual added."""
         place = _PROJECTED.get(group, ProgramBuffer.PROJECTED)
         y = self._buffer(place, linear.outputs) if residual is None else residual
         linear.append_to(self.program, x, y, y, None if group in LATENT_GROUPS else self._delta(group, x))
         return y
 
     def attend(self, qkv: ProgramBuffer, norms: tuple[Norm, ...]) -> ProgramBuffer:
-        """Attention over the rows of qkv."""
         kv, layer, last = self.kv, self.config.layers[self.number], self.config.query_key_norm_last
         rope, query_scale, shared = layer.rope, layer.query_scale, layer.shares is not None
         kv_heads, dim = self.config.head_shape(self.number)
@@ -607,12 +631,10 @@ class ProgramOperations(NamedTuple):
         return mixed
 
     def mix(self, mixer: RecurrentMixer, normed: ProgramBuffer, projected: ProgramBuffer) -> ProgramBuffer:
-        """The result of the mixer."""
         mixer.append_to(self.program, normed, projected, ProgramBuffer.MIXER_GATES, ProgramBuffer.MIXER_OUTPUT)
         return ProgramBuffer.MIXER_OUTPUT
 
     def gate(self, gate: Linear, normed: ProgramBuffer, mixed: ProgramBuffer) -> ProgramBuffer:
-        """The gated result of attention."""
         gate.append_to(self.program, normed, ProgramBuffer.OUTPUT_GATE)
         self.program.sigmoid_gate(ProgramBuffer.OUTPUT_GATE, mixed)
         return mixed
@@ -624,7 +646,6 @@ class ProgramOperations(NamedTuple):
             start += norm.weight.numel()
 
     def gate_up(self, mlp: Mlp, x: ProgramBuffer) -> ProgramBuffer:
-        """The gated activation of the MLP's first layers."""
         delta, y = self._delta("inner", x), self._buffer(ProgramBuffer.INNER, mlp.down.inputs)
         if mlp.gate is None:
             mlp.up.append_to(self.program, x, y, delta=delta)
@@ -634,36 +655,30 @@ class ProgramOperations(NamedTuple):
         return y
 
     def norm_for_router(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
-        """The norm of x."""
         norm.append_to(self.program, x, ProgramBuffer.ROUTED_BY)
         return ProgramBuffer.ROUTED_BY
 
     def experts(self, experts: Experts, x: ProgramBuffer, seen: ProgramBuffer) -> ProgramBuffer:
-        """The mixture of experts of x."""
         packed = _packed_experts(experts)
         assert packed is not None
         self.program.experts(x, seen, ProgramBuffer.EXPERTS, packed)
         return ProgramBuffer.EXPERTS
 
     def times_layer_input(self, x: ProgramBuffer) -> ProgramBuffer:
-        """x * e."""
         assert self.config.layer_inputs is not None
         self.program.multiply(ProgramBuffer.LAYER_INPUTS, x, self.number * self.config.layer_inputs.width)
         return x
 
     def scale(self, x: ProgramBuffer, scale: float) -> ProgramBuffer:
-        """The scaled x."""
         self.program.scale(x, scale)
         return x
 
     def all_reduce(self, x: ProgramBuffer) -> ProgramBuffer:
-        """The sum of x over all ranks."""
         assert self.communicator is not None
         self.program.all_reduce(x, self.communicator.handle)
         return x
 
     def add_residual(self, x: ProgramBuffer, hidden: ProgramBuffer, scale: float) -> ProgramBuffer:
-        """hidden + scale * x."""
         self.program.add(x, hidden, scale)
         return hidden
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
-from tgi.worker.greedy import GreedyTokens
+from tgi.worker.greedy import FindGreedyTokens, GreedyTokens
 from tgi.worker.head_logits import HeadLogits
 
 
@@ -45,6 +45,7 @@ class Model(Protocol):
     footprint: WeightFootprint
     device: torch.device
     cuda_graph_obstacle: str | None  # why forward passes cannot be captured as CUDA graphs; None: they can
+    find_greedy_tokens: FindGreedyTokens  # with the bits of forward_greedy
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None) -> Tensor:
         """Raw logits float32 [D, vocab_size] at batch.logits_indices. `reader` receives the logits of its blocks."""

@@ -33,7 +33,6 @@ class BareCheckpoint(Checkpoint):
         return super().__contains__(self._own(name))
 
     def raw_tensor(self, name: str) -> Tensor:
-        """See Checkpoint."""
         return super().raw_tensor(self._own(name))
 
     def _own(self, name: str) -> str:

@@ -29,7 +29,7 @@ from tgi.hub.model_config import scaled_context
 from tgi.microkernel.errors import UserError
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
+from tgi.worker.greedy import FindGreedyTokens, GreedyTokens, find_greedy_tokens
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import ANY_ROWS, Linear, choose_row_counts
 from tgi.worker.models.interface import LogitsReader, WeightFootprint
@@ -130,6 +130,7 @@ class TransformersModel:
     ) -> None:
         self.device = device
         self.footprint = footprint
+        self.find_greedy_tokens: FindGreedyTokens = find_greedy_tokens
         self._model = model
         decoder = model.get_decoder()
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters and decoder is not model
@@ -179,17 +180,14 @@ class TransformersModel:
     def forward_head(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> HeadLogits:
-        """See Model."""
         return HeadLogits(self.forward(batch, attention, reader))
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> GreedyTokens:
-        """See Model."""
         return find_greedy_tokens(self.forward(batch, attention, reader))
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> None:
-        """See Model."""
         return None
 
     def load_adapter(self, directory: Path) -> Any:

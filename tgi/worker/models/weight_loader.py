@@ -5,7 +5,7 @@ Also reads the scales of an 8-bit KV cache.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,15 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.activations import UP_EPILOGUES
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import NO_FACTORS, CpuKernels, can_pack_together
-from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, LayerInputConfig, Mixer, RouterConfig
+from tgi.worker.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LayerInputConfig,
+    Mixer,
+    RouterConfig,
+    StreamsConfig,
+)
 from tgi.worker.device_copies import StagedCopies
 from tgi.worker.distributed.sharding import Shard, layer_inner, layer_kv_heads
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -26,6 +34,7 @@ from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Experts, GroupedExperts, MixtureOfExperts, Mlp, Router, SharedExpert, pack_experts
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.recurrence import ChosenRows, Recurrence
+from tgi.worker.layers.streams import LayerStreams, Streams
 from tgi.worker.mixers.gated_delta import GatedDeltaConfig
 from tgi.worker.mixers.mamba2 import Mamba2Config
 from tgi.worker.mixers.short_conv import ShortConvConfig
@@ -36,6 +45,7 @@ from tgi.worker.models.decoder_layer import (
     InputWeights,
     LatentProjections,
     LayerInput,
+    LowRankResidual,
     ParallelExperts,
 )
 from tgi.worker.models.interface import WeightFootprint
@@ -73,6 +83,12 @@ def _can_group(router: RouterConfig) -> bool:
 def _head_columns(heads: range, dim: int) -> range:
     """The columns of these heads, of `dim` each."""
     return range(heads.start * dim, heads.stop * dim)
+
+
+def _clipping(config: DecoderConfig) -> dict[str, Any]:
+    """Options of the linear layer of queries, keys and values."""
+    clip = config.qkv_clip
+    return {} if clip is None else {"epilogue": "clip", "factors": (-clip, clip)}
 
 
 class DecoderWeightLoader:
@@ -123,9 +139,10 @@ class DecoderWeightLoader:
             self._count(embedding_weight)
         positions = self._positions() if config.learned_positions else None
         inputs = None if config.layer_inputs is None else self._inputs(config.layer_inputs)
+        streams = None if config.streams is None else self._streams(config.streams)
         footprint = WeightFootprint(self._bytes, self._parameters)
         first = self._norm(config.names.embedding_norm, config.hidden) if config.embedding_norm else None
-        return DecoderWeights(embedding, layers, norm, head, positions, first, inputs, footprint)
+        return DecoderWeights(embedding, layers, norm, head, positions, first, inputs, streams, footprint)
 
     def _head_bias(self) -> Tensor | None:
         if not self._config.head_bias:
@@ -154,6 +171,40 @@ class DecoderWeightLoader:
             self._linear(False, config.hidden, StoredMatrix(names.input_projection, columns, range(columns))),
             Norm(weight, None, config.norm_epsilon * config.hidden, False, self._own_kernels),
             inputs.image_id,
+            inputs.vocab_size,
+        )
+
+    def _streams(self, streams: StreamsConfig) -> Streams:
+        names, size = self._config.names, self._config.hidden
+        to, back = (
+            tuple(
+                self._linear(False, size, StoredMatrix(name.format(number), size, range(size)))
+                for number in range(streams.count - 1)
+            )
+            for name in (names.stream_split, names.stream_merge)
+        )
+        return Streams(to, back)
+
+    def _layer_streams(self, prefix: str, streams: StreamsConfig) -> LayerStreams:
+        names, hidden, count = self._config.names, self._config.hidden, streams.count
+        norm, scale = self._norm(prefix + names.stream_norm, hidden), None
+        if streams.scaled:
+            scale = self._source.tensor(prefix + names.stream_scale, hidden).to(self._device, torch.float32, copy=True)
+        return LayerStreams(
+            norm._replace(weight=norm.weight / hidden),
+            self._unquantized(prefix + names.stream_router, count),
+            self._unquantized(prefix + names.stream_prediction, count * count, inputs=count),
+            self._unquantized(prefix + names.stream_correction, count, inputs=count),
+            streams.active,
+            scale,
+        )
+
+    def _residual(self, prefix: str, rank: int) -> LowRankResidual:
+        names, hidden = self._config.names, self._config.hidden
+        return LowRankResidual(
+            self._linear(False, hidden, StoredMatrix(prefix + names.residual_left, rank, range(rank))),
+            self._linear(False, rank, StoredMatrix(prefix + names.residual_right, hidden, range(hidden))),
+            self._norm(prefix + names.residual_after, hidden),
         )
 
     def _layer_input(self, prefix: str, inputs: LayerInputConfig) -> LayerInput:
@@ -201,6 +252,8 @@ class DecoderWeightLoader:
             mlp_after=norm(names.mlp_after),
             experts=self._parallel_experts(prefix) if layer.routed and parallel else None,
             layer_input=None if config.layer_inputs is None else self._layer_input(prefix, config.layer_inputs),
+            streams=None if config.streams is None else self._layer_streams(prefix, config.streams),
+            residual=self._residual(prefix, config.residual_rank) if config.residual_rank else None,
             scale=float(self._source.tensor(prefix + names.scale, 1)) if config.layer_scales else 1.0,
         )
 
@@ -247,7 +300,7 @@ class DecoderWeightLoader:
             pairs = [self._matrices(False, config.hidden, one)[0][0] for one in qkv]
             first = self._build(stack_weights(pairs, self._dtype), None, "none")
         else:
-            first = self._linear(config.qkv_bias, config.hidden, *qkv)
+            first = self._linear(config.qkv_bias, config.hidden, *qkv, **_clipping(config))
         return AttentionWeights(
             qkv=first,
             query_key_norms=self._query_key_norms(number, prefix + names.query_norm, prefix + names.key_norm),
@@ -331,16 +384,29 @@ class DecoderWeightLoader:
             config.inner(number),
             layer_inner(config, self._shard, number),
             names.mlp_after is not None,
+            config.layers[number].sparse_above,
         )
 
-    def _mlp(self, prefix: str, names: tuple[str, str, str], inner: int, local: range, more_follows: bool) -> Mlp:
+    def _mlp(
+        self,
+        prefix: str,
+        names: tuple[str, str, str],
+        inner: int,
+        local: range,
+        more_follows: bool,
+        sparse_above: float | None = None,
+    ) -> Mlp:
         config = self._config
         sizes = (inner, local), (inner, local), (config.hidden, range(config.hidden))
         gate, up, down = (StoredMatrix(prefix + name, *size) for name, size in zip(names, sizes, strict=True))
-        return Mlp(
-            *self._gate_and_up(gate, up, self._factors(prefix)),
-            down=self._last_linear(config.mlp_bias, inner, local, down, more_follows, config.mlp_scales[1]),
-        )
+        last = self._last_linear(config.mlp_bias, inner, local, down, more_follows, config.mlp_scales[1])
+        if sparse_above is not None:
+            first, second = (
+                self._linear(config.mlp_bias, config.hidden, one, epilogue=epilogue)
+                for one, epilogue in ((gate, "none"), (up, "mul"))
+            )
+            return Mlp(first, second, last, sparse_above, config.activation)
+        return Mlp(*self._gate_and_up(gate, up, self._factors(prefix)), down=last)
 
     def _factors(self, prefix: str) -> tuple[float, float]:
         """The factors of a layer's activation: of xielu, softplus of one number and 0.5 + softplus of another."""
@@ -461,9 +527,9 @@ class DecoderWeightLoader:
         mlp = self._mlp(prefix, names.shared_parts, width, self._shard.shared_inner, True)
         return SharedExpert(mlp, self._unquantized(prefix + names.shared_gate, 1) if experts.shared_gated else None)
 
-    def _unquantized(self, name: str, outputs: int, bias: bool = False) -> Linear:
+    def _unquantized(self, name: str, outputs: int, bias: bool = False, inputs: int | None = None) -> Linear:
         """A router or a gate is never quantized: it is small, and small errors would change the choice of experts."""
-        weight = self._source.tensor(f"{name}.weight", outputs, self._config.hidden)
+        weight = self._source.tensor(f"{name}.weight", outputs, inputs or self._config.hidden)
         offset = self._source.tensor(f"{name}.bias", outputs).to(self._device, self._dtype) if bias else None
         return self._build(self._to_device(weight), offset, "none")
 
@@ -570,7 +636,6 @@ class DecoderWeightLoader:
         return self._upload(weight).to(self._dtype)
 
     def _upload(self, weight: Weight) -> Weight:
-        """The weight on the model's device."""
         if self._staged is None or isinstance(weight, QuantizedWeight) or weight.device.type != "cpu":
             return weight.to(self._device)
         return self._staged.copy(weight)
@@ -585,16 +650,13 @@ class MixerWeights(NamedTuple):
 
     @property
     def kernels(self) -> CpuKernels | GpuKernels | None:
-        """See MixerTensors."""
         return self.loader._own_kernels
 
     @property
     def norm_epsilon(self) -> float:
-        """See MixerTensors."""
         return self.loader._config.norm_epsilon
 
     def input(self, parts: Sequence[ChosenRows], bias: bool = False) -> Linear:
-        """See MixerTensors."""
         loader = self.loader
         weights = [loader._rows(f"{self.prefix}.{name}", outputs, chosen) for name, outputs, chosen in parts]
         weight = weights[0] if len(weights) == 1 else stack_weights(weights, loader._dtype)
@@ -605,7 +667,6 @@ class MixerWeights(NamedTuple):
         return loader._build(weight, found, "none")
 
     def gates(self, parts: Sequence[ChosenRows]) -> Linear:
-        """See MixerTensors."""
         loader = self.loader
         hidden = loader._config.hidden
         plain = [
@@ -615,13 +676,11 @@ class MixerWeights(NamedTuple):
         return loader._build(loader._to_device(torch.cat(plain)), None, "none")
 
     def output(self, name: str, inputs: int, local: range, bias: bool = False) -> Linear:
-        """See MixerTensors."""
         hidden = self.loader._config.hidden
         matrix = StoredMatrix(f"{self.prefix}.{name}", hidden, range(hidden))
         return self.loader._last_linear(bias, inputs, local, matrix, self.more_follows)
 
     def vector(self, name: str, chosen: Tensor, *shape: int) -> Tensor:
-        """See MixerTensors."""
         loader = self.loader
         stored = loader._source.tensor(f"{self.prefix}.{name}", *shape)[chosen]
         return stored.to(loader._device, torch.float32)

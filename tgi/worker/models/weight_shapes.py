@@ -27,6 +27,9 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
         columns, names = inputs.width * len(config.layers), config.names
         yield MatrixShape(names.input_embedding, inputs.vocab_size, columns, inputs.vocab_size, range(columns))
         yield MatrixShape(names.input_projection, columns, config.hidden, columns, hidden)
+    for number in range(config.streams.count - 1 if config.streams else 0):
+        for name in (config.names.stream_split, config.names.stream_merge):
+            yield MatrixShape(name.format(number), config.hidden, config.hidden, config.hidden, hidden)
     if not config.tied:
         yield MatrixShape(HEAD, config.vocab_size, config.hidden, vocabulary, hidden)
 
@@ -60,6 +63,12 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
             yield from _expert_vectors(config, experts, prefix)
         if config.layer_inputs is not None:
             yield from _norm(config, prefix + names.input_after)
+        if config.streams is not None:
+            yield from _norm(config, prefix + names.stream_norm)
+            if config.streams.scaled:
+                yield VectorShape(prefix + names.stream_scale, config.hidden, config.hidden, True)
+        if config.residual_rank:
+            yield from _norm(config, prefix + names.residual_after)
         if config.layer_scales:
             yield VectorShape(prefix + names.scale, 1, 0, True)  # kept on the host
     yield from _norm(config, names.last_norm)
@@ -96,6 +105,16 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
         hidden = range(config.hidden)
         yield MatrixShape(prefix + names.input_down, inputs.width, config.hidden, inputs.width, hidden)
         yield MatrixShape(prefix + names.input_up, config.hidden, inputs.width, config.hidden, range(inputs.width))
+    if config.streams is not None:
+        for name, outputs, width in (
+            (names.stream_router, config.streams.count, config.hidden),
+            (names.stream_prediction, config.streams.count**2, config.streams.count),
+            (names.stream_correction, config.streams.count, config.streams.count),
+        ):
+            yield MatrixShape(prefix + name, outputs, width, outputs, range(width), quantizable=False)
+    if rank := config.residual_rank:
+        yield MatrixShape(prefix + names.residual_left, rank, config.hidden, rank, range(config.hidden))
+        yield MatrixShape(prefix + names.residual_right, config.hidden, rank, config.hidden, range(rank))
 
 
 def _attention_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:

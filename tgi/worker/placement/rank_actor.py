@@ -103,7 +103,6 @@ class RankActor:
         self._reader.start()
 
     def report(self) -> RankReport:
-        """How the command does."""
         self._asked_at = time.monotonic()
         code = None if self._process is None else self._process.poll()
         if code is not None and self._reader is not None:
@@ -114,7 +113,6 @@ class RankActor:
         return RankReport(self._incarnation, __version__, self._host, self._port, self._order, code, state, lines)
 
     def stop(self) -> None:
-        """Ends the command, and removes its files."""
         self._end()
         shutil.rmtree(self._directory, ignore_errors=True)
 

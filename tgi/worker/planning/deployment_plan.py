@@ -122,7 +122,6 @@ class Split:
 
     @property
     def fits(self) -> bool:
-        """Whether a replica can serve requests."""
         return not self.problem
 
 

@@ -47,7 +47,6 @@ class Devices(NamedTuple):
 
     @property
     def type(self) -> str:
-        """The worker's name of it."""
         return "cpu" if self.is_cpu else "cuda"
 
 

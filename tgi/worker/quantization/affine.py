@@ -24,7 +24,6 @@ class AffineWeight(NamedTuple):
     order: Tensor | None = None  # the group of each input, int64 [inputs]; None: the groups follow each other
 
     def unsupported_reason(self, exact: bool = False, float8: bool = False) -> str | None:
-        """Why `quantized` cannot represent this weight; None: it can."""
         if self.order is not None:
             return "its groups are scattered over the inputs (act-order)"
         if self._group_size() is None:

@@ -32,7 +32,6 @@ class AwqFormat:
         self.remarks = (f"the weights are AWQ's, of {bits} bits in groups of {self._size} inputs",)
 
     def read_weight(self, tensors: LayerTensors) -> AffineWeight:
-        """See CheckpointFormat."""
         groups, words = tensors.group_count(self._size), tensors.word_count(tensors.outputs, BITS)
         tensors.word_count(tensors.inputs, BITS)  # QuantizedWeight packs inputs, so they must fill words too
         qweight = tensors.read_checked("qweight", WORDS, tensors.inputs, words)

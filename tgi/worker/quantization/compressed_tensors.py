@@ -58,7 +58,6 @@ class CompressedTensorsFormat:
         self.remarks = tuple(_remarks(config, self._schemes))
 
     def read_weight(self, tensors: LayerTensors) -> StoredWeight | Tensor:
-        """See CheckpointFormat."""
         if "weight_packed" in tensors:
             scheme = self._scheme_of(tensors, "weight_packed")
             if scheme.floating:

@@ -37,12 +37,10 @@ class Float4Weight(NamedTuple):
         return None
 
     def quantized(self, exact: bool = False) -> QuantizedWeight:
-        """The same weight, exactly."""
         scales = torch.full((len(self.codes), 1), self.scale, dtype=torch.float64)
         return QuantizedWeight(self.codes.contiguous(), scales, None, self.factors.contiguous().view(torch.int8))
 
     def dequantized(self) -> Tensor:
-        """The weight, float32 [outputs, inputs]."""
         return self.quantized().dequantized(torch.float32)
 
 

@@ -56,7 +56,6 @@ class BlockScaledFloats(NamedTuple):
         return self.scales.repeat_interleave(self.block_outputs, 0)[:outputs]
 
     def dequantized(self) -> Tensor:
-        """The weight, float32 [outputs, inputs]."""
         outputs, inputs = self.codes.shape
         scales = self._scales()
 
@@ -77,7 +76,6 @@ class Fp8Format:
         self._block = read_block_size(config, config.values.get("weight_block_size"))
 
     def read_weight(self, tensors: LayerTensors) -> BlockScaledFloats | Tensor:
-        """See CheckpointFormat."""
         return read_floats(tensors, self._block) if tensors.stored("weight").dtype in FLOAT8 else tensors.plain()
 
 

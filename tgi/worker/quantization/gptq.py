@@ -51,7 +51,6 @@ class GptqFormat:
             )
 
     def read_weight(self, tensors: LayerTensors) -> AffineWeight:
-        """See CheckpointFormat."""
         forms = (form for pattern, form in self._overrides if pattern.match(tensors.name))
         bits, size = next(forms, self._default)
         groups = tensors.group_count(size)

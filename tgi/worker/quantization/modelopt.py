@@ -28,7 +28,6 @@ class ModeloptFormat:
         self.remarks += (fp8.REMARK,) if algorithm.startswith("FP8") else (ACTIVATIONS_REMARK,)
 
     def read_weight(self, tensors: LayerTensors) -> StoredWeight | Tensor:
-        """See CheckpointFormat."""
         for column in ("pre_quant_scale", "svdquant_lora_a"):
             if column in tensors:
                 raise tensors.unfit(column, "changes the layer's activations or its result, which is not computed")

@@ -23,7 +23,6 @@ class Mxfp4Format:
         """The config has nothing that the tensors do not show."""
 
     def read_weight(self, tensors: LayerTensors) -> Float4Weight:
-        """See CheckpointFormat."""
         groups = tensors.group_count(MX_GROUP)
         blocks = tensors.read_checked("blocks", (torch.uint8,), tensors.outputs, groups, MX_GROUP // 2)
         return read_exponents(tensors, blocks.flatten(1), "scales")

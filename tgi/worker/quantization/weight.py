@@ -52,7 +52,6 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def floating(self) -> bool:
-        """Whether the codes are 8-bit floats."""
         return self.codes.dtype is torch.float8_e4m3fn
 
     @property
@@ -67,7 +66,6 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def is_float4(self) -> bool:
-        """Whether the codes are 4-bit floats."""
         return self.factors is not None and self.factors.dtype is torch.int8
 
     @property
@@ -85,12 +83,10 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """The device of the columns."""
         return self.codes.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns."""
         return sum(column.nbytes for column in self if column is not None)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -178,7 +174,6 @@ class QuantizedWeight(NamedTuple):
         )
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """A copy on this device."""
         return QuantizedWeight(*(None if column is None else column.to(device) for column in self))
 
 

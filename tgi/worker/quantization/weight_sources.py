@@ -55,7 +55,6 @@ class PackedWeightSource(WeightSource):
 
     @override
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """A quantized matrix is dequantized."""
         if f"{name}.codes" in self._checkpoint and len(shape) == 2:
             return as_plain(self.weight(name.removesuffix(".weight"), *shape), torch.float32)
         return self._checkpoint.tensor(name, *shape)
@@ -164,7 +163,6 @@ class FormatWeightSource(WeightSource):
 
     @override
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """A quantized matrix is dequantized."""
         layer = name.removesuffix(".weight")
         if len(shape) == 2 and layer != name:
             return as_plain(self.weight(layer, *shape), torch.float32)

@@ -71,7 +71,6 @@ class GrammarManager:
         self._executor: LLExecutor | None = None
 
     def reset(self) -> None:
-        """Removes the grammars of all slots."""
         self._rows.clear()
 
     def assign_slot(self, slot: int, params: SamplingParams, generated: list[int]) -> None:

@@ -63,7 +63,6 @@ class ReasoningBudget:
         return close[0]
 
     def consume(self, token: int) -> None:
-        """Takes the next token."""
         if self._open is None:
             return
         markers = self._markers

@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.device_copies import copy_to_device
-from tgi.worker.greedy import argmax, find_greedy_tokens
+from tgi.worker.greedy import FindGreedyTokens, argmax, find_greedy_tokens
 from tgi.worker.head_logits import HeadLogits, VocabularyShard
 from tgi.worker.sampling.logits_processors import (
     PENALTIES_AND_MASKS,
@@ -43,7 +42,7 @@ def sample_head(
     head: HeadLogits,
     batch: SamplingBatch,
     noise: Noise,
-    kernels: CpuKernels | None = None,
+    find_greedy: FindGreedyTokens = find_greedy_tokens,
     gpu_sample: SampleRows | None = None,
 ) -> SampledTokens:
     """Samples from the model's logits of D rows, which may be overwritten.
@@ -54,7 +53,7 @@ def sample_head(
     plain and without limits: then only the maxima of splits.
     """
     if gpu_sample is None:
-        return sample(head.float32(), batch, noise, kernels)
+        return sample(head.float32(), batch, noise, find_greedy)
     plain = batch.params.plain.all()
     if head.shard is not None and (not plain or has_limits(batch.params, head.shard.vocab)):
         head = head.joined()
@@ -72,14 +71,16 @@ def sample_head(
     return SampledTokens(ids, logprobs, top and top._replace(rows=rows[top.rows]))
 
 
-def sample(logits: Tensor, batch: SamplingBatch, noise: Noise, kernels: CpuKernels | None = None) -> SampledTokens:
+def sample(
+    logits: Tensor, batch: SamplingBatch, noise: Noise, find_greedy: FindGreedyTokens = find_greedy_tokens
+) -> SampledTokens:
     """Samples from the model's logits float32 [D, vocab], which are overwritten.
 
-    Logprobs, also those of the alternatives, are log_softmax of the processed logits. Our own kernels, where given,
-    find the greedy token and the sums of a row in one pass; only the rows that ask for alternatives get all logprobs.
+    Logprobs, also those of the alternatives, are log_softmax of the processed logits. Only the rows that ask for
+    alternatives get all logprobs.
     """
     apply_logits_processors(logits, batch)
-    greedy = find_greedy_tokens(logits) if kernels is None else kernels.greedy_tokens(logits)
+    greedy = find_greedy(logits)
     ids = _replace_sampled(greedy.ids, logits, batch, noise)
     logprobs = logits.gather(1, ids[:, None])[:, 0] - greedy.highest + greedy.logprobs
     asking = np.flatnonzero(batch.params.top_n > 0)

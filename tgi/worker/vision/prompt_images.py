@@ -84,7 +84,6 @@ class PromptImages:
         return work
 
     def reset(self) -> None:
-        """Removes all requests."""
         self._slots.clear()
 
     def discard(self, slot: int) -> None:

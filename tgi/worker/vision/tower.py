@@ -22,7 +22,6 @@ class ImageFeatures(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(one.nbytes for one in (self.embeddings, *self.deeper))
 
 
@@ -44,6 +43,8 @@ class VisionTower:
         inputs = {name: self._to_device(tensor) for name, tensor in tensors.items()}
         try:
             outputs = self._model.get_image_features(**inputs)
+            if not self.family.projected:
+                outputs.pooler_output = self._model.multi_modal_projector(outputs.last_hidden_state)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -105,7 +106,7 @@ def load_tower(
             f"are missing or have another shape, such as {names[0]}. Fetch the model again, or start with "
             "--media-workers 0, which serves it without images."
         )
-    base = model.model.eval().requires_grad_(False).to(device)
+    base = getattr(model, "model", model).eval().requires_grad_(False).to(device)
     return VisionTower(base, family, dtype, device)
 
 

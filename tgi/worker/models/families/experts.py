@@ -6,6 +6,7 @@ from typing import Any
 from tgi.worker.decoder_config import (
     ALPHA,
     LIMIT,
+    CheckpointLayout,
     ExpertsConfig,
     RouterConfig,
     StackedExperts,
@@ -260,6 +261,50 @@ FAMILIES: dict[str, ModelFamily] = {
         names=TensorNames(router_bias="mlp.moe_statics.e_score_correction_bias", router_bias_is_row=True),
         interleaved_rope=True,
         router={"biased": True},
+    ),
+    "dbrx": ModelFamily(
+        {
+            "layer_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "clip_qkv": None,
+            "moe_num_experts": 4,
+            "moe_topk": 1,
+            "norm_topk_prob": 1.0,
+        },
+        {"norm_centred": True},
+        TensorNames(
+            query="self_attn.Wqkv",
+            key="self_attn.Wqkv",
+            value="self_attn.Wqkv",
+            output="self_attn.out_proj",
+            router="mlp.router.layer",
+            stacked=StackedExperts(
+                "mlp.experts.mlp.w1", "mlp.experts.mlp.w2", "mlp.experts.mlp.v1", down_inputs_first=True, flat=True
+            ),
+            layout=CheckpointLayout(
+                (
+                    (r"^transformer\.blocks\.", "model.layers."),
+                    (r"^transformer\.wte\.", "model.embed_tokens."),
+                    (r"^transformer\.norm_f\.", "model.norm."),
+                    (r"\.norm_attn_norm\.norm_1\.", ".input_layernorm."),
+                    (r"\.norm_attn_norm\.norm_2\.", ".post_attention_layernorm."),
+                    (r"\.norm_attn_norm\.attn\.", ".self_attn."),
+                    (r"\.ffn\.", ".mlp."),
+                )
+            ),
+        ),
+        key_names={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "num_key_value_heads": "kv_n_heads",
+            "max_position_embeddings": "max_seq_len",
+            "intermediate_size": "ffn_hidden_size",
+            "moe_topk": "moe_top_k",
+            "norm_topk_prob": "moe_normalize_expert_weights",
+        },
+        inner_configs=("attn_config", "ffn_config"),
+        required={"norm_topk_prob": 1.0, "ffn_act_fn": {"name": "silu"}},
     ),
     "gpt_oss": ModelFamily(
         {

@@ -1,8 +1,16 @@
 """The Gemma family."""
 
 from dataclasses import replace
+from statistics import NormalDist
 
-from tgi.worker.decoder_config import HeadShape, LayerInputConfig, StackedExperts, TensorNames, UnsupportedConfig
+from tgi.worker.decoder_config import (
+    HeadShape,
+    LayerInputConfig,
+    StackedExperts,
+    StreamsConfig,
+    TensorNames,
+    UnsupportedConfig,
+)
 from tgi.worker.models.families.family import RMS, ModelFamily, Values
 from tgi.worker.models.families.readings import has_sliding_window
 
@@ -110,6 +118,35 @@ def _layer_inputs(values: Values, config: Values) -> Values:
     }
 
 
+def _gemma3n_sizes(values: Values, config: Values) -> list[Values]:
+    """As `_layer_sizes`, of Gemma 3n."""
+    count, widths, sparsity = config["num_hidden_layers"], config["intermediate_size"], values["sparsity"]
+    if sparsity is None:
+        sparsity = [0.95 if count > 10 and number < 10 else 0.0 for number in range(count)]
+    widths, sparsity = (one if isinstance(one, list) else [one] * count for one in (widths, sparsity))
+    slides, first = (
+        [has_sliding_window(values, number) for number in range(count)],
+        count - values["num_kv_shared_layers"],
+    )
+    sizes: list[Values] = []
+    for number, (width, part) in enumerate(zip(widths, sparsity, strict=True)):
+        shares = None
+        if number >= first:
+            shares = max((other for other in range(first) if slides[other] == slides[number]), default=None)
+            if shares is None:
+                raise UnsupportedConfig("num_kv_shared_layers")
+        above = NormalDist().inv_cdf(part) if part > 0 else None
+        own = width if width != max(widths) or above is not None else None
+        sizes.append({"intermediate": own, "sparse_above": above, "shares": shares})
+    return sizes
+
+
+def _gemma3n_parts(values: Values, config: Values) -> Values:
+    """The streams of Gemma 3n, and what makes its layers' inputs."""
+    streams = StreamsConfig(values["altup_num_inputs"], values["altup_active_idx"], bool(values["altup_correct_scale"]))
+    return {**_layer_inputs(values, config), "streams": streams, "residual_rank": values["laurel_rank"]}
+
+
 FAMILIES: dict[str, ModelFamily] = {
     "gemma": ModelFamily(
         _GEMMA, {"norm_offset": 1.0}, aliases={"gelu": "gelu_pytorch_tanh"}, scale_embedding_by_width=True
@@ -124,6 +161,34 @@ FAMILIES: dict[str, ModelFamily] = {
         {**_GEMMA2, "sliding_window_pattern": 6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
         {"norm_offset": 1.0, "query_key_norm": "head"},
         _FOUR_NORMS,
+        scale_embedding_by_width=True,
+    ),
+    "gemma3n_text": ModelFamily(
+        {
+            **_GEMMA,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 2,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 512,
+            "sliding_window_pattern": 5,
+            "layer_types": None,
+            "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256,
+            "num_kv_shared_layers": 15,
+            "laurel_rank": 64,
+            "altup_num_inputs": 4,
+            "altup_active_idx": 0,
+            "altup_correct_scale": True,
+            "sparsity": None,
+        },
+        {"query_key_norm": "head", "value_norm": True, "attention_scale": 1.0},
+        _FOUR_NORMS,
+        key_names={"sparsity": "activation_sparsity_pattern"},
+        computed=_gemma3n_parts,
+        layer_sizes=_gemma3n_sizes,
         scale_embedding_by_width=True,
     ),
     "gemma4_text": ModelFamily(

@@ -203,6 +203,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "hidden_act": "gelu",
             "tie_word_embeddings": True,
             "alibi_bias_max": 8,
+            "clip_qkv": None,
         },
         {"norm_centred": True, "gated": False},
         replace(

@@ -1,10 +1,11 @@
-"""Attention as torch operations that materialize all scores, for what torch's fused kernels lack."""
+"""Attention of one sequence by torch: fused kernels, or all scores materialized for what those lack."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
-def explicit_attention(
+def sequence_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -14,9 +15,12 @@ def explicit_attention(
     sinks: Tensor | None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """softmax(cap * tanh(scale * q k / cap)) v in float32, for [1, heads, tokens, head_dim] in and out. `hidden`
-    [queries, keys]: the keys that a query does not see. `sinks` and `slopes` float32 [heads] are those of KVCacheSpec;
-    with the latter, the queries are the last tokens."""
+    """softmax(cap * tanh(scale * q k / cap)) v, for [1, heads, tokens, head_dim] in and out. `hidden` [queries, keys]:
+    the keys that a query does not see. `sinks` and `slopes` float32 [heads] are those of KVCacheSpec; with the latter,
+    the queries are the last tokens."""
+    if cap is None and sinks is None and slopes is None:
+        mask, grouped = None if hidden is None else ~hidden, query.shape[1] > key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
     scores = query.float() @ keys.transpose(2, 3) * scale
