@@ -27,6 +27,7 @@ PLAIN = {
     GGMLQuantizationType.I64: "<i8",
 }
 BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
+NO_NUMBER = 255  # of e8m0
 LARGE = np.float32(2.0**100)  # scales above this may be of weights that float32 cannot hold
 
 StoredForm = BlockFormat | str  # of a tensor; plain numbers are named by their safetensors type
@@ -202,7 +203,11 @@ def _stored(file: GGUFFile, tensor: GGUFTensor, rows: Array, kept: BlockFormat) 
     """The stored columns of some rows, in the tensor's own bits."""
     blocks = rows.reshape(-1, GGML_QUANT_SIZES[tensor.type][1])
     codes, *factors = kept.stored(blocks)
-    if not all((np.abs(column) < LARGE).all() for column in factors if column.dtype != np.int8):
+    if kept.float4 and (factors[0] == NO_NUMBER).any():
+        raise UserError(
+            f"{file.path}: the tensor {tensor.name!r} has a scale that stands for no number; it is damaged."
+        )
+    if not all((np.abs(column) < LARGE).all() for column in factors if column.dtype.kind == "f"):
         _values(file, tensor, rows)
     return [codes, *factors]
 
