@@ -7,6 +7,7 @@ Each query is computed alone, over exactly the keys that it sees. So its bits de
 they are the same in any batch and in any chunk.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class SeenSlots(NamedTuple):
 
     encoded: Tensor  # int64 [n]
     own: Tensor  # int64 [m], its own included
+    bias: Tensor  # [1, heads, 1, m], of the scores of `own`
 
 
 class EncoderDecoderPlan(NamedTuple):
@@ -72,7 +74,11 @@ class EncoderDecoderAttention:
             begin += count
             pages = batch.page_table[0, row, : -(-end // self.page_size), None].long()
             slots = (pages * self.page_size + offsets).view(-1)
-            seen += [SeenSlots(slots[:length], slots[length : at + 1]) for at in range(start + parted, end)]
+            for at in range(start + parted, end):
+                own = slots[length : at + 1]
+                # Copied: kernels for GPUs need an aligned address.
+                bias = self._bias[None, :, None, self._bias.shape[1] - len(own) :].contiguous()
+                seen.append(SeenSlots(slots[:length], own, bias))
         first, second = (torch.tensor(part, dtype=torch.int64, device=device) for part in (encoder, decoder))
         return EncoderDecoderPlan(first, second, batch.slot_mapping[0], seen)
 
@@ -83,9 +89,8 @@ class EncoderDecoderAttention:
     def write_and_attend(self, plan: EncoderDecoderPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """See AttentionBackend: self-attention of the N tokens of the decoder."""
         self._write(layer, plan.slot_mapping[plan.decoder_tokens], qkv[:, self._heads :])
-        longest = self._bias.shape[1]
-        biases = [self._bias[None, :, None, longest - len(seen.own) :] for seen in plan.seen]
-        return self._attend(layer, qkv[:, : self._heads], [seen.own for seen in plan.seen], biases, scale)
+        slots, biases = [seen.own for seen in plan.seen], [seen.bias for seen in plan.seen]
+        return self._attend(layer, qkv[:, : self._heads], slots, biases, scale)
 
     def attend_encoded(self, plan: EncoderDecoderPlan, layer: int, query: Tensor, scale: float) -> Tensor:
         """Cross-attention of queries [N, heads, head_dim] to the encoder's result: as many results."""
@@ -96,7 +101,7 @@ class EncoderDecoderAttention:
             cache.index_copy_(0, slots, part)
 
     def _attend(
-        self, layer: int, queries: Tensor, slots: list[Tensor], biases: list[Tensor | None], scale: float
+        self, layer: int, queries: Tensor, slots: list[Tensor], biases: Sequence[Tensor | None], scale: float
     ) -> Tensor:
         result = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         for at, (chosen, bias) in enumerate(zip(slots, biases, strict=True)):
