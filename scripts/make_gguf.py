@@ -233,6 +233,7 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     fused: bool = False,
     absorbed: bool = True,
+    name_of_architecture: str = "",
 ) -> Path:
     """`metadata` overrides keys; a value of None leaves a key out. `quantization` is a block type, or says the
     one of each stored name; where rows are no multiple of its blocks, float16. Norms, biases and routers stay float32.
@@ -248,7 +249,7 @@ def write_gguf(
     if kind == "glm4_moe_lite":
         config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     layers = config.get("layers_block_type") or config.get("layer_types") or []
-    number = MODEL_ARCH.NEMOTRON_H_MOE if "moe" in layers else architecture(kind)
+    number = MODEL_ARCH.NEMOTRON_H_MOE if "moe" in layers else architecture(name_of_architecture or kind)
     arch, count = MODEL_ARCH_NAMES[number], config.get("num_hidden_layers") or len(layers)
     names = get_tensor_name_map(number, count)
     heads = config["num_attention_heads"]

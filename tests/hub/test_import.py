@@ -433,6 +433,17 @@ def test_several_end_of_turn_tokens(tmp_path: Path) -> None:
     assert read_model_config(imported(source, tmp_path / "out")).eos_token_ids == (2, 4)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
+def test_the_text_part_of_models_that_see_images(kind: str, name: str, tmp_path: Path) -> None:
+    original = model(kind, dtype="bfloat16", **GRANTED.get(kind, {}))
+    metadata = {f"{name}.rope.dimension_sections": [24, 20, 20, 0]}
+    source = write_gguf(original, tmp_path / "m.gguf", metadata=metadata, name_of_architecture=name)
+    before, after = (load_file(d / "model.safetensors") for d in (original, imported(source, tmp_path / "out")))
+    assert set(after) == set(before)
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
+
+
 def test_phimoe_is_refused_with_the_reason(tmp_path: Path) -> None:
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"general.architecture": "phimoe"})
     with pytest.raises(UserError, match=re.escape(REFUSED_ARCHITECTURES["phimoe"])):

@@ -979,6 +979,12 @@ FAMILIES: dict[str, GGUFArchitecture] = {
     ),
 }
 
+# The text part of models that see images. With text alone all sections of the rotary embedding have one position.
+FAMILIES |= {
+    name: replace(FAMILIES[text], further=("rope.dimension_sections",))
+    for name, text in (("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3moe"))
+}
+
 # A llama with experts.
 MIXTRAL = GGUFArchitecture(
     "mixtral",
