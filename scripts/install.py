@@ -5,7 +5,8 @@ whole output is printed.
 The variable TORCH_INDEX names a package index that is searched besides pip's own, such as one with builds of torch for
 the CPU. Of two builds of one version pip takes the one with a suffix (2.13.0+cpu).
 
-Runs before anything is installed, so it needs only Python. Called by scripts/venv and scripts/load.
+Runs before anything is installed, so it needs only Python. Called by scripts/venv and scripts/load; the
+environment of the tests comes from scripts/uv_install.py.
 """
 
 import os

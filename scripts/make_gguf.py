@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from scripts.make_model import OTHER_NAMES
 
@@ -458,6 +459,56 @@ def write_gguf(
     return path
 
 
+def write_gguf_pair(
+    model: Path, path: Path, mmproj: Path, metadata: dict[str, Any] | None = None, *, swapped: bool = False
+) -> None:
+    """Writes a model of Gemma 3 with a vision tower as the file of its text part and that of its vision part, whose
+    keys `metadata` overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had."""
+    config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    vision, images = config["vision_config"], json.loads((model / "preprocessor_config.json").read_text())
+    text = {name: one for name, one in tensors.items() if name.startswith("language_model.")}
+    with TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        save_file(
+            {name.removeprefix("language_model."): one for name, one in text.items()}, directory / "model.safetensors"
+        )
+        (directory / "config.json").write_text(json.dumps(config["text_config"]))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (directory / name).write_text((model / name).read_text())
+        write_gguf(directory, path)
+    side = int(config["mm_tokens_per_image"] ** 0.5)
+    writer = GGUFWriter(mmproj, "clip")
+    sizes = {
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "block_count": "num_hidden_layers",
+        "attention.head_count": "num_attention_heads",
+        "attention.layer_norm_epsilon": "layer_norm_eps",
+    }
+    keys = {f"clip.vision.{key}": vision[name] for key, name in sizes.items()}
+    keys |= {"clip.has_vision_encoder": True, "clip.projector_type": "gemma3", "clip.use_gelu": True}
+    keys["clip.vision.projector.scale_factor"] = vision["image_size"] // vision["patch_size"] // side
+    keys |= {f"clip.vision.{name}": images.get(name, [0.5, 0.5, 0.5]) for name in ("image_mean", "image_std")}
+    for key, value in (keys | (metadata or {})).items():
+        add(writer, key, value)
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
+    for name, values in joined({name: one for name, one in tensors.items() if name not in text}).items():
+        if ".head." in name:
+            continue
+        if swapped:
+            name = re.sub("mlp.fc([12])", lambda found: f"mlp.fc{3 - int(found[1])}", name)
+        whole = name.replace("_projection_weight", "_projection.weight").replace("tower.", "tower.vision_model.")
+        stored = names.get_name(whole, (".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, values + 1 if "soft_emb_norm" in name else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def add(writer: GGUFWriter, key: str, value: Any) -> None:
     """Adds a metadata value with the type that it has."""
     if isinstance(value, bool):
@@ -476,7 +527,7 @@ def tokenizer_metadata(model: Path) -> dict[str, Any]:
     """GGUF metadata of a model's tokenizer."""
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary = tokenizer["model"]["vocab"] | {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
     special = {entry["content"] for entry in tokenizer["added_tokens"]}
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     splits = json.dumps(tokenizer["pre_tokenizer"])

@@ -428,6 +428,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": KNOWN | {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "intermediate": 1536},
     "qwen2.5-0.5b": KNOWN | {"hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "intermediate": 4864},
     "llama-3.2-1b": KNOWN | {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "intermediate": 8192},
+    "qwen2.5-1.5b": KNOWN | {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "intermediate": 8960},
 }
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|endoftext|>")

@@ -25,6 +25,7 @@ IMAGE_TOKENS = (
 )  # fmt: skip
 # Those of kinds whose processors have names of their own, in place of the first ones.
 OWN_TOKENS = {
+    "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     "llama4": (
         *("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
     ),

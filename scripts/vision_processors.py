@@ -114,7 +114,7 @@ _GEMMA4_TOKENS = {
 TOKENIZERS = {
     "gemma4": _GEMMA4_TOKENS,
     "gemma4_unified": _GEMMA4_TOKENS,
-    "gemma3": {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"},
+    "gemma3": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     "idefics2": {"image_boundary_token": "<fake_token_around_image>"},
     "internvl": {
         "start_image_token": "<|vision_start|>",

@@ -40,8 +40,10 @@ MAX_REASON = 200
 # Collecting makes hundreds of thousands of objects that stay; searching them for garbage takes a tenth of the time.
 gc.disable()
 
-# No deadline per example: tests must not fail because the machine is busy.
-hypothesis.settings.register_profile("tests", deadline=None)
+# No deadline per example: tests must not fail because the machine is busy. TGI_FUZZ_EXAMPLES asks for more examples.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, max_examples=int(os.environ.get("TGI_FUZZ_EXAMPLES", "50"))
+)
 hypothesis.settings.load_profile("tests")
 
 # The directory of metrics in this process, except where a test sets another.
@@ -108,19 +110,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the tests of files without a marker "fast". Of several processes (-n) every second one begins with its
     share of the live tests, which leave time to the others, the next one with slow tests. All end with fast ones, half
     of which go to a process that has nothing left: so none waits for another at the end. The shares are contiguous,
-    since the tests of a file share its servers."""
+    and live files undivided, since the tests of a file share its servers."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in MARKERS):
             item.add_marker("fast")
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     if processes > 1:
-        live, slow, fast = ([item for item in items if kind_of(item) == kind] for kind in ("live", "slow", "fast"))
-        items[:] = [
-            item
-            for part in range(processes)
-            for kind in ((live, slow, fast), (slow, live, fast))[part % 2]
-            for item in share(kind, part, processes)
-        ]
+        items[:] = [item for part in shares(items, processes) for item in part]
 
 
 def kind_of(item: pytest.Item) -> str:
@@ -130,5 +126,15 @@ def kind_of(item: pytest.Item) -> str:
     return "live" if item.get_closest_marker("live") else "slow"
 
 
-def share(items: list[pytest.Item], part: int, parts: int) -> list[pytest.Item]:
-    return items[len(items) * part // parts : len(items) * (part + 1) // parts]
+def shares(items: list[pytest.Item], parts: int) -> Iterator[list[pytest.Item]]:
+    """Shares of one size, as which pytest-xdist divides the tests. A file with live tests is in one of them."""
+    live, slow, fast = ([item for item in items if kind_of(item) == kind] for kind in ("live", "slow", "fast"))
+    for part in range(parts):
+        ends = [len(kind) // (parts - part) for kind in (live, slow)]
+        while 0 < ends[0] < len(live) and live[ends[0]].path == live[ends[0] - 1].path:
+            ends[0] += 1
+        size = (len(live) + len(slow) + len(fast)) // (parts - part)
+        heads = [live[: ends[0]], slow[: ends[1]]]
+        rest = max(0, size - sum(ends))
+        yield [item for kind in (heads[:: 1 - 2 * (part % 2)], [fast[:rest]]) for head in kind for item in head]
+        live, slow, fast = live[ends[0] :], slow[ends[1] :], fast[rest:]

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tgi.worker.quantization.float4 import Float4Weight
 from tgi.worker.quantization.weight import QuantizedWeight
 
 
@@ -17,9 +18,11 @@ def plain_weights(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, T
         stem, _, column = name.rpartition(".")
         if column == "codes":
             scales, shifts = (_factors(tensors, stem, column) for column in ("scales", "shifts"))
-            assert scales is not None
-            found[stem] = QuantizedWeight(tensor, scales, shifts).dequantized(dtype)
-        elif not column.endswith(("scales", "shifts")):
+            if scales is None:
+                found[stem] = Float4Weight(tensor, tensors[f"{stem}.factors"]).quantized().dequantized(dtype)
+            else:
+                found[stem] = QuantizedWeight(tensor, scales, shifts).dequantized(dtype)
+        elif not column.endswith(("scales", "shifts", "factors")):
             found[name] = tensor.to(dtype)
     return found
 

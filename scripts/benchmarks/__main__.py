@@ -20,6 +20,7 @@ MEASUREMENTS = {
     "memory": ("memory", "memory of the worker by type of weights, next to its bound"),
     "kernels": ("kernels", "matrix products of the CPU kernels and of oneDNN"),
     "step": ("step", "the parts of a decode step on the CPU kernels, next to the memory floor"),
+    "architectures": ("architectures", "decode of experts, latent attention and recurrent layers, next to llama.cpp"),
     "lora": ("lora", "decode steps with LoRA adapters"),
     "ranks": ("ranks", "decode steps of a model that is divided among several ranks on CPU"),
     "gpu": ("gpu", "decode and prefill on a GPU, next to its peaks"),

@@ -19,7 +19,8 @@ from tgi.worker.engine.engine import PendingStep, TorchEngine
 
 class Requests:
     """Requests with prompts of `prompt` tokens in these slots. After its prompt each samples up to `further` tokens,
-    one per step. Pages are allocated at once and are contiguous."""
+    one per step. Pages are allocated at once and are contiguous. Token ids are consecutive; those of a slot begin
+    `apart` after those of the one before it."""
 
     def __init__(
         self,
@@ -28,7 +29,9 @@ class Requests:
         prompt: int,
         further: int,
         samplings: Sequence[SamplingParams] | None = None,
+        apart: int = 0,
     ) -> None:
+        self._apart = apart
         self._limits = engine.limits
         self._slots = slots
         self._prompt = self._known = prompt
@@ -60,7 +63,8 @@ class Requests:
         return (self.next() for _ in range(count))
 
     def _slot(self, slot: int, at: int) -> SlotAssignment:
-        ids = pack_column(INT32, ((100 + place) % self._limits.vocab_size for place in range(self._prompt)))
+        first = 100 + slot * self._apart
+        ids = pack_column(INT32, ((first + place) % self._limits.vocab_size for place in range(self._prompt)))
         return SlotAssignment(slot, ids, self._prompt, encode(self._samplings[at]))
 
     def _step(self, slots: range, start: int, count: int, new: list[SlotAssignment]) -> Step:

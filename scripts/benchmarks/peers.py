@@ -332,6 +332,7 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 # The source distribution that contains llama.cpp, and its build options besides those of the instruction set.
 LLAMA_CPP = "llama-cpp-python==0.3.36"
+PROGRAMS = ("llama-server", "llama-quantize", "llama-batched-bench")
 BUILD = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
@@ -362,13 +363,13 @@ def environment(name: str) -> Path:
 
 
 def llama_cpp() -> Path:
-    """The directory of llama.cpp's programs for the instruction set in use, built if necessary. Raises Failed."""
+    """The directory of llama.cpp's PROGRAMS for the instruction set in use, built if necessary. Raises Failed."""
     python = environment("llama.cpp")
     limit = peer_cpu.limit()
     directory = PEERS_DIRECTORY / "llama.cpp"
     build, stamp = (directory / (name + (f"-{limit}" if limit else "")) for name in ("build", "built"))
     options = (*BUILD, *(f"-DGGML_{name}" for name in peer_cpu.GGML[limit]))
-    wanted = " ".join((LLAMA_CPP, *options, hashlib.sha256(TILES.read_bytes()).hexdigest()))
+    wanted = " ".join((LLAMA_CPP, *PROGRAMS, *options, hashlib.sha256(TILES.read_bytes()).hexdigest()))
     with _alone("llama.cpp"):
         if stamp.exists() and stamp.read_text() == wanted:
             return build / "bin"
@@ -378,8 +379,7 @@ def llama_cpp() -> Path:
         how = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={python.parent / 'ninja'}")
         tiles = f"-DCMAKE_CXX_FLAGS=-include {shlex.quote(str(TILES))}"
         run(*cmake, "--fresh", *how, "-S", source, "-B", build, *options, tiles)
-        targets = ("llama-server", "llama-quantize")
-        run(*cmake, "--build", build, "--target", *targets, "--parallel", str(usable_cores()))
+        run(*cmake, "--build", build, "--target", *PROGRAMS, "--parallel", str(usable_cores()))
         stamp.write_text(wanted)
     return build / "bin"
 

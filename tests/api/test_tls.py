@@ -20,6 +20,8 @@ from tests.certificates import make_certificate
 from tgi.api.tls import ServerCertificate
 from tgi.microkernel.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 
 def test_one_file_may_hold_certificate_and_key(tmp_path: Path) -> None:
     made = make_certificate(tmp_path, "one")

@@ -24,6 +24,7 @@ from tgi.hub.gguf.block_types import FORMS
 from tgi.hub.gguf.convert import convert
 from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import model_directory
+from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.weight import QuantizedWeight, as_plain
 from tgi.worker.quantization.weight_sources import PackedWeightSource
@@ -78,7 +79,7 @@ def test_every_block_type_has_the_same_values(block: GGMLQuantizationType, tmp_p
     raw, form = random_rows(block), FORMS[block]
     columns = written(raw, block, tmp_path)
     assert columns["y.codes"].dtype is (torch.int8 if form.bits == 8 else torch.uint8)
-    assert columns["y.scales"].shape == (ROWS, COLUMNS // form.group)
+    assert columns["y.factors" if form.float4 else "y.scales"].shape == (ROWS, COLUMNS // form.group)
     assert ("y.shifts" in columns) is form.shifted
     assert ("y.super_scales" in columns) is (form.super_group > 0)
     expected = torch.from_numpy(dequantize(raw, block).reshape(ROWS, COLUMNS))
@@ -97,9 +98,9 @@ def test_the_worker_rounds_scales_once_or_not_at_all(block: GGMLQuantizationType
         weight = PackedWeightSource(checkpoint, exact).weight("y", ROWS, COLUMNS)
     if exact:
         assert torch.equal(as_plain(weight, torch.float32), expected)
-    if not isinstance(weight, QuantizedWeight):  # its scales are beyond float16
-        assert block.name == "MXFP4"
-        assert torch.equal(weight, expected)
+    assert isinstance(weight, QuantizedWeight)
+    if weight.is_float4:  # their scales have 8 bits
+        assert torch.equal(weight.dequantized(torch.float32), expected)
         return
     allowed = (torch.float16, torch.float32) if exact else (torch.float16,)
     assert weight.scales.dtype in allowed
@@ -138,6 +139,13 @@ def test_infinite_scales_are_detected_without_numpy_warnings(block: GGMLQuantiza
     with np.errstate(all="raise"):
         _, *factors = FORMS[block].stored(infinite[None])
     assert not all(np.isfinite(column).all() for column in factors)
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    raw = random_rows(GGMLQuantizationType.MXFP4)
+    raw[0, 0] = 255
+    with pytest.raises(UserError, match="stands for no number; it is damaged"):
+        written(raw, GGMLQuantizationType.MXFP4, tmp_path)
 
 
 def test_q4_1_is_kept_bit_for_bit(tmp_path: Path) -> None:

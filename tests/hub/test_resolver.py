@@ -132,7 +132,8 @@ def test_after_a_killed_import_the_next_one_cleans_up(source: Path, cache: Path)
 
 def test_the_converter_ends_with_its_parent(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "endless.gguf")  # reading it blocks
-    command = [sys.executable, "-m", "tgi.hub.gguf.convert", str(tmp_path / "endless.gguf"), str(tmp_path / "out")]
+    files = [str(tmp_path / name) for name in ("endless.gguf", "out")]
+    command = [sys.executable, "-m", "tgi.hub.gguf.convert", *files, "plain"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
         assert child.stdin is not None
         assert child.stdout is not None

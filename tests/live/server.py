@@ -309,6 +309,11 @@ class SharedServers:
             shutil.rmtree(server.run_directory.parent, ignore_errors=True)
 
 
+def scheduled_requests(server: Server) -> float:
+    """How many requests run or wait in the scheduler."""
+    return server.metric("tgi_batch_current_size") + server.metric("tgi_queue_size")
+
+
 def event_lines(answer: httpx.Response) -> Iterator[str]:
     """The lines of a stream of events. httpx's `iter_lines` also divides them at characters such as U+2028, which a
     random model writes now and then."""

@@ -21,7 +21,7 @@ from tgi.microkernel.messages.protocol import MESSAGES, PROTOCOL, Add, Hello, Sa
 pytestmark = pytest.mark.live
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
-PROMPTS = [(f"Prompt {n}", {"max_new_tokens": 80}) for n in range(4)]
+PROMPTS = [(f"Prompt {n}", {"max_new_tokens": 40}) for n in range(4)]
 MEMORY_GROWTH = 300 << 20  # bytes
 
 

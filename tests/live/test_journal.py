@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
-from tests.live.server import Server
+from tests.live.server import Server, scheduled_requests
 from tgi.microkernel.messages.protocol import Add
 from tgi.scheduler.journal import SUFFIX, read_journal
 from tgi.scheduler.replay import describe, replay
@@ -15,6 +15,8 @@ from tgi.scheduler.replay import describe, replay
 pytestmark = pytest.mark.live
 
 REQUESTS = 24
+# Requests with so many tokens in their prompts fill the files of 1 MB, and take few steps to compute and to repeat.
+LARGE, LARGE_PROMPT = 140, 1900
 
 
 def replay_command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,9 +37,10 @@ def journals(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> list
 
         with ThreadPoolExecutor(REQUESTS) as threads:
             for victim in ("scheduler-0", "worker-0"):
-                answers = [threads.submit(ask, number) for number in range(REQUESTS)]
-                while not any(answer.done() for answer in answers):
-                    pass
+                with server.suspended("worker-0"):  # until the scheduler has all requests
+                    answers = [threads.submit(ask, number) for number in range(REQUESTS)]
+                    server.wait_until(lambda: scheduled_requests(server) == REQUESTS, "all requests have arrived")
+                wait(answers, return_when=FIRST_COMPLETED)
                 server.kill(victim)
                 assert all(answer.result() for answer in answers)
         server.stop()
@@ -81,9 +84,9 @@ def test_a_journal_goes_on_in_files_that_are_repeated_on_their_own(tiny_llama: P
     seen: set[Path] = set()
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), *options) as server:
         server.start().wait_until_ready()
-        for number in range(12):
-            answer = server.generate(f"{number} " * 900, max_new_tokens=1500)
-            assert answer["details"]["generated_tokens"] == 1500
+        for number in range(LARGE):
+            answer = server.generate(f"{number % 10} " * LARGE_PROMPT, max_new_tokens=2)
+            assert answer["details"]["generated_tokens"] == 2
             seen |= set((tmp_path / "journals").glob(f"*{SUFFIX}"))
         server.stop()
     kept = sorted((tmp_path / "journals").glob(f"*{SUFFIX}"))

@@ -1,10 +1,12 @@
 """scripts/load against real servers and a broken one: figures, exit code, and reasons of failures."""
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +17,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.clients.environments import ENVIRONMENTS
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, free_port
 
 pytestmark = pytest.mark.live
 
 LOAD = Path(__file__).parent.parent.parent / "scripts" / "load"
+ENVIRONMENT = ENVIRONMENTS.parent / f"load-python{sys.version_info.major}.{sys.version_info.minor}"
 PLAIN = {"/generate", "/", "/v1/chat/completions", "/v1/completions"}
 STREAMS = {f"{path} [stream]" for path in ("/generate_stream", "/", "/v1/chat/completions", "/v1/completions")}
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "2000", "--validation-workers", "1")
@@ -34,7 +38,7 @@ class Load:
         self.printed = ""
         self._process = subprocess.Popen(
             [LOAD, "--host", host, *SHORT, *arguments],
-            env=environment | {"API_KEY": ""},
+            env=environment | {"API_KEY": "", "TGI_LOAD_VENV": str(ENVIRONMENT)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -83,7 +87,7 @@ def page() -> Iterator[httpx.Client]:
 
 def web(page: httpx.Client) -> tuple[str, ...]:
     """The arguments for a load that starts by itself and serves this page."""
-    return ("--autostart", "--web-port", str(page.base_url.port), "--users", "8", "--spawn-rate", "8")
+    return ("--autostart", "--web-port", str(page.base_url.port), "--users", "2", "--spawn-rate", "2")
 
 
 def tokens(printed: str) -> dict[str, list[float]]:
@@ -95,8 +99,11 @@ def tokens(printed: str) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    """Creates the environment of scripts/load, which is kept between runs."""
-    subprocess.run([LOAD, "--version"], check=True)
+    """Creates the environment of scripts/load, which all checkouts share."""
+    ENVIRONMENT.parent.mkdir(parents=True, exist_ok=True)
+    with ENVIRONMENT.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run([LOAD, "--version"], env=os.environ | {"TGI_LOAD_VENV": str(ENVIRONMENT)}, check=True)
 
 
 def test_summary_and_page_have_figures_of_every_kind_of_request(

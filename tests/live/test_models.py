@@ -1,15 +1,21 @@
 """Real models through a whole server: answers equal those of transformers, and are bitwise the same under any load."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
-from tests.live.server import MAX_ATTEMPTS, Server
+from tests.live.server import MAX_ATTEMPTS, Server, scheduled_requests
+from tests.live.test_grammars import PERSON
+from tests.live.test_grammars import chat as chat_in_form
 from tests.models import demo_model, model
+from tests.schemas import validate
+from tgi.microkernel.host import rundir
 
 pytestmark = pytest.mark.live
 
@@ -23,6 +29,8 @@ PROMPTS = [
 EVEN = [f"This is story number {n}:" + " and the river runs through the city" * 4 for n in range(4)]
 SEEDED = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.95, "typical_p": 0.95}
 SEEDED |= {"repetition_penalty": 1.1, "frequency_penalty": 0.5}
+# Drafting depends on measured step times, and on a busy machine these may say for a while that it does not pay.
+MAX_DRAFT_SERVERS = 3
 TIE = 1e-5  # if the two highest logits differ by less, either token is right
 
 
@@ -75,11 +83,6 @@ def ask(server: Server, case: Case, number: int, seeded: bool) -> Answer:
     chosen = {**SEEDED, "seed": number} if seeded else {}
     answer = server.generate(case.prompts[number], max_new_tokens=case.tokens, ignore_eos=True, **chosen)
     return [(token["id"], token["logprob"]) for token in answer["details"]["tokens"]]
-
-
-def scheduled_requests(server: Server) -> float:
-    """How many requests run or wait."""
-    return server.metric("tgi_batch_current_size") + server.metric("tgi_queue_size")
 
 
 @served(*TINY, DEMO)
@@ -149,6 +152,20 @@ def test_streams_continue_after_worker_kill(case: Case, server: Server) -> None:
         if recomputed >= 4 * 12:
             break
     assert recomputed >= 4 * 12
+    (worker,) = (one for one in rundir.read_states(server.run_directory) if one.role == "worker")
+    if not worker.facts["kernels"].startswith("our own"):
+        return
+    server.wait_until(lambda: worker_starts(server), "the new worker has reported its start")
+    assert not any("loading weights" in line for line in worker_starts(server)), "its predecessor has left them"
+    (left,) = (one for one in psutil.Process(server.commands["up"].pid).children() if os.getpgid(one.pid) != one.pid)
+    left.kill()
+    assert streams(server, act=lambda: server.kill("worker-0")) == undisturbed
+    server.wait_until(lambda: "loading weights" in worker_starts(server)[-1], "a worker has loaded them again")
+
+
+def worker_starts(server: Server) -> list[str]:
+    """The reports of workers that have replaced another one."""
+    return [line for line in server.output_text().splitlines() if "worker-0 has started in" in line]
 
 
 def streams(server: Server, act: Callable[[], object] | None = None) -> list[Answer]:
@@ -188,6 +205,76 @@ def test_the_text_ends_with_the_stop_string(server: Server, stop: str) -> None:
     assert events[-1]["details"]["finish_reason"] == "stop_sequence"
     assert events[-1]["generated_text"].endswith(stop)
     assert events[-1]["generated_text"].count(stop) == 1
+
+
+COPIED = "The old bridge at the end of the street was built by two brothers. Every stone came from the quarry."
+COPY_PROMPTS = [chat(f"Repeat this text {n} times: {COPIED}") for n in (2, 3)] + [chat("Write a poem about a bridge.")]
+
+
+def copy_answers(server: Server, clients: int) -> list[Answer]:
+    """The answers to COPY_PROMPTS, so many of them at once."""
+
+    def answer(prompt: str) -> Answer:
+        details = server.generate(prompt, max_new_tokens=40)["details"]
+        return [(token["id"], token["logprob"]) for token in details["tokens"]]
+
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(answer, COPY_PROMPTS))
+
+
+def draft_metrics(server: Server) -> tuple[float, float]:
+    """How many tokens were drafted, and how many of these accepted."""
+    return server.metric("tgi_draft_tokens"), server.metric("tgi_accepted_draft_tokens")
+
+
+@pytest.mark.timeout(600)
+@served(DEMO)
+def test_drafts_copy_text_in_fewer_steps(case: Case, server: Server, tmp_path: Path) -> None:
+    """The same answers as without drafts, one by one and together."""
+    expected = copy_answers(server, 1)
+    steps = sum(map(len, expected))  # one by one, without drafts
+    tried: list[float] = []
+    for number in range(MAX_DRAFT_SERVERS):
+        flags = ("--model-id", str(directory_of(case)), "--speculate", "4", "--validation-workers", "1")
+        with Server(tmp_path / str(number), *flags) as drafting:
+            drafting.start().wait_until_ready()
+            for _ in range(MAX_ATTEMPTS):
+                before = drafting.metric("tgi_batch_inference_count")
+                assert copy_answers(drafting, 1) == expected
+                tried.append(drafting.metric("tgi_batch_inference_count") - before)
+                assert copy_answers(drafting, 3) == expected
+                if tried[-1] < 0.8 * steps:
+                    drafted, accepted = draft_metrics(drafting)
+                    assert 0 < accepted < drafted
+                    return
+    pytest.fail(f"{steps} tokens, and with drafts {tried} steps")
+
+
+@served(DEMO)
+def test_answers_to_grammars_are_valid(server: Server) -> None:
+    """Greedy, and seeded with several grammars at once: answers that end with EOS are valid."""
+    colour = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
+    # By itself the greedy answer never ends: its number has ever more digits.
+    quotient = {"type": "object", "properties": {"quotient": {"type": "number"}}}
+    body = {"messages": [{"role": "user", "content": "What is one divided by three? Answer in JSON."}]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": quotient}}
+    answer = server.client.post(
+        "/v1/chat/completions", json=body | {"response_format": form, "temperature": 0, "max_tokens": 80}
+    ).json()["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    assert set(json.loads(answer["message"]["content"])) <= {"quotient"}
+    schemas = [PERSON, colour, {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}]
+
+    def texts(schema: Any) -> list[str]:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        choices = chat_in_form(server, form, n=2, seed=3, max_tokens=80)["choices"]
+        return [choice["message"]["content"] for choice in choices if choice["finish_reason"] == "stop"]
+
+    with ThreadPoolExecutor(len(schemas)) as pool:
+        for schema, ended in zip(schemas, pool.map(texts, schemas), strict=True):
+            assert ended
+            for text in ended:
+                validate(text, schema)
 
 
 @served(DEMO)

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -264,19 +263,15 @@ def test_an_invalid_generation_config_is_reported_before_any_process_starts(tiny
         assert server.returncode == 1
         assert message in output.splitlines()[-1]
         assert "Traceback" not in output
-    server = start_up(model, tmp_path / "run", "--generation-config", "tgi")
-    try:
-        assert server.stdout is not None
-        assert any("Ready in" in line for line in server.stdout)
-    finally:
-        server.terminate()
-        server.communicate(timeout=TIMEOUT_SECONDS)
 
 
 def test_the_ready_line_is_printed_when_all_roles_are_ready_and_has_the_bound_port(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    server = start_up(tiny_llama, tmp_path / "run")
+    """With a file that --generation-config leaves out, although it is invalid."""
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": -1}')
+    server = start_up(model, tmp_path / "run", "--generation-config", "tgi")
     assert server.stdout is not None
     try:
         line = next(line for line in server.stdout if "Ready in" in line)
@@ -369,25 +364,6 @@ def test_a_hang_up_of_the_terminal_drains_except_under_nohup(server: Server, wra
         up.wait()
 
 
-def test_draining_refuses_new_connections(server: Server) -> None:
-    server.start().wait_until_ready()
-    stream = server.stream("Hello", max_new_tokens=100)
-    events = [next(stream) for _ in range(5)]
-    server.commands["up"].terminate()
-
-    def port_is_closed() -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", server.port)).close()
-        except ConnectionRefusedError:
-            return True
-        return False
-
-    server.wait_until(port_is_closed, "the port is closed")
-    events.append(next(stream))
-    assert events[-1]["generated_text"] is None, "the stream was over before the port closed"
-    assert len(events + list(stream)) == 100
-
-
 def test_a_second_signal_ends_the_drain(server: Server) -> None:
     server.start("up", "--graceful-termination-timeout", "1000").wait_until_ready()
     stream = server.stream("Hello", max_new_tokens=20000)
@@ -405,15 +381,16 @@ def test_a_second_signal_ends_the_drain(server: Server) -> None:
     assert len([line for line in server.output_text().splitlines() if " WARNING " in line]) == 1
 
 
-@pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0"])
-def test_a_process_killed_during_the_drain_is_replaced(server: Server, victim: str) -> None:
+def test_processes_killed_during_the_drain_are_replaced(server: Server) -> None:
     server.start("up", "--graceful-termination-timeout", "100").wait_until_ready()
-    process = server.processes()[victim]
-    stream = server.stream("Hello", max_new_tokens=100)
+    stream = server.stream("Hello", max_new_tokens=300)
     events = [next(stream) for _ in range(5)]
+    processes = server.processes()
     server.commands["up"].terminate()
-    process.kill()
-    assert len(events + list(stream)) == 100
+    for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
+        processes[victim].kill()
+        events += [next(stream) for _ in range(30)]  # it goes on before the next one is killed
+    assert len(events + list(stream)) == 300
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
 
 
@@ -447,19 +424,6 @@ def test_an_error_that_keeps_a_process_from_starting_again_does_not_end_the_othe
     journals.unlink()
     assert len(events + list(stream)) == 100
     server.wait_until_ready()
-
-
-def test_gauges_of_a_killed_scheduler_are_removed(server: Server) -> None:
-    for role in ("api", "tokenizer", "scheduler", "worker"):
-        server.start(role)
-    server.wait_until_ready()
-    stream = server.stream("Hello", max_new_tokens=40)
-    events = [next(stream) for _ in range(5)]
-    server.commands["scheduler"].kill()
-    server.commands["scheduler"].wait()
-    server.start("scheduler")
-    assert len(events + list(stream)) == 40
-    server.wait_until(lambda: server.metric("tgi_batch_current_size") == 0, "no request runs")
 
 
 def test_state_files_of_a_killed_server_do_not_make_the_next_one_ready(server: Server) -> None:

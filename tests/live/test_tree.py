@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.live
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
+ROLES_OF_ALL = {"api-0", "tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0"}
 PROMPTS = [f"Prompt number {n}, " + "and some more of it " * n for n in range(8)]
 
 
@@ -129,18 +131,25 @@ def metric_files_of_ended(server: Server) -> set[str]:
     return {name for name in names if name.rpartition("_")[2] not in {*pids, "ended"}}
 
 
-@pytest.mark.parametrize(
-    "order",
-    [("api", "tokenizer", "scheduler", "worker"), ("worker", "scheduler", "tokenizer", "api")],
-    ids=["top down", "bottom up"],
-)
-def test_roles_start_in_any_order(server: Server, order: tuple[str, ...]) -> None:
-    for role in order:
+def test_roles_start_bottom_up(server: Server) -> None:
+    """And are no server that `tgi reload` can replace; a new supervisor takes the place of one that was killed."""
+    for role in ("worker", "scheduler", "tokenizer", "api"):
         server.start(role)
         time.sleep(0.5)
     server.wait_until_ready()
     assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
-    assert set(server.processes()) == {"api-0", "tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0"}
+    server.wait_until(lambda: set(server.processes()) == ROLES_OF_ALL, "both tokenizers run")
+    command, env = [sys.executable, "-m", "tgi", "reload", "--model-id", server.arguments[1]], server.environment
+    reload = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert reload.returncode == 1
+    assert "Other supervisors run processes of this server" in reload.stderr
+    stream = server.stream("Hello", max_new_tokens=40)
+    events = [next(stream) for _ in range(5)]
+    server.commands["scheduler"].kill()
+    server.commands["scheduler"].wait()
+    server.start("scheduler")
+    assert len(events + list(stream)) == 40
+    server.wait_until(lambda: server.metric("tgi_batch_current_size") == 0, "the gauges of the killed one are gone")
     server.stop()
 
 
@@ -197,11 +206,24 @@ def test_a_disconnect_frees_the_request(standing: Server) -> None:
     assert standing.metric("tgi_request_failure") - failures_before >= 1
 
 
-def test_sigterm_drains_streams_and_leaves_no_process(server: Server) -> None:
+def test_sigterm_drains_streams_refuses_connections_and_leaves_no_process(server: Server) -> None:
     server.start().wait_until_ready()
     processes = server.processes()
-    streams = all_streams(server, 80, act=lambda: server.commands["up"].send_signal(signal.SIGTERM), after=5)
-    assert [len(events) for events in streams] == [80] * 8
+
+    def port_is_closed() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", server.port)).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    def drain() -> None:
+        server.commands["up"].send_signal(signal.SIGTERM)
+        server.wait_until(port_is_closed, "the port is closed")
+        assert server.processes().keys() == processes.keys(), "the streams were over before the port closed"
+
+    streams = all_streams(server, 200, act=drain, after=5)
+    assert [len(events) for events in streams] == [200] * 8
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
     assert not still_running(processes.values(), timeout=5)
 
@@ -260,6 +282,7 @@ def test_a_port_in_use_is_reported(standing: Server, tmp_path: Path) -> None:
 
 
 def test_health_and_requests_give_503_until_all_roles_run(server: Server) -> None:
+    """Roles that start top down."""
     for role in ("api", "tokenizer"):
         server.start(role)
 
@@ -277,6 +300,7 @@ def test_health_and_requests_give_503_until_all_roles_run(server: Server) -> Non
     for role in ("scheduler", "worker"):
         server.start(role)
     server.wait_until_ready()
+    assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
 
 
 def test_a_role_with_another_model_is_rejected(tiny_llama: Path, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from tgi.microkernel.links.link import Link
 from tgi.microkernel.messages.protocol import Cancel, encode
 from tgi.microkernel.observability.log import ComplaintLimit
 
+pytestmark = pytest.mark.slow
+
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 
 

@@ -20,6 +20,8 @@ from tgi.microkernel.recovery.exit_causes import OOM_SECONDS, OomKills, is_lack_
 from tgi.microkernel.recovery.work_register import WorkRegister, fingerprint_number, split_fingerprints
 from tgi.microkernel.settings.table import Settings
 
+pytestmark = pytest.mark.slow
+
 # A child that takes its work register, as Process does, and states that it works on one request.
 CHILD = """
 import faulthandler, os, signal, sys, time

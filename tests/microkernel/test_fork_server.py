@@ -91,6 +91,65 @@ def supervise(program: str, role: str = "") -> str:
     return done.stdout
 
 
+LEAVING = """
+import os, signal, socket, sys, threading, time
+from tgi.microkernel.processes import fork_server
+from tgi.microkernel.processes.fork_server import ForkServer, adopting_orphans, leave_fork_server
+
+def role(arguments):
+    state = {
+        "arguments": arguments, "parent": os.getppid() == supervisor, "loaded": loaded, "variables": len(os.environ),
+        "threads": len(os.listdir("/proc/self/task")), "descriptors": len(os.listdir("/proc/self/fd")) - 1,
+    }
+    os.write(int(os.environ["OUTPUT"]), ascii(state).encode())
+    raise SystemExit(7)
+
+def wait(process):
+    while (code := process.poll()) is None:
+        time.sleep(0.005)
+    return code
+
+fork_server.run_role = role
+supervisor, loaded = os.getpid(), "nothing"
+connection, requests = socket.socketpair()
+server = ForkServer(None, connection)
+assert not server.is_left()
+with adopting_orphans():
+    if (worker := os.fork()) == 0:
+        connection.close()
+        os.setpgid(0, 0)
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        loaded = "weights"
+        leave_fork_server(requests)
+        loaded = "changed later"
+        time.sleep(600)
+    requests.close()
+    while not server.is_left():
+        time.sleep(0.005)
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    assert server.is_left()
+    read, write = os.pipe()
+    for _ in range(2):
+        assert wait(server.start(["worker", "0"], {}, {"OUTPUT": write}, 60)) == 7
+        print(os.read(read, 1000).decode())
+    server.close()
+    assert not server.is_left()
+    assert os.waitstatus_to_exitcode(os.waitpid(-worker, 0)[1]) == 0, "it ends with its connection"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there are no fork servers")
+def test_a_process_leaves_a_fork_server_behind_with_what_it_has_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    expected = {
+        "arguments": ["worker", "0"], "parent": True, "loaded": "weights", "variables": 1, "threads": 1,
+        "descriptors": 4,
+    }  # fmt: skip
+    assert [eval(line) for line in done.stdout.splitlines()] == [expected, expected]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the supervisor starts new interpreters")
 def test_a_forked_process_is_a_child_of_the_supervisor_with_an_environment_and_descriptors_of_its_own() -> None:
     assert eval(supervise(CHILD, REPORT)) == {

@@ -19,6 +19,8 @@ from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.scheduler.waiting_queue import MAX_IDLE_CLIENTS
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
+pytestmark = pytest.mark.slow
+
 WORKER_CONFIG = FakeWorkerConfig(pages=512, page_size=4, slots=4, max_total_tokens=256, max_batch_prefill_tokens=16)
 NO_CACHE = SchedulerConfig(prefix_caching=False)
 

@@ -72,11 +72,11 @@ def idle_moment(sim: Simulation) -> None:
     recorded_scheduler(sim).begin_file_when_idle(sim.now)
 
 
-@pytest.mark.parametrize(("max_drafts", "limit"), [(0, 300_000), (3, 400_000)])
+@pytest.mark.parametrize(("max_drafts", "limit"), [(0, 150_000), (3, 200_000)])
 def test_a_journal_goes_on_in_files_that_are_repeated_on_their_own(tmp_path: Path, max_drafts: int, limit: int) -> None:
     sim = recorded(tmp_path, SchedulerConfig(max_drafts=max_drafts), limit)
     seen = set()
-    for number, _ in enumerate(load(sim, 1500)):
+    for number, _ in enumerate(load(sim, 800)):
         recorded_scheduler(sim).begin_file_when_idle(sim.now)  # it is not idle
         if number % 100 == 99:
             idle_moment(sim)

@@ -1,4 +1,4 @@
-"""scripts/install.py, with pip and a local package index."""
+"""scripts/install.py and uv_install.py, with pip, uv and a local package index."""
 
 import hashlib
 import os
@@ -99,6 +99,28 @@ def test_a_build_for_cuda_is_announced_and_torch_index_avoids_it(index: str, tmp
     assert f"pip: fetching torch {build}, " in done.stderr
     if announced and not any(map(os.path.exists, DRIVER_FILES)):
         assert "TORCH_INDEX=URL" in done.stderr.partition("fetching torch")[0], "said before it is fetched"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no build of torch is for CUDA")
+@pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])
+def test_uv_uses_the_indexes_of_pip_and_torch_index(index: str, tmp_path: Path, build: str) -> None:
+    """Also an index of its configuration file that a variable overrides."""
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = http://127.0.0.1:9\n[install]\nno-deps = true\n")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+    environment = kept | {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "PIP_INDEX_URL": index, "UV_NO_CACHE": "1"}
+    if "cpu" in build:
+        environment["TORCH_INDEX"] = f"{index}/cpu"
+    command = [
+        sys.executable,
+        "-P",
+        str(ROOT / "scripts" / "uv_install.py"),
+        "--target",
+        str(tmp_path / "place"),
+        "torch",
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "place" / "torch.py").read_text() == f"version = {build!r}"
 
 
 def test_a_failure_of_pip_shows_its_whole_output(index: str, tmp_path: Path) -> None:

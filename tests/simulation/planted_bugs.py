@@ -264,7 +264,7 @@ PLANTED_BUGS = {
         WorkerAdapters,
         "retry",
         does_nothing,
-        seed=0,
+        seed=9,
         adapter_share=0.1,
         adapter_failures=0.3,
         replicas=2,

@@ -201,8 +201,8 @@ class Simulation:
 
     # --- run ----------------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Runs until all requests have ended, then without faults until nothing is left to do."""
+    def run(self, events: int | None = None) -> None:
+        """Runs until all requests have ended, then without faults until nothing is left to do, or for `events`."""
         with (
             self.clock.installed(self.config.seed),
             self._rare_garbage_collection(),
@@ -218,6 +218,8 @@ class Simulation:
             self.stranded.start()
             while not self.workload.finished:
                 self._run_next()
+                if self.clock.events == events:
+                    return
             self.faults.end()
             end = self.clock.now + self.config.hang_timeout + self.config.healthy_after + 1
             if self.config.adapter_failures:

@@ -21,6 +21,8 @@ from tgi.tokenizer.structured_output.compile_process import MAX_CHILDREN, Gramma
 from tgi.tokenizer.structured_output.grammar import CheckedGrammar, GrammarError
 from tgi.tokenizer.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 # Takes minutes: the library's limits count other steps than those that it needs.
 ENDLESS = {"schema": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}}

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.schemas import validate
 from tests.tokenizer.harness import API, PoolHarness, end_messages
@@ -33,6 +34,8 @@ from tgi.tokenizer.structured_output.grammar import (
 )
 from tgi.tokenizer.structured_output.json_schema import KEYWORD_TYPES, UNENFORCED_KEYWORDS
 from tgi.tokenizer.vocabulary import Vocabulary
+
+pytestmark = pytest.mark.slow
 
 NOT_VALID, NOT_ENFORCED = "grammar is not valid: ", "cannot compile regex from schema: "
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
@@ -212,8 +215,13 @@ def test_rejected_patterns_in_schemas(validator: GrammarValidator, regex: str) -
 BYTES = piece_table([bytes([byte]) for byte in range(256)])
 
 
+@lru_cache(maxsize=8)
+def start(grammar: str) -> LLMatcher:
+    return new_matcher(BYTES, grammar)
+
+
 def accepts(grammar: str, text: str) -> bool:
-    found = new_matcher(BYTES, grammar)
+    found = start(grammar).deep_copy()
     assert not found.is_error(), found.get_error()
     tokens = [byte + 1 for byte in text.encode()]
     return found.try_consume_tokens(tokens) == len(tokens) and bool(found.is_accepting())

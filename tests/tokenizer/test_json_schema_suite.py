@@ -18,6 +18,8 @@ from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.tokenizer.structured_output.grammar import GrammarError, GrammarValidator
 from tgi.tokenizer.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 KEYWORDS = sorted({case[0] for case in SUITE})
 WALKS = 3
 LONGEST = 100  # tokens of a random text; longer ones are not evaluated

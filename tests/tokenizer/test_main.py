@@ -38,6 +38,8 @@ from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
 from tgi.microkernel.settings.table import Settings
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 60.0
 MEGABYTE = 1 << 20
 

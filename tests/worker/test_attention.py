@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.batches import PAGE, Row, make_batch
 from tests.worker.cpu_kernels.available import EMULATED, VARIANTS, load_variant
 from tgi.worker.attention import build_attention, page_bytes, page_size
@@ -257,8 +258,8 @@ def test_an_overflow_does_not_reach_the_next_owner_of_the_pages() -> None:
     torch.testing.assert_close(found.double(), expected(sequence), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 3, 8, 20, 40])
+@each_case("dtype", DTYPES)
+@each_case("group", [1, 3, 8, 20, 40])
 def test_tile_shapes_fit_a_group_of_heads_and_include_the_whole_block(dtype: torch.dtype, group: int) -> None:
     shapes = choose_shapes(KVCacheSpec(1, 2 * group, 2, 64, dtype))
     assert group <= shapes.single_rows <= shapes.multi_rows
@@ -281,10 +282,10 @@ def test_page_size_and_bytes() -> None:
 # --- CUDA: arguments of the kernels -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("cap", [None, 0.5])
-@pytest.mark.parametrize("sinks", [False, True])
+@each_case(("heads", "kv_heads"), [(4, 4), (6, 2)])
+@each_case("window", [None, 20])
+@each_case("cap", [None, 0.5])
+@each_case("sinks", [False, True])
 def test_torchs_kernels_on_cuda(heads: int, kv_heads: int, window: int | None, cap: float | None, sinks: bool) -> None:
     drawn = draw_sinks(heads) if sinks else ()
     kv = KVCacheSpec(2, heads, kv_heads, 16, torch.float32, (5, window), softcap=cap, sinks=drawn)
@@ -358,8 +359,8 @@ def test_chunks_alibi_and_keys_of_an_earlier_layer(variant: str) -> None:
                     assert torch.equal(part, found[0][start:stop])
 
 
-@pytest.mark.parametrize("variant", ["torch", "torch as on CUDA", *VARIANTS])
-@pytest.mark.parametrize("windows_alone", [False, True])
+@each_case("variant", ["torch", "torch as on CUDA", *VARIANTS])
+@each_case("windows_alone", [False, True])
 def test_blocks_see_each_other(variant: str, windows_alone: bool) -> None:
     """Tokens of a block see all of it, in any chunks that end outside blocks; rows without any are as always."""
     kernels = None if variant.startswith("torch") else load_variant(variant)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import each_case
 from tgi.microkernel.messages.codec import (
     FLOAT32,
     INT32,
@@ -189,7 +190,7 @@ def test_a_full_context_may_be_computed_but_no_token_sampled_after_it() -> None:
 FIRST = step(1, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 0), (0, 1)])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("bad", "fault"),
     [
         (step(3, [(0, 6, 1, 1)]), "number 3 follows 1"),
@@ -287,7 +288,7 @@ def test_proposed_drafts_are_often_accepted() -> None:
     assert 490 / 3 < number < 490 / 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("how", "fault"),
     [
         ({"drafts": [1, 1], "draft_ids": [5, 6]}, "rows and drafts differ"),

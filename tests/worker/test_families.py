@@ -109,10 +109,11 @@ def check_against_transformers(directory: Path, native: bool = False) -> None:
     assert torch.equal(found[0], chunked[-1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "native"),
-    [*((kind, True) for kind in FIRST), *with_variants(OTHERS, (False, True))],
-)
+# On our kernels or torch's. cpu_kernels/test_models.py compares ours with torch's for the other families.
+AGAINST_TRANSFORMERS = [*((kind, True) for kind in FIRST), *with_variants(OTHERS, (False, True))]
+
+
+@pytest.mark.parametrize(("kind", "native"), AGAINST_TRANSFORMERS)
 def test_against_transformers(kind: str, native: bool) -> None:
     """The sizes of these models are no multiples of 32: heads of 18 numbers; of 24 where 3/4 or 1/2 is rotated."""
     wide = ("phi", "phi3", "nemotron", "glm4_moe", "bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

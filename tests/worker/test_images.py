@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +16,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from scripts.make_gguf import write_gguf_pair
 from scripts.make_vision_model import IMAGE_TOKEN_ID
-from tests.families import with_variants
+from tests.families import in_depth, with_variants
+from tests.media.pictures import noise
 from tests.models import vision_model as make
+from tests.references import reference
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.scheduled import ScheduledEngine, Served
+from tgi.hub.model_config import read_model_config
+from tgi.hub.resolver import import_gguf, model_directory
+from tgi.hub.vision import read_vision_config
 from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
+from tgi.media.processor import ImageProcessor
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups
 from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
@@ -134,6 +140,9 @@ class Prompt(NamedTuple):
     pictures: list[Picture]
 
 
+RECURRENT = ("qwen3_5", "lfm2_vl")  # begin the kinds with recurrent layers
+
+
 def prompt(kind: str, media: Path, seed: int, *numbers: int, after: int = 0) -> Prompt:
     """Text, then for each of the pictures `numbers` the picture and more text, which `after` makes another. The last
     page has room for four tokens. States of recurrent layers are kept of longer prompts only."""
@@ -143,7 +152,7 @@ def prompt(kind: str, media: Path, seed: int, *numbers: int, after: int = 0) -> 
         found: list[int] = torch.randint(8, 400, (length,), generator=generator).tolist()
         return found
 
-    ids, images, pictures = text(149 if kind.startswith("qwen3_5") else 21, seed), [], []
+    ids, images, pictures = text(149 if kind.startswith(RECURRENT) else 21, seed), [], []
     for at, number in enumerate(numbers):
         shown = PICTURES[kind](number)
         digest = hashlib.blake2b(b"%d" % number, digest_size=16).digest()
@@ -164,38 +173,38 @@ TYPES = {kind: "mm_token_type_ids" for kind, family in VISION_FAMILIES.items() i
 }
 
 
-@cache
-def reference(directory: Path) -> Any:
+def greedy_tokens(
+    directory: Path, ids: list[int], images: bool, tensors: dict[str, Tensor], types: str | None, count: int, image: int
+) -> tuple[list[int], list[float]]:
+    """Tokens of transformers and their logprobs, each from the whole text before it. `types`: the name of the column
+    that is 1 for image tokens, which have the id `image`."""
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForImageTextToText.from_pretrained(
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-
-
-def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
-    """Greedy tokens of transformers and their logprobs, each from the whole text before it."""
-    kind, names = kind_of(directory), given.pictures[0].tensors.keys() if given.pictures else ()
-    along = 1 if kind.startswith(("idefics", "smolvlm")) else 0
-    tensors = {name: torch.cat([one.tensors[name] for one in given.pictures], along) for name in names}
-    ids, found, logprobs = list(given.ids), [], []
-    for _ in range(COUNT):
-        types = torch.tensor([[int(token == IMAGE_TOKEN_ID) for token in ids]])
-        if kind == "paligemma":  # 0 for tokens that see each other
-            types = torch.ones_like(types)
-            types[:, : len(given.ids) * bool(given.images)] = 0
-        more = {TYPES[kind]: types} if kind in TYPES else {}
+    text, found, logprobs = list(ids), [], []
+    for _ in range(count):
+        column = torch.tensor([[int(token == image) for token in text]])
+        if model.config.model_type == "paligemma":  # 0 for tokens that see each other
+            column = torch.ones_like(column)
+            column[:, : len(ids) * images] = 0
+        more = {} if types is None else {types: column}
         with torch.inference_mode():
-            model = reference(directory)
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False, **tensors, **more).logits[0, -1]
+            logits = model(input_ids=torch.tensor([text]), use_cache=False, **tensors, **more).logits[0, -1]
         row = logits.float().log_softmax(-1)
         found.append(int(row.argmax()))
         logprobs.append(float(row.max()))
-        ids.append(found[-1])
+        text.append(found[-1])
     return found, logprobs
 
 
-def kind_of(directory: Path) -> str:
-    return str(reference(directory).config.model_type)
+def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
+    kind = str(json.loads((directory / "config.json").read_text())["model_type"])
+    names = given.pictures[0].tensors.keys() if given.pictures else ()
+    along = 1 if kind.startswith(("idefics", "smolvlm")) else 0
+    tensors = {name: torch.cat([one.tensors[name] for one in given.pictures], along) for name in names}
+    asked = given.ids, bool(given.images), tensors, TYPES.get(kind), COUNT, IMAGE_TOKEN_ID
+    return reference(greedy_tokens, directory, *asked)
 
 
 class Harness:
@@ -283,7 +292,7 @@ def test_family(kind: str, native: bool, tmp_path: Path) -> None:
 EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma3")
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", in_depth(PICTURES, EACH))
 def test_prefix_cache(kind: str, tmp_path: Path) -> None:
     """Which finds an image by its content, whatever ids it has, and may end inside it."""
     directory = make(kind)
@@ -295,25 +304,26 @@ def test_prefix_cache(kind: str, tmp_path: Path) -> None:
     size = harness.engine.limits.page_size
     before, whole = first.images[0].position // size * size, (len(first.ids) - 1) // size * size
     parted = (first.images[0].position + first.images[0].length) // size * size
+    found_nothing = kind == "paligemma"  # whose prompts with images are not in the prefix cache
     for one, cached, computed in (
         (first, 0, 1),
         (first, whole, 1),
         (other, before, 2),
         (other, whole, 2),
-        (inside, parted, 2 if parted == first.images[0].position + first.images[0].length else 3),
+        (inside, parted, 2 if not found_nothing and parted == first.images[0].position + first.images[0].length else 3),
         (first, whole, 3),
     ):
         served = running.add(one.ids, COUNT, one.images)
         running.run()
         agrees(served, expected(directory, one))
         assert served.end is not None
-        if kind != "qwen3_5":  # of recurrent layers a prefix ends where a state was kept
-            assert (served.end.cached_tokens, harness.computed) == (cached, computed)
+        if not kind.startswith(RECURRENT):  # whose prefixes end where a state was kept
+            assert (served.end.cached_tokens, harness.computed) == (0 if found_nothing else cached, computed)
         elif cached == whole:
             assert served.end.cached_tokens
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", in_depth(PICTURES, EACH))
 def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
     """After a preemption, and after the loss of the scheduler or of the worker."""
     directory = make(kind)
@@ -341,7 +351,7 @@ def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
     for served, answer in zip(answers, wanted, strict=True):
         agrees(served, answer)
         assert served.end is not None
-        assert served.end.cached_tokens
+        assert served.end.cached_tokens or kind == "paligemma"
 
     running = Harness(directory, tmp_path).start()  # another worker, which has no pages
     answers = [running.add(one.ids, COUNT, one.images, ids) for one, ids in zip(prompts, known, strict=True)]
@@ -383,6 +393,45 @@ def test_faulty_files(tmp_path: Path) -> None:
             assert reason in served.end.message
         for served, one in zip(answers, good, strict=True):
             agrees(served, expected(directory, one))
+
+
+def test_pair_of_gguf_files(tmp_path: Path) -> None:
+    """The vision part lies next to the model's file. Its two matrices of an MLP may have each other's names."""
+    directory, given = Path(shutil.copytree(make("gemma3"), tmp_path / "original")), prompt("gemma3", tmp_path, 1, 1)
+    config = json.loads((directory / "config.json").read_text())
+    # Which llama.cpp assumes, so that files do not contain it: a full layer is the sixth one.
+    assumed = {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "layer_types": 3 * ["sliding_attention"]}
+    config["text_config"] |= assumed
+    (directory / "config.json").write_text(json.dumps(config))
+    file, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model.gguf"
+    for swapped in (False, True):
+        write_gguf_pair(directory, file, mmproj, swapped=swapped)
+        made = model_directory(str(file), cache=tmp_path / "cache")
+        running = Harness(made, tmp_path).start()
+        served = running.add(given.ids, COUNT, given.images)
+        running.run()
+        agrees(served, expected(directory, given))
+        shown = [
+            ImageProcessor(path, read_vision_config(read_model_config(path, weights=False))).process(noise(90, 70))
+            for path in (made, directory)
+        ]
+        assert shown[0].prompt_ids == shown[1].prompt_ids
+        assert (shown[0].tensors["pixel_values"] == shown[1].tensors["pixel_values"]).all()
+
+    import_gguf(file, tmp_path / "plain", lambda stage, percent, size=0: None)
+    model = transformers.AutoModelForImageTextToText
+    _, report = model.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(report.values())
+
+    write_gguf_pair(directory, file, mmproj, {"clip.projector_type": "merger"})
+    with pytest.raises(UserError, match="has a projector of type 'merger' for a model of type 'gemma3_text'"):
+        model_directory(str(file), cache=tmp_path / "cache")
+    write_gguf_pair(directory, file, mmproj, {"clip.vision.block_count": 3})
+    with pytest.raises(UserError, match=r"no tensor 'v\.blk\.2\.ln1\.weight'"):
+        model_directory(str(file), cache=tmp_path / "cache")
+    shutil.copy(mmproj, tmp_path / "mmproj-other.gguf")
+    with pytest.raises(UserError, match=r"several vision parts: mmproj-model\.gguf, mmproj-other\.gguf"):
+        model_directory(str(file), cache=tmp_path / "cache")
 
 
 def test_the_plan_counts_the_tower() -> None:

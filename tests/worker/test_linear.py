@@ -1,9 +1,9 @@
 """Linear layers on torch's CPU kernels: results, batch invariance, the choice of row counts, quantized weights."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.cases import each_case
 from tgi.worker.layers.linear import (
     ANY_ROWS,
     LARGE_ROW_COUNTS,
@@ -32,8 +32,8 @@ def make_layer(outputs: int, inputs: int, dtype: torch.dtype, epilogue: str = "n
     return Linear(weight, torch.randn(outputs, generator=generator).to(dtype) if bias else None, epilogue)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("epilogue", sorted(REFERENCE))
+@each_case("dtype", DTYPES)
+@each_case("epilogue", sorted(REFERENCE))
 def test_batch_invariance(dtype: torch.dtype, epilogue: str) -> None:
     layers = [make_layer(*shape, dtype, epilogue, bias=True) for shape in SHAPES]
     choose_row_counts(layers)
@@ -57,9 +57,9 @@ def test_batch_invariance(dtype: torch.dtype, epilogue: str) -> None:
             assert torch.equal(linear(x[part], other[part]), whole[part]), (linear.inputs, start, count)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("epilogue", sorted(REFERENCE))
-@pytest.mark.parametrize("bias", [False, True])
+@each_case("dtype", DTYPES)
+@each_case("epilogue", sorted(REFERENCE))
+@each_case("bias", [False, True])
 def test_results_against_float64(dtype: torch.dtype, epilogue: str, bias: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(48, 32, generator=generator).to(dtype)
@@ -72,7 +72,7 @@ def test_results_against_float64(dtype: torch.dtype, epilogue: str, bias: bool) 
     torch.testing.assert_close(linear(x, other).double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_results_do_not_depend_on_the_thread_count(dtype: torch.dtype) -> None:
     linear = make_layer(576, 1536, dtype)
     choose_row_counts([linear])
@@ -107,7 +107,7 @@ def test_only_the_tile_is_used_when_no_other_row_count_agrees() -> None:
     assert torch.equal(linear(x)[40:41], linear(x[40:41]))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "sizes",
     [
         (ROW_TILE,),

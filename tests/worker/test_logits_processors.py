@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.cases import each_case
 from tests.worker.test_sampling import bias, draws, processed, run
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.sampling.logits_processors import (
@@ -82,7 +83,7 @@ def test_typical_p_keeps_the_smallest_typical_set(
 HALF = [0.5, 0.25, 0.125, 0.125]  # surprise 1, 2, 3, 3 bits; entropy 1.75: distances 0.75, 0.25, 1.25, 1.25
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("mass", "left"),
     [
         (0.001, [1]),  # at least one; and it need not be the likeliest
@@ -100,7 +101,7 @@ def test_typical_p_ranks_by_distance_from_the_entropy(mass: float, left: list[in
     assert stays.sum() == len(left)
 
 
-@pytest.mark.parametrize("vocab", [1, 64, 1000])
+@each_case("vocab", [1, 64, 1000])
 def test_typical_p_on_a_flat_row(vocab: int) -> None:
     assert kept(torch.zeros(1, vocab), SamplingParams(0, typical_p=0.5)).sum() == max(1, vocab // 2)
 
@@ -152,7 +153,7 @@ def test_min_p_keeps_what_transformers_keeps(
         assert stays[row.argmax()]
 
 
-@pytest.mark.parametrize(("share", "left"), [(0.2, 4), (0.2501, 2), (0.49, 2), (0.51, 1), (1.0, 1)])
+@each_case(("share", "left"), [(0.2, 4), (0.2501, 2), (0.49, 2), (0.51, 1), (1.0, 1)])
 def test_min_p_is_a_share_of_the_largest_probability(share: float, left: int) -> None:
     stays = kept(torch.tensor([HALF]).log(), SamplingParams(0, min_p=share))[0]
     assert stays.tolist() == [place < left for place in range(4)]
@@ -162,7 +163,7 @@ def test_min_p_keeps_all_that_equal_the_likeliest() -> None:
     assert kept(torch.zeros(1, 8), SamplingParams(0, min_p=1.0)).sum() == 8
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("threshold", "left"),
     [
         (0.1, [False, False, True, True]),  # HALF's last two tokens tie

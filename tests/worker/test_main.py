@@ -1,6 +1,7 @@
 """The worker process with a tiny model: loads, serves, and reports user errors."""
 
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -153,6 +154,25 @@ def test_the_kv_cache_on_cpu_may_have_another_type(stored: str, tmp_path: Path) 
     torchs = Settings(**values, kv_cache_dtype=stored, disable_custom_kernels=True)
     with pytest.raises(UserError, match="which only our own CPU kernels support"):
         start_engine(torchs, lambda stage, percent: None)
+
+
+def test_a_worker_starts_with_the_models_of_its_predecessor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library()
+    monkeypatch.setattr(startup, "_shared", None)
+    directory = shutil.copytree(model("llama"), tmp_path / "model")
+    settings = Settings(model_dir=directory, run_dir=tmp_path, device="cpu")
+    stages: list[str] = []
+    left = []
+    first = start_engine(settings, lambda stage, percent: stages.append(stage), share=lambda: left.append(len(stages)))
+    assert left == [stages.index("sizing the KV cache")]
+    (want,) = drive(first, [PROMPT], 6)
+    stages.clear()
+    second = start_engine(settings, lambda stage, percent: stages.append(stage), share=lambda: left.append(0))
+    assert (len(left), stages[0]) == (1, "sizing the KV cache")
+    assert drive(second, [PROMPT], 6) == [want]
+    (directory / "config.json").write_text((directory / "config.json").read_text() + " ")
+    with pytest.raises(SystemExit):
+        start_engine(settings, lambda stage, percent: None)
 
 
 @pytest.mark.parametrize("least", [{"max_batch_prefill_tokens": 1}, {"max_total_tokens": 2}, {"max_batch_size": 1}])

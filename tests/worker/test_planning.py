@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from scripts.make_gguf import write_gguf
+from tests.cases import each_case
 from tests.families import STRUCTURES, in_depth, with_variants
 from tests.models import model as make
 from tests.worker.cpu_kernels.available import our_kernels
@@ -66,7 +67,7 @@ LLAMA_70B = {
 }
 
 
-@pytest.mark.parametrize(("kind", "tie"), with_variants(FAMILIES, (False, True)))
+@each_case(("kind", "tie"), with_variants(FAMILIES, (False, True)))
 def test_shapes_are_those_of_the_checkpoint(kind: str, tie: bool) -> None:
     directory = make(kind, tie=tie)
     config = read_planned_model(directory, Settings()).config
@@ -184,7 +185,7 @@ def check(
         assert found.state == (0 if model.kv.state is None else model.kv.state.bytes)
 
 
-@pytest.mark.parametrize(("kind", "variant"), with_variants(FAMILIES, ((1, None), (2, None), (4, None), (2, "int4"))))
+@each_case(("kind", "variant"), with_variants(FAMILIES, ((1, None), (2, None), (4, None), (2, "int4"))))
 def test_every_family_as_on_a_gpu(kind: str, variant: tuple[int, str | None]) -> None:
     ranks, quantize = variant
     check(make(kind, tie=quantize is not None), ranks, native=False, quantize=quantize)
@@ -495,7 +496,7 @@ def test_text_without_torch(large: Path) -> None:
     assert rows[-1] == f"tgi up --model-id {large} --num-shard 2 --replicas 4"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("devices", "said"),
     [
         ("8xH1000", "'H1000', which is not a known device: T4, "),

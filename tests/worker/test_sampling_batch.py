@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases import each_case
 from tests.worker.test_sampling import bad_words, bias
 from tgi.hub.llguidance_tables import piece_table
 from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
@@ -127,7 +128,7 @@ def test_values_that_the_api_never_sends_are_rejected(sampling: SamplingParams, 
         occupy(sampling)
 
 
-@pytest.mark.parametrize("prompt_tokens", [-1, 0, 4])
+@each_case("prompt_tokens", [-1, 0, 4])
 def test_a_prompt_longer_than_its_ids_is_rejected(prompt_tokens: int) -> None:
     with pytest.raises(BadStep, match=f"slot 1: {prompt_tokens} of 3 ids are prompt"):
         occupy(SamplingParams(0), prompt_tokens)

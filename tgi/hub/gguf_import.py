@@ -122,12 +122,27 @@ def import_gguf(file: Path, directory: Path, progress: ProgressCallback) -> None
         convert_in_child(Path(file), temporary, progress, packed=False)
 
 
+def find_mmproj(file: Path) -> Path | None:
+    """The file of the vision part of a model, next to the model's file: mmproj*.gguf, as llama.cpp's converter calls
+    it. Raises UserError if there are several."""
+    found = [path for path in sorted(file.parent.glob("*.gguf")) if path.name.lower().startswith("mmproj")]
+    if file in found or not found:
+        return None
+    if len(found) > 1:
+        raise UserError(
+            f"{file.parent} has several vision parts: {', '.join(path.name for path in found)}. Leave the one of "
+            f"{file.name} there, or none to serve text alone."
+        )
+    return found[0]
+
+
 def convert_in_child(file: Path, directory: Path, progress: ProgressCallback, *, packed: bool) -> None:
-    """Runs the child process that fills `directory`. With `packed` the weights keep the file's own bits, which only our
-    workers read. The child ends when this process ends. Raises UserError on failure."""
+    """Runs the child process that fills `directory`, with the vision part if it lies next to the file. With `packed`
+    the weights keep the file's own bits, which only our workers read. The child ends when this process ends. Raises
+    UserError on failure."""
     interpreter.require_packages(IMPORT_PACKAGES, "Importing a GGUF file")
     command = interpreter.python_command("tgi.hub.gguf.convert", str(file.absolute()), str(directory.absolute()))
-    command += ["packed"] if packed else []
+    command += ["packed" if packed else "plain", *([str(mmproj)] if (mmproj := find_mmproj(file.absolute())) else [])]
     with tempfile.TemporaryFile("w+") as complaints:
         child = subprocess.Popen(
             command,

@@ -151,7 +151,10 @@ def _imported(file: Path, cache: Path, progress: ProgressCallback) -> Path:
         raise UserError(f"{file} cannot be read: {error}.") from error
     # Hashing gigabytes at every start would take seconds: size, modification time and both ends identify the file.
     identity = f"{status.st_size} {status.st_mtime_ns} ".encode() + head + tail
-    others = [part.stat() for part in gguf_import.gguf_parts(file) if part != file and part.is_file()]
+    parts = [part for part in gguf_import.gguf_parts(file) if part != file and part.is_file()]
+    if (mmproj := gguf_import.find_mmproj(file)) is not None:
+        parts.append(mmproj)
+    others = [part.stat() for part in parts]
     identity += "".join(f" {other.st_size} {other.st_mtime_ns}" for other in others).encode()
     name = f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:12]}-{default_model.IMPORTER}"
 

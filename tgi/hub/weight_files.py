@@ -84,6 +84,12 @@ def files_of_index(path: Path) -> list[str]:
         raise UserError(f"{path} is damaged: {error}. Download the model again.") from error
 
 
+def weight_map(directory: Path) -> dict[str, str]:
+    """The entry of a weights index for all safetensors files of a directory."""
+    files = choose_weight_files([path.name for path in directory.iterdir()])
+    return {name: file for file in files for name in _check(directory / file)}
+
+
 # How the names of the decoder's tensors begin in a model of text alone, and those of layers for drafts.
 OF_DECODER = (
     "model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head.", "mtp.",

@@ -15,6 +15,7 @@ from tgi.hub.pooling import read_pooling_config
 from tgi.microkernel.host.rundir import scheduler_socket
 from tgi.microkernel.links.link import Link, end_sessions
 from tgi.microkernel.observability.progress import WorkerFacts
+from tgi.microkernel.processes.fork_server import leave_fork_server
 from tgi.microkernel.processes.process import Process
 from tgi.microkernel.settings.loading import VISIBLE, replica_devices
 from tgi.microkernel.settings.table import Settings
@@ -156,7 +157,10 @@ def _start_torch_engine(
         return start_pooling_engine(settings, pooling, progress)
     from tgi.worker.engine.startup import start_engine  # imports torch, which the fake worker does not need
 
-    return start_engine(settings, progress, place)
+    # Several workers of a host have cores of their own, which a process inherits.
+    requests = process.fork_requests if ranks * replicas == 1 else None
+    share = None if requests is None else partial(leave_fork_server, requests)
+    return start_engine(settings, progress, place, share)
 
 
 def _fake_worker_config(settings: Settings) -> FakeWorkerConfig:

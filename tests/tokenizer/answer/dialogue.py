@@ -1,6 +1,6 @@
 """Plays answers of a model through a pool: their grammar, and the parts that the parser finds."""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
@@ -84,9 +84,14 @@ def grammar_of(add: Add) -> str:
 
 def start_matcher(add: Add, vocabulary: Vocabulary) -> LLMatcher:
     """A matcher at the beginning of an answer with the request's grammar."""
-    found = new_matcher(table(vocabulary), grammar_of(add))
+    found = matcher(vocabulary, grammar_of(add)).deep_copy()
     assert not found.is_error(), found.get_error()
     return found
+
+
+@lru_cache(maxsize=32)
+def matcher(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
+    return new_matcher(table(vocabulary), grammar)
 
 
 def accepts(add: Add, answer: str, vocabulary: Vocabulary) -> bool:

@@ -611,7 +611,7 @@ def test_python_literals_are_json_however_they_are_cut(value: Any, size: int) ->
 def test_a_token_is_parsed_without_those_before_it(name: str, character: str) -> None:
     """Wherever in a call: what is held back is not searched again for each token."""
     whole = FORMS[name].calls
-    for size in range(0, len(whole), 7):
+    for size in range(0, len(whole), 23):
         parser = AnswerParser(answer_format(name), FormatTokens(byte_level()))
         parser.parse_piece(whole[:size])
         searched = 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.available import EMULATED, VARIANTS, load_variant
 from tests.worker.test_attention import CPU, Sequence, draw_sinks, expected, run, split
 from tgi.worker.attention import build_attention, page_bytes, page_size
@@ -136,8 +137,8 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert torch.equal(split(four, sequence, [529, 1]), split(one, sequence, [530]))
 
 
-@pytest.mark.parametrize("value_dim", [None, 20])
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_case("value_dim", [None, 20])
+@each_case("variant", VARIANTS)
 def test_an_overflow_does_not_reach_the_next_owner_of_a_page(variant: str, value_dim: int | None) -> None:
     kv = shape(4, 2, 32, variant, value_dim=value_dim)
     attention = build_attention(kv, 100, CPU)
@@ -150,9 +151,9 @@ def test_an_overflow_does_not_reach_the_next_owner_of_a_page(variant: str, value
     torch.testing.assert_close(found.double(), expected(sequence), **CLOSE[kv.dtype])
 
 
-@pytest.mark.parametrize("value_dim", [None, 36])
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("element", ["bfloat16", "float32"])
+@each_case("value_dim", [None, 36])
+@each_case("stored", [torch.bfloat16, torch.int8])
+@each_case("element", ["bfloat16", "float32"])
 def test_a_cache_of_another_type_is_close_and_the_same_in_any_chunk(
     element: str, stored: torch.dtype, value_dim: int | None
 ) -> None:

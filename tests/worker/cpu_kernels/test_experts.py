@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.available import EMULATED, EPSILON, VARIANTS, load_variant, numbers
 from tests.worker.cpu_kernels.test_integer_linear import whole
 from tests.worker.cpu_kernels.test_quantized_linear import quantized
@@ -66,7 +67,7 @@ def mixture(
     return MixtureOfExperts(router, [mlp(10 * number) for number in range(EXPERTS)], always)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("rule", "form", "gated", "bias", "shared"),
     [
         ("softmax", "plain", True, False, False),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.available import EMULATED, VARIANTS, load_variant, numbers, our_kernels
 from tests.worker.cpu_kernels.test_integer_linear import whole
 from tests.worker.cpu_kernels.test_models import directory
@@ -46,7 +47,7 @@ def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return load_variant(request.param)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_case("form", FORMS)
 def test_one_product_has_the_bits_of_two(kernels: CpuKernels, form: str) -> None:
     gate, up = kernels.supported_weight(FORMS[form]()).split([OUTPUTS, OUTPUTS])
     assert can_pack_together(gate, up)

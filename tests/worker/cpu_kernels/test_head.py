@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant, numbers
 from tgi.worker.cpu_kernels.kernels import CpuKernels, PackedWeight
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
@@ -26,7 +27,7 @@ def same(found: GreedyTokens, expected: Sequence[Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("size", [512, 1003, 3, 48])
+@each_case("size", [512, 1003, 3, 48])
 def test_greedy_tokens_and_their_logprobs(kernels: CpuKernels, size: int) -> None:
     scores = 5 * torch.randn(40, size, generator=torch.Generator().manual_seed(1))
     scores[1, size // 2 :] = -torch.inf

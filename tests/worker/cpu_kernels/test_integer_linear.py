@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant, numbers
 from tests.worker.cpu_kernels.test_linear import FACTORS, PLAIN
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
@@ -51,8 +52,8 @@ def exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
     return sums * weight.scales.float().T * (largest / 32767)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("shape", SHAPES)
+@each_case("bits", [8, 4])
 def test_sums_are_exact_for_any_number_of_rows(kernels: CpuKernels, bits: int, shape: tuple[int, int]) -> None:
     weight = whole(bits, *shape)
     assert weight.is_integer
@@ -64,7 +65,7 @@ def test_sums_are_exact_for_any_number_of_rows(kernels: CpuKernels, bits: int, s
     assert torch.equal(kernels.linear(x[600:], packed, wide=True), expected[600:])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("bits", [8, 4])
 def test_results_are_close_to_the_dequantized_weight(kernels: CpuKernels, bits: int) -> None:
     weight, x = whole(bits, 64, 1184), numbers(20, 1184, dtype=kernels.dtype)
     expected = x.double() @ weight.dequantized(torch.float32).double().T
@@ -90,7 +91,7 @@ def test_epilogues_match_those_of_other_products(kernels: CpuKernels, then: str,
     torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("bits", [8, 4])
 def test_rows_of_zeros_and_extreme_or_invalid_activations(kernels: CpuKernels, bits: int) -> None:
     """Zeros, the largest and smallest numbers, infinity and NaN do not change other rows."""
     weight = whole(bits, 64, 192)
@@ -110,7 +111,7 @@ def test_rows_of_zeros_and_extreme_or_invalid_activations(kernels: CpuKernels, b
         torch.testing.assert_close(y[8], extreme, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("bits", [8, 4])
 def test_outputs_of_zeros_are_zero(kernels: CpuKernels, bits: int) -> None:
     weight = whole(bits, 40, 160)
     weight.scales[3] = 0
@@ -120,8 +121,8 @@ def test_outputs_of_zeros_are_zero(kernels: CpuKernels, bits: int) -> None:
     assert torch.equal(y, expected_product(kernels, x, weight))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("shape", SHAPES)
+@each_case("bits", [8, 4])
 def test_gathered_rows_match_the_dequantized_weight(kernels: CpuKernels, bits: int, shape: tuple[int, int]) -> None:
     weight = whole(bits, *shape)
     packed, plain = kernels.pack_weight(weight), weight.dequantized(kernels.dtype)
@@ -130,14 +131,14 @@ def test_gathered_rows_match_the_dequantized_weight(kernels: CpuKernels, bits: i
         assert torch.equal(kernels.gather_rows(packed, ids).view(torch.uint8), plain[ids].view(torch.uint8))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("bits", [8, 4])
 def test_views_of_a_weight_can_be_packed(kernels: CpuKernels, bits: int) -> None:
     weight, x = whole(bits, 96, 192), numbers(3, 192, dtype=kernels.dtype)
     parts = [kernels.linear(x, kernels.pack_weight(part)) for part in weight.split([40, 56])]
     assert torch.equal(torch.cat(parts, 1), kernels.linear(x, kernels.pack_weight(weight)))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("bits", [8, 4])
 def test_a_packed_weight_takes_little_more_than_its_columns(kernels: CpuKernels, bits: int) -> None:
     """Panels add float32 scales and the corrections of sums."""
     weight = whole(bits, 64, 1152)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.available import EMULATED, EPSILON, VARIANTS, load_variant, numbers
 from tgi.worker.activations import ALPHA, LIMIT, clamped_mul, xielu
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
@@ -79,7 +80,7 @@ def test_the_contiguous_copy_of_a_transposed_weight_lives_until_it_is_packed(ker
     assert torch.equal(kernels.pack_weight(weight).memory, kernels.pack_weight(weight.contiguous()).memory)
 
 
-@pytest.mark.parametrize("then", EPILOGUES)
+@each_case("then", EPILOGUES)
 def test_epilogues_are_computed_on_float32_sums(kernels: CpuKernels, then: str) -> None:
     dtype, epsilon = kernels.dtype, EPSILON[kernels.dtype]
     weight, x = numbers(100, 64, dtype=dtype), 0.3 * numbers(40, 64, seed=1, dtype=dtype)
@@ -92,7 +93,7 @@ def test_epilogues_are_computed_on_float32_sums(kernels: CpuKernels, then: str) 
     assert ((y.double() - expected).abs() <= epsilon * expected.abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize("then", ["silu", "gelu", "gelu_tanh", "clamped_silu"])
+@each_case("then", ["silu", "gelu", "gelu_tanh", "clamped_silu"])
 def test_activations_are_correct_for_any_magnitude(kernels: CpuKernels, then: str) -> None:
     dtype = kernels.dtype
     smallest, largest = (-7, 4) if dtype is torch.float16 else (-30, 38)  # float16 has subnormal numbers there
@@ -111,7 +112,7 @@ def test_adding_zeros_changes_no_bit(kernels: CpuKernels) -> None:
     assert torch.equal(kernels.linear(x, packed), kernels.linear(x, packed, plus=torch.zeros(5, 64)))
 
 
-@pytest.mark.parametrize(("centred", "size"), [(False, 576), (True, 576), (False, 37), (True, 16)])
+@each_case(("centred", "size"), [(False, 576), (True, 576), (False, 37), (True, 16)])
 def test_norms_are_close_to_float64(kernels: CpuKernels, centred: bool, size: int) -> None:
     x, weight, bias = 3 * numbers(50, size, dtype=kernels.dtype) + 1, torch.randn(size), torch.randn(size)
     y = kernels.norm(x, weight, bias, 1e-5, centred)
@@ -125,7 +126,7 @@ def test_norms_are_close_to_float64(kernels: CpuKernels, centred: bool, size: in
     assert all(torch.equal(kernels.norm(x[n : n + 1], weight, bias, 1e-5, centred), y[n : n + 1]) for n in range(9))
 
 
-@pytest.mark.parametrize(("neighbours", "dim"), [(False, 64), (False, 48), (True, 64), (True, 20)])
+@each_case(("neighbours", "dim"), [(False, 64), (False, 48), (True, 64), (True, 20)])
 def test_rope_matches_torch(kernels: CpuKernels, neighbours: bool, dim: int) -> None:
     rope = RopeConfig(dim, {"rope_theta": 10000.0}, neighbours)
     ours, torchs = RotaryEmbedding(rope, CPU, kernels), RotaryEmbedding(rope, CPU)
@@ -150,7 +151,7 @@ def test_operations_of_the_peak_measurement_are_those_of_its_chunks(kernels: Cpu
     assert kernels.fma_peak(7) == 7 * one
 
 
-@pytest.mark.parametrize(("heads", "outputs", "inputs", "kept"), [(3, 48, 16, 8), (2, 12, 48, 0), (5, 33, 20, 4)])
+@each_case(("heads", "outputs", "inputs", "kept"), [(3, 48, 16, 8), (2, 12, 48, 0), (5, 33, 20, 4)])
 def test_products_of_heads(kernels: CpuKernels, heads: int, outputs: int, inputs: int, kept: int) -> None:
     """More rows than are computed together (GATHERED_ROWS in head_products.cpp)."""
     weight = numbers(heads, outputs, inputs, dtype=kernels.dtype)

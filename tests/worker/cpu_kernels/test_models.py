@@ -12,6 +12,7 @@ from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tests.worker.cpu_kernels.available import EMULATED, our_kernels
 from tests.worker.driving import drive, make_engine
+from tests.worker.test_families import AGAINST_TRANSFORMERS
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention, page_size
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
@@ -59,13 +60,15 @@ def logprobs(model: Model) -> torch.Tensor:
     ],
 )
 def test_a_model_is_as_exact_as_with_torch_and_independent_of_the_batch(kind: str, dtype: str) -> None:
+    """As exact as with torch: the families that test_families.py does not compare with transformers on our kernels."""
     ours = load(kind, dtype, native=True)
     engine = make_engine(ours, pages=64)
     assert isinstance(engine._attention, CpuKernelAttention)
-    exact, torchs = logprobs(load(kind, "float32")), logprobs(load(kind, dtype))
-    # Of each prompt. In some, a token's experts are others than in float32.
-    off, allowed = ((found - exact).abs().mean(-1).median() for found in (logprobs(ours), torchs))
-    assert off <= 1.25 * allowed + 1e-4
+    if (kind, True) not in AGAINST_TRANSFORMERS or dtype != "bfloat16":
+        exact, torchs = logprobs(load(kind, "float32")), logprobs(load(kind, dtype))
+        # Of each prompt. In some, a token's experts are others than in float32.
+        off, allowed = ((found - exact).abs().mean(-1).median() for found in (logprobs(ours), torchs))
+        assert off <= 1.25 * allowed + 1e-4
     # A batch of greedy rows only computes no logits.
     samplings = [SamplingParams(0), SamplingParams(7, temperature=0.8), SamplingParams(3, top_k=5), SamplingParams(0)]
     together = drive(engine, prompts(), 5, samplings, chunk=23, stagger=1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.available import EMULATED, EPSILON, VARIANTS, library, load_variant, numbers
 from tests.worker.cpu_kernels.test_linear import weight_types
 from tests.worker.quantization.weights import random_float4
@@ -63,9 +64,9 @@ def test_products_match_the_dequantized_weight(kernels: CpuKernels, bits: int, g
     assert_as_dequantized(kernels, quantized(bits, group, shifts, 7, 256), (1, 33))
 
 
-@pytest.mark.parametrize("shifts", [False, True])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("shifts", [False, True])
+@each_case("group", GROUPS)
+@each_case("bits", [8, 4])
 def test_gathered_rows_match_the_dequantized_weight(kernels: CpuKernels, bits: int, group: int, shifts: bool) -> None:
     for outputs, inputs in ((1, 128), (33, 384), (71, 1152)):
         weight = quantized(bits, group, shifts, outputs, inputs)
@@ -88,7 +89,7 @@ def assert_rows(kernels: CpuKernels, packed: PackedWeight, weight: Tensor) -> No
         assert torch.equal(found, weight[ids])
 
 
-@pytest.mark.parametrize("group", [32, 16])
+@each_case("group", [32, 16])
 def test_4_bit_floats_have_the_bits_of_twice_as_large_integers(kernels: CpuKernels, group: int) -> None:
     for outputs, inputs in ((75, 416), (7, 96)):
         weight = random_float4(outputs, inputs, group)
@@ -102,13 +103,13 @@ def test_4_bit_floats_have_the_bits_of_twice_as_large_integers(kernels: CpuKerne
         assert_rows(kernels, floats, weight.dequantized(kernels.dtype))
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 16)])
+@each_case(("bits", "group"), [(8, 32), (4, 16)])
 def test_inputs_need_not_be_a_multiple_of_128(kernels: CpuKernels, bits: int, group: int) -> None:
     assert_as_dequantized(kernels, quantized(bits, group, True, 40, 288), (1, 40))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("then", EPILOGUES)
+@each_case("bits", [8, 4])
+@each_case("then", EPILOGUES)
 def test_epilogues_match_the_dequantized_weight(kernels: CpuKernels, then: str, bits: int) -> None:
     weight = quantized(bits, 32, bits == 4, 100, 64)
     widest = torch.bfloat16 if kernels.dot_engine else torch.float32
@@ -124,8 +125,8 @@ def test_epilogues_match_the_dequantized_weight(kernels: CpuKernels, then: str, 
         torch.testing.assert_close(first, second, rtol=2 * EPSILON[kernels.dtype], atol=1e-3)
 
 
-@pytest.mark.parametrize("shifts", [False, True])
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("shifts", [False, True])
+@each_case("bits", [8, 4])
 def test_scales_of_any_magnitude(kernels: CpuKernels, bits: int, shifts: bool) -> None:
     # Zero, the smallest subnormal float16, the smallest normal one, the largest; then infinity and NaN.
     sizes = torch.tensor([0.0, 2**-24, -(2**-24), 2**-14, 1e-6, 65504.0, -65504.0, 1.0], dtype=torch.float16)
@@ -140,7 +141,7 @@ def test_scales_of_any_magnitude(kernels: CpuKernels, bits: int, shifts: bool) -
         assert_as_dequantized(kernels, QuantizedWeight(weight.codes, scales, scales if shifts else None), (1, 40))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@each_case("bits", [8, 4])
 def test_views_of_a_weight_can_be_packed(kernels: CpuKernels, bits: int) -> None:
     whole = quantized(bits, 64, True, 96, 128)
     x = numbers(3, 128, dtype=kernels.dtype)
@@ -149,7 +150,7 @@ def test_views_of_a_weight_can_be_packed(kernels: CpuKernels, bits: int) -> None
     assert torch.equal(torch.cat(parts, 1), y)
 
 
-@pytest.mark.parametrize(("bits", "group", "shifts"), [(8, 32, False), (4, 32, True), (4, 128, False)])
+@each_case(("bits", "group", "shifts"), [(8, 32, False), (4, 32, True), (4, 128, False)])
 def test_a_packed_weight_takes_no_more_than_its_columns(
     kernels: CpuKernels, bits: int, group: int, shifts: bool
 ) -> None:

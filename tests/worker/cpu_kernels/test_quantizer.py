@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant
 from tgi.worker.cpu_kernels.quantizer import TYPES, CpuQuantizer
 from tgi.worker.quantization.quantize import quantize_weight
@@ -54,8 +55,8 @@ def test_weights_match_torch(quantizer: CpuQuantizer, weight: Tensor, form: str)
     assert same(quantizer.quantize_weight(weight, form), quantize_weight(weight, form))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@each_case("dtype", TYPES)
+@each_case("form", ["int8", "int4"])
 def test_many_outputs_match_torch_with_several_threads(quantizer: CpuQuantizer, form: str, dtype: torch.dtype) -> None:
     weight = torch.randn(1000, 192, generator=torch.Generator().manual_seed(3)).to(dtype)
     assert same(quantizer.quantize_weight(weight, form), quantize_weight(weight, form))
@@ -64,7 +65,7 @@ def test_many_outputs_match_torch_with_several_threads(quantizer: CpuQuantizer, 
     )  # not contiguous
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@each_case("form", ["int8", "int4"])
 def test_other_types_are_quantized_by_torch(quantizer: CpuQuantizer, form: str) -> None:
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     assert same(quantizer.quantize_weight(weight, form), quantize_weight(weight, form))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.emulation.library import COMPILER, PROCESSORS, EmulatedLibrary, missing_tools
 from tgi.worker.cpu_kernels import build
 from tgi.worker.cpu_kernels.build import KernelsUnavailable
@@ -135,7 +136,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(0), other.nan_to_num(0))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@each_case("name", EXACT)
 def test_exact_functions(vectors: "CDLL | EmulatedLibrary", name: str) -> None:
     columns = [numbers(100 * LANES, seed) for seed in range(3)]
     columns[0][:200] = 0
@@ -144,7 +145,7 @@ def test_exact_functions(vectors: "CDLL | EmulatedLibrary", name: str) -> None:
     assert same(compute(vectors, name, *columns), expected)
 
 
-@pytest.mark.parametrize("name", CLOSE)
+@each_case("name", CLOSE)
 def test_functions_that_are_close(vectors: "CDLL | EmulatedLibrary", name: str) -> None:
     x = torch.cat((numbers(100 * LANES) / 4, torch.linspace(-9.9, 127.9, 100 * LANES)))
     expected = CLOSE[name](x, x, x)
@@ -180,7 +181,7 @@ def test_stores_round_to_even(vectors: "CDLL | EmulatedLibrary") -> None:
         assert same(found, x.to(half))
 
 
-@pytest.mark.parametrize("name", TYPES)
+@each_case("name", TYPES)
 def test_partial_loads_and_stores(vectors: "CDLL | EmulatedLibrary", name: str) -> None:
     x = numbers(LANES).to(TYPES[name])
     for count in range(LANES + 1):

@@ -2,10 +2,9 @@
 cuts float32 off where a GPU rounds. And it executes assembly, of a few instructions.
 
 It replaces the functions of `triton.language` once, not at each launch and call of a device function, keeps what it
-computed for each operation (types of numpy, shapes), and leaves out assertions that are not checked. That takes a third
-of the time."""
+computed for each operation (types of numpy, shapes), so that equal shapes are the same object and are not compared by
+their sizes, and leaves out assertions that are not checked. That takes a sixth of the time."""
 
-import math
 from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton._utils import validate_block_shape
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -105,14 +105,50 @@ def _np_dtype(dtype: tl.dtype) -> np.dtype[Any]:
     return _get_np_dtype(scalar) if scalar.is_ptr() else _scalar_np_dtype(scalar)
 
 
-@cache
-def _size_and_shape(shape: tuple[int, ...]) -> tuple[tl.constexpr, tl.tuple]:
-    return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+class _Shape:
+    """Of the blocks of these sizes: what their types and their tensors state."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.of_types, self.count = tl.tuple(list(sizes)), validate_block_shape(sizes) if sizes else 1
+        self.of_tensors = tl.constexpr(self.count), tl.tuple([tl.constexpr(size) for size in sizes])
+
+
+_shape = cache(_Shape)  # so equal shapes are the same object
+_SCALAR = _shape(())
+
+
+def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+    sizes = tuple([one.value if isinstance(one, tl.constexpr) else one for one in shape])
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
+    self.element_ty, self.all_of_shape = element_ty, _shape(sizes)
+    self.shape, self.numel = self.all_of_shape.of_types, self.all_of_shape.count
+
+
+def _equal_block_types(self: tl.block_type, other: object) -> bool:
+    return isinstance(other, tl.block_type) and self.shape is other.shape and self.element_ty == other.element_ty
 
 
 def _init_tensor(self: tl.tensor, handle: TensorHandle, dtype: tl.dtype) -> None:
     self.handle, self.type, self.dtype = handle, dtype, dtype.scalar
-    self.numel, self.shape = _size_and_shape(tuple(dtype.shape) if dtype.is_block() else ())
+    self.numel, self.shape = (dtype.all_of_shape if dtype.is_block() else _SCALAR).of_tensors
+
+
+_broadcast_impl_value, _dtypes_equal = TritonSemantic.broadcast_impl_value, tl.dtype.__eq__
+
+
+def _broadcast(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast_impl_value(self, lhs, rhs)
+
+
+_unwrap_if_constexpr = tl.core._unwrap_if_constexpr
+
+
+def _unwrap(value: Any) -> Any:
+    kind = type(value)
+    if kind is tl.tensor:
+        return value
+    return value.value if kind is tl.constexpr else _unwrap_if_constexpr(value)
 
 
 class _Kept:
@@ -130,7 +166,13 @@ def fix_interpreter() -> None:
     interpreter._get_np_dtype = _np_dtype
     # Seven operations for each sum and product, for an assertion that is checked in debug mode only.
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *arguments: None
+    tl.core._unwrap_if_constexpr = _unwrap
+    TritonSemantic.broadcast_impl_value = _broadcast
     tl.tensor.__init__ = _init_tensor
+    tl.dtype.__eq__ = lambda self, other: self is other or _dtypes_equal(self, other)
+    tl.block_type.__init__, tl.block_type.__eq__ = _init_block_type, _equal_block_types
+    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    tl.block_type.to_ir = lambda self, builder: self
     InterpreterBuilder.create_dot = _dot
     InterpreterBuilder.cast_impl = _converted
     InterpreterBuilder.create_fp_to_fp = _narrowed

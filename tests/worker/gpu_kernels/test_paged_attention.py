@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.batches import Row, make_batch
 from tgi.worker.attention.cuda import CudaAttention, PagedCache, to_cache_dtype
 from tgi.worker.attention.interface import KVCacheSpec
@@ -154,9 +155,9 @@ def test_any_tile_gives_the_same_attention(tile: Tile) -> None:
     near(case.found(tile=tile, splits=2), case.expected())
 
 
-@pytest.mark.parametrize("gpu", [GPU, OLDER])
-@pytest.mark.parametrize("kept", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", [BRAIN, HALF, SINGLE])
+@each_case("gpu", [GPU, OLDER])
+@each_case("kept", [E4M3, E5M2])
+@each_case("dtype", [BRAIN, HALF, SINGLE])
 def test_an_8_bit_cache_is_read_exactly(dtype: torch.dtype, kept: torch.dtype, gpu: GpuKernels) -> None:
     case = Case(KVCacheSpec(1, 4, 2, 64, dtype, stored_dtype=kept), ones(130))
     near(case.found(gpu), case.expected())
@@ -192,8 +193,8 @@ def test_decode_rows_before_prompts_have_a_launch_of_their_own() -> None:
     assert torch.allclose(*found, atol=1e-6)
 
 
-@pytest.mark.parametrize("stored", [None, E4M3, E5M2])
-@pytest.mark.parametrize("dtype", [BRAIN, HALF, SINGLE])
+@each_case("stored", [None, E4M3, E5M2])
+@each_case("dtype", [BRAIN, HALF, SINGLE])
 def test_written_keys_and_values_match_torchs_conversion(dtype: torch.dtype, stored: torch.dtype | None) -> None:
     """For every 16-bit number of the type, including infinity and NaN."""
     kv = KVCacheSpec(1, 2, 16, 64, dtype, stored_dtype=stored, cache_scales=((0.03, 2.5),))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.cases import each_case
 from tests.worker.quantization.weights import random_float4, random_floats, random_weight, random_whole
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.quantized_matmul import TILES, quantized_matmul
@@ -42,14 +43,14 @@ def check(weight: QuantizedWeight, rows: int = 5) -> None:
     assert torch.equal(GPU.quantized_matmul(x[2:3], weight, bias), found[2:3])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("shifted", [False, True])
+@each_case("bits", [4, 8])
+@each_case("group", GROUPS)
+@each_case("shifted", [False, True])
 def test_weights_in_groups(bits: int, group: int, shifted: bool) -> None:
     check(random_weight(37, 640, bits, group, shifted))
 
 
-@pytest.mark.parametrize("inputs", [32, 64, 160, 1024])
+@each_case("inputs", [32, 64, 160, 1024])
 def test_one_scale_for_each_output(inputs: int) -> None:
     for weight in (random_whole(21, inputs, 8), random_whole(21, inputs, 4), random_floats(21, inputs)):
         check(weight)
@@ -65,7 +66,7 @@ def block_scaled(outputs: int, inputs: int) -> QuantizedWeight:
     return weight._replace(scales=torch.rand(outputs, inputs // 128) / 100)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "weight",
     [
         *(random_whole(70, 160, 8), random_whole(70, 160, 4), random_floats(70, 160), block_scaled(70, 256)),
@@ -120,7 +121,7 @@ def test_the_whole_matrix_is_never_dequantized(monkeypatch: pytest.MonkeyPatch) 
                 assert torch.equal(multiply(x[:rows]), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, HALF])
+@each_case("dtype", [torch.bfloat16, HALF])
 def test_quantized_rows_match_torch(dtype: torch.dtype) -> None:
     """With numbers that need no rounding, since the interpreter rounds wrongly by up to a half."""
     sizes = torch.tensor([1, 0, 2**-20, 64])[:, None]

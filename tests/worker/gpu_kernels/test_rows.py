@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.cases import each_case
 from tgi.worker.activations import ACTIVATIONS, FACTORED, gated
 from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.gpu_kernels.attention_arguments import Rotation
@@ -30,8 +31,8 @@ def near(found: Tensor, expected: Tensor, roundings: int = 1) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("centred", [False, True])
+@each_case("dtype", DTYPES)
+@each_case("centred", [False, True])
 def test_norms_match_torch(centred: bool, dtype: torch.dtype) -> None:
     """Whole rows of any length with a mean far from 0, and parts of rows with scales of their own."""
     for size in (7, 64, 300):
@@ -46,7 +47,7 @@ def test_norms_match_torch(centred: bool, dtype: torch.dtype) -> None:
         assert norm._replace(kernels=GPU)(parts[:0]).shape == (0, *shape)
 
 
-@pytest.mark.parametrize("shape", [(60,), (3, 20)])
+@each_case("shape", [(60,), (3, 20)])
 def test_a_norm_in_place_changes_no_other_columns(shape: tuple[int, ...]) -> None:
     norm = Norm(random_tensor(CPU, *shape, seed=1), None, 1e-6, False)
     found, expected = (random_tensor(CPU, 4, 100, dtype=torch.bfloat16) for _ in range(2))
@@ -56,8 +57,8 @@ def test_a_norm_in_place_changes_no_other_columns(shape: tuple[int, ...]) -> Non
     assert torch.equal(found[:, 69:], random_tensor(CPU, 4, 100, dtype=torch.bfloat16)[:, 69:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
+@each_case("dtype", DTYPES)
+@each_case(
     ("heads", "dim", "head_dim", "neighbours", "normed"),
     [(7, 16, 16, False, False), (7, 12, 20, True, True), (7, 2, 8, False, True), (36, 128, 128, True, False)],
 )
@@ -89,8 +90,8 @@ def test_queries_and_keys_are_normalized_rotated_and_written(
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("then", ACTIVATIONS)
+@each_case("dtype", DTYPES)
+@each_case("then", ACTIVATIONS)
 def test_gated_activation_matches_torch(then: str, dtype: torch.dtype) -> None:
     """The activation is rounded before the multiplication. Far from 0 it is 0 or the number itself."""
     gate, up = random_tensor(CPU, 3, 1030, dtype=dtype), random_tensor(CPU, 3, 1030, dtype=dtype, seed=1)
@@ -103,7 +104,7 @@ def test_gated_activation_matches_torch(then: str, dtype: torch.dtype) -> None:
     near(GPU.activation(gate, then), ACTIVATIONS[then](gate))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_activations_without_a_gate_and_sigmoid_gates_match_torch(dtype: torch.dtype) -> None:
     x, y = (4 * random_tensor(CPU, 3, 1030, dtype=dtype, seed=seed) for seed in (1, 2))
     x[0, :5] = torch.tensor([0, 1e-7, -1e-7, 40, -40], dtype=dtype)
@@ -113,7 +114,7 @@ def test_activations_without_a_gate_and_sigmoid_gates_match_torch(dtype: torch.d
     near(GPU.sigmoid_gate(x, y.clone()), (y.float() * x.float().sigmoid()).to(dtype))
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@each_case("bias", [False, True])
 def test_gate_and_up_are_one_layer(bias: bool) -> None:
     first, second = random_tensor(CPU, 24, 16), random_tensor(CPU, 24, 16, seed=1)
     offsets = random_tensor(CPU, 48, seed=2) if bias else None

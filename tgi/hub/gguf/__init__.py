@@ -6,5 +6,6 @@ Read convert.py first: the child process.
 - families: the architectures that import knows, as data; add one here
 - architecture: metadata and tensor names in Hugging Face's terms
 - tokenizer: the tokenizer from the metadata
+- projector: the same of a vision part, which has a file of its own
 - weights, block_types: tensors in bfloat16, or in their own bits without any rounding
 """

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Type
-from gguf.quants import IQ4_NL, MXFP4, NVFP4, dequantize
+from gguf.quants import IQ4_NL, NVFP4, dequantize
 
 Array = np.ndarray[Any, Any]
 
 
 class QuantColumns(NamedTuple):
     """The content of n blocks. `shifts` is None if the type has none. Scales and shifts are int8 if there are
-    super-scales, which multiply both, else floats."""
+    super-scales, which multiply both, uint8 of 4-bit floats, else floats."""
 
     codes: Array  # int8 [n, weights of a block]
     scales: Array  # [n, groups of a block]
@@ -38,14 +38,16 @@ class BlockFormat:
     shifted: bool  # whether there are shifts; if not, a 4-bit code c is stored as c + 8
     split: Callable[[Array], QuantColumns]  # of blocks, uint8 [n, bytes of a block]
     super_group: int = 0  # weights per super-scale; 0: scales and shifts are floats
-    floats: str = "F16"  # safetensors type of scales and shifts that are floats
+    float4: bool = False  # codes are those of 4-bit floats (e2m1); scales are the bits of e8m0, named factors
 
     @property
     def columns(self) -> dict[str, tuple[str, int]]:
         """Column name -> safetensors type, and number of weights per entry."""
+        if self.float4:
+            return {"codes": ("U8", 2), "factors": ("U8", self.group)}
         names = ("scales", "shifts") if self.shifted else ("scales",)
         found = {"codes": ("I8", 1) if self.bits == 8 else ("U8", 2)}
-        found |= dict.fromkeys(names, ("I8" if self.super_group else self.floats, self.group))
+        found |= dict.fromkeys(names, ("I8" if self.super_group else "F16", self.group))
         return found | {f"super_{name}": ("F32", self.super_group) for name in names if self.super_group}
 
     def stored(self, blocks: Array) -> list[Array]:
@@ -53,7 +55,7 @@ class BlockFormat:
         with np.errstate(invalid="ignore"):  # damaged scales: the caller checks for non-finite values
             codes, *factors = self.split(blocks)
         if self.bits == 4:
-            halves = (codes if self.shifted else codes + np.int8(8)).view(np.uint8)
+            halves = (codes if self.shifted or self.float4 else codes + np.int8(8)).view(np.uint8)
             codes = halves[:, 0::2] | (halves[:, 1::2] << np.uint8(4))
         return [codes, *(column for column in factors if column is not None)]
 
@@ -252,8 +254,7 @@ def _ternary(block: Type, blocks: Array) -> QuantColumns:
 
 def _mxfp4(blocks: Array) -> QuantColumns:
     exponent, places = _cut(blocks, 1)
-    codes = np.array(MXFP4.kvalues, np.int8)[_bits(places, 4, 16)]
-    return QuantColumns(codes, MXFP4.e8m0_to_fp32_half(exponent))
+    return QuantColumns(_bits(places, 4, 16).view(np.int8), exponent)
 
 
 def _nvfp4(blocks: Array) -> QuantColumns:
@@ -285,6 +286,6 @@ FORMS = {
     Type.IQ1_M: BlockFormat(8, 16, False, _iq1_m, 256),
     Type.TQ1_0: BlockFormat(4, 128, True, partial(_ternary, Type.TQ1_0)),
     Type.TQ2_0: BlockFormat(4, 128, True, partial(_ternary, Type.TQ2_0)),
-    Type.MXFP4: BlockFormat(8, 32, False, _mxfp4, floats="F32"),
+    Type.MXFP4: BlockFormat(4, 32, False, _mxfp4, float4=True),
     Type.NVFP4: BlockFormat(8, 16, False, _nvfp4),
 }

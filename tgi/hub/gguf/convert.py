@@ -1,5 +1,6 @@
-"""Child process that converts a GGUF file to a model directory: `python -P -m tgi.hub.gguf.convert FILE DIR [packed]`;
-`packed` keeps weights in their own bits, and rounds nothing.
+"""Child process that converts a GGUF file to a model directory: `python -P -m tgi.hub.gguf.convert FILE DIR FORM
+[MMPROJ]`. The form `packed` keeps weights in their own bits, and rounds nothing; `plain` rounds to bfloat16. MMPROJ is
+the file of the vision part.
 
 It imports transformers, which takes memory and seconds, and exits. It prints one JSON list per line:
 ["progress", stage, percent, bytes] and, for a defective file, ["refused", sentence]. It ends when its standard input
@@ -11,37 +12,55 @@ import os
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tgi.hub.gguf import architecture, reader, tokenizer, weights
+from tgi.hub import weight_files
+from tgi.hub.gguf import architecture, projector, reader, tokenizer, weights
 from tgi.hub.gguf_import import ProgressCallback
 from tgi.microkernel.errors import UserError
 
 
-def convert(file: Path, directory: Path, progress: ProgressCallback, *, packed: bool = False) -> None:
+def convert(
+    file: Path, directory: Path, progress: ProgressCallback, *, packed: bool = False, mmproj: Path | None = None
+) -> None:
     """Fills `directory`, which exists and is empty. `packed` as for write_weights; config.json then lists the
-    block types that kept their bits and those that did not. Raises UserError for a defective file."""
+    block types that kept their bits and those that did not. `mmproj` is the file of the vision part, which keeps its
+    numbers. Raises UserError for a defective file."""
     progress("reading", 0)
     source = reader.read_gguf(file)
     plan = architecture.plan_conversion(source)
+    config, vision = plan.config, None
+    if mmproj is not None:
+        images = reader.read_gguf(mmproj)
+        vision = projector.plan_vision(images, plan.config, source.metadata["tokenizer.ggml.tokens"])
+        config = vision.config
+        plan = replace(plan, tensors=[replace(one, name=f"language_model.{one.name}") for one in plan.tensors])
     generation = tokenizer.generation_config(source)
     tokenizer_config = tokenizer.tokenizer_config(source, plan.config["max_position_embeddings"])
     described = tokenizer.tokenizer_description(source)
     weights.write_weights(
         source,
         plan.tensors,
-        directory / "model.safetensors",
+        directory / ("model.safetensors" if vision is None else "text.safetensors"),
         lambda done, size: progress("importing weights", 100 * done / size, size),
         packed=packed,
     )
+    if vision is not None:
+        path = directory / "vision.safetensors"
+        weights.write_weights(images, vision.tensors, path, lambda done, size: None, plain=True, packed=True)
+        for name, value in vision.files.items():
+            _write_json(directory / name, value)
+        _write_json(directory / weight_files.INDEX, {"metadata": {}, "weight_map": weight_files.weight_map(directory)})
+        tokenizer_config |= vision.tokens
     progress("importing tokenizer", 0)
     _write_tokenizer(source, described, directory / "tokenizer.json")
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _write_json(directory / "generation_config.json", generation)
     if packed and (quantized := _quantization(source, plan)):
-        plan.config["quantization_config"] = quantized
-    _write_json(directory / "config.json", plan.config)
+        config["quantization_config"] = quantized
+    _write_json(directory / "config.json", config)
     progress("importing tokenizer", 100)
 
 
@@ -94,9 +113,10 @@ def main() -> None:
     """Converts the file named on the command line and reports progress on standard output."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        file, directory, *form = sys.argv[1:]
-        packed = form == ["packed"]
-        convert(Path(file), Path(directory), lambda *done: _say("progress", *done), packed=packed)
+        file, directory, form, *more = sys.argv[1:]
+        mmproj = Path(more[0]) if more else None
+        progress = lambda *done: _say("progress", *done)  # noqa: E731
+        convert(Path(file), Path(directory), progress, packed=form == "packed", mmproj=mmproj)
     except UserError as error:
         _say("refused", str(error))
     except OSError as error:  # such as a full disk

@@ -28,6 +28,7 @@ PLAIN = {
     GGMLQuantizationType.I64: "<i8",
 }
 BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
+NO_NUMBER = 255  # of e8m0
 LARGE = np.float32(2.0**100)  # scales above this may be of weights that float32 cannot hold
 
 StoredForm = BlockFormat | str  # of a tensor; plain numbers are named by their safetensors type
@@ -51,18 +52,19 @@ def write_weights(
     progress: Callable[[int, int], None],
     *,
     packed: bool = False,
+    plain: bool = False,
 ) -> None:
     """Writes `wanted` to the safetensors file `path`. `progress` receives the bytes written and the total.
 
     If `packed`, nothing is rounded. The weights of layers, embedding and head whose block type is in block_types.py
     keep their bits: NAME is then written as NAME.codes, NAME.scales and, where its type has them, NAME.shifts,
     NAME.super_scales and NAME.super_shifts. Other tensors are written in the smallest plain type that holds their
-    numbers. Without `packed` all are rounded to bfloat16.
+    numbers; with `plain`, all are. Without `packed` all are rounded to bfloat16.
 
     Raises UserError for a block type that cannot be dequantized and for weights that are not finite. Format:
     https://github.com/huggingface/safetensors#format, a length, a JSON header, then the data.
     """
-    forms = [_stored_form(file, tensor) if packed else "BF16" for tensor in wanted]
+    forms = [_stored_form(file, tensor, plain) if packed else "BF16" for tensor in wanted]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor, form in zip(wanted, forms, strict=True):
@@ -91,10 +93,10 @@ def packed_tensors(file: GGUFFile, wanted: list[TargetTensor]) -> dict[str, Stor
     return {name: column for tensor in wanted for name, column in _columns(tensor, _stored_form(file, tensor)).items()}
 
 
-def _stored_form(file: GGUFFile, wanted: TargetTensor) -> StoredForm:
-    """The smallest form that holds a tensor exactly. Float32 tensors are read for it: those of models that were trained
-    in bfloat16 often hold only such numbers."""
-    kept, block = stored_block_format(file, wanted), file.tensors[wanted.source].type
+def _stored_form(file: GGUFFile, wanted: TargetTensor, plain: bool = False) -> StoredForm:
+    """The smallest form that holds a tensor exactly, or if `plain` the smallest type. Float32 tensors are read for it:
+    those of models that were trained in bfloat16 often hold only such numbers."""
+    kept, block = None if plain else stored_block_format(file, wanted), file.tensors[wanted.source].type
     if kept is not None:
         return kept
     if (
@@ -228,7 +230,11 @@ def _stored(file: GGUFFile, tensor: GGUFTensor, rows: Array, kept: BlockFormat) 
     """The stored columns of some rows, in the tensor's own bits."""
     blocks = rows.reshape(-1, GGML_QUANT_SIZES[tensor.type][1])
     codes, *factors = kept.stored(blocks)
-    if not all((np.abs(column) < LARGE).all() for column in factors if column.dtype != np.int8):
+    if kept.float4 and (factors[0] == NO_NUMBER).any():
+        raise UserError(
+            f"{file.path}: the tensor {tensor.name!r} has a scale that stands for no number; it is damaged."
+        )
+    if not all((np.abs(column) < LARGE).all() for column in factors if column.dtype.kind == "f"):
         _values(file, tensor, rows)
     return [codes, *factors]
 

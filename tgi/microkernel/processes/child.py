@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from tgi.microkernel.host import interpreter, rundir
 from tgi.microkernel.messages.protocol import LastExit
 from tgi.microkernel.processes.fork_server import ForkedProcess, ForkServer, ForkServerLost
 from tgi.microkernel.processes.process import (
+    FORK_REQUESTS_FD,
     LAST_EXIT,
     LISTEN_FD,
     LOOP_TURN_SECONDS,
@@ -127,9 +129,10 @@ class ChildProcess:
         settings: Settings,
         last_exit: LastExit | None = None,
         fork_server: ForkServer | None = None,
+        fork_requests: socket.socket | None = None,
     ) -> None:
-        """`last_exit`: how the previous process of this role and replica ended. Raises OSError if the system has no
-        process, file or memory left."""
+        """`last_exit`: how the previous process of this role and replica ended. `fork_requests`: see Process. Raises
+        OSError if the system has no process, file or memory left."""
         self.spec = spec
         self.started = time.monotonic()
         self.work_register = WorkRegister.open(work_register_path(settings.run_dir, spec.name))
@@ -146,6 +149,8 @@ class ChildProcess:
         if last_exit is not None:
             environment[LAST_EXIT] = last_exit_text(last_exit)
         inherited = {} if spec.listen_fd is None else {LISTEN_FD: spec.listen_fd}
+        if fork_requests is not None:
+            inherited[FORK_REQUESTS_FD] = fork_requests.fileno()
         arguments = spec.role, str(spec.replica)
         start = start_interpreter if fork_server is None else partial(start_forked, fork_server, settings.start_timeout)
         self._process, self._pipe = start_child(settings, arguments, environment, inherited, start)

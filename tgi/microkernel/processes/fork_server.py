@@ -6,7 +6,11 @@ it opens files, links or threads, of which they have none.
 
 The supervisor is the parent of the processes, as of those that it starts as new interpreters: the fork server forks a
 process that forks the role and ends, and an orphan belongs to the nearest ancestor that adopts orphans
-(PR_SET_CHILD_SUBREAPER), which the supervisor is meanwhile. So the end of a fork server ends no other process.
+(PR_SET_CHILD_SUBREAPER), which the supervisor is. So the end of a fork server ends no other process.
+
+A process may leave a fork server behind, too: `leave_fork_server` forks one with all that this process has loaded until
+then, such as the weights of a model, which the process and its successors share with it page by page. The memory is
+that of one copy, as long as none of them writes to it.
 """
 
 import contextlib
@@ -19,18 +23,20 @@ import signal
 import socket
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from tgi.microkernel.errors import ForkedRole
-from tgi.microkernel.processes.process import die_with_parent, name_process
+from tgi.microkernel.processes.process import HAND_OVER, die_with_parent, name_process, run_role
 
 log = logging.getLogger(__name__)
 
-PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # from <linux/prctl.h>
 # A request: its length, then a JSON list of arguments, environment and the variables that name the descriptors, which
 # come with the length. An answer: a pid, or minus an errno.
 LENGTH, ANSWER = struct.Struct("=I"), struct.Struct("=i")
+READY = b"+"  # sent first by a fork server that a process has left behind
 MAX_DESCRIPTORS = 8
 # Of the environment of fork servers: libraries that would start threads when they are loaded (of numpy).
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
@@ -63,10 +69,12 @@ class ForkedProcess:
 class ForkServer:
     """A fork server, as the process sees it that has started it."""
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
+    def __init__(self, pid: int | None, connection: socket.socket) -> None:
+        """`pid`: of a child of this process; None for the one that another process leaves behind."""
         self._pid = pid
         self._connection = connection
         self.lost = False
+        self._is_left = False
 
     def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[str, int], timeout: float
@@ -80,26 +88,40 @@ class ForkServer:
         request = json.dumps([*arguments, dict(environment), list(descriptors)]).encode()
         self._connection.settimeout(timeout)
         try:
-            with _adopting_orphans():
+            with adopting_orphans():
                 socket.send_fds(self._connection, [LENGTH.pack(len(request))], list(descriptors.values()))
                 self._connection.sendall(request)
                 answer = _receive(self._connection, ANSWER.size)
         except OSError as error:
             self.close()
-            raise ForkServerLost(f"The fork server (pid {self._pid}) has ended or does not answer: {error}") from error
+            raise ForkServerLost(f"The fork server has ended or does not answer: {error}") from error
         (pid,) = ANSWER.unpack(answer)
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
         return ForkedProcess(pid)
+
+    def is_left(self) -> bool:
+        """Whether a process has left this fork server behind by now, which runs."""
+        if self.lost:
+            return False
+        self._connection.setblocking(False)
+        try:
+            self._is_left = self._connection.recv(1) == READY
+        except BlockingIOError:
+            pass  # it has said so before, or does not exist yet
+        except OSError:
+            self._is_left = False
+        return self._is_left
 
     def close(self) -> None:
         """Ends the fork server. Called again it does nothing."""
         if self.lost:
             return
         self.lost = True
-        self._connection.close()
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        self._connection.close()  # which ends it, unless it still imports
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
     def release(self) -> None:
         """Closes what another fork server has inherited of this one."""
@@ -146,6 +168,52 @@ def _serve(requests: socket.socket, preload: Callable[[], None], parent: int) ->
         log.error("the imports of a fork server have started %d threads, so it forks no processes", threads - 1)
         os._exit(1)
     gc.collect()
+    raise ForkedRole(_fork_roles(requests))
+
+
+def leave_fork_server(requests: socket.socket) -> None:
+    """Forks a fork server from this process, which goes on. The supervisor has the other end of `requests`.
+
+    Processes that it forks find all objects as they are now, but no threads: whatever has some starts them again.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, whose locks the fork server does not need
+        pid = os.fork()
+    if pid:
+        requests.close()
+        return
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, HAND_OVER):
+            signal.signal(number, signal.SIG_DFL)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor != requests.fileno():
+                with contextlib.suppress(OSError):  # that of the list itself
+                    os.close(descriptor)
+        name_process("tgi fork server")
+        requests.sendall(READY)
+        status = _exit_status(_fork_roles(requests))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    logging.shutdown()
+    os._exit(status)  # the functions that called this one belong to the process that has forked the fork server
+
+
+def _exit_status(arguments: Sequence[str]) -> int:
+    """Runs a role. Returns the exit status of its process."""
+    try:
+        run_role(arguments)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    return 0
+
+
+def _fork_roles(requests: socket.socket) -> list[str]:
+    """Forks a process for each request. Returns there, with the arguments of its role; ends with the connection."""
     gc.freeze()  # collections would copy what the processes share
     while True:
         try:
@@ -162,7 +230,7 @@ def _serve(requests: socket.socket, preload: Callable[[], None], parent: int) ->
             os.setpgid(0, 0)
             os.environ.clear()
             os.environ.update(environment | dict(zip(names, map(str, descriptors), strict=True)))
-            raise ForkedRole(arguments)
+            return [str(one) for one in arguments]
         for descriptor in descriptors:
             os.close(descriptor)
         requests.sendall(ANSWER.pack(answer))
@@ -207,12 +275,13 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    """In this block an orphan among the descendants of this process becomes its child."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
+def adopting_orphans() -> Iterator[None]:
+    """In this block an orphan among the descendants of this process becomes its child. Linux only."""
+    prctl, before = ctypes.CDLL(None, use_errno=True).prctl, ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "this system does not let a process adopt orphans")
     try:
         yield
     finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, before, 0, 0, 0)

@@ -42,6 +42,7 @@ LOOP_TURN_SECONDS = 10.0
 
 # Environment variables that the supervisor passes to a child.
 SETTINGS, PARENT_PID, PARENT_FD, LISTEN_FD = "TGI_CHILD_SETTINGS", "TGI_PARENT_PID", "TGI_PARENT_FD", "TGI_LISTEN_FD"
+FORK_REQUESTS_FD = "TGI_FORK_REQUESTS_FD"
 LAST_EXIT = "TGI_LAST_EXIT"
 
 # Tells a process to end while another one takes its place: a front end finishes its requests, the others end at once,
@@ -67,8 +68,11 @@ class Process:
         parent_fd: int | None = None,
         last_exit: LastExit | None = None,
         rank: int = 0,
+        fork_requests: socket.socket | None = None,
     ) -> None:
+        """`fork_requests`: for `leave_fork_server`, once this process has loaded what its successors are to share."""
         self.settings = settings
+        self.fork_requests = fork_requests
         self.rank = rank
         self.role = role
         self.replica = replica
@@ -394,7 +398,7 @@ def run_role(arguments: Sequence[str]) -> None:
     settings = Settings.from_json(os.environ.pop(SETTINGS))
     log.configure_logging(name, settings)
     metrics.use_directory(settings.run_dir / "metrics")
-    listen = os.environ.pop(LISTEN_FD, "")
+    listen, fork_requests = os.environ.pop(LISTEN_FD, ""), os.environ.pop(FORK_REQUESTS_FD, "")
     process = Process(
         settings,
         role,
@@ -403,6 +407,7 @@ def run_role(arguments: Sequence[str]) -> None:
         parent_fd=int(os.environ.pop(PARENT_FD)),
         last_exit=_last_exit(os.environ.pop(LAST_EXIT, "")),
         rank=rank,
+        fork_requests=socket.socket(fileno=int(fork_requests)) if fork_requests else None,
     )
     process.publish_state("starting")
     try:

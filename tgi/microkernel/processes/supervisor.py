@@ -1,12 +1,14 @@
 """The supervisor: starts child processes, restarts those that end or hang, adds and retires processes of a role while
 the server runs, and drains them role by role at the end."""
 
+import contextlib
 import logging
 import os
 import resource
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,7 +25,7 @@ from tgi.microkernel.messages.protocol import ROLES, LastExit
 from tgi.microkernel.observability import metrics
 from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
 from tgi.microkernel.processes.control import ControlServer, StartOperation
-from tgi.microkernel.processes.fork_server import ForkServer
+from tgi.microkernel.processes.fork_server import ForkServer, adopting_orphans
 from tgi.microkernel.processes.process import HAND_OVER, fatal_error_path
 from tgi.microkernel.recovery.exit_causes import MORE_MEMORY, OUT_OF_MEMORY, TOO_LITTLE_TO_START
 from tgi.microkernel.settings.loading import reread_api_keys
@@ -117,6 +119,8 @@ class Supervisor:
         self._terminal = terminal
         self._on_tick = on_tick
         self._fork_server = fork_server
+        self._left_servers: dict[str, ForkServer] = {}  # that workers leave behind, by name; some are still to come
+        self._ended_groups: set[int] = set()  # process groups of ended children, in which others may still run
         self._trials: dict[str, str] = {}  # processes that were added and have not been ready: why they ended, or ""
         self._retiring: set[str] = set()  # processes that were told to end for good
         self._replacing: set[str] = set()  # processes that were told to end and are started again at once
@@ -141,6 +145,10 @@ class Supervisor:
         `start_operation` carries out the commands of `tgi restart` and others. `models`: those of a server with
         several.
         """
+        with adopting_orphans() if sys.platform == "linux" else contextlib.nullcontext():
+            self._run(start_operation, models)
+
+    def _run(self, start_operation: StartOperation, models: Managed | None) -> None:
         wake = self._listen_to_signals()
         control = ControlServer(rundir.control_socket(self.settings.run_dir, os.getpid()), start_operation)
         served: list[Managed] = [control, *([models] if models is not None else [])]
@@ -175,6 +183,8 @@ class Supervisor:
         finally:
             for child in self._children.values():
                 child.signal(signal.SIGKILL)
+            for name in list(self._left_servers):
+                self._end_left_server(name)
             while self._children:
                 self._reap(restart=())
                 time.sleep(0.01)
@@ -297,6 +307,7 @@ class Supervisor:
     def _forget(self, spec: ProcessSpec) -> None:
         """Removes a process that has ended from those to keep running."""
         self._specs.remove(spec)
+        self._end_left_server(spec.name)
         self._retiring.discard(spec.name)
         self._restart_at.pop(spec.name, None)
         self._served.discard(spec.name)
@@ -374,8 +385,7 @@ class Supervisor:
         self._last_start = time.monotonic()
         try:
             settings = replace(self._pipelines[spec.pipeline], replica_index=spec.index)
-            fork_server = self._fork_server(spec.role, settings)
-            child = ChildProcess(spec, settings, self._last_exits.get(spec.name), fork_server)
+            child = self._start_child(spec, settings, self._fork_server(spec.role, settings))
         except OSError as error:
             raise UserError(
                 f"Cannot start {spec.name}: {error.strerror}. Processes, files, memory or disk space of "
@@ -386,8 +396,35 @@ class Supervisor:
         self._ended.discard(child.pid)  # a reused pid: the child continues to count in the existing file
         log.debug("started %s", spec.name, extra={"pid": child.pid})
 
+    def _start_child(self, spec: ProcessSpec, settings: Settings, fork_server: ForkServer | None) -> ChildProcess:
+        """Starts a process. A worker is forked by what its predecessor has left behind, or is to leave something."""
+        last_exit, left = self._last_exits.get(spec.name), self._left_servers.get(spec.name)
+        if left is not None and left.is_left():
+            return ChildProcess(spec, settings, last_exit, left)
+        if spec.role != "worker" or fork_server is None:
+            return ChildProcess(spec, settings, last_exit, fork_server)
+        self._end_left_server(spec.name)
+        connection, requests = socket.socketpair()
+        self._left_servers[spec.name] = ForkServer(None, connection)
+        with requests:
+            return ChildProcess(spec, settings, last_exit, fork_server, requests)
+
+    def _end_left_server(self, name: str) -> None:
+        if (left := self._left_servers.pop(name, None)) is not None:
+            left.close()
+
+    def _reap_groups(self) -> None:
+        """Reaps what ended children had started themselves, whose parent this process is now."""
+        for group in list(self._ended_groups):
+            try:
+                while os.waitpid(-group, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                self._ended_groups.remove(group)
+
     def _reap(self, restart: Sequence[str]) -> None:
         """Handles ended processes, and schedules restarts of those whose role is in `restart`."""
+        self._reap_groups()
         for name, child in list(self._children.items()):
             code = child.poll()
             if code is None:
@@ -405,7 +442,10 @@ class Supervisor:
             rundir.remove_state(self.settings.run_dir, name)
             if child.had_been_ready:
                 self._served.add(name)
+            else:  # what its predecessor has left behind may be the cause
+                self._end_left_server(name)
             self._ended.add(child.pid)
+            self._ended_groups.add(child.pid)
             self._kill_at.pop(name, None)
             if name in self._retiring:
                 self._forget(child.spec)

@@ -87,6 +87,14 @@ class GroupDecoder {
         for (int v = 0; v < 4; v += 2, codes += 64 * bits, to += 512) {
             const Float scale[2] = {scale_.each[v], scale_.each[v + 1]};
             const Float shift[2] = {shift_.each[v], shift_.each[v + 1]};
+            if constexpr (floats) {
+                Float4Powers powers;
+                if (powers.set(scale[0], scale[1])) {
+#pragma GCC unroll 16
+                    for (int row = 0; row < rows; row++) powers.store(to + 32 * row, codes + row / 4 * 64, row % 4);
+                    continue;
+                }
+            }
 #pragma GCC unroll 16
             for (int row = 0; row < rows; row++) {
                 Float left, right;

@@ -273,6 +273,8 @@ inline void tile_matmul(const A& all, B&& b, int64_t depth, Sum* c, int64_t c_st
 
 template <class Sum, class B>
 inline void tile_matmul_two(const RowOperand& all, B&& left, B&& right, int64_t depth, Sum* c) {
+    // Of few rows the sums of one block would wait for each other.
+    if (all.first <= MAX_DOT_ROWS / 2) return dot_matmul(all.at, all.step, all.first, depth, c, COLUMNS, left, right);
     const RowOperand first{all.at, all.step, all.first, 0, 0};
     tile_matmul(first, left, depth, c, COLUMNS);
     tile_matmul(first, right, depth, c + 16 * COLUMNS, COLUMNS);

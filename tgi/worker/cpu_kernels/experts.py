@@ -80,7 +80,7 @@ class PackedExperts:
             *(len(experts), top_k, rule.groups, rule.top_groups),
             *(_SCORES[rule.score], rule.normalized, rule.group_best, rule.scales_inputs),
         )
-        self._run, self._thread_pool = library.tgi_run_experts, kernels.thread_pool
+        self._run, self._kernels = library.tgi_run_experts, kernels
         self.handle = library.tgi_experts(
             router.weight.inputs,
             (c_int64 * len(sizes))(*sizes),
@@ -99,5 +99,5 @@ class PackedExperts:
         """The result [rows, hidden] for x [rows, hidden]; `seen`, which may be x, is what the router chooses by."""
         x, seen = x.contiguous(), seen.contiguous()
         y = torch.empty_like(x)
-        self._run(self._thread_pool, self.handle, x.data_ptr(), seen.data_ptr(), y.data_ptr(), len(x))
+        self._run(self._kernels.thread_pool, self.handle, x.data_ptr(), seen.data_ptr(), y.data_ptr(), len(x))
         return y

@@ -192,15 +192,28 @@ class CpuKernels:
         library.tgi_stop.argtypes, library.tgi_stop.restype = (c_void_p,), None
         library.tgi_block_maximum_bytes.argtypes, library.tgi_block_maximum_bytes.restype = (), c_int64
         library.tgi_packed_bytes.argtypes, library.tgi_packed_bytes.restype = (c_int64,) * 3, c_int64
-        thread_pool = library.tgi_start(threads, SPIN_COUNT)
+        self.library, self.dtype = library, dtype
+        self.dot_engine = library.tgi_dot_engine() == 1
+        self._arena = Arena()
+        self._logits_buffer, self._block_maxima_buffer = ScratchBuffer(), ScratchBuffer()
+        self._block_maximum_bytes = library.tgi_block_maximum_bytes()  # for each panel of a row
+        self._start_threads(threads)
+
+    def restart_threads(self, threads: int) -> None:
+        """Starts threads in a process that was forked from the one that has loaded the library. Calls that were
+        prepared before are not valid there."""
+        self._stop.detach()  # of threads that do not exist here
+        self._start_threads(threads)
+
+    def _start_threads(self, threads: int) -> None:
+        thread_pool = self.library.tgi_start(threads, SPIN_COUNT)
         if thread_pool is None:
             raise KernelsUnavailable("the system does not let this process use AMX")
-        weakref.finalize(self, library.tgi_stop, thread_pool)
-        self.library, self.thread_pool, self.threads, self.dtype = library, thread_pool, threads, dtype
-        self.dot_engine = library.tgi_dot_engine() == 1
+        self._stop = weakref.finalize(self, self.library.tgi_stop, thread_pool)
+        self.thread_pool, self.threads = thread_pool, threads
         functions = {}
         for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
+            function = getattr(self.library, name)
             function.argtypes, function.restype = (c_void_p, *arguments), None
             functions[name] = partial(function, thread_pool)
         self._pack, self._pack_integer = functions["tgi_pack"], functions["tgi_pack_integer"]
@@ -211,9 +224,6 @@ class CpuKernels:
         self._logits, self._greedy_head = functions["tgi_logits"], functions["tgi_greedy_head"]
         self._read_memory, self._lora = functions["tgi_read_memory"], functions["tgi_lora"]
         self._attention, self._fma_peak = functions["tgi_attention"], functions["tgi_fma_peak"]
-        self._arena = Arena()
-        self._logits_buffer, self._block_maxima_buffer = ScratchBuffer(), ScratchBuffer()
-        self._block_maximum_bytes = library.tgi_block_maximum_bytes()  # for each panel of a row
 
     def supported_weight(self, weight: Weight) -> Weight:
         """The weight in types that `pack_weight` takes. Codes of a quantized weight are never converted.

@@ -127,8 +127,7 @@ class Program:
         self.operations: list[str] = []  # names, in the order of execution
         self.clock: Tensor | None = None  # float64 [operations]: each run adds the seconds of each operation
         self._library = library
-        self._thread_pool = kernels.thread_pool
-        self._kernels = kernels  # keeps the thread pool alive
+        self._kernels = kernels
         self._widths = list(widths)
         self._handle = library.tgi_program((c_int64 * len(widths))(*widths), len(widths))
         weakref.finalize(self, library.tgi_program_free, self._handle)
@@ -327,7 +326,7 @@ class Program:
         """Runs the operations on the current contents of the prepared tensors. Each run of the same arguments writes
         its greedy tokens to the same memory."""
         clock = None if self.clock is None else self.clock.data_ptr()
-        self._library.tgi_program_run(self._handle, self._thread_pool, *ready.arguments, clock)
+        self._library.tgi_program_run(self._handle, self._kernels.thread_pool, *ready.arguments, clock)
         return ready.best
 
     def _record(self, name: str, *arguments: object) -> None:

@@ -764,6 +764,54 @@ struct Float4Numbers {
 #endif
 };
 
+// Of numbers of E2M1_DOUBLED times powers of two: the bits are those of a bfloat16 number of a table, with the power added
+// to its exponent. `set` returns false where this does not hold: for other scales, for products that are not normal
+// numbers, and on Arm.
+struct Float4Powers {
+#if defined(__x86_64__)
+    // The scales of the columns of store(bf16*, left, right).
+    TGI_INLINE bool set(Float left, Float right) {
+        const __m512i both = _mm512_or_si512((__m512i)left.part[0], (__m512i)right.part[0]);
+        const __m512i scales = (__m512i)_mm512_cvtne2ps_pbh((__m512)right.part[0], (__m512)left.part[0]);
+        const __m512i above_least = _mm512_sub_epi16(scales, _mm512_set1_epi16(1 << 7));
+        exponents = _mm512_sub_epi16(scales, _mm512_set1_epi16(127 << 7));
+        return !_mm512_test_epi32_mask(both, _mm512_set1_epi32(~(255 << 23)))
+            && !_mm512_cmpgt_epu16_mask(above_least, _mm512_set1_epi16(250 << 7));
+    }
+
+    // Row `row` of four rows of codes, which packed_weight.cpp describes.
+    TGI_INLINE void store(bf16* to, const uint8_t* codes, int row) const {
+        // The halves of words that have the codes, for the left columns and for the right ones.
+        const __m512i half = _mm512_add_epi16(even, _mm512_set1_epi16(row / 2));
+        const __m512i words = _mm512_permutexvar_epi16(half, _mm512_loadu_si512(codes));
+        const __m512i shift = _mm512_add_epi16(rights, _mm512_set1_epi16(row % 2 * 8));
+        const __m512i number = _mm512_permutexvar_epi16(_mm512_srlv_epi16(words, shift), table);
+        const __mmask32 other_than_zero = _mm512_test_epi16_mask(number, number);
+        _mm512_storeu_si512(to, _mm512_mask_add_epi16(number, other_than_zero, number, exponents));
+    }
+
+  private:
+    // Twice, since indices have five bits, the last of which is another code's.
+    static constexpr int16_t NUMBERS[32] = {
+        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
+        0, -0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f40, -0x3f00, -0x3ec0,
+        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
+        0, -0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f40, -0x3f00, -0x3ec0};
+    static constexpr int16_t EVEN[32] = {
+        0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+        0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    static constexpr int16_t RIGHTS[32] = {
+        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+        4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4};
+    const __m512i table = _mm512_loadu_si512(NUMBERS), even = _mm512_loadu_si512(EVEN);
+    const __m512i rights = _mm512_loadu_si512(RIGHTS);
+    __m512i exponents;
+#else
+    TGI_INLINE bool set(Float, Float) { return false; }
+    TGI_INLINE void store(bf16*, const uint8_t*, int) const {}
+#endif
+};
+
 // A table of 128 bytes.
 struct ByteTable {
 #if defined(__x86_64__)

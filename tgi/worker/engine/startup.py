@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
-from tgi.worker.host_cpu import kernel_set, numa_nodes, usable_cores
+from tgi.worker.host_cpu import kernel_set, numa_nodes, threads_from_environment, usable_cores
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.config_reader import read_config
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
@@ -79,6 +80,7 @@ class LoadedModels(NamedTuple):
     draft: Model | MtpModel | None
     kv_cache_dtype: torch.dtype | None = None  # None: the dtype of each model
     kernels: str = ""  # which kernels compute, for the start summary
+    cpu_kernels: CpuKernels | None = None
     communicator: Communicator | None = None  # of the served model's ranks; the draft model is whole on each of them
 
     def all(self) -> list[Model | MtpModel]:
@@ -90,9 +92,23 @@ class LoadedModels(NamedTuple):
         return model.kv._replace(stored_dtype=self.kv_cache_dtype, groups=groups)
 
 
-def start_engine(settings: Settings, progress: Progress, place: RankPlace | None = None) -> TorchEngine:
-    """Returns the engine, ready to serve; that of one rank, if it has a `place` among several. Raises UserError where
-    model, device or memory do not allow it."""
+class SharedModels(NamedTuple):
+    """Models in memory that a worker shares with those that replace it."""
+
+    models: LoadedModels
+    files: list[list[list[Any]]]  # `_files` at that time
+
+
+# In processes that are forked from a worker after it has loaded its models.
+_shared: SharedModels | None = None
+
+
+def start_engine(
+    settings: Settings, progress: Progress, place: RankPlace | None = None, share: Callable[[], None] | None = None
+) -> TorchEngine:
+    """Returns the engine, ready to serve; that of one rank, if it has a `place` among several. `share` forks from this
+    process what forks its successors, which start with the models that are loaded then. Raises UserError where model,
+    device or memory do not allow it."""
     device = choose_device(settings.device)
     if place is not None and device != "cpu":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # fewer if each rank sees its own only
@@ -109,8 +125,10 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
                 "its part of the model, from memory of its own",
                 *(nodes, nodes),
             )
-    models = _load_models(settings, device, progress, place)
+    models = _load_models(settings, device, progress, place) if _shared is None else _inherit(_shared, settings)
     _require_draft_pages(models)
+    if share is not None and _shared is None and models.cpu_kernels is not None:
+        _share(models, settings, share)
     images = _load_images(settings, models, progress, place)
     progress("sizing the KV cache", 96)
     # A captured step has no hidden states for an MTP layer.
@@ -134,7 +152,8 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     engine = _build_engine(models, limits, graphs, load_token_table, watermark, images)
     progress("warming up", 98)
     rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
-    tokens = min(WARMUP_PROMPT_TOKENS, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
+    longest = WARMUP_PROMPT_TOKENS if models.cpu_kernels is None else 2  # our library has nothing to load by size
+    tokens = min(longest, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
     if graphs.rows:
         progress("capturing CUDA graphs", 98)
@@ -153,6 +172,30 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     return engine
 
 
+def _share(models: LoadedModels, settings: Settings, share: Callable[[], None]) -> None:
+    global _shared
+    _shared = SharedModels(models, _files(settings))
+    gc.collect()
+    release_freed_memory()  # which would be kept twice from now on
+    share()
+
+
+def _inherit(shared: SharedModels, settings: Settings) -> LoadedModels:
+    """The models that a predecessor of this process has loaded. Exits if their files are others by now: then the next
+    worker loads them."""
+    if shared.files != _files(settings):
+        log.warning("the files of the model have changed since they were loaded: the next worker loads them again")
+        sys.exit(1)
+    assert shared.models.cpu_kernels is not None
+    shared.models.cpu_kernels.restart_threads(threads_from_environment() or usable_cores())
+    return shared.models
+
+
+def _files(settings: Settings) -> list[list[list[Any]]]:
+    """What tells the files of the models from others."""
+    return [weights_identity(path) for path in quantization_by_directory(settings)]
+
+
 def _open_page_files(
     settings: Settings, directory: Path, models: LoadedModels, engine: TorchEngine
 ) -> PageFiles | None:
@@ -169,7 +212,7 @@ def _open_page_files(
         "version": __version__,
         "kernels": [models.kernels.partition(",")[0], _instructions()],
         "quantize": [settings.quantize, settings.draft_quantize],
-        "models": [weights_identity(path) for path in quantization_by_directory(settings)],
+        "models": _files(settings),
         "dtypes": [str(model.kv.dtype) for model in models.all()],
         "dummy": not settings.needs_weights,
         "mtp": settings.draft_model_id == MTP,
@@ -287,9 +330,9 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
             )
         progress("loading the layer for multi-token prediction", 95)
         mtp = build_mtp(settings.model_dir, served, dtype, kernels, quantize[settings.model_dir], gpu)
-        return LoadedModels(served, mtp, kv_cache_dtype, words)
+        return LoadedModels(served, mtp, kv_cache_dtype, words, kernels)
     if settings.draft_model_dir is None:
-        return LoadedModels(served, None, kv_cache_dtype, words, communicator)
+        return LoadedModels(served, None, kv_cache_dtype, words, kernels, communicator)
     draft = build(settings.draft_model_dir, lambda stage, percent: progress(f"draft model: {stage}", percent))
     if draft.context_length < (settings.max_total_tokens or 0):
         raise UserError(
@@ -298,7 +341,7 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
         )
     if draft.context_length < served.context_length:
         log.warning("sequences are limited to %d tokens, those of the draft model", draft.context_length)
-    return LoadedModels(served, draft, kv_cache_dtype, words, communicator)
+    return LoadedModels(served, draft, kv_cache_dtype, words, kernels, communicator)
 
 
 def _connect_ranks(place: RankPlace, device: str, kernels: CpuKernels | None) -> Communicator:

@@ -11,10 +11,11 @@ from typing_extensions import override
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization import float8
+from tgi.worker.quantization.float4 import Float4Weight
 from tgi.worker.quantization.layer_tensors import LayerTensors, StoredWeight
 from tgi.worker.quantization.quantize import WeightQuantizer, quantize_weight
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain
-from tgi.worker.quantization.weight_forms import EMBEDDING, FACTOR_GROUP, FLOAT8_MULTIPLE, GROUPS, HEAD
+from tgi.worker.quantization.weight_forms import EMBEDDING, FACTOR_GROUP, FLOAT8_MULTIPLE, GROUPS, HEAD, MX_GROUP
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ class WeightSource(Protocol):
 
 class PackedWeightSource(WeightSource):
     """Reads quantized weights from the columns of QuantizedWeight, where a checkpoint has them: NAME.weight.codes,
-    NAME.weight.scales and, if there are any, NAME.weight.shifts. All other tensors are plain.
+    NAME.weight.scales and, if there are any, NAME.weight.shifts; of 4-bit floats NAME.weight.codes and uint8
+    NAME.weight.factors. All other tensors are plain.
 
     Scales are floats, or int8 [outputs, groups] with float32 NAME.weight.super_scales [outputs, fewer groups], each for
     several neighbouring scales: their product is the scale. Shifts alike. `exact`: scales and shifts are not rounded to
@@ -71,6 +73,8 @@ class PackedWeightSource(WeightSource):
         return self._read(stored, True).dequantized(torch.float32)
 
     def _read(self, name: str, exact: bool) -> QuantizedWeight:
+        if f"{name}.factors" in self._checkpoint:
+            return self._read_float4(name)
         shifts = self._factors(name, "shifts", exact) if f"{name}.shifts" in self._checkpoint else None
         found = QuantizedWeight(
             self._checkpoint.raw_tensor(f"{name}.codes"), self._factors(name, "scales", exact), shifts
@@ -82,6 +86,13 @@ class PackedWeightSource(WeightSource):
         if not fit:
             raise _unfit(name)
         return found if shifts is None or shifts.dtype is scales.dtype else found.with_factors(torch.float32)
+
+    def _read_float4(self, name: str) -> QuantizedWeight:
+        codes, factors = (self._checkpoint.raw_tensor(f"{name}.{column}") for column in ("codes", "factors"))
+        fit = codes.dtype is factors.dtype is torch.uint8 and codes.dim() == factors.dim() == 2
+        if not fit or len(codes) != len(factors) or 2 * codes.shape[1] != MX_GROUP * factors.shape[1]:
+            raise _unfit(name)
+        return Float4Weight(codes, factors).quantized()
 
     def _factors(self, name: str, column: str, exact: bool) -> Tensor:
         """Scales or shifts: float16, or float32 if `exact` and they are not stored as float16."""

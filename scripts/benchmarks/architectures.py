@@ -1,0 +1,431 @@
+"""Decode of experts, latent attention and recurrent layers on CPU, next to llama.cpp on the same shapes.
+
+    scripts/bench architectures [--only lfm2,gpt-oss] [--format Q8_0] [--rows 1,8,32] [--turns 5]
+
+Four models of 0.3 to 0.8 billion random weights, written as GGUF files once; gpt-oss has experts in MXFP4 and the rest
+in Q8_0. This server's engine computes the file itself where import knows its architecture, and otherwise random
+bfloat16 weights of the same shapes. In each turn this engine, then `llama-batched-bench` decode with the same threads
+behind prompts that differ by row. Prints medians of tokens/s over the turns, and the median, the smallest and the
+largest of their ratios by turn.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from scripts.benchmarks import workloads
+from scripts.benchmarks.engine_driver import Requests, collected, flow
+from scripts.benchmarks.peers import llama_cpp
+from scripts.benchmarks.shapes import write_config, write_tokenizer
+from scripts.make_gguf import add
+from tgi.hub.gguf.families import FAMILIES
+from tgi.hub.resolver import model_directory
+from tgi.microkernel.settings.options import count, counts
+from tgi.microkernel.settings.table import Settings
+from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.engine.startup import start_engine
+from tgi.worker.host_cpu import usable_cores
+
+Tensors = Iterator[tuple[str, tuple[int, ...]]]  # name, shape; matrices are [..., outputs, inputs]
+VOCABULARY = 32000
+
+
+class Shape(NamedTuple):
+    """A model: config.json, and what a GGUF file of it contains."""
+
+    config: dict[str, Any]
+    metadata: dict[str, Any]  # without the architecture; of those in `common` what differs
+    layer: Any  # number of a layer -> Tensors
+    last_norm: str = "output_norm"
+    tied: bool = False
+    experts: str = ""  # the format of experts, in place of that of the others
+
+
+def _mlp(hidden: int, inner: int, end: str = "", experts: tuple[int, ...] = ()) -> Tensors:
+    yield f"ffn_gate{end}.weight", (*experts, inner, hidden)
+    yield f"ffn_up{end}.weight", (*experts, inner, hidden)
+    yield f"ffn_down{end}.weight", (*experts, hidden, inner)
+
+
+def _attention(hidden: int, queries: int, keys: int, outputs: int) -> Tensors:
+    yield "attn_q.weight", (queries, hidden)
+    yield "attn_k.weight", (keys, hidden)
+    yield "attn_v.weight", (keys, hidden)
+    yield "attn_output.weight", (hidden, outputs)
+
+
+def _lfm2(layer: int) -> Tensors:
+    yield from (("attn_norm.weight", (1024,)), ("ffn_norm.weight", (1024,)))
+    yield from _mlp(1024, 4608)
+    if LFM2_TYPES[layer] == "conv":
+        yield "shortconv.conv.weight", (1024, 3)
+        yield "shortconv.in_proj.weight", (3072, 1024)
+        yield "shortconv.out_proj.weight", (1024, 1024)
+        return
+    yield from _attention(1024, 1024, 512, 1024)
+    yield from (("attn_q_norm.weight", (64,)), ("attn_k_norm.weight", (64,)))
+
+
+def _gpt_oss(layer: int) -> Tensors:
+    yield from (("attn_norm.weight", (960,)), ("post_attention_norm.weight", (960,)), ("attn_sinks.weight", (16,)))
+    for name, shape in (
+        *_attention(960, 1024, 256, 1024),
+        *_mlp(960, 960, "_exps", (32,)),
+        ("ffn_gate_inp.weight", (32, 960)),
+    ):
+        yield name, shape
+        yield name.replace(".weight", ".bias"), shape[:-1]
+
+
+def _deepseek(layer: int) -> Tensors:
+    yield from (("attn_norm.weight", (1024,)), ("ffn_norm.weight", (1024,)))
+    yield from (("attn_q_a_norm.weight", (384,)), ("attn_kv_a_norm.weight", (512,)))
+    yield "attn_q_a.weight", (384, 1024)
+    yield "attn_q_b.weight", (8 * 192, 384)
+    yield "attn_kv_a_mqa.weight", (512 + 64, 1024)
+    yield "attn_k_b.weight", (8, 512, 128)
+    yield "attn_v_b.weight", (8, 128, 512)
+    yield "attn_output.weight", (1024, 8 * 128)
+    if layer == 0:
+        yield from _mlp(1024, 2816)
+        return
+    yield from (("ffn_gate_inp.weight", (64, 1024)), ("exp_probs_b.bias", (64,)))
+    yield from _mlp(1024, 256, "_exps", (64,))
+    yield from _mlp(1024, 256, "_shexp")
+
+
+def _qwen3_next(layer: int) -> Tensors:
+    yield from (("attn_norm.weight", (1024,)), ("post_attention_norm.weight", (1024,)))
+    if layer % 4 == 3:
+        yield from _attention(1024, 2 * 2048, 512, 2048)
+        yield from (("attn_q_norm.weight", (256,)), ("attn_k_norm.weight", (256,)))
+    else:
+        yield "attn_qkv.weight", (4096, 1024)
+        yield "attn_gate.weight", (2048, 1024)
+        yield "ssm_conv1d.weight", (4096, 4)
+        yield from (("ssm_dt.bias", (16,)), ("ssm_a", (16,)), ("ssm_norm.weight", (128,)))
+        yield "ssm_ba.weight", (32, 1024)
+        yield "ssm_out.weight", (1024, 2048)
+    yield from (("ffn_gate_inp.weight", (128, 1024)), ("ffn_gate_inp_shexp.weight", (1024,)))
+    yield from _mlp(1024, 128, "_exps", (128,))
+    yield from _mlp(1024, 128, "_shexp")
+
+
+LFM2_TYPES = ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)]
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+
+# By the architecture's name in a GGUF file. lfm2 is LFM2-350M; the others have the proportions of gpt-oss-20b,
+# DeepSeek-V3 and Qwen3-Next-80B-A3B, with fewer and smaller layers and experts.
+SHAPES = {
+    "lfm2": Shape(
+        {
+            "model_type": "lfm2",
+            "hidden_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "intermediate_size": 4608,
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 3,
+            "layer_types": LFM2_TYPES,
+            "tie_word_embeddings": True,
+            "rope_theta": 1000000.0,
+        },
+        {
+            "attention.head_count_kv": [8 * (kind != "conv") for kind in LFM2_TYPES],
+            "feed_forward_length": 4608,
+            "shortconv.l_cache": 3,
+        },
+        _lfm2,
+        "token_embd_norm",
+        tied=True,
+    ),
+    "gpt-oss": Shape(
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 960,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "intermediate_size": 960,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+        {
+            "attention.head_count_kv": 4,
+            "attention.key_length": 64,
+            "attention.value_length": 64,
+            "attention.sliding_window": 128,
+            "feed_forward_length": 960,
+            "expert_feed_forward_length": 960,
+            "expert_count": 32,
+            "expert_used_count": 4,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+        },
+        _gpt_oss,
+        experts="MXFP4",
+    ),
+    "deepseek2": Shape(
+        {
+            "model_type": "deepseek_v3",
+            "hidden_size": 1024,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "intermediate_size": 2816,
+            "moe_intermediate_size": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 384,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+        {
+            "attention.head_count_kv": 1,
+            "attention.q_lora_rank": 384,
+            "attention.kv_lora_rank": 512,
+            "attention.key_length": 576,
+            "attention.value_length": 512,
+            "attention.key_length_mla": 192,
+            "attention.value_length_mla": 128,
+            "rope.dimension_count": 64,
+            "feed_forward_length": 2816,
+            "leading_dense_block_count": 1,
+            "expert_feed_forward_length": 256,
+            "expert_count": 64,
+            "expert_used_count": 6,
+            "expert_shared_count": 1,
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+        },
+        _deepseek,
+    ),
+    "qwen3next": Shape(
+        {
+            "model_type": "qwen3_next",
+            "hidden_size": 1024,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "intermediate_size": 2816,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+        {
+            "attention.head_count_kv": 2,
+            "attention.key_length": 256,
+            "attention.value_length": 256,
+            "rope.dimension_count": 64,
+            "feed_forward_length": 2816,
+            "expert_feed_forward_length": 128,
+            "expert_shared_feed_forward_length": 128,
+            "expert_count": 128,
+            "expert_used_count": 8,
+            "full_attention_interval": 4,
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 2048,
+            "ssm.state_size": 128,
+            "ssm.time_step_rank": 16,
+            "ssm.group_count": 8,
+        },
+        _qwen3_next,
+    ),
+}
+# Stored in float32, as by llama.cpp's converter.
+PLAIN = (
+    ".bias",
+    "norm.weight",
+    "ffn_gate_inp.weight",
+    "conv.weight",
+    "conv1d.weight",
+    "ssm_a",
+    "attn_sinks.weight",
+    "inp_shexp.weight",
+)
+
+
+def random_blocks(name: str, shape: tuple[int, ...], form: str, draw: np.random.Generator) -> np.ndarray:
+    """Weights of a format that preserve the scale of activations, as they are stored."""
+    deviation, number = shape[-1] ** -0.5, int(np.prod(shape))
+    if form == "F32":
+        if len(shape) == 1:
+            return np.full(shape, -1 if name.endswith("ssm_a") else name.endswith("norm.weight"), np.float32)
+        return draw.standard_normal(shape, np.float32) * np.float32(deviation)
+    if form == "BF16":
+        generator = torch.Generator().manual_seed(int(draw.integers(1 << 32)))
+        made = torch.empty(shape, dtype=torch.bfloat16).normal_(0, deviation, generator=generator)
+        found: np.ndarray = made.view(torch.uint8).numpy()
+        return found
+    header, scale = {
+        "Q8_0": (2, np.array([deviation / 74], np.float16).view(np.uint8)),
+        "MXFP4": (1, np.array([128 + round(np.log2(deviation / 6))], np.uint8)),
+    }[form]
+    raw = draw.integers(0, 256, (number // 32, header + (32 if form == "Q8_0" else 16)), np.uint8)
+    raw[:, :header] = scale
+    return raw.reshape(*shape[:-1], -1)
+
+
+def write(architecture: str, form: str, path: Path) -> None:
+    """Writes the GGUF file of a shape."""
+    shape, draw = SHAPES[architecture], np.random.default_rng(0)
+    config = shape.config
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(VOCABULARY, Path(directory))
+        tokenizer = json.loads((Path(directory) / "tokenizer.json").read_text())["model"]
+    common = {
+        "block_count": layers,
+        "context_length": 4096,
+        "embedding_length": hidden,
+        "vocab_size": VOCABULARY,
+        "attention.head_count": config["num_attention_heads"],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 150000.0 if architecture == "gpt-oss" else 1000000.0,
+    }
+    writer = GGUFWriter(path, architecture)
+    for key, value in (common | shape.metadata).items():
+        add(writer, f"{architecture}.{key}", value)
+    tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].__getitem__)
+    for key, value in {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [1] * len(tokens),
+        "merges": [" ".join(pair) for pair in tokenizer["merges"]],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "add_bos_token": False,
+    }.items():
+        add(writer, f"tokenizer.ggml.{key}", value)
+    tensors = {"token_embd.weight": (VOCABULARY, hidden), f"{shape.last_norm}.weight": (hidden,)}
+    if not shape.tied:
+        tensors["output.weight"] = (VOCABULARY, hidden)
+    for layer in range(layers):
+        tensors |= {f"blk.{layer}.{name}": size for name, size in shape.layer(layer)}
+    for name, size in tensors.items():
+        own = shape.experts if shape.experts and "_exps.weight" in name else form
+        own = "F32" if len(size) == 1 or name.endswith(PLAIN) else own
+        writer.add_tensor(name, random_blocks(name, size, own, draw), raw_dtype=GGMLQuantizationType[own])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def start(architecture: str, file: Path, rows: int, tokens: int, run: Path) -> TorchEngine:
+    """This server's engine with the file, or with weights of its shape."""
+    directory, known = run / "model", architecture in FAMILIES
+    directory.mkdir()
+    if not known:
+        longest = {"max_position_embeddings": 4096, "vocab_size": VOCABULARY}
+        write_config(SHAPES[architecture].config | longest, directory)
+        write_tokenizer(VOCABULARY, directory)
+    settings = Settings(
+        model_dir=model_directory(str(file)) if known else directory,
+        load_format="auto" if known else "dummy",
+        run_dir=run,
+        device="cpu",
+        dtype="bfloat16",
+        max_batch_size=rows,
+        max_total_tokens=tokens,
+        max_batch_total_tokens=2 * rows * tokens,
+        max_batch_prefill_tokens=2048,
+    )
+    return start_engine(settings, lambda stage, percent: None)
+
+
+def ours(engine: TorchEngine, rows: int, prompt: int, tokens: int) -> float:
+    """Tokens per second of decode steps, one at a time."""
+    engine.reset()
+    requests = Requests(engine, range(rows), prompt, tokens + 2, apart=prompt)
+    flow(engine, requests.prompts())
+    began = time.perf_counter()
+    for step in requests.steps(tokens):
+        collected(engine, engine.launch(step))
+    return rows * tokens / (time.perf_counter() - began)
+
+
+def theirs(file: Path, rows: list[int], prompt: int, tokens: int) -> list[float]:
+    """The same of llama.cpp. Raises Failed."""
+    threads = str(usable_cores())
+    command: list[str | Path] = [
+        llama_cpp() / "llama-batched-bench",
+        "-m",
+        file,
+        "-c",
+        str(max(rows) * (prompt + tokens)),
+    ]
+    command += ["-t", threads, "-tb", threads, "-npp", str(prompt), "-ntg", str(tokens)]
+    command += ["-npl", ",".join(map(str, rows)), "--output-format", "jsonl"]
+    printed = (json.loads(line) for line in workloads.run(*command).splitlines() if line.startswith("{"))
+    found = {line["pl"]: line["speed_tg"] for line in printed}
+    return [found[each] for each in rows]
+
+
+def main() -> None:
+    """Parses the command line, measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SHAPES), help="architectures")
+    parser.add_argument("--format", default="", choices=("BF16", "Q8_0"), help="of all matrices but gpt-oss' experts")
+    parser.add_argument("--rows", type=counts, default="1,8,32")
+    parser.add_argument("--turns", type=count, default=5)
+    parser.add_argument("--prompt", type=count, default=64, help="tokens")
+    parser.add_argument("--tokens", type=count, default=32, help="decode steps of a turn")
+    options = parser.parse_args()
+    sizes = options.prompt, options.tokens
+    print("| | rows | ours, tokens/s | llama.cpp | ratio | by turn |\n|---|---|---|---|---|---|")
+    for architecture in options.only.split(","):
+        form = options.format or ("Q8_0" if SHAPES[architecture].experts else "BF16")
+        path = workloads.PEERS_DIRECTORY / "models" / f"{architecture}-{form}.gguf"
+        file = workloads.whole(path, partial(write, architecture, form))
+        with tempfile.TemporaryDirectory(prefix="tgi-") as run:
+            engine = start(architecture, file, max(options.rows), 2 * sum(sizes), Path(run))
+            for rows in options.rows:
+                ours(engine, rows, *sizes)
+            turns = [
+                ([ours(engine, rows, *sizes) for rows in options.rows], theirs(file, options.rows, *sizes))
+                for _ in range(options.turns)
+            ]
+        for at, rows in enumerate(options.rows):
+            own, other = ([turn[side][at] for turn in turns] for side in range(2))
+            ratios = [one / two for one, two in zip(own, other, strict=True)]
+            middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+            figures = f"{statistics.median(own):.1f} | {statistics.median(other):.1f} | {middle:.2f}"
+            print(f"| {architecture}, {form} | {rows} | {figures} | {low:.2f} to {high:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
