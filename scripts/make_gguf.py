@@ -277,6 +277,11 @@ def write_gguf(
             f"{arch}.rope.scaling.factor": rope["factor"],
             f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
+    if rope.get("rope_type") == "longrope":
+        keys[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        keys[f"{arch}.rope.scaling.attn_factor"] = rope["attention_factor"]
+        sorts = ("short", "long")
+        extra = {f"rope_factors_{sort}.weight": np.array(rope[f"{sort}_factor"], np.float32) for sort in sorts}
     if kind in ("lfm2", "lfm2_moe", "nemotron_h", "granitemoehybrid"):
         keys[f"{arch}.attention.head_count_kv"] = [kv_heads * (layer == "full_attention") for layer in layers]
     if kind == "nemotron_h":
@@ -301,6 +306,8 @@ def write_gguf(
         )
     if config.get("sliding_window") and kind != "starcoder2":
         keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
+    if kind == "phi3":
+        keys.setdefault(f"{arch}.attention.sliding_window", 0)
     if kind == "gemma3n_text":
         keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_STREAMS.items()}
         keys[f"{arch}.rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]

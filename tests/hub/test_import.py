@@ -102,8 +102,16 @@ FOLDED = (  # into the weights
     *(("mlp_multipliers", [1.0] * 2), ("ssm_multipliers", [1.0] * 5), ("time_step_limit", (0.0, 1e9))),
     ("mamba_norm_before_gate", False),
 )
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], "long_factor": [float(n) for n in range(1, 7)]},
+    **{"attention_factor": 1.25, "partial_rotary_factor": 0.75, "factor": 32.0},
+}
 GRANTED: dict[str, dict[str, Any]] = {
     "phi3": {},
+    "phi3/longrope": {
+        "more": (("rope_parameters", LONGROPE), ("original_max_position_embeddings", 64), ("sliding_window", None))
+    },
     "granite": {},
     "gemma": {"tie": True},
     "gemma2": {"tie": True, "head_dim": 24, "more": (("query_pre_attn_scalar", 24),)},

@@ -29,6 +29,7 @@ KNOWN = {
 # Llama 3.1's rope scaling is stored as one divisor per frequency. All published models of the family have these
 # bounds and differ in the factor. (https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling)
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 LLAMA4_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
 
 
@@ -222,6 +223,7 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
         f"blk.{layer}." for layer in range(config["num_hidden_layers"], metadata.integer(f"{architecture}.block_count"))
     )  # of multi-token prediction, which are not read
     unused |= {name for name in file.tensors if name.startswith(further)}
+    unused |= set(LONGROPE) if config["rope_parameters"].get("rope_type") == "longrope" else set()
     unknown = (
         set(file.tensors) - unused - {source for tensor in wanted for source in tensor.sources} - {"rope_freqs.weight"}
     )
@@ -276,7 +278,7 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
             "Fetch or convert it again."
         )
     theta = metadata.number(f"{architecture}.rope.freq_base", 10000.0)
-    rope = _rope(metadata, architecture, theta, head_dim, context)
+    rope = _rope(metadata, architecture, theta, head_dim, turned, context)
     if turned != head_dim:
         rope["partial_rotary_factor"] = turned / head_dim
     stored_epsilon, epsilon = family.epsilon
@@ -305,6 +307,8 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
             value = metadata.file.metadata[key]
             read = metadata.integer if isinstance(value, int) else metadata.number
             config[name] = value if isinstance(value, bool) else read(key)
+    if config.get("sliding_window") == 0:  # of Phi-4
+        config["sliding_window"] = None
     if family.delta_rule:
         _add_delta_rule(metadata, architecture, config)
     elif family.layer_types:
@@ -324,10 +328,20 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     return config
 
 
-def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, context: int) -> dict[str, Any]:
+def _rope(
+    metadata: Metadata, architecture: str, theta: float, head_dim: int, turned: int, context: int
+) -> dict[str, Any]:
     kind = metadata.file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     if "rope_freqs.weight" in metadata.file.tensors and architecture != "gemma4":  # see _add_gemma4
         return {"rope_type": "llama3", "rope_theta": theta} | _llama3(metadata, theta, head_dim)
+    if LONGROPE[0] in metadata.file.tensors:
+        original = metadata.positive(f"{architecture}.rope.scaling.original_context_length")
+        short, long = (_divisors(metadata, name, turned // 2) for name in LONGROPE)
+        factors = {"short_factor": short, "long_factor": long, "factor": max(1.0, context / original)}
+        scale = {"attention_factor": metadata.number(f"{architecture}.rope.scaling.attn_factor")}
+        return {"rope_type": "longrope", "rope_theta": theta, "original_max_position_embeddings": original} | (
+            factors | scale
+        )
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     scaled = {"rope_type": kind, "rope_theta": theta, "factor": metadata.number(f"{architecture}.rope.scaling.factor")}
@@ -340,6 +354,17 @@ def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, co
             bounds[name] = metadata.number(f"{architecture}.rope.scaling.yarn_{name}", default)
         return scaled | {"original_max_position_embeddings": original} | bounds
     raise metadata.wrong(f"{architecture}.rope.scaling.type", kind, "none, linear or yarn")
+
+
+def _divisors(metadata: Metadata, name: str, count: int) -> list[float]:
+    """Those of the rotary frequencies."""
+    found = metadata.file.tensors.get(name)
+    if found is None or found.shape != (count,) or found.type.name != "F32":
+        raise UserError(f"{metadata.file.path}: {name!r} is not {count} float32 numbers.")
+    numbers = [float(one) for one in found.data.cast("f").tolist()]
+    if not all(0 < one < math.inf for one in numbers):
+        raise UserError(f"{metadata.file.path} is damaged: {name!r} holds numbers that are not positive.")
+    return numbers
 
 
 def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:

@@ -319,6 +319,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             *_NORMS,
         ),
         numbers={"attention.sliding_window": "sliding_window"},
+        further=("rope.scaling.attn_factor",),
         fixed=_NO_PADDING,
         rotates_part=True,
     ),
