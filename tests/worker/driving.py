@@ -16,6 +16,7 @@ from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.engine.draft_runner import DraftModel
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.engine.interface import PromptParts
 from tgi.worker.models.interface import Model
 from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.watermark import Watermark
@@ -41,6 +42,7 @@ def make_engine(
     mark: Watermark | None = None,
     attention: AttentionBackend | None = None,
     recording: GraphCaptureConfig | None = None,
+    images: PromptParts | None = None,
 ) -> TorchEngine:
     states = [KVGroup(GroupKind.RECURRENT, interval=1 << 20, drafts=8 * slots)] * (model.kv.state is not None)
     groups = [*ONE_FULL_GROUP, *states]
@@ -54,7 +56,9 @@ def make_engine(
         total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu", groups
     )
     second = draft and DraftModel(draft, build_attention(draft.kv, pages, draft.device))
-    return TorchEngine(model, attention, limits, draft_model=second, watermark=mark, graph_capture=recording)
+    return TorchEngine(
+        model, attention, limits, draft_model=second, watermark=mark, graph_capture=recording, images=images
+    )
 
 
 def drive(
@@ -65,10 +69,12 @@ def drive(
     chunk: int = 4096,
     stagger: int = 0,
     guess: Guess | None = None,
+    generated: int = 0,
 ) -> list[Drawn]:
     """Generates `count` tokens after each prompt, in common steps; request n starts `stagger` * n steps later.
 
-    With `guess` the rows have drafts, at most as many as they still need.
+    With `guess` the rows have drafts, at most as many as they still need. The last `generated` ids of each prompt were
+    generated before.
     """
     size = engine.limits.page_size
     samplings = samplings or [SamplingParams(0)] * len(prompts)
@@ -87,7 +93,7 @@ def drive(
             if number < at * stagger or len(drawn[at].ids) == count:
                 continue
             if computed[at] == 0:
-                new.append(slot(at, prompt, encode(samplings[at])))
+                new.append(slot(at, prompt, encode(samplings[at]), len(prompt) - generated))
                 pages += [(at, free.pop()) for _ in range(-(-(len(prompt) + count) // size))]
             tokens = min(chunk, known - computed[at])
             rows.append((at, computed[at], tokens, int(computed[at] + tokens == known)))

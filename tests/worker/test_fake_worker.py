@@ -27,8 +27,8 @@ SCRIPT = FakeWorkerConfig(
 GREEDY = encode(SamplingParams(1))
 
 
-def slot(number: int, ids: list[int], sampling: bytes = GREEDY) -> SlotAssignment:
-    return SlotAssignment(number, pack_column(INT32, ids), len(ids), sampling)
+def slot(number: int, ids: list[int], sampling: bytes = GREEDY, prompt_tokens: int = 0) -> SlotAssignment:
+    return SlotAssignment(number, pack_column(INT32, ids), prompt_tokens or len(ids), sampling)
 
 
 def biased(*ids: int) -> bytes:

@@ -20,9 +20,10 @@ from tgi.microkernel.messages.sampling_params import PARAMETERS, Range, Sampling
 # fmt: off
 ENCODER_DECODERS = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5", "m2m_100",
-    "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers",
-    "t5", "t5gemma", "udop", "umt5", "whisper",
+    "marian", "mbart", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers",
+    "t5gemma", "udop", "umt5", "whisper",
 }
+T5_FAMILY = {"mt5", "t5"}  # the encoder-decoder models that are served
 STATE_SPACE = {
     "falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba",
     "zamba2",
@@ -44,6 +45,8 @@ RECURRENT_LAYERS: dict[str, set[str]] = {
 # The longest sequence of a model without positions whose config.json names none.
 UNLIMITED_CONTEXT = 131072
 # The longest sequence, by model_type, where config.json names none: for bloom as in the built-in decoder.
+# Of T5, whose positions are relative, and what TGI takes for it: `n_positions` of its config.json limits nothing.
+T5_CONTEXT = 4096
 CONTEXT_DEFAULTS = {"bloom": 2048, "mamba2": UNLIMITED_CONTEXT}
 
 
@@ -105,6 +108,7 @@ class ModelConfig:
     bos_token: str | None
     eos_token: str | None
     weights: tuple[Path, ...]  # empty if they were not asked for
+    decoder_start: int | None  # the id that the decoder of an encoder-decoder model starts with; None: any other model
     fingerprint: str  # digest of configuration and tokenizer files: equal on hosts that serve the same model
 
 
@@ -137,21 +141,22 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
         model_type=str(config.get("model_type", "")),
         architecture=str((config.get("architectures") or [""])[0]),
         vocab_size=numbers.first(("vocab_size",)),
-        max_position_embeddings=scaled_context(
-            numbers.first(CONTEXT, CONTEXT_DEFAULTS.get(str(config["model_type"]))), text
-        ),
+        max_position_embeddings=T5_CONTEXT
+        if config["model_type"] in T5_FAMILY
+        else scaled_context(numbers.first(CONTEXT, CONTEXT_DEFAULTS.get(str(config["model_type"]))), text),
         eos_token_ids=_eos(directory, text, tokenizer_config),
         dtype=_dtype(config, text),
         hidden_size=hidden,
         num_layers=numbers.first(LAYERS, _named_layers(text)),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=numbers.first(("head_dim",), hidden // heads),
+        head_dim=numbers.first(("head_dim", "d_kv"), hidden // heads),
         tokenizer_json=tokenizer if tokenizer.is_file() else None,
         chat_templates=MappingProxyType(_chat_templates(directory, tokenizer_config)),
         bos_token=_token_text(tokenizer_config.get("bos_token")),
         eos_token=_token_text(tokenizer_config.get("eos_token")),
         weights=weight_files(directory) if weights else (),
+        decoder_start=_decoder_start(directory, config) if config["model_type"] in T5_FAMILY else None,
         fingerprint=_fingerprint(directory),
     )
 
@@ -214,8 +219,9 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         kind = "ssm" if "ssm_cfg" in config else None
     if kind is None:
         raise UserError(f"{directory / 'config.json'} does not say its model_type. Is it a model's configuration?")
-    if kind in ENCODER_DECODERS or config.get("is_encoder_decoder"):
-        raise UserError(f"{kind} is an encoder-decoder model. Only decoder-only language models are served.")
+    if kind in ENCODER_DECODERS or (config.get("is_encoder_decoder") and kind not in T5_FAMILY):
+        served = ", ".join(sorted(T5_FAMILY))
+        raise UserError(f"{kind} is an encoder-decoder model. Of these, the types {served} are served.")
     layers = text.get("layer_types")
     others = {str(layer) for layer in layers} - ATTENTION if isinstance(layers, list) else set()
     others -= RECURRENT_LAYERS.get(str(text.get("model_type", kind)), set())
@@ -223,6 +229,16 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
         raise UserError(f"{kind} has layers of kind {min(others)}, which are not served.")
     if kind in STATE_SPACE or "ssm_cfg" in config:
         raise UserError(f"{kind} is a state-space or recurrent model. Only models with attention are served.")
+
+
+def _decoder_start(directory: Path, config: dict[str, Any]) -> int:
+    """The id that the decoder of an encoder-decoder model starts with."""
+    for source in (_json(directory / "generation_config.json"), config):
+        if ids := _ids(source.get("decoder_start_token_id")):
+            return ids[0]
+    raise UserError(
+        f"{directory / 'config.json'} does not say decoder_start_token_id, which an encoder-decoder model needs."
+    )
 
 
 def scaled_context(trained: int, config: Mapping[str, Any]) -> int:

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from tgi.hub.pooling import PoolingConfig
 from tgi.microkernel.messages.codec import INT32, ITEM_BYTES, UINT8, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import (
+    IMAGE_DIGEST_BYTES,
     DeploymentLimits,
     FinishReason,
     Generate,
@@ -70,6 +72,12 @@ class EncodedPrompt(NamedTuple):
     text: str = ""  # the decoded text, if the prompt came as ids
     reasoning_limit: ReasoningLimit | None = None  # of an answer that may have reasoning
     images: list[ImageSegment] = []
+    encoder_tokens: int = 0  # of an encoder-decoder model: the ids of its input; then come those of the decoder
+
+    @property
+    def input_tokens(self) -> int:
+        """The number of tokens that a client has sent."""
+        return self.encoder_tokens or self.token_count
 
 
 class UnconstrainedPrompt(NamedTuple):
@@ -98,12 +106,15 @@ class PromptEncoder:
         pooling: PoolingConfig | None = None,
         image_token: str = "",
         images_first: bool = False,
+        decoder_start: int | None = None,
     ) -> None:
-        """`pooling`: of a model that ends in a vector. `image_token`, `images_first`: of ImagePlaceholders."""
+        """`pooling`: of a model that ends in a vector. `image_token`, `images_first`: of ImagePlaceholders.
+        `decoder_start`: the id that the decoder of an encoder-decoder model starts with."""
         self._vocabulary = vocabulary
         self._chats = chats
         self._placeholders = ImagePlaceholders(vocabulary, image_token, images_first)
         self._tracer = tracer
+        self._decoder_start = decoder_start
         self.format_tokens = FormatTokens(vocabulary, chats.formats.described)
         self._pooled = PooledPrompts(vocabulary, pooling)
 
@@ -133,6 +144,8 @@ class PromptEncoder:
                     prompt = encode_prompt(self._vocabulary, text, add_special_tokens, truncate, with_starts)
             if generate.images:
                 prompt = self._with_images(prompt, generate)
+            if self._decoder_start is not None:
+                prompt = with_decoder_start(prompt, self._decoder_start)
             if chat is not None and chat.answer_format is not None:
                 prompt = prompt._replace(answer_format=chat.answer_format, reasoning_limit=chat.reasoning_limit)
             if generate.bad_words:
@@ -384,6 +397,21 @@ def _truncate(ids: bytes, characters: int, starts: list[int], truncate: int | No
         token_count=count - dropped,
         characters=characters,
         token_starts=pack_column(INT32, starts[dropped:]),
+    )
+
+
+def with_decoder_start(prompt: EncodedPrompt, start: int) -> EncodedPrompt:
+    """The prompt of an encoder-decoder model: its ids are the encoder's input, and the decoder starts with `start`. The
+    input is a segment that the worker computes as a whole, since each of its keys and values depends on all of it."""
+    if not prompt.token_count:
+        return prompt
+    digest = blake2b(prompt.ids, digest_size=IMAGE_DIGEST_BYTES).digest()
+    return prompt._replace(
+        ids=prompt.ids + pack_column(INT32, [start]),
+        token_count=prompt.token_count + 1,
+        token_starts=prompt.token_starts and prompt.token_starts + pack_column(INT32, [prompt.characters]),
+        images=[ImageSegment(0, prompt.token_count, digest, "input")],
+        encoder_tokens=prompt.token_count,
     )
 
 

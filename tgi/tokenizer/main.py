@@ -64,6 +64,7 @@ def main(process: Process) -> None:
         pooling=pooling,
         image_token=image_token,
         images_first=vision is not None and vision.images_first,
+        decoder_start=config.decoder_start,
     )
     hello = process.hello(config.fingerprint)
     settings = process.settings

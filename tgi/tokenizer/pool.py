@@ -100,18 +100,20 @@ class TokenizerPool:
         pooling: PoolingConfig | None = None,
         image_token: str = "",
         images_first: bool = False,
+        decoder_start: int | None = None,
     ) -> None:
         """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory.
         `work_in_progress`: what a scheduler has, or had, in progress, as WorkRegister.in_progress; None: not known.
         `tokenizers`: how many the server has. `allow_adapter_updates`: whether front ends may change adapters.
-        `pooling`: of a model that ends in a vector. `image_token`, `images_first`: of one that sees images
+        `pooling`: of a model that ends in a vector. `decoder_start`: of an encoder-decoder model, see PromptEncoder.
+        `image_token`, `images_first`: of one that sees images
         (ImagePlaceholders)."""
         self._build_grammar = build_grammar or _build_in_process(AnswerGrammarBuilder(vocabulary))
         self.jobs = EncodingQueue()
         self._recorder = recorder
         self._work_register = WorkRegister() if work_register is None else work_register
         self._vocabulary = vocabulary
-        self._encoder = PromptEncoder(vocabulary, chats, tracer, pooling, image_token, images_first)
+        self._encoder = PromptEncoder(vocabulary, chats, tracer, pooling, image_token, images_first, decoder_start)
         self._tracer = tracer
         self._clock = clock
         self._apis: dict[

@@ -12,17 +12,19 @@ MAX_TOKENS_PER_MESSAGE = 4096
 
 
 class PromptTokensStream:
-    """Makes the PromptTokens messages of one request. All positions before `next_position` have been sent."""
+    """Makes the PromptTokens messages of one request. All positions before `next_position` have been sent, or are the
+    input of an encoder: of a prompt of an encoder-decoder model the decoder's start alone is told, as in TGI."""
 
     def __init__(self, generate: Generate, prompt: EncodedPrompt, vocabulary: Vocabulary) -> None:
-        self.next_position = generate.prompt_logprobs_from or 0
+        self._first = prompt.encoder_tokens
+        self.next_position = self._first + (generate.prompt_logprobs_from or 0)
         self._api_rid = generate.rid
         self._prompt = prompt
         self._vocabulary = vocabulary
 
     def first_token_message(self) -> Iterator[PromptTokens]:
-        """The token at position 0, which has no logprob (NaN). Call it once, when the request is admitted."""
-        if self.next_position == 0:
+        """The first token, which has no logprob (NaN). Call it once, when the request is admitted."""
+        if self.next_position == self._first:
             yield self._next_message(pack_column(FLOAT32, [float("nan")]), b"", b"")
 
     def logprob_messages(self, logprobs: PromptLogprobs) -> Iterator[PromptTokens]:

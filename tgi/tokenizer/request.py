@@ -138,7 +138,8 @@ class TokenizerRequestState:
         if self.generate.prompt_logprobs_from is not None:
             self.prompt_tokens_stream = PromptTokensStream(self.generate, self.prompt, vocabulary)
         self._detokenizer = create_detokenizer(
-            vocabulary, unpack_int32(self.prompt.ids[-ITEM_BYTES * CONTEXT_TOKENS :])
+            vocabulary,
+            unpack_int32(self.prompt.ids[ITEM_BYTES * self.prompt.encoder_tokens :][-ITEM_BYTES * CONTEXT_TOKENS :]),
         )
         if answer_format is not None:
             self.answer_parser = StreamingAnswerParser(answer_format, format_tokens)
@@ -158,7 +159,7 @@ class TokenizerRequestState:
         if self.is_chat or prompt.text or prompt.not_enforced or self.generate.tells_prompt:
             yield Prompted(
                 rid=self.generate.rid,
-                prompt_tokens=prompt.token_count,
+                prompt_tokens=prompt.input_tokens,
                 characters=prompt.characters,
                 in_parts=prompt.answer_format is not None,
                 text=prompt.text,
@@ -263,7 +264,7 @@ class TokenizerRequestState:
             reason=reason,
             message=message,
             text="".join(self.visible_texts),
-            prompt_tokens=self.prompt.token_count,
+            prompt_tokens=self.prompt.input_tokens,
             generated_tokens=len(self.generated_ids),
             cached_tokens=scheduler_end.cached_tokens if scheduler_end else 0,
             validation_us=self.validation_us,

@@ -6,6 +6,7 @@ tile_planner   divides a step into tiles for torch_cpu
 cpu_kernels    CPU, with our own kernels
 packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
+encoder_decoder  a decoder's attention to itself and to an encoder's result, with torch's kernels
 by_shape       layers with keys and values of several sizes, on any of the backends for torch's kernels
 sequence       of one sequence, where torch computes sequence by sequence
 """
@@ -15,6 +16,7 @@ import torch
 from tgi.worker.attention.by_shape import AttentionByShape
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.cuda import CudaAttention
+from tgi.worker.attention.encoder_decoder import EncoderDecoderAttention
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
 from tgi.worker.attention.torch_cpu import TorchCpuAttention
 from tgi.worker.state_cache import StateCache
@@ -23,6 +25,8 @@ from tgi.worker.state_cache import StateCache
 def build_attention(kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0) -> AttentionBackend:
     """The backend for a model on a device, with memory for `pages` pages, numbered from 0, and, if the model has
     recurrent layers, for `state_slots` slots of their state."""
+    if kv.position_bias is not None:
+        return EncoderDecoderAttention(kv, pages, page_size(kv, device), device)
     if kv.cpu_kernels is not None and device.type == "cpu":
         backend: AttentionBackend = CpuKernelAttention(kv, pages, kv.cpu_kernels)
     else:

@@ -44,6 +44,14 @@ class ImageBlocks(NamedTuple):
         return None if self.windows_alone and reach.window is None else self.last_keys
 
 
+class EncoderRows(NamedTuple):
+    """What an encoder adds to a step: of each prompt, the first tokens are its input."""
+
+    lengths: list[int]  # [R] of the inputs
+    # [n, hidden]: the encoder's result for the n tokens of the step that belong to inputs, in order; None: it has none
+    hidden: Tensor | None
+
+
 class ForwardBatch(NamedTuple):
     """Input of one forward pass: R rows (sequences) with T tokens in all, and D tokens whose logits are wanted.
 
@@ -75,6 +83,7 @@ class ForwardBatch(NamedTuple):
     # int64 [3, T], or [T] if they are the same on each axis: what the rotary embedding takes in place of `positions`.
     rope_positions: Tensor | None = None
     blocks: ImageBlocks | None = None  # None: all tokens see what is before them alone
+    encoder: EncoderRows | None = None  # of an encoder-decoder model
 
 
 class Reach(NamedTuple):
@@ -135,6 +144,9 @@ class KVCacheSpec(NamedTuple):
     chosen: tuple[int, ...] | None = None  # of the layers in `groups`, those that this one describes; None: all
     chunked: frozenset[int] = frozenset()  # layers whose queries see their own chunk of `window` positions instead
     slopes: Tensor | None = None  # float32 [heads], of ALiBi: a score is reduced by slope * distance
+    # [heads, longest]: what is added to the scores of keys at the distances longest - 1 to 0. Of an encoder-decoder
+    # model, whose cross-attention has none; None: any other model.
+    position_bias: Tensor | None = None
 
     @property
     def parts(self) -> int:

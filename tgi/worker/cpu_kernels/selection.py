@@ -77,7 +77,7 @@ def _require_fit(model: CpuModelCandidate) -> None:
     """Raises KernelsUnavailable if the CPU kernels cannot compute this model."""
     config = model.decoder
     if config is None:
-        raise KernelsUnavailable("the model runs through transformers")
+        raise KernelsUnavailable("the model is not computed by the built-in decoder")
     if config.widest_head > MAX_HEAD_DIM:
         raise KernelsUnavailable(f"the model's head_dim of {config.widest_head} is over {MAX_HEAD_DIM}")
     if config.recurrent is not None and (obstacle := config.recurrent.kernel_obstacle):

@@ -23,7 +23,7 @@ from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
 from tgi.worker.engine.decode_fast_path import DecodeFastPath
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
-from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
+from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned, PromptParts
 from tgi.worker.engine.mtp_runner import MtpRunner
 from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.prompt_logprobs import (
@@ -50,7 +50,7 @@ from tgi.worker.sampling.verification import (
     row_offsets,
 )
 from tgi.worker.sampling.watermark import Watermark
-from tgi.worker.vision.prompt_images import PromptImages, TowerWork
+from tgi.worker.vision.prompt_images import TowerWork
 
 # The operating system takes long to hand out KV memory, so idle time is used to fault in memory for this many tokens.
 PREFAULT_TOKENS = 4096
@@ -93,7 +93,7 @@ class TorchEngine:
 
     `load_token_table` makes the table that grammars need, when the first one arrives. `draft_model` proposes drafts.
     `watermark` serves the rows that ask for it. `graph_capture` enables CUDA graphs. `images`: the model has a vision
-    tower.
+    tower, or an encoder.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TorchEngine:
         draft_model: DraftModel | None = None,
         watermark: Watermark | None = None,
         graph_capture: GraphCaptureConfig | None = None,
-        images: PromptImages | None = None,
+        images: PromptParts | None = None,
     ) -> None:
         self.limits = limits
         self.served: WorkerFacts | None = None  # for the start summary; set by start_engine

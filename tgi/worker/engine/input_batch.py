@@ -28,7 +28,7 @@ from tgi.microkernel.messages.protocol import (
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.interface import ForwardBatch
 from tgi.worker.device_copies import copy_columns_to_device, copy_to_device
-from tgi.worker.engine.interface import BadStep
+from tgi.worker.engine.interface import BadStep, PromptParts
 from tgi.worker.lora.deltas import AdapterSpan
 from tgi.worker.lora.registry import AdapterRegistry, missing_adapter_fault
 from tgi.worker.sampling.grammar import GrammarManager
@@ -37,7 +37,6 @@ from tgi.worker.sampling.token_bitmask import GrammarBitmask
 from tgi.worker.sampling.verification import row_offsets
 from tgi.worker.sampling.watermark import Watermark
 from tgi.worker.vision.image_file import BadImage
-from tgi.worker.vision.prompt_images import PromptImages
 
 # Values of Slots.num_computed that are not counts.
 EMPTY = -2  # no request occupies the slot
@@ -95,7 +94,7 @@ class Slots:
         grammars: GrammarManager,
         adapter_registry: AdapterRegistry,
         groups: Sequence[KVGroup] = ONE_FULL_GROUP,
-        images: PromptImages | None = None,
+        images: PromptParts | None = None,
     ) -> None:
         self.width = tokens + 1
         self._groups = paged_groups(groups)
@@ -131,7 +130,8 @@ class Slots:
         self.faults: dict[int, str] = {}  # by slot: why the request cannot continue
         self._grammars = grammars
         self._adapter_registry = adapter_registry
-        self._images = images  # None: the model has no vision tower
+        self._images = images  # None: the model has no vision tower and no encoder
+        self._encodes_prompt = images is not None and images.encodes_prompt
         self._device_page_table: Tensor | None = None
 
     def mirror_page_table(self, padding_page: int) -> Tensor:
@@ -333,7 +333,8 @@ class Slots:
                 "alternatives are possible"
             )
         try:
-            self.params.assign(slot, params, new.prompt_tokens)
+            history_from = new.prompt_tokens - 1 if self._encodes_prompt else 0
+            self.params.assign(slot, params, new.prompt_tokens, history_from)
         except (ValueError, OverflowError) as error:
             raise BadStep(f"slot {slot}: {error}") from error
         if (bias := self.params.bias[slot]) is not None:
@@ -355,7 +356,7 @@ class Slots:
         self._assign_adapter(slot, params)
         if self._images is not None:
             self._images.discard(slot)
-        if new.images:
+        if new.images or self._encodes_prompt:
             self._assign_images(new, ids)
 
     def _assign_images(self, new: SlotAssignment, ids: Ints) -> None:
@@ -452,7 +453,7 @@ class BatchBuilder:
         def token_history(chosen: Ints, begins: Ints) -> Tensor:
             ends = positions[chosen][:, None]
             columns = begins[:, None] + np.arange((ends[:, 0] - begins).max())
-            columns = np.where(columns < ends, columns, 0)
+            columns = np.where(columns < ends, columns, begins[:, None])
             (indices,) = self.to_device(self._slots.id_indices(slots[chosen][:, None], columns).ravel())
             return self.read_ids(indices).view(columns.shape)
 

@@ -39,7 +39,9 @@ from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.engine import memory
 from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, chunk_tokens, graph_batch_sizes
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
+from tgi.worker.engine.encoder_inputs import EncoderInputs
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.engine.interface import PromptParts
 from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
@@ -50,6 +52,7 @@ from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, build_mtp, read_model_spec
 from tgi.worker.models.mtp import MtpModel
+from tgi.worker.models.t5 import T5Model
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
 from tgi.worker.vision.prompt_images import PromptImages
@@ -129,7 +132,7 @@ def start_engine(
     _require_draft_pages(models)
     if share is not None and _shared is None and models.cpu_kernels is not None:
         _share(models, settings, share)
-    images = _load_images(settings, models, progress, place)
+    images = _load_prompt_parts(settings, models, progress, place)
     progress("sizing the KV cache", 96)
     # A captured step has no hidden states for an MTP layer.
     graphs = GraphSizes() if isinstance(models.draft, MtpModel) else _graph_sizes(settings, models.served)
@@ -138,7 +141,7 @@ def start_engine(
     if models.served.device.type == "cpu":
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
-        step_bytes = _measure_step(settings, models, graphs, progress)
+        step_bytes = _measure_step(settings, models, graphs, progress, images)
     available = _cache_memory(settings, models.served.device, step_bytes + (memory.FEATURE_BYTES if images else 0))
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
@@ -146,6 +149,9 @@ def start_engine(
     limits = memory.choose_limits(settings, required, available, previous)
     if images is not None:
         limits = limits._replace(undivided=images.undivided)
+        if images.encodes_prompt:  # in one step
+            longest = min(limits.max_input_tokens, limits.max_batch_prefill_tokens)
+            limits = limits._replace(max_input_tokens=longest)
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
@@ -166,7 +172,7 @@ def start_engine(
         load_adapters(engine.adapters, adapters)
     if settings.prefix_cache_dir is not None:
         engine.page_files = _open_page_files(settings, Path(settings.prefix_cache_dir), models, engine)
-    engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.tower.nbytes)
+    engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.weight_bytes)
     if device == "cpu":
         release_freed_memory()
     return engine
@@ -221,7 +227,10 @@ def _open_page_files(
 
 
 def _require_draft_pages(models: LoadedModels) -> None:
-    """Raises UserError if the draft model has recurrent layers: it computes some tokens twice, and others later."""
+    """Raises UserError if the draft model has recurrent layers: it computes some tokens twice, and others later. One
+    with an encoder cannot draft, either."""
+    if isinstance(models.draft, T5Model):
+        raise UserError("An encoder-decoder model cannot draft. Choose another --draft-model-id.")
     if models.draft is not None and models.draft.kv.state is not None:
         raise UserError(
             "A model with recurrent layers cannot draft: a draft model computes positions again, for which the state "
@@ -229,10 +238,16 @@ def _require_draft_pages(models: LoadedModels) -> None:
         )
 
 
-def _load_images(
+def _load_prompt_parts(
     settings: Settings, models: LoadedModels, progress: Progress, place: RankPlace | None
-) -> PromptImages | None:
-    """The model's vision tower, if requests have images. Raises UserError if it cannot be served."""
+) -> PromptParts | None:
+    """The model's encoder, or its vision tower if requests have images. Raises UserError if they cannot be served."""
+    if isinstance(models.served, T5Model):
+        if settings.speculate or models.draft is not None:
+            raise UserError(
+                "Drafts are not for encoder-decoder models. Start without --speculate and --draft-model-id."
+            )
+        return EncoderInputs(models.served.encode)
     family = vision_family(settings.model_dir) if settings.sees_images else None
     if family is None:
         return None
@@ -291,7 +306,7 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
             gpu, reason = select_gpu_kernels(specs, device, settings.batch_invariant)
     if settings.batch_invariant and device != "cpu":
         if any(spec.decoder is None for spec in specs):
-            reason = "the model runs through transformers"
+            reason = "the model is not computed by the built-in decoder"
         if reason:
             raise UserError(
                 f"--batch-invariant needs our own GPU kernels for the whole model, and torch's compute here: {reason}. "
@@ -415,7 +430,7 @@ def _build_engine(
     graphs: GraphSizes,
     load_token_table: Callable[[], LLTokenizer] | None = None,
     watermark: Watermark | None = None,
-    images: PromptImages | None = None,
+    images: PromptParts | None = None,
 ) -> TorchEngine:
     """The engine with KV caches of `limits.pages` pages, which can capture these graphs."""
     served, draft = models.served, models.draft
@@ -548,7 +563,9 @@ def _cache_memory(settings: Settings, device: torch.device, step_bytes: int) -> 
     return memory.cache_memory_on_cuda(free, total, settings, step_bytes)
 
 
-def _measure_step(settings: Settings, models: LoadedModels, graphs: GraphSizes, progress: Progress) -> int:
+def _measure_step(
+    settings: Settings, models: LoadedModels, graphs: GraphSizes, progress: Progress, images: PromptParts | None
+) -> int:
     """The bytes on a GPU that a step takes besides weights and KV cache. Runs the largest step that may occur, which
     shows the memory of its activations, and captures the largest graph, whose pool the others share."""
     device = models.served.device
@@ -573,7 +590,7 @@ def _measure_step(settings: Settings, models: LoadedModels, graphs: GraphSizes, 
     )
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        engine = _build_engine(models, limits, graphs)
+        engine = _build_engine(models, limits, graphs, images=images)
         before = torch.cuda.memory_allocated(device)
         warm_up(engine, limits, rows, tokens, drafts, models.draft is not None, full=True)
         progress("compiling kernels", 97)

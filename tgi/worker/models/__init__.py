@@ -11,6 +11,7 @@ weight_shapes        DecoderConfig -> shapes of these weights, without torch
 decoder              DecoderModel, which computes all families
 decoder_layer        the operations of a layer, run on tensors or written to a program for the CPU kernels
 mtp                  MtpModel, a layer for multi-token prediction
+t5                   T5Model: encoder-decoder models
 encoder              EncoderModel: BERT and its relatives, which end in a vector
 pooled_decoder       PooledDecoder: decoders that end in a vector
 pooling_head         hidden states -> the vector of a text

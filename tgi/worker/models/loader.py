@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from tgi.hub.model_config import T5_FAMILY
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint, RandomCheckpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels
@@ -22,6 +23,7 @@ from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.interface import Model
 from tgi.worker.models.mtp import MtpModel, find_names, layer_config
 from tgi.worker.models.stacked_experts import open_checkpoint
+from tgi.worker.models.t5 import build_t5_model
 from tgi.worker.models.weight_loader import DecoderWeightLoader, read_kv_scales, stored_embedding
 from tgi.worker.quantization import float8
 from tgi.worker.quantization.quantize import quantize_weight
@@ -35,9 +37,10 @@ Progress = Callable[[str, int], None]  # stage, percent
 class ModelSpec(NamedTuple):
     """How a model is computed, from its config.json and the options."""
 
-    decoder: DecoderConfig | None  # None: the model runs through transformers
+    decoder: DecoderConfig | None  # None: the model runs through transformers, unless `encoder_decoder`
     dtype: torch.dtype
     scheme: QuantizationScheme = QuantizationScheme()
+    encoder_decoder: bool = False  # then `decoder` is None, and the model is that of models/t5.py
 
     @property
     def has_experts(self) -> bool:
@@ -75,6 +78,13 @@ def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) ->
     config = read_config(directory)
     number = resolve_dtype(config, dtype)
     scheme = resolve_scheme(directory, config, quantize)
+    if config["model_type"] in T5_FAMILY:
+        if scheme != QuantizationScheme() or config.get("quantization_config") is not None:
+            raise UserError(
+                f"{config['model_type']} is an encoder-decoder model, which is not computed with quantized weights. "
+                "Serve the original weights, without --quantize."
+            )
+        return ModelSpec(None, number, encoder_decoder=True)
     if config["model_type"] in FAMILIES:
         try:
             return ModelSpec(read_decoder_config(config), number, scheme)
@@ -126,6 +136,15 @@ def build_model(
             directory, spec.decoder, spec, torch.device(device), progress, kernels, gpu, quantized_cache, communicator,
             dummy,
         )  # fmt: skip
+    if spec.encoder_decoder:
+        for option, given in (
+            ("--kv-cache-dtype", quantized_cache),
+            ("--load-format dummy", dummy),
+            ("--num-shard", communicator is not None),
+        ):
+            if given:
+                raise UserError(f"{option} is not for encoder-decoder models, as that in {directory}. Leave it out.")
+        return build_t5_model(directory, read_config(directory), spec.dtype, torch.device(device), progress, gpu)
     if dummy:
         raise UserError(
             f"--load-format dummy is not for the model in {directory}, which runs through transformers. Leave it out, "

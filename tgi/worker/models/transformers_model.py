@@ -87,7 +87,7 @@ def build_transformers_model(
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trusted)
         name = config.model_type
         if config.is_encoder_decoder:
-            raise UserError(f"{name} is an encoder-decoder model. Only decoder-only language models are served.")
+            raise UserError(f"{name} is an encoder-decoder model, which does not run through transformers here.")
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True,
             use_safetensors=True, trust_remote_code=trusted,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tgi.hub.model_config import T5_FAMILY
 from tgi.hub.vision_towers import vision_family
 from tgi.hub.weight_files import OF_AUDIO, OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
 from tgi.microkernel.errors import UserError, reading
@@ -367,6 +368,8 @@ def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
         raise UserError(f"{described} has no {error}, which {config['model_type']} needs.") from error
     except (TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
         raise UserError(f"{described} does not describe a model: {error}. Fetch it again.") from error
+    if config["model_type"] in T5_FAMILY:
+        raise UserError(f"The model in {path} is an encoder-decoder model, which this command does not plan.")
     size = _indexed_size(path)
     told = "" if size is None else f" Its index says that the weights take {size / 1e9:.2f} GB as stored."
     raise UserError(

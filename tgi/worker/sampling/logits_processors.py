@@ -51,7 +51,9 @@ def apply_repetition_penalty(logits: Tensor, batch: SamplingBatch) -> None:
         return
     chosen = select_rows(logits, rows)
     penalty = column_like(batch.params.repetition_penalty[rows], logits)
-    ids = batch.token_history(rows, np.zeros_like(rows))  # an id that occurs twice gets the same value twice
+    ids = batch.token_history(
+        rows, batch.params.history_from[rows]
+    )  # an id that occurs twice gets the same value twice
     seen = chosen.gather(1, ids)
     seen = torch.where(seen < 0, seen * penalty, seen / penalty).clamp_(-MAX_LOGIT, MAX_LOGIT)
     write_rows(logits, rows, chosen.scatter_(1, ids, seen))
@@ -63,8 +65,9 @@ def apply_frequency_penalty(logits: Tensor, batch: SamplingBatch) -> None:
     if not len(rows):
         return
     chosen = select_rows(logits, rows)
-    ids, counts = _count_ids(chosen, batch, rows, np.zeros_like(rows))
-    share = (batch.params.frequency_penalty[rows] / batch.positions[rows]).astype(np.float32)
+    begins = batch.params.history_from[rows]
+    ids, counts = _count_ids(chosen, batch, rows, begins)
+    share = (batch.params.frequency_penalty[rows] / (batch.positions[rows] - begins)).astype(np.float32)
     write_rows(logits, rows, chosen.scatter_(1, ids, chosen.gather(1, ids) - counts * column_like(share, logits)))
 
 

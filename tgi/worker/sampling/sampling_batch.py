@@ -92,6 +92,7 @@ class SamplingColumns:
     greedy: NDArray[np.bool_]  # unprocessed, and only the greedy token and its logprob are needed
     plain: NDArray[np.bool_]  # temperature, top-k, top-p and min-p at most apply, and no alternatives are listed
     prompt_tokens: NDArray[np.int64]  # the length of the prompt: later ids are generated
+    history_from: NDArray[np.int64]  # the position from which on ids are penalized: 0 unless an encoder has the input
     bias: NDArray[np.object_]  # LogitBias | None
     end_ids: NDArray[np.object_]  # int64 [E] | None: forbidden until min_new_tokens are generated
     bad_words: NDArray[np.object_]  # BadWords | None
@@ -117,6 +118,7 @@ class SamplingColumns:
                 "greedy": np.ones(count, np.bool_),
                 "plain": np.ones(count, np.bool_),
                 "prompt_tokens": np.zeros(count, np.int64),
+                "history_from": np.zeros(count, np.int64),
                 "bias": np.full(count, None),
                 "end_ids": np.full(count, None),
                 "bad_words": np.full(count, None),
@@ -124,14 +126,14 @@ class SamplingColumns:
             }
         )
 
-    def assign(self, slot: int, params: SamplingParams, prompt_tokens: int) -> None:
+    def assign(self, slot: int, params: SamplingParams, prompt_tokens: int, history_from: int = 0) -> None:
         """Writes the parameters of the request that now occupies this slot. Raises ValueError, OverflowError or
         ProtocolError for values that no column can hold."""
         self.bias[slot] = LogitBias.from_params(params)
         self.bad_words[slot] = BadWords.from_params(params)
         ends = unpack_int32(params.end_ids)
         self.end_ids[slot] = np.array(ends, np.int64) if len(ends) else None
-        self.prompt_tokens[slot] = prompt_tokens
+        self.prompt_tokens[slot], self.history_from[slot] = prompt_tokens, history_from
         effective = params._replace(**FIELDS_WITHOUT_EFFECT_ON_LOGITS)
         self.unprocessed[slot] = effective == NEUTRAL_PARAMS
         self.plain[slot] = effective._replace(**KERNEL_FIELDS) == NEUTRAL_PARAMS and not params.top_n
@@ -157,7 +159,7 @@ class SamplingBatch(NamedTuple):
     params: SamplingColumns  # [D]
     positions: NDArray[np.int64]  # [D] of the token to sample = the number of known ids
     # (rows [n], first position of each [n]) -> int64 [n, L]: the known ids of each row from its first position on. A
-    # short row is padded with its first id.
+    # short row is padded with the id at that position.
     token_history: Callable[[Indices, Indices], Tensor]
     grammar_bitmask: GrammarBitmask | None = None  # None if no row has a grammar
     watermark: Watermark | None = None  # required if a row asks for the watermark

@@ -61,7 +61,9 @@ class SlotImages(NamedTuple):
 
 class PromptImages:
     """Keeps the images of each slot, and computes those that a step needs. Their files are in `directory`; at most
-    `cache_bytes` of what the tower computes are kept."""
+    `cache_bytes` of what the tower computes are kept. Implements PromptParts."""
+
+    encodes_prompt = False
 
     def __init__(self, tower: VisionTower, directory: Path, cache_bytes: int) -> None:
         self.tower = tower
@@ -77,6 +79,10 @@ class PromptImages:
         if kind is Bidirectional.PROMPT:
             return UNDIVIDED_PROMPT
         return UNDIVIDED_IMAGES if kind else ""
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.tower.nbytes
 
     def take_work(self) -> TowerWork:
         """What was computed since the last call."""
