@@ -34,13 +34,21 @@ ARCHITECTURES = {
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
+    "qwen3_5_text": MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
     "gemma3n_text": MODEL_ARCH.GEMMA3N,
+    "granitemoe": MODEL_ARCH.GRANITE_MOE,
+    "glm4_moe": MODEL_ARCH.GLM4_MOE,
+    "exaone_moe": MODEL_ARCH.EXAONE_MOE,
+    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE,
     "gemma4_text": MODEL_ARCH.GEMMA4,
     "llama4_text": MODEL_ARCH.LLAMA4,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
-PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoehybrid")
+PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoehybrid")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
 # others, so that random codes have a mean of 0.
 SCALES = {
@@ -54,7 +62,8 @@ SCALES = {
     GGMLQuantizationType.IQ3_S: {0: 1.0},
     GGMLQuantizationType.IQ1_S: {0: 1.0},
 }
-SHIFTED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+SHIFTED = ("gemma", "gemma2", "gemma3_text", *DELTA)
 # Further entries if config.json has them: key of config.json -> key without the architecture.
 NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
@@ -125,13 +134,31 @@ NUMBERS_OF_EXPERTS = {
 }
 
 
+# Of all families whose experts are preceded by dense layers, or shared.
+ROUTED = ("dots1", "glm4_moe", "exaone_moe")
+NUMBERS_OF_ROUTED = {
+    **NUMBERS_OF_EXPERTS,
+    "num_experts": "expert_count",
+    "num_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+}
+NUMBERS_OF_ERNIE = {
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "moe_num_shared_experts": "expert_shared_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+}
+
+
 def architecture(kind: str) -> MODEL_ARCH:
     """The gguf package's name of a model type."""
     return ARCHITECTURES.get(kind) or next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind)
 
 
-def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """As float32, all experts of a layer in one tensor."""
+def joined(tensors: dict[str, torch.Tensor], outputs_first: bool = False) -> dict[str, np.ndarray]:
+    """As float32, all experts of a layer in one tensor. Joint ones of gpt-oss and Llama 4 have the inputs first."""
     found: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
@@ -139,13 +166,13 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
         if re.fullmatch(r"model\.layers\.\d+\.experts\.\w+", name):  # Gemma 4
             found[f"{name}.weight"] = values
             continue
-        if match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):  # gpt-oss, inputs first
+        if match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
             end = "bias" if match[3] else "weight"
-            values = values if match[3] else values.swapaxes(1, 2)
+            values = values if match[3] or outputs_first else values.swapaxes(1, 2)
             middle = values.shape[1] // 2
             halves = (
                 [slice(0, middle), slice(middle, None)]
-                if "feed_forward" in name
+                if "feed_forward" in name or outputs_first
                 else [slice(0, None, 2), slice(1, None, 2)]
             )
             parts = (
@@ -162,7 +189,8 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
             found |= {f"{stem}first.weight": values[..., :rows, :], f"{stem}second.weight": values[..., rows:, :]}
             continue
         if name.endswith((".A_log", ".D")):
-            values = values[:, None] if name.endswith("D") else -np.exp(values[:, None])
+            values = values[:, None] if name.endswith("D") else -np.exp(values[:, None], dtype=np.float64)
+            values = values.astype(np.float32)
         if match := re.fullmatch(r"(.*\.experts|model\.altup_\w+)\.(\d+)\.(.*)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
         else:
@@ -174,6 +202,16 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """As llama.cpp's convert_hf_to_gguf.py stores llama's q and k projections."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def tiled(values: np.ndarray, name: str, key_heads: int, each: int, before: int) -> np.ndarray:
+    """Value heads of the delta rule as llama.cpp sorts them: by their number within a key head, then by the key head.
+    `before` rows of queries and keys precede them in joint tensors."""
+    if "out_proj" in name:
+        return np.ascontiguousarray(tiled(values.T, "", key_heads, each, before).T)
+    first = before if "qkv" in name or "conv1d" in name else 0
+    by_head = values[first:].reshape(key_heads, each, -1, *values.shape[1:]).swapaxes(0, 1)
+    return np.concatenate((values[:first], by_head.reshape(-1, *values.shape[1:])))
 
 
 def random_blocks(values: np.ndarray, block: GGMLQuantizationType) -> np.ndarray:
@@ -194,9 +232,14 @@ def write_gguf(
     quantization: str | Callable[[str], str] = "F32",
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    fused: bool = False,
+    absorbed: bool = True,
+    name_of_architecture: str = "",
 ) -> Path:
     """`metadata` overrides keys; a value of None leaves a key out. `quantization` is a block type, or says the
-    one of each stored name. Norms, biases and routers stay float32.
+    one of each stored name; where rows are no multiple of its blocks, float16. Norms, biases and routers stay float32.
+    `fused`: gates of experts and their up projections are one tensor. `absorbed`: the expansion of latents to keys is
+    transposed, apart from that to values.
     """
     config = json.loads((model / "config.json").read_text())
     kind = config["model_type"]
@@ -207,7 +250,7 @@ def write_gguf(
     if kind == "glm4_moe_lite":
         config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     layers = config.get("layers_block_type") or config.get("layer_types") or []
-    number = MODEL_ARCH.NEMOTRON_H_MOE if "moe" in layers else architecture(kind)
+    number = MODEL_ARCH.NEMOTRON_H_MOE if "moe" in layers else architecture(name_of_architecture or kind)
     arch, count = MODEL_ARCH_NAMES[number], config.get("num_hidden_layers") or len(layers)
     names = get_tensor_name_map(number, count)
     heads = config["num_attention_heads"]
@@ -234,6 +277,11 @@ def write_gguf(
             f"{arch}.rope.scaling.factor": rope["factor"],
             f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
+    if rope.get("rope_type") == "longrope":
+        keys[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        keys[f"{arch}.rope.scaling.attn_factor"] = rope["attention_factor"]
+        sorts = ("short", "long")
+        extra = {f"rope_factors_{sort}.weight": np.array(rope[f"{sort}_factor"], np.float32) for sort in sorts}
     if kind in ("lfm2", "lfm2_moe", "nemotron_h", "granitemoehybrid"):
         keys[f"{arch}.attention.head_count_kv"] = [kv_heads * (layer == "full_attention") for layer in layers]
     if kind == "nemotron_h":
@@ -258,6 +306,8 @@ def write_gguf(
         )
     if config.get("sliding_window") and kind != "starcoder2":
         keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
+    if kind == "phi3":
+        keys.setdefault(f"{arch}.attention.sliding_window", 0)
     if kind == "gemma3n_text":
         keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_STREAMS.items()}
         keys[f"{arch}.rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
@@ -291,7 +341,7 @@ def write_gguf(
         }
         turned = int(whole_dim * rope["full_attention"]["partial_rotary_factor"] / 2)
         extra = {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (whole_dim // 2 - turned), np.float32)}
-    if kind in ("exaone4", "gemma3n_text", "gemma4_text"):
+    if kind in ("exaone4", "exaone_moe", "gemma3n_text", "gemma4_text"):
         keys[f"{arch}.attention.sliding_window_pattern"] = [layer == "sliding_attention" for layer in layers]
     if kind in GPT:
         keys[f"{arch}.attention.layer_norm_epsilon"] = keys.pop(f"{arch}.attention.layer_norm_rms_epsilon")
@@ -305,20 +355,34 @@ def write_gguf(
     if kind == "mamba2":
         keys |= {f"{arch}.attention.head_count": 0, f"{arch}.feed_forward_length": 0}
         keys[f"{arch}.attention.head_count_kv"] = None
-    if kind == "qwen3_next":
+    if kind in DELTA:
         keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_DELTA.items()}
         keys[f"{arch}.ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
         keys[f"{arch}.full_attention_interval"] = layers.index("full_attention") + 1
+    if kind in DELTA[1:]:
+        keys[f"{arch}.rope.dimension_sections"] = [11, 11, 10, 0]
+    if kind in ROUTED:
+        keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_ROUTED.items() if name in config}
+    if kind in (*ROUTED, "minimax_m2"):
+        keys[f"{arch}.expert_gating_func"] = 2
+    if kind == "ernie4_5_moe":
+        keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_ERNIE.items()}
+    if kind == "hunyuan_v1_moe":
+        keys[f"{arch}.expert_used_count"] = config["moe_topk"][0]
     if kind in LATENT:
         keys |= {
             f"{arch}.{stored}": config[name]
             for name, stored in (NUMBERS_OF_LATENT | NUMBERS_OF_EXPERTS).items()
             if config.get(name)
         }
-        keys[f"{arch}.attention.key_length_mla"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-        keys[f"{arch}.attention.key_length"] = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-        keys[f"{arch}.attention.value_length"] = config["kv_lora_rank"]
-        keys[f"{arch}.attention.head_count_kv"] = 1
+        whole, rank = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["kv_lora_rank"]
+        if absorbed:
+            keys[f"{arch}.attention.key_length_mla"] = whole
+            keys[f"{arch}.attention.head_count_kv"] = 1
+        keys[f"{arch}.attention.key_length"] = rank + config["qk_rope_head_dim"] if absorbed else whole
+        values_of_head = keys.pop(f"{arch}.attention.value_length_mla")
+        keys[f"{arch}.attention.value_length"] = rank if absorbed else values_of_head
+        keys[f"{arch}.attention.value_length_mla"] = values_of_head if absorbed else None
         keys[f"{arch}.expert_gating_func"] = 1 if kind == "deepseek_v2" else 2
         if "mscale_all_dim" in rope:
             keys[f"{arch}.rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
@@ -326,8 +390,8 @@ def write_gguf(
     writer = GGUFWriter(path, arch)
     for key, value in keys.items():
         add(writer, key, value)
-    plain_tensors = joined(tensors)
-    for name in [name for name in plain_tensors if name.endswith("kv_b_proj.weight")]:
+    plain_tensors = joined(tensors, kind in DELTA)
+    for name in [name for name in plain_tensors if absorbed and name.endswith("kv_b_proj.weight")]:
         both = plain_tensors.pop(name).reshape(heads, -1, config["kv_lora_rank"])
         keys_of_heads, values_of_heads = np.split(both, [config["qk_nope_head_dim"]], axis=1)
         plain_tensors[name.replace("kv_b", "k_b")] = np.ascontiguousarray(keys_of_heads.swapaxes(1, 2))
@@ -340,6 +404,16 @@ def write_gguf(
         flat = [part.reshape(-1, config["hidden_size"]) for part in qkv]
         plain_tensors[name.replace("qkvz", "qkv")] = np.concatenate(flat)
         plain_tensors[name.replace("qkvz", "z")] = np.ascontiguousarray(z.reshape(-1, config["hidden_size"]))
+    if kind in DELTA[1:]:
+        key_heads, each = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        plain_tensors |= {
+            name: tiled(values, name, key_heads, each // key_heads, 2 * key_heads * config["linear_key_head_dim"])
+            for name, values in plain_tensors.items()
+            if ".linear_attn." in name and not name.endswith("norm.weight")
+        }
+    for name in [name for name in plain_tensors if fused and name.endswith("experts.gate_proj.weight")]:
+        gate, up = (plain_tensors.pop(name.replace("gate_proj", f"{part}_proj")) for part in ("gate", "up"))
+        plain_tensors[name.replace("gate_proj", "gate_up_proj")] = np.concatenate((gate, up), axis=1)
     for name, values in plain_tensors.items():
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
@@ -379,6 +453,8 @@ def write_gguf(
         plain = values.ndim == 1 or stored.endswith(PLAIN)
         asked = quantization if isinstance(quantization, str) else quantization(stored)
         block = GGMLQuantizationType["F32" if plain else asked]
+        if values.shape[-1] % GGML_QUANT_SIZES[block][0]:
+            block = GGMLQuantizationType.F16
         raw = random_blocks(values, block) if block in SCALES else quantize(values, block)
         writer.add_tensor(stored, raw, raw_dtype=block)
     for name, values in (extra or {}).items():

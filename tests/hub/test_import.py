@@ -13,7 +13,7 @@ import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import _type_traits, dequantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Sequence, Split
@@ -21,11 +21,13 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from scripts.make_gguf import add, write_gguf
 from scripts.make_model import LATENT_YARN
+from tests.dequantized import plain_weights
 from tests.models import model
 from tests.worker.batches import prefill
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.convert import convert
+from tgi.hub.gguf.families import REFUSED as REFUSED_ARCHITECTURES
 from tgi.hub.gguf.tokenizer import REFUSED, SPLITS, complete_tokenizer
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
@@ -100,8 +102,16 @@ FOLDED = (  # into the weights
     *(("mlp_multipliers", [1.0] * 2), ("ssm_multipliers", [1.0] * 5), ("time_step_limit", (0.0, 1e9))),
     ("mamba_norm_before_gate", False),
 )
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], "long_factor": [float(n) for n in range(1, 7)]},
+    **{"attention_factor": 1.25, "partial_rotary_factor": 0.75, "factor": 32.0},
+}
 GRANTED: dict[str, dict[str, Any]] = {
     "phi3": {},
+    "phi3/longrope": {
+        "more": (("rope_parameters", LONGROPE), ("original_max_position_embeddings", 64), ("sliding_window", None))
+    },
     "granite": {},
     "gemma": {"tie": True},
     "gemma2": {"tie": True, "head_dim": 24, "more": (("query_pre_attn_scalar", 24),)},
@@ -138,13 +148,22 @@ GRANTED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"more": (("rope_parameters", LATENT_YARN | {"mscale": 0.7}),)},
     "deepseek_v3": {"more": (("rope_parameters", LATENT_YARN | {"mscale": 0.7}),)},
     "glm4_moe_lite": {"more": (("attention_bias", False),)},
+    "deepseek_v3/kv_b": {"more": (("rope_parameters", LATENT_YARN | {"mscale": 0.7}),)},
+    "qwen3_5_text": {},
+    "dots1": {},
+    "glm4_moe": {},
+    "exaone_moe": {},
+    "ernie4_5_moe": {},
+    "minimax_m2": {},
+    "hunyuan_v1_moe": {},
 }
 
 
 @pytest.mark.parametrize("kind", GRANTED)
 def test_every_model_family_is_converted_back(kind: str, tmp_path: Path) -> None:
     original = model(kind.partition("/")[0], dtype="bfloat16", **GRANTED[kind])
-    result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
+    source = write_gguf(original, tmp_path / "m.gguf", absorbed=not kind.endswith("/kv_b"))
+    result = imported(source, tmp_path / "out")
     before, after = load_file(original / "model.safetensors"), load_file(result / "model.safetensors")
     assert set(after) == set(before) - ({"lm_head.weight"} if "tie" in GRANTED[kind] else set())
     for name, tensor in after.items():
@@ -161,29 +180,45 @@ LLAMA4 = (  # Maverick, of fewer layers
     *(("moe_layers", [1, 3]), ("no_rope_layers", [1, 1, 1, 0]), ("attention_chunk_size", 8192)),
     *(("floor_scale", 8192), ("attn_scale", 0.1), ("layer_types", None)),
 )
+WIDE = (("num_hidden_layers", 5), ("hidden_size_per_layer_input", 32))
 DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_only_layers", None))
 
 
 @pytest.mark.parametrize(
-    ("kind", "block", "options"),
+    ("kind", "block", "options", "fused"),
     [
-        *((kind, block, {"tie": True}) for kind in ("gpt2", "bloom") for block in ("BF16", "Q8_0")),
-        ("qwen3_next", "BF16", {"layers": 4, "more": DELTA}),
-        ("gemma4_text", "BF16", {"tie": True}),
-        ("llama4_text", "BF16", {"layers": 4, "more": LLAMA4}),
-        ("gemma4_text", "BF16", {"tie": True, "more": DENSE}),
+        *((kind, block, {"tie": True}, False) for kind in ("gpt2", "bloom") for block in ("BF16", "Q8_0")),
+        ("qwen3_next", "BF16", {"layers": 4, "more": DELTA}, False),
+        ("qwen3_next", "Q8_0", {"layers": 4, "more": DELTA}, True),
+        ("qwen3_5_moe_text", "BF16", {}, False),
+        ("qwen3_5_moe_text", "Q8_0", {"more": (("linear_value_head_dim", 32),)}, True),
+        ("gemma4_text", "BF16", {"tie": True}, True),
+        ("gemma4_text", "Q8_0", {"tie": True, "more": WIDE}, False),
+        ("llama4_text", "BF16", {"layers": 4, "more": LLAMA4}, False),
+        ("llama4_text", "Q8_0", {"layers": 4, "intermediate": 128, "more": LLAMA4}, False),
+        ("gemma4_text", "BF16", {"tie": True, "more": DENSE}, False),
+        ("gemma3n_text", "Q8_0", {"tie": True, "more": WIDE}, False),
+        ("deepseek_v3", "Q8_0", {}, False),
+        ("granitemoe", "BF16", {}, False),
     ],
 )
-def test_families_with_other_names_of_tensors(kind: str, block: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """By which the decoder reads rows and columns in the order that files have."""
+def test_families_with_other_names_of_tensors(
+    kind: str, block: str, options: dict[str, Any], fused: bool, tmp_path: Path
+) -> None:
+    """By which the decoder reads rows and columns in the order that files have. Quantized weights equal those of the
+    import that rounds them, and the decoder computes with all their bits."""
     original = model(kind, dtype="bfloat16", **options)
+    source = write_gguf(original, tmp_path / "m.gguf", block, fused=fused)
     (tmp_path / "out").mkdir()
-    convert(write_gguf(original, tmp_path / "m.gguf", block), tmp_path / "out", quiet, packed=True)
-    wanted, found = (decoded(directory) for directory in (original, tmp_path / "out"))
-    if block == "BF16":
-        assert torch.equal(found, wanted)
-    else:
-        assert (found - wanted).norm() < 0.02 * wanted.norm()
+    convert(source, tmp_path / "out", quiet, packed=True)
+    if block != "BF16":
+        expected = load_file(imported(source, tmp_path / "plain") / "model.safetensors")
+        exact = plain_weights(load_file(tmp_path / "out" / "model.safetensors"), torch.float32)
+        assert set(exact) == set(expected)
+        assert all(exact[name].to(torch.bfloat16).equal(tensor) for name, tensor in expected.items())
+        save_file(exact, tmp_path / "plain" / "model.safetensors")
+    wanted, found = (decoded(one) for one in (original if block == "BF16" else tmp_path / "plain", tmp_path / "out"))
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("F16", 0.002), ("BF16", 0.01), ("Q8_0", 0.02), ("Q4_0", 0.15)])
@@ -404,6 +439,35 @@ def test_a_sentencepiece_vocabulary_is_converted(prefix: bool | None, tmp_path: 
 def test_several_end_of_turn_tokens(tmp_path: Path) -> None:
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.eot_token_id": 4})
     assert read_model_config(imported(source, tmp_path / "out")).eos_token_ids == (2, 4)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
+def test_the_text_part_of_models_that_see_images(kind: str, name: str, tmp_path: Path) -> None:
+    original = model(kind, dtype="bfloat16", **GRANTED.get(kind, {}))
+    metadata = {f"{name}.rope.dimension_sections": [24, 20, 20, 0]}
+    source = write_gguf(original, tmp_path / "m.gguf", metadata=metadata, name_of_architecture=name)
+    before, after = (load_file(d / "model.safetensors") for d in (original, imported(source, tmp_path / "out")))
+    assert set(after) == set(before)
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
+
+
+def test_phimoe_is_refused_with_the_reason(tmp_path: Path) -> None:
+    source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"general.architecture": "phimoe"})
+    with pytest.raises(UserError, match=re.escape(REFUSED_ARCHITECTURES["phimoe"])):
+        imported(source, tmp_path / "out")
+
+
+def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
+    original = model("qwen3_5_text", dtype="bfloat16")
+    metadata = {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1}
+    tensor = {"blk.3.nextn.eh_proj.weight": np.zeros((64, 128), np.float32)}
+    result = imported(write_gguf(original, tmp_path / "m.gguf", metadata=metadata, extra=tensor), tmp_path / "out")
+    assert set(load_file(result / "model.safetensors")) == set(load_file(original / "model.safetensors"))
+    assert json.loads((result / "config.json").read_text())["num_hidden_layers"] == 3
+    tensor["blk.4.nextn.eh_proj.weight"] = tensor["blk.3.nextn.eh_proj.weight"]
+    with pytest.raises(UserError, match=r"does not use, such as 'blk\.4\.nextn\.eh_proj\.weight'"):
+        imported(write_gguf(original, tmp_path / "m.gguf", metadata=metadata, extra=tensor), tmp_path / "more")
 
 
 def test_a_split_file_is_read_whole_from_any_part(tmp_path: Path) -> None:

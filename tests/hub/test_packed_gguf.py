@@ -19,7 +19,7 @@ from tests.models import model
 from tests.worker.batches import prefill
 from tests.worker.test_families import load, memory, pages
 from tgi.hub.gguf import reader, weights
-from tgi.hub.gguf.architecture import TargetTensor
+from tgi.hub.gguf.architecture import UNQUANTIZED, TargetTensor
 from tgi.hub.gguf.block_types import FORMS
 from tgi.hub.gguf.convert import convert
 from tgi.hub.model_config import read_model_config
@@ -162,7 +162,11 @@ TIED: dict[str, dict[str, Any]] = {
     "gemma2": {"tie": True, "more": (("query_pre_attn_scalar", 16),)},
     "cohere": {"tie": True},
     "lfm2_moe": {"tie": True, "more": (("routed_scaling_factor", 1.0),)},
+    "qwen3_5_text": {"hidden": 256, "heads": 8, "intermediate": 256, "more": (("linear_value_head_dim", 128),)},
 }
+
+
+DELTA = ("conv1d.weight", "in_proj_a.weight", "in_proj_b.weight")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +178,8 @@ TIED: dict[str, dict[str, Any]] = {
         ("gemma2", "Q8_0"),
         ("cohere", "Q5_1"),
         ("lfm2_moe", "Q8_0"),
+        ("qwen3_5_text", "Q4_K"),
+        ("qwen3_5_text", "Q4_1"),
     ],
 )
 def test_a_packed_import_equals_a_dequantized_one(kind: str, block: str, tmp_path: Path) -> None:
@@ -184,11 +190,13 @@ def test_a_packed_import_equals_a_dequantized_one(kind: str, block: str, tmp_pat
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-        plain = ("norm.weight", "moe.gate.weight", "feed_forward.gate.weight", "conv.conv.weight")
+        plain = ("norm.weight", "moe.gate.weight", "feed_forward.gate.weight", "conv.conv.weight", *DELTA)
         assert (name in packed) is (tensor.ndim == 1 or name.endswith(plain)), name
     if block in ("Q8_0", "Q4_0", "Q4_1"):
         stored = sum(
-            len(tensor.data) for tensor in reader.read_gguf(source).tensors.values() if tensor.type.name == block
+            len(tensor.data)
+            for name, tensor in reader.read_gguf(source).tensors.items()
+            if tensor.type.name == block and not name.endswith(UNQUANTIZED)
         )
         assert sum(tensor.nbytes for name, tensor in packed.items() if name not in expected) == stored
 

@@ -18,7 +18,6 @@ from tgi.microkernel.messages.protocol import MAX_PROMPT_TOP_TOKENS, SlotAssignm
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.interface import BadStep
-from tgi.worker.greedy import BLOCK
 from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.top_logprobs import BLOCK_ROWS
 
@@ -179,14 +178,13 @@ def test_logits_are_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> 
     plain = torch.log_softmax
 
     def log_softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
-        if logits.shape[-1] > BLOCK:  # greedy sampling computes it over blocks
-            seen.append(len(logits))
+        seen.append(len(logits))
         return plain(logits, dim)
 
     monkeypatch.setattr(torch, "log_softmax", log_softmax)
     ids = prompts(15)[14]
     tell(engine, [asking(0, ids)])
-    assert (sum(seen), max(seen)) == (len(ids) - 1, BLOCK_ROWS)
+    assert (sum(seen), max(seen)) == (len(ids) - 1 + 1, BLOCK_ROWS)  # and the greedy token
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,6 @@ await page.click("#stop");
 await answered(1);
 seen.stopped = (await texts(".message.assistant .actions"))[0];
 
-await page.$eval("[name=max_tokens]", (one) => (one.value = "600"));
 await action("Retry");
 await page.waitForFunction(() => (document.querySelectorAll(".message.assistant .body")[0]?.textContent.length ?? 0) > 20);
 await page.click("#tab-live");
@@ -85,8 +84,11 @@ console.log("kill");
 await page.waitForFunction(() => document.getElementById("events").textContent.includes("worker-0"));
 seen.events = await texts("#events li");
 await page.click("#tab-chat");
+const shown = (await texts(".message.assistant .body"))[0];
+await page.waitForFunction((before) => document.querySelectorAll(".message.assistant .body")[0].textContent.length > before + 100, {}, shown.length);
+await page.click("#stop");
 await answered(1);
-seen.gone_on = (await texts(".message.assistant .actions"))[0];
+seen.gone_on = (await texts(".message.assistant .body"))[0].startsWith(shown);
 
 await page.click("[name=logprobs]");
 await page.$eval("[name=max_tokens]", (one) => (one.value = "8"));

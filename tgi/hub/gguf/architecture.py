@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
-from tgi.hub.gguf.families import FAMILIES, MIXTRAL, GGUFArchitecture
+from tgi.hub.gguf.families import FAMILIES, MIXTRAL, REFUSED, GGUFArchitecture
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError
 
@@ -29,6 +29,7 @@ KNOWN = {
 # Llama 3.1's rope scaling is stored as one divisor per frequency. All published models of the family have these
 # bounds and differ in the factor. (https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling)
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 LLAMA4_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
 
 
@@ -94,8 +95,22 @@ KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")  # which layers that share
 # Norms, routers of experts, gates of shared ones and of the delta rule, positions, and what latent attention absorbs.
 UNQUANTIZED = (
     *("norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight"),
-    *("attn_k_b.weight", "attn_kv_b.weight", "ssm_ba.weight"),
+    *("attn_k_b.weight", "attn_kv_b.weight", "ssm_ba.weight", "ssm_alpha.weight", "ssm_beta.weight"),
 )
+
+
+class TiledHeads(NamedTuple):
+    """Value heads of the delta rule in the order of llama.cpp."""
+
+    key_heads: int
+    each: int  # value heads of a key head
+    size: int  # rows, or columns, of a value head
+    columns: bool = False
+
+    @property
+    def total(self) -> int:
+        """The rows, or columns, of all value heads."""
+        return self.key_heads * self.each * self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +123,8 @@ class TargetTensor:
     `exponent` is set, it has stored -exp of the numbers; where `then` is set, it has split the rows, and `then` is the
     second half. With `expanded`, (heads, rows of K, rows of V), `source` has all K, transposed, and `then` all V, where
     the result has K and V of one head after another. With `half`, (n, parts), the file has two such tensors, of each
-    part the rows of the first, then those of the second; this is the nth.
+    part the rows of the first, then those of the second; this is the nth. With `tiled`, it has sorted value heads by
+    their number within a key head, then by the key head, in the last rows, or in the columns.
     """
 
     source: str
@@ -122,6 +138,7 @@ class TargetTensor:
     then: str = ""
     expanded: tuple[int, int, int] | None = None
     half: tuple[int, int] | None = None
+    tiled: TiledHeads | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -164,9 +181,9 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     architecture = metadata.string("general.architecture")
     family = FAMILIES.get(architecture)
     if family is None:
-        known = ", ".join(FAMILIES)
+        known = f"import knows {', '.join(FAMILIES)}"
         raise UserError(
-            f"{file.path} holds a model of architecture {architecture!r}; import knows {known}. "
+            f"{file.path} holds a model of architecture {architecture!r}; {REFUSED.get(architecture, known)}. "
             "Use the model's safetensors version instead."
         )
     if metadata.integer(f"{architecture}.expert_count", 0) and architecture == "llama":
@@ -202,6 +219,11 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
                 )
     shared = range(config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0), config["num_hidden_layers"])
     unused = {f"blk.{layer}.{name}.weight" for layer in shared for name in KEYS_AND_VALUES}
+    further = tuple(
+        f"blk.{layer}." for layer in range(config["num_hidden_layers"], metadata.integer(f"{architecture}.block_count"))
+    )  # of multi-token prediction, which are not read
+    unused |= {name for name in file.tensors if name.startswith(further)}
+    unused |= set(LONGROPE) if config["rope_parameters"].get("rope_type") == "longrope" else set()
     unknown = (
         set(file.tensors) - unused - {source for tensor in wanted for source in tensor.sources} - {"rope_freqs.weight"}
     )
@@ -216,12 +238,15 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
 def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> dict[str, Any]:
     tensors = metadata.file.tensors
     hidden = metadata.positive(f"{architecture}.embedding_length")
-    layers = metadata.positive(f"{architecture}.block_count")
+    blocks = metadata.positive(f"{architecture}.block_count")
+    layers = blocks - metadata.integer(key := f"{architecture}.nextn_predict_layers", 0)
+    if layers < 1:
+        raise metadata.wrong(key, blocks - layers, f"less than {blocks} layers")
     heads = metadata.positive(
         f"{architecture}.attention.head_count" if family.attention else f"{architecture}.ssm.time_step_rank"
     )
-    if layers > MAX_LAYERS:
-        raise metadata.wrong(f"{architecture}.block_count", layers, f"at most {MAX_LAYERS}")
+    if blocks > MAX_LAYERS:
+        raise metadata.wrong(f"{architecture}.block_count", blocks, f"at most {MAX_LAYERS}")
     own_kv_heads, inners = [0] * layers, [0] * layers
     if not family.layer_types or family.delta_rule:
         kv_heads = metadata.largest(f"{architecture}.attention.head_count_kv", layers, heads)
@@ -253,7 +278,7 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
             "Fetch or convert it again."
         )
     theta = metadata.number(f"{architecture}.rope.freq_base", 10000.0)
-    rope = _rope(metadata, architecture, theta, head_dim, context)
+    rope = _rope(metadata, architecture, theta, head_dim, turned, context)
     if turned != head_dim:
         rope["partial_rotary_factor"] = turned / head_dim
     stored_epsilon, epsilon = family.epsilon
@@ -282,6 +307,8 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
             value = metadata.file.metadata[key]
             read = metadata.integer if isinstance(value, int) else metadata.number
             config[name] = value if isinstance(value, bool) else read(key)
+    if config.get("sliding_window") == 0:  # of Phi-4
+        config["sliding_window"] = None
     if family.delta_rule:
         _add_delta_rule(metadata, architecture, config)
     elif family.layer_types:
@@ -292,8 +319,8 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         ]
     for name, sources in family.biases.items():
         config[name] = f"blk.0.{sources[0]}.bias" in tensors
-    for name, source in family.optional.items():
-        config[name] = f"blk.0.{source}.weight" in tensors
+    for name, sources in family.optional.items():
+        config[name] = f"blk.0.{sources[0]}.weight" in tensors
     _add_unstated_values(metadata, architecture, family, config)
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in metadata.file.metadata:
@@ -301,10 +328,20 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     return config
 
 
-def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, context: int) -> dict[str, Any]:
+def _rope(
+    metadata: Metadata, architecture: str, theta: float, head_dim: int, turned: int, context: int
+) -> dict[str, Any]:
     kind = metadata.file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     if "rope_freqs.weight" in metadata.file.tensors and architecture != "gemma4":  # see _add_gemma4
         return {"rope_type": "llama3", "rope_theta": theta} | _llama3(metadata, theta, head_dim)
+    if LONGROPE[0] in metadata.file.tensors:
+        original = metadata.positive(f"{architecture}.rope.scaling.original_context_length")
+        short, long = (_divisors(metadata, name, turned // 2) for name in LONGROPE)
+        factors = {"short_factor": short, "long_factor": long, "factor": max(1.0, context / original)}
+        scale = {"attention_factor": metadata.number(f"{architecture}.rope.scaling.attn_factor")}
+        return {"rope_type": "longrope", "rope_theta": theta, "original_max_position_embeddings": original} | (
+            factors | scale
+        )
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     scaled = {"rope_type": kind, "rope_theta": theta, "factor": metadata.number(f"{architecture}.rope.scaling.factor")}
@@ -317,6 +354,17 @@ def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, co
             bounds[name] = metadata.number(f"{architecture}.rope.scaling.yarn_{name}", default)
         return scaled | {"original_max_position_embeddings": original} | bounds
     raise metadata.wrong(f"{architecture}.rope.scaling.type", kind, "none, linear or yarn")
+
+
+def _divisors(metadata: Metadata, name: str, count: int) -> list[float]:
+    """Those of the rotary frequencies."""
+    found = metadata.file.tensors.get(name)
+    if found is None or found.shape != (count,) or found.type.name != "F32":
+        raise UserError(f"{metadata.file.path}: {name!r} is not {count} float32 numbers.")
+    numbers = [float(one) for one in found.data.cast("f").tolist()]
+    if not all(0 < one < math.inf for one in numbers):
+        raise UserError(f"{metadata.file.path} is damaged: {name!r} holds numbers that are not positive.")
+    return numbers
 
 
 def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
@@ -388,7 +436,9 @@ def _add_unstated_values(
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     if kind == "granitemoehybrid" and metadata.file.metadata.get(f"{architecture}.rope.scaling.finetuned"):
         config["position_embedding_type"] = "rope"
-    if kind == "exaone4":
+    if kind == "ernie4_5_moe":
+        metadata.positive(f"{architecture}.interleave_moe_layer_step", 1)
+    if kind in ("exaone4", "exaone_moe"):
         _add_windows(metadata, architecture, config, 4)
     if kind == "mpt":
         config["attn_config"] = {"alibi_bias_max": int(metadata.number(f"{architecture}.attention.max_alibi_bias"))}
@@ -465,9 +515,10 @@ def _add_windows(metadata: Metadata, architecture: str, config: dict[str, Any], 
     found = metadata.file.metadata.get(key := f"{architecture}.attention.sliding_window_pattern")
     if found is None:
         found = [config["sliding_window"] is not None and (number + 1) % each != 0 for number in range(layers)]
-    if not isinstance(found, list) or len(found) != layers or not all(isinstance(one, bool) for one in found):
+    lengths = layers, metadata.file.metadata[f"{architecture}.block_count"]
+    if not isinstance(found, list) or len(found) not in lengths or not all(isinstance(one, bool) for one in found):
         raise metadata.wrong(key, found, f"a list of {layers} truth values")
-    config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found]
+    config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found[:layers]]
 
 
 def _add_delta_rule(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
@@ -515,13 +566,15 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * head_dim, kv_heads * head_dim
-    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    of_experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((config[key] for key in of_experts if config.get(key)), 0)
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
     sizes["I"] = config.get("intermediate_size_mlp", inner)
     sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
     of_shared = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     shared = next((config[key] for key in of_shared if config.get(key)), 0)
-    shared = shared or config.get("moe_intermediate_size", 0) * config.get("n_shared_experts", 0)
+    counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    shared = shared or config.get("moe_intermediate_size", 0) * next((config[k] for k in counts if k in config), 0)
     sizes |= {"1": 1, "3H": 3 * hidden, "L": config.get("conv_L_cache", 0), "W": shared, "2W": 2 * shared}
     if family.delta_rule:
         key_heads, parts, value = (
@@ -547,7 +600,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         sizes |= {"P": channels + convolved + parts, "L": config[names.kernel]}
     biased = {name for flag, names in family.biases.items() if config[flag] for name in names}
     biased |= set(family.always_biased)
-    left_out = {name for flag, name in family.optional.items() if not config[flag]}
+    left_out = {name for flag, names in family.optional.items() if not config[flag] for name in names}
     if family.latent:
         left_out |= {"attn_q"} if config["q_lora_rank"] else {"attn_q_a", "attn_q_a_norm", "attn_q_b"}
         left_out |= {"exp_probs_b.bias"} if config["model_type"] == "deepseek_v2" else set()
@@ -559,6 +612,12 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         for at, count in (("q", heads), ("k", kv_heads)):
             sizes[at] = count
             blocks.append((f"attn_{at}_norm", f"self_attn.{at}_norm", (at, "D")))
+    tiled: dict[str, TiledHeads] = {}
+    if family.tiled:
+        one = TiledHeads(key_heads, parts // key_heads, 1)
+        whole, columns = one._replace(size=value), one._replace(size=value, columns=True)
+        tiled = dict.fromkeys(("ssm_a", "ssm_dt.bias", "ssm_alpha", "ssm_beta"), one) | {"ssm_out": columns}
+        tiled |= dict.fromkeys(("attn_qkv", "attn_gate", "ssm_conv1d"), whole)
     wanted = [TargetTensor("token_embd.weight", f"{family.embedding}.weight", (config["vocab_size"], hidden))]
 
     def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
@@ -576,13 +635,15 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         short, _, then = short.partition("+")
         source, then = prefix + short, f"{prefix}{then}.weight" if then else ""
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
+        heads_of = tiled.get(short)
         shift = family.norm_shift if short.endswith("norm") and short != "ssm_norm" else 0.0
-        if " " in name:  # of each expert the gate, then the up projection
-            halves, count = name.split(), shape[0]
-            stored = count, 2 * shape[1], shape[2]
-            for number in range(2 * count):
-                full, part = f"{halves[number % 2].format(number // 2)}.weight", (number, 2 * count)
-                wanted.append(TargetTensor(f"{source}.weight", full, shape[1:], part=part, reshaped=stored))
+        joint = f"{prefix}ffn_gate_up_exps.weight"
+        if short in ("ffn_gate_exps", "ffn_up_exps") and joint in file.tensors:
+            # of each expert the gate, then the up projection
+            count, stored = 2 * shape[0], (shape[0], 2 * shape[1], shape[2])
+            for number in range(int(short == "ffn_up_exps"), count, 2):
+                full = f"{name.format(number // 2)}.weight"
+                wanted.append(TargetTensor(joint, full, shape[1:], part=(number, count), reshaped=stored))
             return
         if "{}" in name:
             count = shape[0]
@@ -594,20 +655,25 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
             return
         reshaped = tuple(sizes[size] for size in family.reshaped.get(short, ()))
         if short.endswith((".weight", ".bias", ".scale", "ssm_a", "ssm_d")) or name.endswith(".weight"):
-            wanted.append(TargetTensor(source, name, shape, reshaped=reshaped, exponent=short == "ssm_a"))
+            wanted.append(
+                TargetTensor(source, name, shape, reshaped=reshaped, exponent=short == "ssm_a", tiled=heads_of)
+            )
             return
+        full = f"{name}.weight"
         wanted.append(
-            TargetTensor(f"{source}.weight", f"{name}.weight", shape, permuted, shift, reshaped=reshaped, then=then)
+            TargetTensor(f"{source}.weight", full, shape, permuted, shift, reshaped=reshaped, then=then, tiled=heads_of)
         )
         if short in biased:
             wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
 
-    first_routed = config.get("num_dense_layers", config.get("first_k_dense_replace", 0))
+    starts = ("num_dense_layers", "first_k_dense_replace", "moe_layer_start_index")
+    first_routed = next((config[key] for key in starts if key in config), 0)
+    step = config.get("interleave_moe_layer_step", config.get("moe_layer_interval", 1))
     for source, name, shape in family.whole:
         add("", source, name, tuple(sizes[size] for size in shape))
     for layer in range(config["num_hidden_layers"]):
         kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
-        routed = layer >= first_routed and (layer + 1) % config.get("interleave_moe_layer_step", 1) == 0
+        routed = layer >= first_routed and (layer + 1) % step == 0
         kinds = (kind, "experts" if experts and routed else "dense")
         own = sizes | _own_sizes(config, layer)
         shares = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
@@ -615,8 +681,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
             values_are_keys = config.get("attention_k_eq_v") and config["layer_types"][layer] == "full_attention"
             if (shares and source in KEYS_AND_VALUES) or (values_are_keys and source == "attn_v"):
                 continue
-            whole_name = " ".join(f"{family.layers}.{layer}.{one}" for one in name.split())
-            add(f"blk.{layer}.", source, whole_name, tuple(own[size] for size in shape))
+            add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(own[size] for size in shape))
     add("", *family.last_norm, (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))

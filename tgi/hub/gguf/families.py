@@ -3,7 +3,7 @@ its model code reads what that omits. To add one, add an entry to FAMILIES.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # "a+b" is the tensor whose rows are those of a, then those of b.
 # Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
@@ -84,11 +84,13 @@ class GGUFArchitecture:
     mamba2: Mamba2Names | None = None
     reshaped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # shapes in the file, if not those in the result
     whole: tuple[Block, ...] = ()  # that belong to no layer
-    optional: dict[str, str] = field(default_factory=dict)  # key of config.json -> tensor that layers have if it is set
+    # Key of config.json -> tensors that layers have if it is set.
+    optional: dict[str, tuple[str, ...]] = field(default_factory=dict)
     further: tuple[str, ...] = ()  # metadata keys that architecture.py reads for this architecture
     attention: bool = True  # some layers have it
     latent: bool = False  # it is latent attention
     delta_rule: bool = False  # of the layers but each n-th, which have attention
+    tiled: bool = False  # its value heads are in the order of their number within a key head, then of the key head
     last_norm: tuple[str, str] = ("output_norm", "model.norm")
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -215,6 +217,83 @@ _QWEN_NUMBERS_OF_EXPERTS = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 
+
+def _delta_kinds(*gates: Block) -> dict[str, tuple[Block, ...]]:
+    return {
+        "attention": (("attn_q", "self_attn.q_proj", ("2Q", "H")), *_ATTENTION[1:], *_HEAD_NORMS),
+        "recurrent": (
+            ("attn_qkv", "linear_attn.in_proj_qkv", ("C", "H")),
+            ("attn_gate", "linear_attn.in_proj_z", ("X", "H")),
+            *gates,
+            ("ssm_conv1d", "linear_attn.conv1d", ("C", "1", "L")),
+            ("ssm_dt.bias", "linear_attn.dt_bias", ("T",)),
+            ("ssm_a", "linear_attn.A_log", ("T",)),
+            ("ssm_norm", "linear_attn.norm", ("d",)),
+            ("ssm_out", "linear_attn.out_proj", ("H", "X")),
+        ),
+    }
+
+
+_NUMBERS_OF_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_QWEN35 = GGUFArchitecture(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    (("attn_norm", "input_layernorm", ("H",)), ("post_attention_norm", "post_attention_layernorm", ("H",))),
+    numbers=_NUMBERS_OF_DELTA,
+    fixed=_NO_PADDING,
+    norm_shift=1.0,
+    rotates_part=True,
+    kinds=_delta_kinds(
+        ("ssm_beta", "linear_attn.in_proj_b", ("T", "H")), ("ssm_alpha", "linear_attn.in_proj_a", ("T", "H"))
+    ),
+    layer_types={"linear_attention": "recurrent", "full_attention": "attention"},
+    delta_rule=True,
+)
+_QWEN35_MOE: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "architecture": "Qwen3_5MoeForCausalLM",
+    "numbers": {**_QWEN_NUMBERS_OF_EXPERTS, **_NUMBERS_OF_DELTA},
+    "fixed": {"norm_topk_prob": True, **_NO_PADDING},
+}
+
+
+_EXPERTS: tuple[Block, ...] = (
+    ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
+    ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
+    ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
+)
+
+
+def _routed(bias: str, shape: tuple[str, ...] = ("E",)) -> tuple[Block, ...]:
+    return (
+        ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+        ("exp_probs_b.bias", bias, shape),
+        *_EXPERTS,
+        ("ffn_gate_shexp", "mlp.shared_experts.gate_proj", ("W", "H")),
+        ("ffn_up_shexp", "mlp.shared_experts.up_proj", ("W", "H")),
+        ("ffn_down_shexp", "mlp.shared_experts.down_proj", ("H", "W")),
+    )
+
+
+_NUMBERS_OF_ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_ROUTED: dict[str, object] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+_SIGMOID: dict[str, object] = {"expert_gating_func": 2}
+
 FAMILIES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
         "llama",
@@ -240,6 +319,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             *_NORMS,
         ),
         numbers={"attention.sliding_window": "sliding_window"},
+        further=("rope.scaling.attn_factor",),
         fixed=_NO_PADDING,
         rotates_part=True,
     ),
@@ -335,7 +415,8 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             "experts": (
                 ("ffn_gate_inp", "router.proj", ("E", "H")),
                 ("ffn_gate_inp.scale", "router.scale", ("H",)),
-                ("ffn_gate_up_exps", "experts.{}.gate_proj experts.{}.up_proj", ("E", "M", "H")),
+                ("ffn_gate_exps", "experts.{}.gate_proj", ("E", "M", "H")),
+                ("ffn_up_exps", "experts.{}.up_proj", ("E", "M", "H")),
                 ("ffn_down_exps", "experts.{}.down_proj", ("E", "H", "M")),
                 ("ffn_down_exps.scale", "router.per_expert_scale", ("E",)),
                 ("post_ffw_norm_1", "post_feedforward_layernorm_1", ("H",)),
@@ -587,40 +668,21 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         fixed={"norm_topk_prob": False},
     ),
     # The text part of Qwen3.5 computes the same, and has the rows of the input projections in the order of the file.
-    "qwen3next": GGUFArchitecture(
-        "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
-        (
-            ("attn_norm", "input_layernorm", ("H",)),
-            ("post_attention_norm", "post_attention_layernorm", ("H",)),
-            *_QWEN_EXPERTS,
+    "qwen3next": replace(
+        _QWEN35,
+        blocks=(*_QWEN35.blocks, *_QWEN_EXPERTS),
+        kinds=_delta_kinds(
+            ("ssm_ba", "linear_attn.in_proj_b", ("T", "H")), ("ssm_ba", "linear_attn.in_proj_a", ("T", "H"))
         ),
-        numbers={
-            **_QWEN_NUMBERS_OF_EXPERTS,
-            "ssm.conv_kernel": "linear_conv_kernel_dim",
-            "ssm.state_size": "linear_key_head_dim",
-            "ssm.group_count": "linear_num_key_heads",
-            "ssm.time_step_rank": "linear_num_value_heads",
-        },
-        fixed={"norm_topk_prob": True, **_NO_PADDING},
-        norm_shift=1.0,
-        rotates_part=True,
-        kinds={
-            "attention": (("attn_q", "self_attn.q_proj", ("2Q", "H")), *_ATTENTION[1:], *_HEAD_NORMS),
-            "recurrent": (
-                ("attn_qkv", "linear_attn.in_proj_qkv", ("C", "H")),
-                ("attn_gate", "linear_attn.in_proj_z", ("X", "H")),
-                ("ssm_ba", "linear_attn.in_proj_b", ("T", "H")),
-                ("ssm_ba", "linear_attn.in_proj_a", ("T", "H")),
-                ("ssm_conv1d", "linear_attn.conv1d", ("C", "1", "L")),
-                ("ssm_dt.bias", "linear_attn.dt_bias", ("T",)),
-                ("ssm_a", "linear_attn.A_log", ("T",)),
-                ("ssm_norm", "linear_attn.norm", ("d",)),
-                ("ssm_out", "linear_attn.out_proj", ("H", "X")),
-            ),
-        },
-        layer_types={"linear_attention": "recurrent", "full_attention": "attention"},
-        delta_rule=True,
+        **_QWEN35_MOE,
+    ),
+    "qwen35": replace(_QWEN35, blocks=(*_QWEN35.blocks, *_MLP), further=("rope.dimension_sections",), tiled=True),
+    "qwen35moe": replace(
+        _QWEN35,
+        blocks=(*_QWEN35.blocks, *_QWEN_EXPERTS),
+        further=("rope.dimension_sections",),
+        tiled=True,
+        **_QWEN35_MOE,
     ),
     "exaone4": GGUFArchitecture(
         "exaone4",
@@ -635,6 +697,121 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         numbers={"attention.sliding_window": "sliding_window"},
         fixed={"sliding_window": None, **_NO_PADDING},
         further=("attention.sliding_window_pattern",),
+    ),
+    "granitemoe": GGUFArchitecture(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            ("ffn_gate_inp", "block_sparse_moe.router.layer", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+        ),
+        _ATTENTION_BIASES,
+        numbers={**_GRANITE, **_NUMBERS_OF_EXPERTS},
+        permuted=True,
+    ),
+    "dots1": GGUFArchitecture(
+        "dots1",
+        "Dots1ForCausalLM",
+        (*_ATTENTION, *_NORMS, *_HEAD_NORMS),
+        _ATTENTION_BIASES,
+        numbers=_NUMBERS_OF_ROUTED,
+        fixed={**_ROUTED, "sliding_window": None},
+        required=_SIGMOID,
+        further=("expert_shared_feed_forward_length",),
+        kinds={"dense": _MLP, "experts": _routed("mlp.gate.e_score_correction_bias")},
+    ),
+    "glm4moe": GGUFArchitecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        (
+            *_ATTENTION,
+            *_HEAD_NORMS,
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+        ),
+        {"attention_bias": ("attn_q", "attn_k", "attn_v")},
+        numbers=_NUMBERS_OF_ROUTED,
+        fixed={**_ROUTED, "first_k_dense_replace": 0},
+        required=_SIGMOID,
+        further=("rope.dimension_sections",),
+        rotates_part=True,
+        optional={"use_qk_norm": ("attn_q_norm", "attn_k_norm")},
+        kinds={"dense": _MLP, "experts": _routed("mlp.gate.e_score_correction_bias")},
+    ),
+    "exaone-moe": GGUFArchitecture(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        (*_ATTENTION, *_NORMS, *_HEAD_NORMS),
+        numbers={
+            **_NUMBERS_OF_ROUTED,
+            "expert_count": "num_experts",
+            "expert_shared_count": "num_shared_experts",
+            "attention.sliding_window": "sliding_window",
+        },
+        fixed={**_ROUTED, **_NO_PADDING, "sliding_window": None, "first_k_dense_replace": 0},
+        required=_SIGMOID,
+        further=("attention.sliding_window_pattern", "expert_shared_feed_forward_length"),
+        kinds={"dense": _MLP, "experts": _routed("mlp.e_score_correction_bias")},
+    ),
+    "ernie4_5-moe": GGUFArchitecture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        (*_ATTENTION, *_NORMS),
+        {"use_bias": ("attn_q", "attn_k", "attn_v", "attn_output")},
+        numbers={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        required={"expert_gating_func": 1, "expert_weights_norm": True},  # softmax
+        further=("expert_shared_feed_forward_length",),
+        kinds={"dense": _MLP, "experts": _routed("mlp.moe_statics.e_score_correction_bias", ("1", "E"))},
+    ),
+    "minimax-m2": GGUFArchitecture(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            ("attn_q_norm", "self_attn.q_norm", ("Q",)),
+            ("attn_k_norm", "self_attn.k_norm", ("K",)),
+            ("ffn_gate_inp", "block_sparse_moe.gate", ("E", "H")),
+            ("exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias", ("E",)),
+            ("ffn_gate_exps", "block_sparse_moe.experts.{}.w1", ("E", "I", "H")),
+            ("ffn_up_exps", "block_sparse_moe.experts.{}.w3", ("E", "I", "H")),
+            ("ffn_down_exps", "block_sparse_moe.experts.{}.w2", ("E", "H", "I")),
+        ),
+        numbers={**_NUMBERS_OF_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
+        fixed=_NO_PADDING,
+        required={**_SIGMOID, "expert_weights_norm": True},
+        rotates_part=True,
+    ),
+    "hunyuan-moe": GGUFArchitecture(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            ("attn_q_norm", "self_attn.query_layernorm", ("D",)),
+            ("attn_k_norm", "self_attn.key_layernorm", ("D",)),
+            ("ffn_gate_inp", "mlp.gate.wg", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+            ("ffn_gate_shexp", "mlp.shared_mlp.gate_proj", ("I", "H")),
+            ("ffn_up_shexp", "mlp.shared_mlp.up_proj", ("I", "H")),
+            ("ffn_down_shexp", "mlp.shared_mlp.down_proj", ("H", "I")),
+        ),
+        numbers={"expert_count": "num_experts", "expert_used_count": "moe_topk"},
+        required={"expert_shared_count": 1},
+        further=("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     ),
     "gpt2": GGUFArchitecture(
         "gpt2",
@@ -704,7 +881,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier", "embedding_multiplier"), 1.0),
             **{"lm_head_multiplier": 1.0, "mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5},
         },
-        optional={"mamba_rms_norm": "ssm_norm"},
+        optional={"mamba_rms_norm": ("ssm_norm",)},
         mamba2=Mamba2Names("mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_n_groups", "mamba_d_head"),
         reshaped=_MAMBA2_SHAPES,
         last_norm=("output_norm", "model.final_layernorm"),
@@ -725,21 +902,13 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             *_NORMS,
         ),
         numbers={
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "leading_dense_block_count": "first_k_dense_replace",
+            **_NUMBERS_OF_ROUTED,
             "attention.kv_lora_rank": "kv_lora_rank",
             "attention.q_lora_rank": "q_lora_rank",
             "rope.dimension_count": "qk_rope_head_dim",
         },
         fixed={
-            **{"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+            **_ROUTED,
             **{"q_lora_rank": None, "rope_interleave": True, "num_nextn_predict_layers": 0, **_NO_PADDING},
         },
         further=(
@@ -748,16 +917,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         ),
         kinds={
             "dense": _MLP,
-            "experts": (
-                ("ffn_gate_inp", "mlp.gate", ("E", "H")),
-                ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias", ("E",)),
-                ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
-                ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
-                ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
-                ("ffn_gate_shexp", "mlp.shared_experts.gate_proj", ("W", "H")),
-                ("ffn_up_shexp", "mlp.shared_experts.up_proj", ("W", "H")),
-                ("ffn_down_shexp", "mlp.shared_experts.down_proj", ("H", "W")),
-            ),
+            "experts": _routed("mlp.gate.e_score_correction_bias"),
         },
         latent=True,
     ),
@@ -820,6 +980,12 @@ FAMILIES: dict[str, GGUFArchitecture] = {
     ),
 }
 
+# The text part of models that see images. With text alone all sections of the rotary embedding have one position.
+FAMILIES |= {
+    name: replace(FAMILIES[text], further=("rope.dimension_sections",))
+    for name, text in (("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3moe"))
+}
+
 # A llama with experts.
 MIXTRAL = GGUFArchitecture(
     "mixtral",
@@ -835,3 +1001,9 @@ MIXTRAL = GGUFArchitecture(
     numbers=_NUMBERS_OF_EXPERTS,
     permuted=True,
 )
+
+# Architectures of which files lack what the server computes: name -> why they are refused.
+REFUSED = {
+    "phimoe": "its files lack the factor of the rotary embedding (long_mscale, short_mscale), and llama.cpp computes "
+    "RMS norms and another choice of experts in place of the model's own",
+}

@@ -4,6 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import QuantError, dequantize
 
-from tgi.hub.gguf.architecture import TargetTensor
+from tgi.hub.gguf.architecture import TargetTensor, TiledHeads
 from tgi.hub.gguf.block_types import FORMS, Array, BlockFormat
 from tgi.hub.gguf.reader import GGUFFile, GGUFTensor
 from tgi.hub.weight_files import StoredTensor
@@ -35,7 +36,13 @@ StoredForm = BlockFormat | str  # of a tensor; plain numbers are named by their 
 
 def stored_block_format(file: GGUFFile, wanted: TargetTensor) -> BlockFormat | None:
     """The format in which a tensor keeps its bits; None if it is written as plain numbers, as are norms and biases."""
-    return FORMS.get(file.tensors[wanted.source].type) if wanted.matrix else None
+    kept = FORMS.get(file.tensors[wanted.source].type) if wanted.matrix else None
+    if kept is None or wanted.tiled is None or not wanted.tiled.columns:
+        return kept
+    if wanted.tiled.size % kept.group:
+        return None
+    # Columns of a head keep their super-scale, which the file has for those of several heads.
+    return replace(kept, super_group=kept.super_group and math.gcd(kept.super_group, wanted.tiled.size))
 
 
 def write_weights(
@@ -136,6 +143,13 @@ def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
 
 
+def _untiled(values: Array, tiled: TiledHeads, axis: int) -> Array:
+    """Rows or columns of value heads in the order of key heads."""
+    shape = values.shape
+    parts = values.reshape(*shape[:axis], tiled.each, tiled.key_heads, -1, *shape[axis + 1 :])
+    return np.ascontiguousarray(parts.swapaxes(axis, axis + 1)).reshape(shape)
+
+
 def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
     """Yields the tensor's stored columns in row order, at most PIECE elements at a time, but an expanded one whole."""
     if wanted.expanded is not None:
@@ -150,7 +164,8 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
     heads = wanted.heads
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = math.prod(tensor.shape) // columns
-    if len(tensor.shape) == 1 and not heads:
+    tiled = wanted.tiled
+    if len(tensor.shape) == 1 and not heads and tiled is None:
         rows, columns = 1, rows
     block, block_bytes = GGML_QUANT_SIZES[tensor.type]
     if columns % block:
@@ -165,14 +180,26 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
         number, parts = wanted.half
         order = np.arange(rows).reshape(parts, 2, -1)[:, number].reshape(-1)
         rows //= 2
+    if tiled is not None and not tiled.columns:
+        order = np.arange(rows)
+        order[rows - tiled.total :] = _untiled(order[rows - tiled.total :, None], tiled, 0)[:, 0]
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
         some = stored[first : first + step] if order is None else stored[order[first : first + step]]
         if isinstance(form, str):
             values = _values(file, tensor, some) - np.float32(wanted.shift)
+            if tiled is not None and tiled.columns:
+                values = _untiled(values, tiled, 1)
             yield [PLAIN_FORMS[form](_logarithms(file, tensor, values) if wanted.exponent else values)]
         else:
-            yield _stored(file, tensor, some, form)
+            stored_columns = _stored(file, tensor, some, form)
+            if tiled is not None and tiled.columns:
+                widths = [columns // each for _, each in form.columns.values()]
+                pairs = zip((column.reshape(len(some), -1) for column in stored_columns), widths, strict=True)
+                stored_columns = [
+                    _untiled(np.repeat(column, width // column.shape[1], 1), tiled, 1) for column, width in pairs
+                ]
+            yield stored_columns
 
 
 def _expanded(
@@ -196,7 +223,7 @@ def _logarithms(
     """The numbers of which the values are -exp."""
     if not (values < 0).all():
         raise UserError(f"{file.path}: the tensor {tensor.name!r} has numbers that are not negative; it is damaged.")
-    return np.asarray(np.log(-values), np.float32)
+    return np.asarray(np.log(-values.astype(np.float64)), np.float32)
 
 
 def _stored(file: GGUFFile, tensor: GGUFTensor, rows: Array, kept: BlockFormat) -> list[Array]:

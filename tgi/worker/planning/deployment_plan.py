@@ -71,7 +71,7 @@ class PlannedModel(NamedTuple):
     def forms(self, device: Devices) -> StoredForms | None:
         """The forms of the layers in the files; None: all are plain."""
         if self.tensors is not None:
-            return PackedForms(self.tensors, exact=self.dtype == "float32")
+            return PackedForms(self.tensors, exact=self.dtype == "float32", cpu=device.is_cpu)
         return None if self.checkpoint is None else CheckpointForms(self.checkpoint, device.float8, device.is_cpu)
 
 

@@ -127,11 +127,13 @@ class StoredForms(Protocol):
 
 class PackedForms(StoredForms):
     """StoredForms of weights in the bits of a GGUF file, from the types and shapes of the tensors that its import
-    writes. `exact`: scales are not rounded to float16; a weight whose scales float16 cannot hold is not told apart."""
+    writes. `exact`: scales are not rounded to float16; a weight whose scales float16 cannot hold is not told apart.
+    `cpu`: as of CheckpointForms."""
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], exact: bool) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], exact: bool, cpu: bool) -> None:
         self._tensors = tensors
         self._exact = exact
+        self._cpu = cpu
 
     @override
     def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
@@ -140,6 +142,8 @@ class PackedForms(StoredForms):
         codes, scales, shifts = columns.values()
         if codes is None:
             return None
+        if f"{name}.weight.factors" in self._tensors:
+            return WITH_GROUP_SCALES[MXFP4] if self._cpu else MXFP4
         if scales is None or len(scales.shape) != 2 or not scales.shape[1]:
             raise UserError(f"The quantized weight {name!r} has no scales that fit it. Fetch the model again.")
         wide = self._exact and any(column is not None and column.dtype != "F16" for column in (scales, shifts))
