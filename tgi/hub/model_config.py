@@ -44,9 +44,9 @@ RECURRENT_LAYERS: dict[str, set[str]] = {
 }
 # The longest sequence of a model without positions whose config.json names none.
 UNLIMITED_CONTEXT = 131072
-# The longest sequence, by model_type, where config.json names none: for bloom as in the built-in decoder.
-# Of T5, whose positions are relative, and what TGI takes for it: `n_positions` of its config.json limits nothing.
+# Of T5, whose positions are relative: `n_positions` of its config.json, the length of training, limits nothing.
 T5_CONTEXT = 4096
+# The longest sequence, by model_type, where config.json names none: for bloom as in the built-in decoder.
 CONTEXT_DEFAULTS = {"bloom": 2048, "mamba2": UNLIMITED_CONTEXT}
 
 
