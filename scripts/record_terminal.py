@@ -71,6 +71,8 @@ def record(session: Iterable[tuple[str, str]], environment: dict[str, str]) -> I
                 time.sleep(TYPING_SECONDS)
                 printed = read(terminal)
                 yield time.monotonic() - began, printed
+        while text := read(terminal, STEP_TIMEOUT_SECONDS):  # until bash ends
+            yield time.monotonic() - began, text
     finally:
         os.close(terminal)
         os.kill(pid, signal.SIGHUP)
@@ -78,10 +80,14 @@ def record(session: Iterable[tuple[str, str]], environment: dict[str, str]) -> I
 
 
 def read(terminal: int, seconds: float = 0.0) -> str:
-    """What has been printed; waits until there is something, at most for some seconds."""
+    """What has been printed; waits until there is something, at most for some seconds. Nothing if bash has ended."""
     if not select.select([terminal], [], [], seconds)[0]:
         return ""
-    return os.read(terminal, 65536).decode(errors="replace").replace("\r\n", "\n")
+    try:
+        printed = os.read(terminal, 65536)
+    except OSError:  # EIO
+        return ""
+    return printed.decode(errors="replace").replace("\r\n", "\n")
 
 
 def screen(printed: Iterable[tuple[float, str]]) -> list[list[Cell]]:

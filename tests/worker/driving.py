@@ -16,7 +16,7 @@ from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.engine.draft_runner import DraftModel
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
-from tgi.worker.engine.interface import PromptParts
+from tgi.worker.engine.prompt_parts import PromptParts
 from tgi.worker.models.interface import Model
 from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.watermark import Watermark

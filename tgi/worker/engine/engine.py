@@ -23,7 +23,7 @@ from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
 from tgi.worker.engine.decode_fast_path import DecodeFastPath
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
-from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned, PromptParts
+from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
 from tgi.worker.engine.mtp_runner import MtpRunner
 from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.prompt_logprobs import (
@@ -32,6 +32,7 @@ from tgi.worker.engine.prompt_logprobs import (
     find_prompt_positions,
     prompt_logprobs_columns,
 )
+from tgi.worker.engine.prompt_parts import PromptParts
 from tgi.worker.lora.registry import AdapterRegistry
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model

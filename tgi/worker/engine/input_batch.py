@@ -28,7 +28,8 @@ from tgi.microkernel.messages.protocol import (
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.interface import ForwardBatch
 from tgi.worker.device_copies import copy_columns_to_device, copy_to_device
-from tgi.worker.engine.interface import BadStep, PromptParts
+from tgi.worker.engine.interface import BadStep
+from tgi.worker.engine.prompt_parts import PromptParts
 from tgi.worker.lora.deltas import AdapterSpan
 from tgi.worker.lora.registry import AdapterRegistry, missing_adapter_fault
 from tgi.worker.sampling.grammar import GrammarManager

@@ -41,8 +41,8 @@ from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, chunk_tokens, graph
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
 from tgi.worker.engine.encoder_inputs import EncoderInputs
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
-from tgi.worker.engine.interface import PromptParts
 from tgi.worker.engine.page_files import PageFiles
+from tgi.worker.engine.prompt_parts import PromptParts
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set, numa_nodes, threads_from_environment, usable_cores
