@@ -46,9 +46,15 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE,
     "gemma4_text": MODEL_ARCH.GEMMA4,
     "llama4_text": MODEL_ARCH.LLAMA4,
+    "ministral3": MODEL_ARCH.MISTRAL3,
+    "olmo3": MODEL_ARCH.OLMO2,
+    "glm": MODEL_ARCH.CHATGLM,
+    "phi": MODEL_ARCH.PHI2,
+    "gpt_neox": MODEL_ARCH.GPTNEOX,
+    "gpt_bigcode": MODEL_ARCH.STARCODER,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
-PERMUTED = ("llama", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoehybrid")
+PERMUTED = ("llama", "ministral3", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoehybrid")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
 # others, so that random codes have a mean of 0.
 SCALES = {
@@ -63,7 +69,7 @@ SCALES = {
     GGMLQuantizationType.IQ1_S: {0: 1.0},
 }
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-SHIFTED = ("gemma", "gemma2", "gemma3_text", *DELTA)
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "nemotron", *DELTA)
 # Further entries if config.json has them: key of config.json -> key without the architecture.
 NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
@@ -97,7 +103,9 @@ NUMBERS = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 
-GPT = ("gpt2", "bloom", "mpt")
+GPT = ("gpt2", "bloom", "mpt", "falcon", "gpt_bigcode")
+# Whose joint matrices have of each key head its queries, its key and its value.
+BY_HEAD = ("bloom", "gpt_neox", "falcon", "gpt_bigcode")
 NUMBERS_OF_DELTA = {
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
@@ -291,6 +299,8 @@ def write_gguf(
         inner = config["moe_intermediate_size" if "moe" in layers else "intermediate_size"]
         keys[f"{arch}.feed_forward_length"] = [inner * (layer in ("mlp", "moe")) for layer in layers]
         keys[f"{arch}.ssm.inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
+        keys[f"{arch}.attention.layer_norm_epsilon"] = keys.pop(f"{arch}.attention.layer_norm_rms_epsilon")
+        keys[f"{arch}.rope.dimension_count"] = config["hidden_size"] // heads  # whatever head_dim is
     if kind == "granitemoehybrid":
         keys[f"{arch}.ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
         keys[f"{arch}.rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
@@ -341,7 +351,23 @@ def write_gguf(
         }
         turned = int(whole_dim * rope["full_attention"]["partial_rotary_factor"] / 2)
         extra = {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (whole_dim // 2 - turned), np.float32)}
-    if kind in ("exaone4", "exaone_moe", "gemma3n_text", "gemma4_text"):
+    if kind == "ministral3":
+        keys[f"{arch}.attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        keys[f"{arch}.rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+    if kind in ("gpt_neox", "stablelm"):
+        keys[f"{arch}.use_parallel_residual"] = config["use_parallel_residual"]
+    if kind == "olmo3":
+        keys[f"{arch}.rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+    if kind in ("nemotron", "phi", "gpt_neox", "stablelm", "dbrx"):
+        ends = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
+        keys[f"{arch}.{ends[0]}"] = keys.pop(f"{arch}.{ends[1]}", keys.get(f"{arch}.{ends[0]}", 1e-5))
+    if kind == "dbrx":
+        experts = config["ffn_config"]
+        keys[f"{arch}.feed_forward_length"] = experts["ffn_hidden_size"]
+        keys |= {f"{arch}.expert_count": experts["moe_num_experts"], f"{arch}.expert_used_count": experts["moe_top_k"]}
+        keys |= {f"{arch}.attention.clamp_kqv": config["attn_config"]["clip_qkv"]}
+        keys |= {f"{arch}.attention.head_count_kv": config["attn_config"]["kv_n_heads"]}
+    if kind in ("exaone4", "exaone_moe", "gemma3n_text", "gemma4_text", "olmo3"):
         keys[f"{arch}.attention.sliding_window_pattern"] = [layer == "sliding_attention" for layer in layers]
     if kind in GPT:
         keys[f"{arch}.attention.layer_norm_epsilon"] = keys.pop(f"{arch}.attention.layer_norm_rms_epsilon")
@@ -361,6 +387,7 @@ def write_gguf(
         keys[f"{arch}.full_attention_interval"] = layers.index("full_attention") + 1
     if kind in DELTA[1:]:
         keys[f"{arch}.rope.dimension_sections"] = [11, 11, 10, 0]
+        keys[f"{arch}.attention.recurrent_layers"] = [layer == "linear_attention" for layer in layers]
     if kind in ROUTED:
         keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_ROUTED.items() if name in config}
     if kind in (*ROUTED, "minimax_m2"):
@@ -417,18 +444,22 @@ def write_gguf(
     for name, values in plain_tensors.items():
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
+        if kind == "dbrx" and "experts.mlp" in name:
+            values = values.reshape(config["ffn_config"]["moe_num_experts"], -1, config["hidden_size"])
+            values = np.ascontiguousarray(values.swapaxes(1, 2)) if name.endswith("w2") else values
         if kind == "gpt2" and values.ndim == 2 and ".h." in name:
             values = np.ascontiguousarray(values.T)
-        if kind == "bloom" and "query_key_value" in name:
-            by_head = values.reshape(heads, 3, -1, *values.shape[1:])
-            values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
+        if kind in BY_HEAD and ("query_key_value" in name or "c_attn" in name):
+            by_head = values.reshape(kv_heads, heads // kv_heads + 2, -1, *values.shape[1:])
+            parts = np.split(by_head, (heads // kv_heads, heads // kv_heads + 1), axis=1)
+            values = np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
         if kind in SHIFTED and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             values = values + 1
         if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
             values = values.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
         whole = (
             name
-            + ".weight" * name.endswith(("sinks", "output_scale", "layer_scalar"))
+            + ".weight" * name.endswith(("sinks", "output_scale", "layer_scalar", "mlp.w1", "mlp.w2", "mlp.v1"))
             + ".bias" * name.endswith("expert_bias")
         )
         whole = (

@@ -156,6 +156,12 @@ GRANTED: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {},
     "minimax_m2": {},
     "hunyuan_v1_moe": {},
+    "ministral3": {},
+    "olmo3": {"layers": 4},
+    "stablelm": {},
+    "nemotron": {},
+    "glm": {},
+    "phi": {},
 }
 
 
@@ -180,6 +186,7 @@ LLAMA4 = (  # Maverick, of fewer layers
     *(("moe_layers", [1, 3]), ("no_rope_layers", [1, 1, 1, 0]), ("attention_chunk_size", 8192)),
     *(("floor_scale", 8192), ("attn_scale", 0.1), ("layer_types", None)),
 )
+FALCON_7B = (("new_decoder_architecture", False), ("multi_query", True))
 WIDE = (("num_hidden_layers", 5), ("hidden_size_per_layer_input", 32))
 DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_only_layers", None))
 
@@ -188,6 +195,12 @@ DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_o
     ("kind", "block", "options", "fused"),
     [
         *((kind, block, {"tie": True}, False) for kind in ("gpt2", "bloom") for block in ("BF16", "Q8_0")),
+        ("gpt_neox", "BF16", {}, False),
+        ("gpt_neox", "Q8_0", {"more": (("use_parallel_residual", False),)}, False),
+        ("falcon", "BF16", {"tie": True}, False),
+        ("falcon", "Q8_0", {"tie": True, "kv_heads": 1, "more": FALCON_7B}, False),
+        ("gpt_bigcode", "BF16", {"tie": True}, False),
+        ("dbrx", "Q8_0", {}, False),
         ("qwen3_next", "BF16", {"layers": 4, "more": DELTA}, False),
         ("qwen3_next", "Q8_0", {"layers": 4, "more": DELTA}, True),
         ("qwen3_5_moe_text", "BF16", {}, False),

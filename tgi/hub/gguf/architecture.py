@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from tgi.hub.gguf.families import FAMILIES, MIXTRAL, REFUSED, GGUFArchitecture
+from tgi.hub.gguf.families import FAMILIES, REFUSED, GGUFArchitecture
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError
 
@@ -186,8 +186,9 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
             f"{file.path} holds a model of architecture {architecture!r}; {REFUSED.get(architecture, known)}. "
             "Use the model's safetensors version instead."
         )
-    if metadata.integer(f"{architecture}.expert_count", 0) and architecture == "llama":
-        family = MIXTRAL
+    if family.instead is not None:
+        marker, other = family.instead
+        family = other if marker in file.tensors or file.metadata.get(f"{architecture}.{marker}") else family
     known_keys = KNOWN | set(family.numbers) | set(family.required) | set(family.further)
     for name, value in family.required.items():
         if file.metadata.get(key := f"{architecture}.{name}", value) != value:
@@ -262,7 +263,9 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
     context = metadata.positive(f"{architecture}.context_length")
     if heads % kv_heads:
         raise metadata.wrong(f"{architecture}.attention.head_count_kv", kv_heads, f"a divisor of {heads}")
-    turned = head_dim if family.latent else metadata.positive(f"{architecture}.rope.dimension_count", head_dim)
+    turned = head_dim
+    if family.rotary and not family.latent:
+        turned = metadata.positive(f"{architecture}.rope.dimension_count", head_dim)
     of_values = metadata.integer(f"{architecture}.attention.value_length", head_dim)
     if family.attention and not family.latent and (head_dim % 2 or of_values != head_dim):
         raise metadata.wrong(f"{architecture}.attention.value_length", head_dim, f"the head size {head_dim}, even,")
@@ -279,9 +282,11 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         )
     theta = metadata.number(f"{architecture}.rope.freq_base", 10000.0)
     rope = _rope(metadata, architecture, theta, head_dim, turned, context)
-    if turned != head_dim:
+    if family.rotates_part:
         rope["partial_rotary_factor"] = turned / head_dim
     stored_epsilon, epsilon = family.epsilon
+    # Some files of Nemotron-H have only that of layer norms.
+    other_epsilon = metadata.file.metadata.get(f"{architecture}.attention.layer_norm_epsilon")
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -294,7 +299,7 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": context,
-        epsilon: metadata.number(f"{architecture}.{stored_epsilon}"),
+        epsilon: metadata.number(f"{architecture}.{stored_epsilon}", other_epsilon),
         "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": "bfloat16",
@@ -431,15 +436,20 @@ def _add_unstated_values(
         _add_gemma4(metadata, architecture, config)
     if kind == "gemma3n_text":
         _add_gemma3n(metadata, architecture, config)
-    if kind in ("gemma3_text", "gemma3n_text", "gemma4_text"):
-        local = {"rope_type": "default", "rope_theta": metadata.number(f"{architecture}.rope.freq_base_swa", 10000.0)}
+    if kind in ("gemma3_text", "gemma3n_text", "gemma4_text", "olmo3"):
+        base = config["rope_parameters"]["rope_theta"] if kind == "olmo3" else 10000.0
+        local = {"rope_type": "default", "rope_theta": metadata.number(f"{architecture}.rope.freq_base_swa", base)}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     if kind == "granitemoehybrid" and metadata.file.metadata.get(f"{architecture}.rope.scaling.finetuned"):
         config["position_embedding_type"] = "rope"
     if kind == "ernie4_5_moe":
         metadata.positive(f"{architecture}.interleave_moe_layer_step", 1)
-    if kind in ("exaone4", "exaone_moe"):
+    if kind in ("exaone4", "exaone_moe", "olmo3"):
         _add_windows(metadata, architecture, config, 4)
+    if kind == "ministral3" and (key := f"{architecture}.attention.temperature_scale") in metadata.file.metadata:
+        scale = metadata.number(f"{architecture}.rope.scaling.yarn_log_multiplier", 1.0)
+        scaled = {"llama_4_scaling_beta": metadata.number(key), "mscale": 1.0, "mscale_all_dim": scale}
+        config["rope_parameters"] |= scaled
     if kind == "mpt":
         config["attn_config"] = {"alibi_bias_max": int(metadata.number(f"{architecture}.attention.max_alibi_bias"))}
         if (key := f"{architecture}.attention.clamp_kqv") in metadata.file.metadata:
@@ -511,22 +521,28 @@ def _add_gemma3n(metadata: Metadata, architecture: str, config: dict[str, Any]) 
 
 def _add_windows(metadata: Metadata, architecture: str, config: dict[str, Any], each: int) -> None:
     """Which layers have the sliding window: by a list, or without one all but each so many."""
+    config["layer_types"] = _layer_types(
+        metadata, architecture, "sliding_window_pattern", config, each if config["sliding_window"] is not None else 1
+    )
+
+
+def _layer_types(metadata: Metadata, architecture: str, name: str, config: dict[str, Any], each: int) -> list[str]:
+    """Of each layer whether it has full attention: by the list `name`, or without one each `each`-th."""
     layers = config["num_hidden_layers"]
-    found = metadata.file.metadata.get(key := f"{architecture}.attention.sliding_window_pattern")
+    found = metadata.file.metadata.get(key := f"{architecture}.attention.{name}")
     if found is None:
-        found = [config["sliding_window"] is not None and (number + 1) % each != 0 for number in range(layers)]
+        found = [(number + 1) % each != 0 for number in range(layers)]
     lengths = layers, metadata.file.metadata[f"{architecture}.block_count"]
     if not isinstance(found, list) or len(found) not in lengths or not all(isinstance(one, bool) for one in found):
         raise metadata.wrong(key, found, f"a list of {layers} truth values")
-    config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in found[:layers]]
+    other = "linear_attention" if name == "recurrent_layers" else "sliding_attention"
+    return [other if one else "full_attention" for one in found[:layers]]
 
 
 def _add_delta_rule(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
     """Which layers have attention, and the sizes of the others."""
-    layers, each = config["num_hidden_layers"], metadata.positive(f"{architecture}.full_attention_interval", 4)
-    config["layer_types"] = [
-        "full_attention" if (number + 1) % each == 0 else "linear_attention" for number in range(layers)
-    ]
+    each = metadata.positive(f"{architecture}.full_attention_interval", 4)
+    config["layer_types"] = _layer_types(metadata, architecture, "recurrent_layers", config, each)
     inner = metadata.positive(key := f"{architecture}.ssm.inner_size")
     for name in ("conv_kernel", "state_size", "group_count", "time_step_rank"):
         metadata.positive(f"{architecture}.ssm.{name}")
@@ -685,6 +701,8 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     add("", *family.last_norm, (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
+        if "output" in biased:
+            wanted.append(TargetTensor("output.bias", "lm_head.bias", (config["vocab_size"],)))
     return wanted
 
 

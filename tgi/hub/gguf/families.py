@@ -88,12 +88,15 @@ class GGUFArchitecture:
     optional: dict[str, tuple[str, ...]] = field(default_factory=dict)
     further: tuple[str, ...] = ()  # metadata keys that architecture.py reads for this architecture
     attention: bool = True  # some layers have it
+    rotary: bool = True  # with rotary positions
     latent: bool = False  # it is latent attention
     delta_rule: bool = False  # of the layers but each n-th, which have attention
     tiled: bool = False  # its value heads are in the order of their number within a key head, then of the key head
     last_norm: tuple[str, str] = ("output_norm", "model.norm")
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
+    # A tensor, or a metadata key without the architecture prefix: a file that has it, and not as 0, is of the other.
+    instead: tuple[str, "GGUFArchitecture"] | None = None
 
 
 _NO_PADDING: dict[str, object] = {"pad_token_id": None}  # transformers' default lies outside smaller vocabularies
@@ -158,6 +161,7 @@ _NEMOTRON = GGUFArchitecture(
     "nemotron_h",
     "NemotronHForCausalLM",
     (("attn_norm", "norm", ("H",)),),
+    rotary=False,
     fixed={"mlp_hidden_act": "relu2", "n_group": 1, "topk_group": 1},
     epsilon=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
     layer_types={"linear_attention": "recurrent", "full_attention": "attention", "mlp": "mlp"},
@@ -251,6 +255,7 @@ _QWEN35 = GGUFArchitecture(
     kinds=_delta_kinds(
         ("ssm_beta", "linear_attn.in_proj_b", ("T", "H")), ("ssm_alpha", "linear_attn.in_proj_a", ("T", "H"))
     ),
+    further=("attention.recurrent_layers",),
     layer_types={"linear_attention": "recurrent", "full_attention": "attention"},
     delta_rule=True,
 )
@@ -294,6 +299,63 @@ _NUMBERS_OF_ROUTED = {
 _ROUTED: dict[str, object] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
 _SIGMOID: dict[str, object] = {"expert_gating_func": 2}
 
+# A llama with experts.
+_MIXTRAL = GGUFArchitecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    (
+        *_ATTENTION,
+        *_NORMS,
+        ("ffn_gate_inp", "block_sparse_moe.gate", ("E", "H")),
+        ("ffn_gate_exps", "block_sparse_moe.experts.{}.w1", ("E", "I", "H")),
+        ("ffn_up_exps", "block_sparse_moe.experts.{}.w3", ("E", "I", "H")),
+        ("ffn_down_exps", "block_sparse_moe.experts.{}.w2", ("E", "H", "I")),
+    ),
+    numbers=_NUMBERS_OF_EXPERTS,
+    permuted=True,
+)
+
+_OLMO2 = GGUFArchitecture(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    (
+        *_ATTENTION,
+        *_MLP,
+        ("attn_q_norm", "self_attn.q_norm", ("Q",)),
+        ("attn_k_norm", "self_attn.k_norm", ("K",)),
+        ("post_attention_norm", "post_attention_layernorm", ("H",)),
+        ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
+    ),
+    _ATTENTION_BIASES,
+)
+# An OLMo 2 with windows in some layers, whose rotary angles are not scaled.
+_OLMO3 = replace(
+    _OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    numbers={"attention.sliding_window": "sliding_window"},
+    fixed=_NO_PADDING,
+    further=("attention.sliding_window_pattern", "rope.freq_base_swa"),
+)
+# Falcon 7B. The configuration of later ones says the same of it.
+_FALCON = GGUFArchitecture(
+    "falcon",
+    "FalconForCausalLM",
+    (*_GPT_BLOCKS[:4], ("attn_norm", "input_layernorm", ("H",))),
+    always_biased=("attn_norm", "attn_norm_2", "output_norm"),
+    fixed={"activation": "gelu", "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "bias": False},
+    epsilon=(_LAYER_NORM, "layer_norm_epsilon"),
+)
+_FALCON_40B = replace(
+    _FALCON,
+    blocks=(
+        *_GPT_BLOCKS[:4],
+        ("attn_norm", "post_attention_layernorm", ("H",)),
+        ("attn_norm_2", "input_layernorm", ("H",)),
+    ),
+    fixed={**_FALCON.fixed, "num_ln_in_parallel_attn": 2},
+)
+
 FAMILIES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
         "llama",
@@ -301,6 +363,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         _ATTENTION + _MLP + _NORMS,
         _ATTENTION_BIASES | _MLP_BIASES,
         permuted=True,
+        instead=("expert_count", _MIXTRAL),
     ),
     "qwen2": GGUFArchitecture(
         "qwen2", "Qwen2ForCausalLM", _ATTENTION + _MLP + _NORMS, always_biased=("attn_q", "attn_k", "attn_v")
@@ -459,19 +522,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             *((f"altup_{name}", f"model.altup_{own}", ("a-1", "H", "H")) for name, own in _STREAMS),
         ),
     ),
-    "olmo2": GGUFArchitecture(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        (
-            *_ATTENTION,
-            *_MLP,
-            ("attn_q_norm", "self_attn.q_norm", ("Q",)),
-            ("attn_k_norm", "self_attn.k_norm", ("K",)),
-            ("post_attention_norm", "post_attention_layernorm", ("H",)),
-            ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
-        ),
-        _ATTENTION_BIASES,
-    ),
+    "olmo2": replace(_OLMO2, instead=("attention.sliding_window", _OLMO3)),
     "smollm3": GGUFArchitecture(
         "smollm3",
         "SmolLM3ForCausalLM",
@@ -676,11 +727,16 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         ),
         **_QWEN35_MOE,
     ),
-    "qwen35": replace(_QWEN35, blocks=(*_QWEN35.blocks, *_MLP), further=("rope.dimension_sections",), tiled=True),
+    "qwen35": replace(
+        _QWEN35,
+        blocks=(*_QWEN35.blocks, *_MLP),
+        further=("rope.dimension_sections", "attention.recurrent_layers"),
+        tiled=True,
+    ),
     "qwen35moe": replace(
         _QWEN35,
         blocks=(*_QWEN35.blocks, *_QWEN_EXPERTS),
-        further=("rope.dimension_sections",),
+        further=("rope.dimension_sections", "attention.recurrent_layers"),
         tiled=True,
         **_QWEN35_MOE,
     ),
@@ -850,6 +906,104 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         embedding="transformer.wte",
         layers="transformer.blocks",
     ),
+    "mistral3": GGUFArchitecture(  # Mistral Small 3.1, and Ministral 3, which scales queries by position
+        "ministral3",
+        "Ministral3ForCausalLM",
+        _ATTENTION + _MLP + _NORMS,
+        permuted=True,
+        fixed=_NO_PADDING,
+        further=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
+    ),
+    "stablelm": GGUFArchitecture(
+        "stablelm",
+        "StableLmForCausalLM",
+        _ATTENTION + _MLP + _NORMS,
+        {"use_qkv_bias": ("attn_q", "attn_k", "attn_v")},
+        always_biased=("attn_norm", "ffn_norm", "output_norm"),
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+        rotates_part=True,
+    ),
+    "nemotron": GGUFArchitecture(
+        "nemotron",
+        "NemotronForCausalLM",
+        _ATTENTION + _MLP[1:] + _NORMS,
+        _ATTENTION_BIASES | {"mlp_bias": ("ffn_down", "ffn_up")},
+        always_biased=("attn_norm", "ffn_norm", "output_norm"),
+        fixed={"hidden_act": "relu2"},
+        norm_shift=1.0,
+        epsilon=(_LAYER_NORM, "norm_eps"),
+        rotates_part=True,
+    ),
+    "chatglm": GGUFArchitecture(
+        "glm",
+        "GlmForCausalLM",
+        (
+            *_ATTENTION,
+            ("ffn_up", "mlp.gate_up_proj", ("2I", "H")),
+            ("ffn_down", "mlp.down_proj", ("H", "I")),
+            *_NORMS,
+        ),
+        {"attention_bias": ("attn_q", "attn_k", "attn_v")},
+        fixed=_NO_PADDING,
+        rotates_part=True,
+    ),
+    "phi2": GGUFArchitecture(
+        "phi",
+        "PhiForCausalLM",
+        (
+            *_ATTENTION[:3],
+            ("attn_output", "self_attn.dense", ("H", "Q")),
+            ("ffn_up", "mlp.fc1", ("I", "H")),
+            ("ffn_down", "mlp.fc2", ("H", "I")),
+            ("attn_norm", "input_layernorm", ("H",)),
+        ),
+        always_biased=(*_BIASED, "attn_norm", "output_norm", "output"),
+        fixed={"hidden_act": "gelu_new"},
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+        rotates_part=True,
+        last_norm=("output_norm", "model.final_layernorm"),
+    ),
+    "gptneox": GGUFArchitecture(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        _GPT_BLOCKS,
+        always_biased=_GPT_BIASED,
+        numbers={"use_parallel_residual": "use_parallel_residual"},
+        fixed={"hidden_act": "gelu", "attention_bias": True},
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+        rotates_part=True,
+    ),
+    "falcon": replace(_FALCON, instead=("blk.0.attn_norm_2.weight", _FALCON_40B)),
+    "starcoder": GGUFArchitecture(
+        "gpt_bigcode",
+        "GPTBigCodeForCausalLM",
+        _GPT_BLOCKS,
+        always_biased=_GPT_BIASED,
+        fixed={"activation_function": "gelu_pytorch_tanh", "multi_query": True},
+        epsilon=(_LAYER_NORM, "layer_norm_epsilon"),
+        whole=(("position_embd", "model.embed_positions", ("N", "H")),),
+    ),
+    "dbrx": GGUFArchitecture(
+        "dbrx",
+        "DbrxForCausalLM",
+        (
+            ("attn_qkv", "self_attn.Wqkv", ("S", "H")),
+            ("attn_output", "self_attn.out_proj", ("H", "Q")),
+            ("attn_norm", "input_layernorm", ("H",)),
+            ("attn_output_norm", "post_attention_layernorm", ("H",)),
+            ("ffn_gate_inp", "mlp.router.layer", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+        ),
+        numbers={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_top_k",
+            "attention.clamp_kqv": "clip_qkv",
+        },
+        fixed={"moe_normalize_expert_weights": 1.0},
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+    ),
     "mamba2": GGUFArchitecture(
         "mamba2",
         "Mamba2ForCausalLM",
@@ -985,22 +1139,6 @@ FAMILIES |= {
     name: replace(FAMILIES[text], further=("rope.dimension_sections",))
     for name, text in (("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3moe"))
 }
-
-# A llama with experts.
-MIXTRAL = GGUFArchitecture(
-    "mixtral",
-    "MixtralForCausalLM",
-    (
-        *_ATTENTION,
-        *_NORMS,
-        ("ffn_gate_inp", "block_sparse_moe.gate", ("E", "H")),
-        ("ffn_gate_exps", "block_sparse_moe.experts.{}.w1", ("E", "I", "H")),
-        ("ffn_up_exps", "block_sparse_moe.experts.{}.w3", ("E", "I", "H")),
-        ("ffn_down_exps", "block_sparse_moe.experts.{}.w2", ("E", "H", "I")),
-    ),
-    numbers=_NUMBERS_OF_EXPERTS,
-    permuted=True,
-)
 
 # Architectures of which files lack what the server computes: name -> why they are refused.
 REFUSED = {
