@@ -48,7 +48,7 @@ def test_the_page_in_a_browser(demo_model: Path, tmp_path: Path) -> None:
             assert browser.stdout is not None
             if browser.stdout.readline() == "kill\n":
                 server.kill("worker-0")
-            told, faults = browser.communicate(timeout=3 * TIMEOUT_SECONDS)
+            told, faults = browser.communicate(timeout=2 * TIMEOUT_SECONDS)
     assert browser.returncode == 0, faults
     seen = json.loads(told)
     assert seen.pop("problems") == []

@@ -30,7 +30,8 @@ from scripts.reliability.network import Host
 from tests.network import HostTransport
 from tgi.microkernel.host import rundir
 
-TIMEOUT_SECONDS = 120
+# Ends what hangs. A start takes seconds, on a machine with far more to do minutes.
+TIMEOUT_SECONDS = 240
 # Without settings from the environment, and without certificates, which take 24 ms to read for each client.
 CLIENT_OPTIONS: dict[str, Any] = {"timeout": TIMEOUT_SECONDS, "trust_env": False, "verify": False}
 # Ports below Linux's range for outgoing connections, so that no connection takes one before the server listens.
