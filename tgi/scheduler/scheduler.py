@@ -151,7 +151,7 @@ class Scheduler:
                     self._end_request(request, reason, now)
         elif isinstance(message, UpdateAdapter):
             self.worker.adapters.request_update(source, message)
-            self._send_adapter_updates()
+            self.report_status(now)
         elif isinstance(message, PeerDisconnected):
             for request in list(tokenizer.requests.values()):
                 self._end_request(request, FinishReason.CANCELLED, now)
@@ -218,10 +218,7 @@ class Scheduler:
     def _plan_step(self, now: float) -> InFlightStep | None:
         planner, pipeline, isolation = self._planner, self.pipeline, self._isolation
         self.next_plan_at = None
-        if (update_at := self.worker.adapters.next_due_at) is not None and update_at <= now:
-            self.worker.adapters.retry(now)
-            self._send_adapter_updates()
-        if planner is None or not pipeline.has_room or not self.ready or self.worker.adapters.has_unsent_updates:
+        if planner is None or not pipeline.has_room or not self.ready:
             return None
         if now < (due_at := pipeline.plan_ahead_at):
             self.next_plan_at = due_at
@@ -268,8 +265,10 @@ class Scheduler:
             self._planner.commit()
 
     def report_status(self, now: float) -> None:
-        """Queues a status for all tokenizers if it has changed. To be called after every batch of messages, when the
-        steps are sent, and at the `deadline`."""
+        """Queues a status for all tokenizers if it has changed, and an update of the worker's adapters. To be called
+        after every batch of messages, when the steps are sent, and at the `deadline`."""
+        if (worker := self.worker.peer) is not None and (update := self.worker.adapters.take_update(now)) is not None:
+            self._outbox.append(worker, update)
         self._tokenizers.report_status(self._status(now), self._load(), now)
 
     def beat(self, now: float) -> Beat:
@@ -528,7 +527,6 @@ class Scheduler:
         else:
             make_message = tokens_message
             finished = distribute_tokens(step, result, planner.batch.early_exits)
-        self._send_adapter_updates()
         self._tokenizers.queue_tokens(make_message, self.queued + self.running)
         if self._isolation.on_trial:
             for request in step.sampling_requests:
@@ -545,7 +543,6 @@ class Scheduler:
         """Computes the requests again in smaller steps. Ends one that lacks memory in the smallest step, alone."""
         steps = [step, *self.pipeline.steps]
         self.pipeline.step_failed()
-        self._send_adapter_updates()
         planner.steps_failed(steps)
         tokens = step.decode_rows + step.prefill_tokens + sum(step.drafts)
         if planner.size_limit.reduce(tokens, step.requests):
@@ -566,7 +563,6 @@ class Scheduler:
         ]
         steps = [step, *self.pipeline.steps]
         self.pipeline.step_failed()
-        self._send_adapter_updates()
         planner.steps_failed(steps)
         for request, error in faulty:
             self._end_request(request, FinishReason.FAILED, now, error)
@@ -714,7 +710,6 @@ class Scheduler:
             self._adopt_pages(self._planner, held)
         if self.ready and self._planner is not None and (stored := self.worker.take_stored_pages()) is not None:
             self._use_stored_pages(self._planner, stored)
-        self._send_adapter_updates()
         self.report_status(now)
 
     def _set_limits(self, limits: DeploymentLimits, now: float) -> None:
@@ -752,16 +747,9 @@ class Scheduler:
         except ValueError as error:
             log.error("%s tells of pages in files that no worker has: %s. They are not used.", self.worker.peer, error)
 
-    def _send_adapter_updates(self) -> None:
-        adapters, worker = self.worker.adapters, self.worker.peer
-        if adapters.has_unsent_updates and not self.pipeline and worker is not None:
-            for update in adapters.take_unsent_updates():
-                self._outbox.append(worker, update)
-
     def _handle_adapter_updated(self, answer: AdapterUpdated, now: float) -> None:
         if (forwarded := self.worker.adapters.take_answer(answer, now)) is not None:
             self._outbox.append(*forwarded)
-        self._send_adapter_updates()
         self.report_status(now)
 
     def _handle_worker_lost(self, now: float) -> None:
@@ -787,7 +775,6 @@ class Scheduler:
 
     def _requeue_running(self) -> None:
         """The worker's state is void: returns all running requests to the queue."""
-        self._send_adapter_updates()
         if self._planner is not None:
             self._planner.worker_state_lost()
 

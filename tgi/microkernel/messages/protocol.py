@@ -290,7 +290,7 @@ class UpdateAdapter(NamedTuple):
 
     Forwarded hop by hop to the worker; answered by AdapterUpdated under the same rid. Idempotent: loading the same
     content under the same name does nothing, so the request may be repeated after a restart. Requests that run with an
-    unloaded adapter finish with it.
+    unloaded adapter finish with it. The worker applies it when it has begun all steps that were sent before.
 
     A tokenizer stamps each change, so that all schedulers come to the same state: of two changes of a name the later
     one holds. With rid 0 it tells a scheduler of a change that it may not know, which is not answered.
