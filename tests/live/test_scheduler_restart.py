@@ -1,4 +1,4 @@
-"""A restarted scheduler keeps the worker, weights and KV pages; a restarted worker has the KV pages of its predecessor."""
+"""A restarted scheduler keeps the KV pages of its worker, and a restarted worker those of its predecessor."""
 
 from pathlib import Path
 
