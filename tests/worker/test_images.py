@@ -384,6 +384,19 @@ def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
         agrees(served, answer)
 
 
+def test_images_that_follow_each_other(tmp_path: Path) -> None:
+    """Tokens see those directly before the last image, too, by cross-attention; here from the first position on."""
+    directory, given = make("mllama"), prompt("mllama", tmp_path, 1, 1, 2, 3)
+    texts = [token for token in given.ids if token != IMAGE_TOKEN_ID]
+    ids = [IMAGE_TOKEN_ID, IMAGE_TOKEN_ID, *texts[:30], IMAGE_TOKEN_ID, *texts[30:40]]
+    images = [one._replace(position=at) for one, at in zip(given.images, (0, 1, 32), strict=True)]
+    for native, chunk in ((False, 512), (True, 5)):
+        running = Harness(directory, tmp_path, native=native, chunk=chunk).start()
+        served = running.add(ids, COUNT, images)
+        running.run()
+        agrees(served, expected(directory, Prompt(ids, images, given.pictures)))
+
+
 def test_faulty_files(tmp_path: Path) -> None:
     """End their request with the reason, and no other one."""
     directory = make("qwen2_vl")
