@@ -354,12 +354,15 @@ class StepPlanner:
         return end - start, encoder_cost
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
-        """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available.
+        """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available, or too
+        many images are in use.
 
         No request is preempted for it, and no pages are reserved for what it may generate. `busy`: other requests hold
         slots.
         """
         kv_cache = self.kv_cache
+        if request.images and busy and self.batch.images + len(request.images) > self.limits.max_running_images:
+            return False
         if request.missing_pages and busy and not kv_cache.ensure_available(request.missing_pages):
             return False  # as many are missing as when it was last tried
         # The last token is always computed, since its row samples the next one; so is each position that yields a

@@ -198,6 +198,7 @@ class DeploymentLimits(NamedTuple):
     device: str  # "cpu", "cuda"
     groups: list[KVGroup] = ONE_FULL_GROUP  # what the model's layers keep; each but a recurrent one has a page table
     undivided: str = ""  # what of a prompt with images one step computes as a whole, since its tokens see later ones
+    max_running_images: int = 1 << 16  # of the requests that hold slots; one that holds them alone may have more
 
     def pages_needed(self, tokens: int) -> int:
         """The pages that a request of this many tokens holds at most."""

@@ -52,6 +52,14 @@ class EncoderRows(NamedTuple):
     hidden: Tensor | None
 
 
+class SeenImages(NamedTuple):
+    """Tokens of a step that see the same images, in a model that attends to them by cross-attention."""
+
+    first: int  # of the tokens, an index into T
+    stop: int
+    pairs: tuple[tuple[Tensor, ...], ...]  # of each image, for each such layer: [2, kv_heads, n, head_dim]
+
+
 class ForwardBatch(NamedTuple):
     """Input of one forward pass: R rows (sequences) with T tokens in all, and D tokens whose logits are wanted.
 
@@ -84,6 +92,7 @@ class ForwardBatch(NamedTuple):
     rope_positions: Tensor | None = None
     blocks: ImageBlocks | None = None  # None: all tokens see what is before them alone
     encoder: EncoderRows | None = None  # of an encoder-decoder model
+    seen_images: Sequence[SeenImages] = ()  # distinct tokens; the others see no image
 
 
 class Reach(NamedTuple):

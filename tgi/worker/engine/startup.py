@@ -48,6 +48,7 @@ from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set, numa_nodes, threads_from_environment, usable_cores
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.config_reader import read_config
+from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, build_mtp, read_model_spec
@@ -203,13 +204,15 @@ def _load_state(
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
         step_bytes = _measure_step(settings, models, graphs, progress, images)
-    available = _cache_memory(settings, models.served.device, step_bytes + (memory.FEATURE_BYTES if images else 0))
+    available = _cache_memory(settings, models.served.device, step_bytes + _feature_bytes(models.served, images))
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
         required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
     limits = memory.choose_limits(settings, required, available, previous)
     if images is not None:
         limits = limits._replace(undivided=images.undivided)
+        if _image_bytes(models.served):
+            limits = limits._replace(max_running_images=memory.RUNNING_IMAGES[limits.device])
         if images.encodes_prompt:  # in one step
             longest = min(limits.max_input_tokens, limits.max_batch_prefill_tokens)
             limits = limits._replace(max_input_tokens=longest)
@@ -298,7 +301,18 @@ def _load_prompt_parts(
         raise UserError(f"The images of {settings.model_dir} cannot be served: {fault}. {TEXT_ALONE}")
     served = models.served
     tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress)
-    return PromptImages(tower, media_directory(settings.run_dir), memory.FEATURE_BYTES)
+    kept = memory.feature_bytes(_image_bytes(served), served.device.type)
+    make_pairs = served.image_pairs if family.crosses and isinstance(served, DecoderModel) else None
+    return PromptImages(tower, media_directory(settings.run_dir), kept, make_pairs)
+
+
+def _image_bytes(served: Model) -> int:
+    """Bytes of the largest image, if layers of the model attend to images; else 0."""
+    return served.image_bytes if isinstance(served, DecoderModel) else 0
+
+
+def _feature_bytes(served: Model, images: PromptParts | None) -> int:
+    return 0 if images is None else memory.feature_bytes(_image_bytes(served), served.device.type)
 
 
 def _image_obstacle(settings: Settings, family: VisionFamily, place: RankPlace | None) -> str:
