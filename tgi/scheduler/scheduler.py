@@ -773,7 +773,6 @@ class Scheduler:
         self.counters.worker_losses += 1
         steps = [*self.pipeline.steps]
         self.pipeline.worker_lost()
-        self._send_adapter_updates()
         if (planner := self._planner) is not None:
             stored, planner.kv_cache.index = planner.kv_cache.index, None
             if stored is None:
