@@ -63,7 +63,7 @@ class HostGroup:
     """The further ranks of a worker, on any hosts, as its first rank sees them."""
 
     def __init__(self, process: Process, ranks: int, model: str) -> None:
-        """`model`: the fingerprint of the model. Raises UserError if the address cannot be used."""
+        """`model`: the content hash of the model. Raises UserError if the address cannot be used."""
         address = process.settings.group or ""
         self._process = process
         self._ranks = ranks
@@ -250,7 +250,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     shared["lora_adapters"] = [(name, adapter_digest(Path(path)).hex()) for name, path in settings.adapters]
     draft = settings.draft_model_dir
     shared["draft_model_id"] = (
-        None if draft is None else read_model_config(draft, weights=settings.needs_weights).fingerprint
+        None if draft is None else read_model_config(draft, weights=settings.needs_weights).content_hash
     )
     decoded: dict[str, Any] = json.loads(json.dumps(shared))  # lists for tuples, as the other side reads them
     return decoded
