@@ -24,7 +24,7 @@ from tests.media.test_fetcher import HostileServer, respond
 from tests.models import vision_model
 from tgi.media.processor import _load as load_processor
 from tgi.microkernel.host.rundir import media_directory
-from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
+from tgi.microkernel.recovery.crash_isolation import QUARANTINE_STRIKES
 
 pytestmark = pytest.mark.live
 
@@ -267,11 +267,11 @@ def test_only_the_request_with_the_poisonous_image_fails(server: Server, text: b
         assert others == [200] * 5
         assert fatal.result().status_code == 424
         assert "while it worked on an image of this request" in fatal.result().text
-    assert restarts(server, "media", cause) == CONVICTING_STRIKES
+    assert restarts(server, "media", cause) == QUARANTINE_STRIKES
     again = server.client.post(CHAT, json=chat(image(poison)))
     assert again.status_code == 424
     assert "in quarantine" in again.text
-    assert restarts(server, "media", cause) == CONVICTING_STRIKES
+    assert restarts(server, "media", cause) == QUARANTINE_STRIKES
     assert server.client.post(CHAT, json=chat(image(URL))).status_code == 200
     assert links(server) == []
 

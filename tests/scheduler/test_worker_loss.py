@@ -20,8 +20,8 @@ from tgi.microkernel.messages.protocol import (
     StepResult,
     UpdateAdapter,
 )
-from tgi.microkernel.recovery.crash_isolation import MEMORY_SECONDS, OUTSIDE_PROGRESS, TRIAL_TOKENS
-from tgi.microkernel.recovery.work_register import split_fingerprints
+from tgi.microkernel.recovery.crash_isolation import MEMORY_SECONDS, TRIAL_TOKENS
+from tgi.microkernel.recovery.work_register import split_in_progress
 from tgi.scheduler.estimators import GROWTH_STEPS
 from tgi.scheduler.main import SuccessorFile
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
@@ -140,7 +140,7 @@ def test_other_requests_continue_during_a_trial() -> None:
 def test_requests_in_progress_when_the_worker_is_killed_are_no_suspects() -> None:
     sim = running_simulation(requests=8)
     for _ in range(2):
-        for _ in range(OUTSIDE_PROGRESS):
+        for _ in range(TRIAL_TOKENS):
             sim.step()
         sim.worker_up()
         sim.plan()
@@ -176,7 +176,7 @@ def test_a_request_that_crashes_the_worker_in_decode_is_found() -> None:
 
 def suspects(sim: Simulation, later: float = 0.0) -> set[int]:
     """The first ids of the prompts of those that the tokenizers are told of."""
-    told = split_fingerprints(sim.scheduler.suspects(sim.now + later))
+    told = split_in_progress(sim.scheduler.suspects(sim.now + later))
     return {request.prompt[0] for request in sim.requests if fingerprint_of(request) in told}
 
 
@@ -184,7 +184,7 @@ def test_tokenizers_are_told_which_requests_may_have_ended_the_worker() -> None:
     """They send the others to another replica."""
     sim = running_simulation(requests=3, new=40, named=True)
     for outside in (True, False):
-        for _ in range(OUTSIDE_PROGRESS):
+        for _ in range(TRIAL_TOKENS):
             sim.step()
         sim.worker_down(outside)
         waiting = sim.add([9, 2, 3])
@@ -414,6 +414,12 @@ def test_a_second_worker_changes_nothing_while_the_first_serves(caplog: pytest.L
     assert sim.scheduler.worker.peer == first
     assert sim.scheduler.ready
     sim.handle(PeerDisconnected(), SECOND)
+    sim.plan()
+    step = sim.sent[-1]
+    for peer in (SECOND, PeerId("worker", 0, b"stranger")):  # one that has left, and one that has said no Hello
+        sim.handle(StepResult(step.number, step.epoch, b"", b"", b"", error="of another worker"), peer)
+        sim.handle(status_of(WORKER_CONFIG), peer)
+    assert not sim.scheduler._isolation.suspects
     sim.run()
     assert_as_if_alone(sim.requests[0], WORKER_CONFIG)
     sim.worker_down()
@@ -583,7 +589,7 @@ def test_a_request_that_crashes_the_scheduler_in_a_plan_is_found_by_its_third_cr
         sim.plan()
         register = sim.scheduler.work_register
         register.working_on_batch()
-        in_progress = split_fingerprints(register.in_progress())
+        in_progress = split_in_progress(register.in_progress())
         if fingerprint_of(culprit) in in_progress:
             crashes += 1
             sim.restart_scheduler(outside=False, in_progress=in_progress)
@@ -632,7 +638,7 @@ def test_the_register_states_the_requests_of_this_turn_only() -> None:
     register = sim.scheduler.work_register
     sim.step()
     register.working_on_batch()
-    assert set(split_fingerprints(register.in_progress())) == {fingerprint_of(request) for request in sim.requests}
+    assert set(split_in_progress(register.in_progress())) == {fingerprint_of(request) for request in sim.requests}
     sim.worker_down()
     sim.worker_up()
     seen = set()

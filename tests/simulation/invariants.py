@@ -23,7 +23,7 @@ from tgi.microkernel.messages.protocol import (
     UpdateAdapter,
 )
 from tgi.microkernel.observability.flight_recorder import Event, FlightRecorder
-from tgi.microkernel.recovery.work_register import split_fingerprints
+from tgi.microkernel.recovery.work_register import split_in_progress
 
 if TYPE_CHECKING:
     from tests.simulation.processes import SchedulerProcess, SimulatedProcess, TokenizerProcess
@@ -239,7 +239,7 @@ class StrandedCheck:
 
     def _check(self, scheduler: "SchedulerProcess") -> None:
         assert scheduler.scheduler is not None
-        suspects = split_fingerprints(scheduler.scheduler.suspects(self._simulation.clock.now))
+        suspects = split_in_progress(scheduler.scheduler.suspects(self._simulation.clock.now))
         place = ReplicaId("", scheduler.replica)
         self.samples += 1
         for tokenizer in filter(self._runs, self._simulation.tokenizers):

@@ -132,8 +132,8 @@ class Hello(NamedTuple):
     """The first message in each direction of a connection: identifies the process.
 
     The same role and replica with a new `boot` id means that the process was restarted and has lost its state; its
-    upstream neighbour then resubmits the requests in flight. `model` is a fingerprint of what is served (config,
-    tokenizer, quantization, type of the KV cache), empty while unknown. Neighbours with different fingerprints reject
+    upstream neighbour then resubmits the requests in flight. `model` is a hash of what is served (config,
+    tokenizer, quantization, type of the KV cache), empty while unknown. Neighbours with different hashes reject
     each other.
     """
 
