@@ -296,7 +296,7 @@ def test_answers_are_those_of_transformers_and_survive_every_process(computing: 
     again = computing.client.post(CHAT, json=body).json()
     assert again["choices"][0]["message"]["content"] == text
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
-    for victim in ("worker-0", "scheduler-0", "tokenizer-0", "media-0"):
+    for target in ("worker-0", "scheduler-0", "tokenizer-0", "media-0"):
         pieces = []
         with computing.client.stream("POST", CHAT, json=body | {"stream": True}) as response:
             for number, line in enumerate(response.iter_lines()):
@@ -304,8 +304,8 @@ def test_answers_are_those_of_transformers_and_survive_every_process(computing: 
                     choices = json.loads(line.removeprefix("data: "))["choices"]
                     pieces += [choice["delta"].get("content") or "" for choice in choices]
                 if number == 9:
-                    computing.kill(victim)
-        assert "".join(pieces) == text, victim
+                    computing.kill(target)
+        assert "".join(pieces) == text, target
     assert links(computing) == []
 
 

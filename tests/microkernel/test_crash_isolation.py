@@ -116,10 +116,10 @@ class Machine:
 @pytest.mark.parametrize("innocent", [0, 1, 5, 8, 20, 150])
 def test_a_lethal_request_is_quarantined_by_its_third_kill(innocent: int, lethal: int) -> None:
     machine = Machine(*[Stream(200) for _ in range(innocent)], Stream(1000, lethal))
-    culprit = machine.streams[innocent]
+    crashing = machine.streams[innocent]
     machine.run()
     assert machine.quarantined == [innocent]
-    assert culprit.kills == QUARANTINE_STRIKES
+    assert crashing.kills == QUARANTINE_STRIKES
     assert sorted(machine.finished) == list(range(innocent))
 
 
@@ -162,13 +162,13 @@ def test_deaths_from_outside_alone_quarantine_no_request(seed: int) -> None:
 @pytest.mark.parametrize(("innocent", "most"), [(0, 15), (1, 12), (5, 9), (20, 9), (150, 7)])
 def test_deaths_from_outside_that_follow_a_request_quarantine_it(innocent: int, most: int, lethal: int) -> None:
     machine = Machine(*[Stream(10_000) for _ in range(innocent)], Stream(10_000))
-    culprit = machine.streams[innocent]
+    crashing = machine.streams[innocent]
     begun, deaths = 0, 0
     while not machine.quarantined:
         rows = machine.rows()
-        if innocent in rows and culprit.tokens - begun == lethal - 1:
+        if innocent in rows and crashing.tokens - begun == lethal - 1:
             machine.die(rows, outside=True)
-            begun = culprit.tokens
+            begun = crashing.tokens
             deaths += 1
             continue
         for key in rows:

@@ -259,11 +259,11 @@ class CrashesAtOneReplica:
         self.counts: Counter[bytes] = Counter()  # of workers that each request has ended, by fingerprint
         self._first: dict[bytes, tuple[int, float]] = {}  # the replica of the first of them, and when it was
 
-    def worker_crashed(self, replica: int, culprits: set[bytes]) -> None:
+    def worker_crashed(self, replica: int, crashing: set[bytes]) -> None:
         simulation = self._simulation
         above = (*simulation.front_ends, *simulation.tokenizers, *simulation.schedulers)
         disturbed_at = max(simulation.health.dropped_at, *(one.changed_at for one in above))
-        for name in culprits:
+        for name in crashing:
             self.counts[name] += 1
             first, since = self._first.setdefault(name, (replica, simulation.clock.now))
             if replica != first and since > disturbed_at + MOVING_SECONDS:

@@ -817,10 +817,10 @@ class WorkerProcess(SimulatedProcess):
         scheduler = self.simulation.schedulers[self.replica].scheduler
         if self.alive and not outside and scheduler is not None:
             in_progress = {one for step in scheduler.pipeline.steps for one in step.requests}
-            culprits = {
+            crashing = {
                 one.context.fingerprint for one in in_progress if is_poison("worker", one.token_ids[:1].tobytes())
             }
-            self.simulation.crashes.worker_crashed(self.replica, culprits)
+            self.simulation.crashes.worker_crashed(self.replica, crashing)
         super().kill(cause, outside)
 
     def _ended(self) -> None:
