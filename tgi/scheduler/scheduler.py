@@ -631,7 +631,7 @@ class Scheduler:
         """The suspects, for a successor."""
         return self._isolation.records
 
-    def refusal(self, add: Add, now: float) -> End | None:
+    def rejection(self, add: Add, now: float) -> End | None:
         """The answer to a request that must not be handled, since handling it would crash this process; else None."""
         if not self._isolation.suspects or not (reason := self._isolation.quarantine_reason(add, now)):
             return None

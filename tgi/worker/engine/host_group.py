@@ -130,7 +130,7 @@ class HostGroup:
             self._hellos.pop(peer, None)
             self._joined = {rank: joined for rank, joined in self._joined.items() if joined[0] != peer}
         elif isinstance(message, JoinGroup) and peer in self._hellos:
-            if error := self._refusal(message):
+            if error := self._rejection(message):
                 log.error("rank %d cannot join: %s", message.rank, error)
                 self._link.send(GroupFormed(0, 0, 0, error), peer)
                 return
@@ -138,7 +138,7 @@ class HostGroup:
                 log.warning("%s takes the place of another process with --rank %d", peer, message.rank)
             self._joined[message.rank] = peer, message
 
-    def _refusal(self, join: JoinGroup) -> str:
+    def _rejection(self, join: JoinGroup) -> str:
         """Why a process cannot be a rank of this group, or ""."""
         if join.ranks != self._ranks or not 0 < join.rank < self._ranks:
             return (
