@@ -8,7 +8,7 @@ import torch
 
 from tests.models import model
 from tests.worker.driving import drive, make_engine
-from tests.worker.test_sampling import CPU, DELTA, GAMMA, draws, green
+from tests.worker.test_sampling import CPU, DELTA, GAMMA, green, sampling_batch
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.errors import UserError
@@ -39,7 +39,7 @@ def test_green_tokens_get_delta_and_nothing_else_changes(vocab: int) -> None:
     samplings = [MARKED if row % 3 else SamplingParams(0) for row in range(9)]
     histories = [[2] * (20 * row) + [row % 3] for row in range(9)]
     made = logits.clone()
-    apply_watermark(made, draws(samplings, histories)._replace(watermark=Watermark(vocab, CPU, GAMMA, DELTA)))
+    apply_watermark(made, sampling_batch(samplings, histories)._replace(watermark=Watermark(vocab, CPU, GAMMA, DELTA)))
     for row in range(9):
         wanted = logits[row].clone()
         if row % 3:
