@@ -114,7 +114,6 @@ class Process:
 
     @property
     def name(self) -> str:
-        """See rundir.process_name."""
         return rundir.process_name(self.role, self.replica, self.rank)
 
     def hello(self, model: str = "") -> Hello:
