@@ -71,7 +71,7 @@ def cut(line: str, width: int | None) -> str:
 
 
 def terminal_width() -> int | None:
-    """The width of the terminal that standard output is; None if it is none."""
+    """The width of the terminal that standard output is; None if it is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

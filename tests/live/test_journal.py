@@ -15,7 +15,7 @@ from tgi.scheduler.replay import describe, replay
 pytestmark = pytest.mark.live
 
 REQUESTS = 24
-# Requests with so many tokens in their prompts fill the files of 1 MB, and take few steps to compute and to repeat.
+# Requests with prompts of this length fill the files of 1 MB, and take few steps to compute and to repeat.
 LARGE, LARGE_PROMPT = 140, 1900
 
 

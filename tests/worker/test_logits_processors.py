@@ -300,7 +300,7 @@ def test_rows_of_all_kinds_and_lengths_in_one_batch() -> None:
 def test_a_bias_bans_and_forces_under_any_penalty(
     token: int, repetition: float, penalty: float, temperature: float, samples: bool, random: int
 ) -> None:
-    """As far as the answer is short enough for its penalties to stay below 100."""
+    """While the answer is short enough for its penalties to stay below 100."""
     generator = torch.Generator().manual_seed(random)
     logits = torch.randn(1, 97, generator=generator).clamp(-2, 2)
     ids = [*range(97), token, token]

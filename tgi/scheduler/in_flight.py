@@ -214,8 +214,8 @@ FinishedRequests = list[tuple[Request, FinishReason]]
 
 
 def distribute_tokens(step: InFlightStep, result: StepResult, early_exits: int) -> FinishedRequests:
-    """Adds one token to each request with a sampling row, and to the tokens of its client. `early_exits`: those of the
-    running batch now. Returns the requests that are complete.
+    """Adds one token to each request with a sampling row, and to the columns of its tokenizer. `early_exits`: those of
+    the running batch now. Returns the requests that are complete.
 
     Whole partitions are distributed by column, the other rows (and all rows of a result with top-n tokens) one by one.
     """

@@ -174,7 +174,7 @@ class Request:
         self.slot = NO_SLOT
         self.snapshot_at = NO_SNAPSHOTS
         self.vector = b""  # what it ends in, with `pooling`
-        self.page_keys: list[bytes] = []  # of its first pages, as far as they are known; see page_index.py
+        self.page_keys: list[bytes] = []  # of its first pages, those that are known; see page_index.py
         self.read_from: object = None  # the PageIndex that has looked for its pages in files
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
 

@@ -430,7 +430,7 @@ class RequestContext(NamedTuple):
     generation_id: int = 0
     attempt: int = 0
     deadline_ms: int = 0  # milliseconds that the client still waits when this is sent; 0: no limit
-    waited_ms: int = 0  # since the front end received it, as far as it is known: its place in the queue
+    waited_ms: int = 0  # since the front end received it, if known: its place in the queue
     traceparent: str = ""  # W3C trace context
 
     def after(self, elapsed_ms: int) -> "RequestContext":
