@@ -230,8 +230,8 @@ class Simulation:
         add = add._replace(context=context)
         if request.prompt_top_n is not None:
             add = add._replace(prompt_logprobs_from=1 + len(request.prompt_logprobs), prompt_top_n=request.prompt_top_n)
-        if (refusal := self.scheduler.refusal(add, self.now)) is not None:
-            self.tokenizers[tokenizer].receive(refusal._replace(prompt_tokens=len(request.prompt)))
+        if (rejection := self.scheduler.rejection(add, self.now)) is not None:
+            self.tokenizers[tokenizer].receive(rejection._replace(prompt_tokens=len(request.prompt)))
             return
         self.handle(add, self.tokenizers[tokenizer].peer)
 
