@@ -213,7 +213,7 @@ TOKENIZER_KILLS = WORKER_KILLS._replace(role_weights=(0, 1, 0, 0))
 SCHEDULER_KILLS = WORKER_KILLS._replace(role_weights=(0, 0, 1, 0))
 PLANTED_BUGS = {
     "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
-        Downstream, "_on_lost", tokenizations_are_forgotten, seed=9, clients=160, faults=TOKENIZER_KILLS
+        Downstream, "_on_lost", tokenizations_are_forgotten, seed=14, clients=160, faults=TOKENIZER_KILLS
     ),
     "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=0),
     "front end resubmits without the grammar": PlantedBug(
