@@ -148,6 +148,7 @@ class Hello(NamedTuple):
     site: str = ""  # the id of its run directory: each has its own replica 0 of a role
     last_exit: LastExit | None = None  # None: the first process of its supervisor
     source: ModelSource | None = None  # tokenizers only, for front ends that have no model directory
+    keeps_pages: bool = False  # workers only: it shares the KV cache of the process of `last_exit`, which is as it was
 
 
 class LinkRejected(NamedTuple):

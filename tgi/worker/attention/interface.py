@@ -297,8 +297,11 @@ class PrefaultingBackend(AttentionBackend, Protocol):
     def prefault_pages(self, used: int, further: int) -> bool:
         """Touches a part of the memory of the `further` pages after the first `used` ones.
 
-        No request has written to pages from `used` on. Returns False once all of that memory is mapped.
+        What the pages hold stays. Returns False once all of that memory is mapped.
         """
+
+    def discard_pages(self) -> None:
+        """Gives the memory of all pages back to the operating system; they hold zeros."""
 
 
 @runtime_checkable

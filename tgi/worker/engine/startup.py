@@ -25,12 +25,12 @@ from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.host.rundir import media_directory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups, recurrent_group
-from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
+from tgi.microkernel.messages.protocol import DeploymentLimits, LastExit, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
 from tgi.microkernel.settings.table import MTP, Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
-from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
+from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, KVCacheSpec, PrefaultingBackend
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
 from tgi.worker.distributed.communicator import Communicator, TorchCommunicator
@@ -96,23 +96,50 @@ class LoadedModels(NamedTuple):
         return model.kv._replace(stored_dtype=self.kv_cache_dtype, groups=groups)
 
 
-class SharedModels(NamedTuple):
-    """Models in memory that a worker shares with those that replace it."""
+class Caches(NamedTuple):
+    """The KV caches of the served model and the draft model, as the backends that compute with them."""
+
+    served: AttentionBackend
+    draft: AttentionBackend | None
+
+    def discard_pages(self) -> None:
+        """Gives the memory of all pages back to the system."""
+        for one in self:
+            if isinstance(one, PrefaultingBackend):
+                one.discard_pages()
+
+
+class EngineState(NamedTuple):
+    """What an engine is made of. A worker shares it with those that replace it, which see the same pages."""
 
     models: LoadedModels
-    files: list[list[list[Any]]]  # `_files` at that time
+    images: PromptParts | None
+    limits: DeploymentLimits
+    caches: Caches
+    graphs: GraphSizes
+    files: list[list[list[Any]]]  # `_files` when the models were loaded
+    inherited: bool = False
 
 
 # In processes that are forked from a worker after it has loaded its models.
-_shared: SharedModels | None = None
+_shared: EngineState | None = None
+
+
+def keeps_pages(last_exit: LastExit | None) -> bool:
+    """Whether this process has the pages that its predecessor, which ended like this, had computed."""
+    return _shared is not None and last_exit is not None and last_exit.outside
 
 
 def start_engine(
-    settings: Settings, progress: Progress, place: RankPlace | None = None, share: Callable[[], None] | None = None
+    settings: Settings,
+    progress: Progress,
+    place: RankPlace | None = None,
+    share: Callable[[], None] | None = None,
+    last_exit: LastExit | None = None,
 ) -> TorchEngine:
     """Returns the engine, ready to serve; that of one rank, if it has a `place` among several. `share` forks from this
-    process what forks its successors, which start with the models that are loaded then. Raises UserError where model,
-    device or memory do not allow it."""
+    process what forks its successors, which start with the models that are loaded then, and the pages that are computed
+    since, unless `last_exit` tells of a crash. Raises UserError where model, device or memory do not allow it."""
     device = choose_device(settings.device)
     if place is not None and device != "cpu":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # fewer if each rank sees its own only
@@ -129,10 +156,44 @@ def start_engine(
                 "its part of the model, from memory of its own",
                 *(nodes, nodes),
             )
-    models = _load_models(settings, device, progress, place) if _shared is None else _inherit(_shared, settings)
+    if _shared is not None:
+        state = _inherit(_shared, settings, keeps_pages(last_exit))
+    else:
+        state = _load_state(settings, device, progress, place, shared=share is not None)
+        if share is not None and state.models.cpu_kernels is not None:
+            _share(state, share)
+    models, limits, images = state.models, state.limits, state.images
+    served = models.served
+    watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
+    load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
+    engine = _build_engine(models, limits, state.graphs, state.caches, load_token_table, watermark, images)
+    if not state.inherited:  # its steps would write to pages, and all modules are loaded
+        progress("warming up", 98)
+        rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
+        longest = WARMUP_PROMPT_TOKENS if models.cpu_kernels is None else 2  # our library has nothing to load by size
+        tokens = min(longest, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
+        warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
+    if state.graphs.rows:
+        progress("capturing CUDA graphs", 98)
+        engine.capture_decode_graphs(1)  # the largest; the others when a step needs them
+    if adapters := settings.adapters:
+        progress("loading adapters", 99)
+        load_adapters(engine.adapters, adapters)
+    if settings.prefix_cache_dir is not None:
+        engine.page_files = _open_page_files(settings, Path(settings.prefix_cache_dir), models, engine)
+    engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.weight_bytes)
+    if device == "cpu":
+        release_freed_memory()
+    return engine
+
+
+def _load_state(
+    settings: Settings, device: str, progress: Progress, place: RankPlace | None, shared: bool
+) -> EngineState:
+    """Loads the models, and makes KV caches of the size for which there is memory. `shared`: so that processes that are
+    forked from this one see the same pages, if our CPU kernels compute. Raises UserError as `start_engine`."""
+    models = _load_models(settings, device, progress, place)
     _require_draft_pages(models)
-    if share is not None and _shared is None and models.cpu_kernels is not None:
-        _share(models, settings, share)
     images = _load_prompt_parts(settings, models, progress, place)
     progress("sizing the KV cache", 96)
     # A captured step has no hidden states for an MTP layer.
@@ -155,49 +216,31 @@ def start_engine(
         if images.encodes_prompt:  # in one step
             longest = min(limits.max_input_tokens, limits.max_batch_prefill_tokens)
             limits = limits._replace(max_input_tokens=longest)
-    served = models.served
-    watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
-    load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
-    engine = _build_engine(models, limits, graphs, load_token_table, watermark, images)
-    progress("warming up", 98)
-    rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
-    longest = WARMUP_PROMPT_TOKENS if models.cpu_kernels is None else 2  # our library has nothing to load by size
-    tokens = min(longest, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
-    warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
-    if graphs.rows:
-        progress("capturing CUDA graphs", 98)
-        engine.capture_decode_graphs(1)  # the largest; the others when a step needs them
     if place is None or place.rank == 0:
         chosen = limits.pages, limits.max_batch_size, step_bytes
         _write_choice(settings.run_dir / PAGES_FILE, *(str(number) for number in chosen))
-    if adapters := settings.adapters:
-        progress("loading adapters", 99)
-        load_adapters(engine.adapters, adapters)
-    if settings.prefix_cache_dir is not None:
-        engine.page_files = _open_page_files(settings, Path(settings.prefix_cache_dir), models, engine)
-    engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.weight_bytes)
-    if device == "cpu":
-        release_freed_memory()
-    return engine
+    return EngineState(models, images, limits, _build_caches(models, limits, shared), graphs, _files(settings))
 
 
-def _share(models: LoadedModels, settings: Settings, share: Callable[[], None]) -> None:
+def _share(state: EngineState, share: Callable[[], None]) -> None:
     global _shared
-    _shared = SharedModels(models, _files(settings))
+    _shared = state._replace(inherited=True)
     gc.collect()
     release_freed_memory()  # which would be kept twice from now on
     share()
 
 
-def _inherit(shared: SharedModels, settings: Settings) -> LoadedModels:
-    """The models that a predecessor of this process has loaded. Exits if their files are others by now: then the next
-    worker loads them."""
+def _inherit(shared: EngineState, settings: Settings, keep_pages: bool) -> EngineState:
+    """What a predecessor of this process has loaded, with empty KV caches if not `keep_pages`. Exits if the files of
+    the models are others by now: then the next worker loads them."""
     if shared.files != _files(settings):
         log.warning("the files of the model have changed since they were loaded: the next worker loads them again")
         sys.exit(1)
     assert shared.models.cpu_kernels is not None
     shared.models.cpu_kernels.restart_threads(threads_from_environment() or usable_cores())
-    return shared.models
+    if not keep_pages:
+        shared.caches.discard_pages()
+    return shared
 
 
 def _files(settings: Settings) -> list[list[list[Any]]]:
@@ -438,23 +481,28 @@ def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
     return found
 
 
+def _build_caches(models: LoadedModels, limits: DeploymentLimits, shared: bool = False) -> Caches:
+    """KV caches of `limits.pages` pages. `shared`: with processes that are forked from this one."""
+    served, draft = models.served, models.draft
+    spec = models.cache_spec(served, paged_groups(limits.groups))
+    return Caches(
+        build_attention(spec, limits.pages, served.device, limits.state_slots, shared),
+        None if draft is None else build_attention(models.cache_spec(draft), limits.pages, draft.device, shared=shared),
+    )
+
+
 def _build_engine(
     models: LoadedModels,
     limits: DeploymentLimits,
     graphs: GraphSizes,
+    caches: Caches,
     load_token_table: Callable[[], LLTokenizer] | None = None,
     watermark: Watermark | None = None,
     images: PromptParts | None = None,
 ) -> TorchEngine:
-    """The engine with KV caches of `limits.pages` pages, which can capture these graphs."""
-    served, draft = models.served, models.draft
-    groups = paged_groups(limits.groups)
-    attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, limits.state_slots)
-    draft_model = (
-        None
-        if draft is None
-        else DraftModel(draft, build_attention(models.cache_spec(draft), limits.pages, draft.device))
-    )
+    """The engine with these KV caches, which can capture these graphs."""
+    served, draft, attention = models.served, models.draft, caches.served
+    draft_model = None if draft is None or caches.draft is None else DraftModel(draft, caches.draft)
     graph_capture = None
     if graphs.rows and isinstance(attention, CapturableBackend):
         graph_capture = GraphCaptureConfig(CudaGraphCapturer(), attention, list(graphs.rows), graphs.chunk_tokens)
@@ -604,7 +652,7 @@ def _measure_step(
     )
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        engine = _build_engine(models, limits, graphs, images=images)
+        engine = _build_engine(models, limits, graphs, _build_caches(models, limits), images=images)
         before = torch.cuda.memory_allocated(device)
         warm_up(engine, limits, rows, tokens, drafts, models.draft is not None, full=True)
         progress("compiling kernels", 97)
