@@ -167,7 +167,7 @@ def _plan_idefics3(metadata: Metadata, sizes: Sizes, text: dict[str, Any]) -> Vi
         "size": {"longest_edge": longest},
         "max_image_size": {"longest_edge": sizes.size},
     }
-    files = {
+    files: dict[str, dict[str, Any]] = {
         "preprocessor_config.json": images,
         "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": sizes.tokens},
     }
