@@ -375,7 +375,7 @@ def test_the_quarantine_of_the_scheduler_is_kept_by_front_ends(serve: Any) -> No
     assert reply.status == 424
     assert b"in quarantine" in reply.body
     assert b"the worker crashed" in reply.body
-    assert [entry.reason for entry in front.router.quarantine.entries()] == ["the worker crashed"]
+    assert [entry.reason for entry in front.router.quarantine.entries().values()] == ["the worker crashed"]
     assert front.tokenizers[0].received.empty()
 
 

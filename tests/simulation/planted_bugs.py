@@ -121,6 +121,14 @@ def no_loss_before_a_second_hello(original: Any) -> Any:
     return handle_hello
 
 
+def nothing_is_lacking(original: Any) -> Any:
+    def compare(self: WorkerAdapters) -> None:
+        if self._reported is not None:
+            self.loaded, self.known = self._reported, True
+
+    return compare
+
+
 def permit_is_kept(original: Any) -> Any:
     def deactivate(self: Router, request: Any) -> None:
         request.active = False
@@ -218,8 +226,8 @@ PLANTED_BUGS = {
     ),
     "scheduler does not load adapters into the next worker": PlantedBug(
         WorkerAdapters,
-        "_reconcile",
-        does_nothing,
+        "_compare",
+        nothing_is_lacking,
         seed=1,
         adapter_share=0.1,
         faults=WORKER_KILLS,
@@ -262,8 +270,8 @@ PLANTED_BUGS = {
     ),
     "scheduler does not try again to load an adapter": PlantedBug(
         WorkerAdapters,
-        "retry",
-        does_nothing,
+        "_is_due",
+        lambda original: lambda self, change, now: change.name not in self._failed,
         seed=9,
         adapter_share=0.1,
         adapter_failures=0.3,

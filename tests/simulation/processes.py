@@ -32,7 +32,7 @@ from tgi.microkernel.messages.protocol import (
     StepResult,
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.microkernel.recovery.work_register import WorkRegister, fingerprint_number, split_fingerprints
+from tgi.microkernel.recovery.work_register import WorkRegister, register_number, split_in_progress
 from tgi.scheduler import main as scheduler_main
 from tgi.scheduler.metrics import SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler
@@ -485,7 +485,7 @@ class SimulatedExecutors:
 
     def _begin(self, job: EncodingJob) -> None:
         unit = next(unit for unit in range(1, len(self._units)) if not self._units[unit])
-        self._units[unit] = fingerprint_number(job.context.fingerprint) or 1
+        self._units[unit] = register_number(job.context) or 1
         self._running[job.executor].append(job)
         self._process.clock.after(self._process.simulation.encoding_delay(), self._finish, job, unit)
 
@@ -523,7 +523,7 @@ class TokenizerProcess(SimulatedProcess):
 
     def kill(self, cause: str, outside: bool = True) -> None:
         if self.alive and not outside:
-            self.simulation.tokenizer_crashes.update(split_fingerprints(self.work_register.in_progress()))
+            self.simulation.tokenizer_crashes.update(split_in_progress(self.work_register.in_progress()))
         super().kill(cause, outside)
 
     def _ended(self) -> None:
@@ -832,8 +832,10 @@ class WorkerProcess(SimulatedProcess):
         scheduler = self.simulation.schedulers[self.replica].scheduler
         if self.alive and not outside and scheduler is not None:
             in_progress = {one for step in scheduler.pipeline.steps for one in step.requests}
-            culprits = {one.fingerprint for one in in_progress if is_poison("worker", one.token_ids[:1].tobytes())}
-            self.simulation.crashes.worker_crashed(self.replica, culprits)
+            crashing = {
+                one.context.fingerprint for one in in_progress if is_poison("worker", one.token_ids[:1].tobytes())
+            }
+            self.simulation.crashes.worker_crashed(self.replica, crashing)
         super().kill(cause, outside)
 
     def _ended(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tests.scheduler.invariants import check_scheduler
 from tests.simulation.clock import VirtualClock
 from tests.simulation.faults import FaultConfig, FaultInjector
-from tests.simulation.invariants import CrashesAtOneReplica, HealthCheck, StoppedUpstreamCheck, StrandedCheck
+from tests.simulation.invariants import CrashesAtOneReplica, HealthCheck, IdleReplicaCheck, StoppedUpstreamCheck
 from tests.simulation.network import Network
 from tests.simulation.processes import (
     SETTINGS_ADAPTERS,
@@ -164,7 +164,7 @@ class Simulation:
         self.health = HealthCheck(self)
         self.overtaken: Counter[str] = Counter()  # the most that AdmissionOrder has counted
         self.stopped_upstream = StoppedUpstreamCheck(self)
-        self.stranded = StrandedCheck(self)
+        self.idle_replicas = IdleReplicaCheck(self)
         self.crashes = CrashesAtOneReplica(self)
         self.tokenizer_crashes: Counter[bytes] = Counter()  # by fingerprint of what they had in progress
         self._failure: SimulationFailed | None = None
@@ -217,7 +217,7 @@ class Simulation:
             self.faults.start()
             self.health.start()
             self.stopped_upstream.start()
-            self.stranded.start()
+            self.idle_replicas.start()
             while not self.workload.finished:
                 self._run_next()
                 if self.clock.events == events:

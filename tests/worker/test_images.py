@@ -536,7 +536,7 @@ def test_vision_parts_that_cannot_be_loaded(change: Callable[[Any], object], rea
     directory = Path(shutil.copytree(make("qwen2_vl"), tmp_path / "model"))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)  # which is plain, beside any text part
+    load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)  # which is plain, with any text part
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})

@@ -49,7 +49,9 @@ from tgi.worker.planning.deployment_plan import (
     read_planned_model,
 )
 from tgi.worker.planning.devices import Devices, parse_devices
+from tgi.worker.quantization.config import QuantizationConfig
 from tgi.worker.quantization.quantize import quantize_weight
+from tgi.worker.quantization.weight_forms import CheckpointForms
 
 pytestmark = pytest.mark.slow
 
@@ -248,6 +250,20 @@ def test_quantized_checkpoints(form: Form, plain: tuple[str, ...], native: bool,
     directory = write("llama", form, tmp_path, plain, **options).directory
     check(directory, 4, native)
     check(directory, 1, native, quantize="int8")
+
+
+def test_of_several_schemes_the_most_specific_holds() -> None:
+    """As at load: a name before a regular expression, and that before the class of all layers."""
+    targets = {"Linear": 4, "re:.*_proj": 8, "model.layers.1.mlp.up_proj": 4}
+    groups = {
+        str(number): {"targets": [target], "weights": {"num_bits": bits, "group_size": 64}}
+        for number, (target, bits) in enumerate(targets.items())
+    }
+    config = QuantizationConfig(Path("config.json"), {"quant_method": "compressed-tensors", "config_groups": groups})
+    forms = CheckpointForms(config, float8=False)
+    names = ("model.layers.1.mlp.gate", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
+    found = [forms.of_layer(name, 128, 256) for name in names]
+    assert [form and form.bits for form in found] == [4, 8, 4]
 
 
 def test_types_of_the_kv_cache() -> None:
@@ -551,7 +567,7 @@ def test_memory_of_devices() -> None:
         ({"hidden_size": "many"}, [], "does not describe a model"),
         ({"vocab_size": "many"}, [], "vocab_size is 'many', but a whole number above 0 is expected"),
         ({"num_attention_heads": 0}, [], "does not describe a model"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 64}}, [], "4 and 8 bits are read"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 64}}, [], "4 and 8 bits is read"),
         ({"torch_dtype": "float64"}, [], "dtype 'float64' is not supported"),
         ({"quantization_config": {"quant_method": "gguf"}}, [], "has no weights"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "does not follow from the config"),

@@ -56,7 +56,7 @@ class StepPlanner:
         queue: WaitingQueue,
         counters: Counters,
         adapters: WorkerAdapters,
-        isolation: CrashIsolation[bytes],
+        isolation: CrashIsolation,
         work_register: WorkRegister,
         speculation: Speculation | None = None,
         recorder: FlightRecorder = NO_RECORDER,
@@ -412,7 +412,7 @@ class StepPlanner:
     def put_on_trial(self) -> None:
         """Takes waiting requests that are on trial out of the queue: they are admitted in the turn of their group."""
         for request in self.queue.waiting():
-            if self._isolation.is_on_trial(request.fingerprint):
+            if self._isolation.is_on_trial(request):
                 self.queue.remove(request)
                 self.trial_queue[request] = None
 
@@ -420,10 +420,10 @@ class StepPlanner:
         """Restricts what is planned from now on to the requests whose turn it is. To be called while no step is in
         flight. The others keep their slots and pages."""
         isolation = self._isolation
-        for request in [one for one in self.trial_queue if not isolation.is_on_trial(one.fingerprint)]:
+        for request in [one for one in self.trial_queue if not isolation.is_on_trial(one)]:
             del self.trial_queue[request]  # its trial is over
             self.queue.reinsert(request)
-        self.batch.restrict(lambda request: isolation.may_run(request.fingerprint))
+        self.batch.restrict(isolation.may_run)
         self._waiting = TrialQueue(self.trial_queue, isolation) if isolation.is_group_turn else self.queue
 
     # --- between plans ------------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ class StepPlanner:
         self._counters.recomputed_tokens += request.generated_tokens
         stamped = Event.PREEMPTED if event is PREEMPT else Event.WORKER_LOST
         self._recorder.stamp(stamped, request.context, len(self.queue), len(self.batch))
-        if self._isolation.is_on_trial(request.fingerprint):
+        if self._isolation.is_on_trial(request):
             self.trial_queue[request] = None
         else:
             self.queue.reinsert(request)
@@ -489,16 +489,16 @@ class StepPlanner:
 class TrialQueue:
     """The waiting requests of the group whose turn it is."""
 
-    def __init__(self, waiting: dict[Request, None], isolation: CrashIsolation[bytes]) -> None:
+    def __init__(self, waiting: dict[Request, None], isolation: CrashIsolation) -> None:
         self._waiting = waiting
         self._isolation = isolation
 
     def __len__(self) -> int:
-        return sum(self._isolation.may_run(request.fingerprint) for request in self._waiting)
+        return sum(map(self._isolation.may_run, self._waiting))
 
     def head(self) -> Request | None:
         """The next request, which stays in the queue."""
-        return next((one for one in self._waiting if self._isolation.may_run(one.fingerprint)), None)
+        return next(filter(self._isolation.may_run, self._waiting), None)
 
     def pop(self, request: Request) -> None:
         """Removes what `head` has returned."""

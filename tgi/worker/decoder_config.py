@@ -362,7 +362,7 @@ class DecoderConfig:
     layer_inputs: LayerInputConfig | None = None
     streams: StreamsConfig | None = None  # with layer_inputs
     # The rank of LAuReL (Menghani et al., 2024): with n = attention_before(x), attention leaves
-    # (x + attention_after(attention(n)) + n + norm(right(left(n)))) / sqrt(2). 0: there is none.
+    # (x + attention_after(attention(n)) + n + norm(right(left(n)))) / sqrt(2). 0: without it.
     residual_rank: int = 0
     layer_scales: bool = False  # the hidden states after a layer are multiplied by a number of the checkpoint
     learned_positions: int = 0  # for this many positions a vector is added to the embedding

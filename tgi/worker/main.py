@@ -56,7 +56,7 @@ def main(process: Process) -> None:
     if (devices := replica_devices(process.settings, os.environ)) is not None:
         os.environ[VISIBLE[0]] = devices  # also for the further ranks
     settings = process.settings
-    model = read_model_config(settings.model_dir, weights=settings.needs_weights).fingerprint
+    model = read_model_config(settings.model_dir, weights=settings.needs_weights).content_hash
     ranks = settings.num_shard or 1
     group: RankGroup | HostGroup | None = None
     link: Link | None = None
@@ -110,7 +110,7 @@ def _serve_host_rank(process: Process) -> None:
     """Runs a further rank whose first rank is a process of another supervisor."""
     settings = process.settings
     model = read_model_config(settings.model_dir, weights=settings.needs_weights)
-    found = join_group(process, model.fingerprint)
+    found = join_group(process, model.content_hash)
     if found is None:
         return
     place, link = found

@@ -87,7 +87,7 @@ def check(
     ranks: Ranks, directory: Path, native: bool | str, dtype: str = "float32", quantize: str | None = None
 ) -> None:
     """Asserts that all ranks have the same bits, alone and in a batch, and agree with one rank; in bfloat16, which
-    rounds the parts of a sum, as far as that type goes."""
+    rounds the parts of a sum, within the precision of that type."""
     options = directory, native, dtype, quantize
     found = ranks.call(f"{__name__}.logits", *options)
     for other in found[1:]:

@@ -98,7 +98,7 @@ class ForwardBatch(NamedTuple):
 class Reach(NamedTuple):
     """Which earlier positions the queries of a layer see."""
 
-    window: int | None = None  # the last so many, the query's own included; None: all
+    window: int | None = None  # the number of the last positions, the query's own included; None: all
     chunked: bool = False  # those of the query's own chunk of `window` positions instead
 
     def first_seen(self, query: int) -> int:

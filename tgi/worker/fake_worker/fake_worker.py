@@ -197,7 +197,7 @@ class FakeWorker:
         self._holders: list[set[int]] = [set() for _ in range(self.config.pages)]
 
     def held_pages(self) -> list[HeldPages]:
-        """The full pages of each slot that still hold its tokens, in each group as far as they are needed."""
+        """The full pages of each slot that still hold its tokens, in each group those that are needed."""
         held = []
         size = self.config.page_size
         for request in self._slots.values():

@@ -279,7 +279,6 @@ def run_streams(
 
 
 def _make_of_input(layer_input: LayerInput, operations: LayerOperations[X], x: X) -> X:
-    """See LayerInputConfig."""
     down, up, after = layer_input
     inner = operations.times_layer_input(operations.linear(INPUT_DOWN, down, x))
     return operations.norm(after, operations.linear(INPUT_UP, up, inner))
