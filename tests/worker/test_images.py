@@ -432,6 +432,27 @@ def test_faulty_files(tmp_path: Path) -> None:
             agrees(served, expected(directory, one))
 
 
+def test_pair_of_gguf_files_of_idefics3(tmp_path: Path) -> None:
+    directory, given = make("idefics3"), prompt("idefics3", tmp_path, 1, 1)
+    file, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model.gguf"
+    write_gguf_pair(directory, file, mmproj)
+    made = model_directory(str(file), cache=tmp_path / "cache")
+    running = Harness(made, tmp_path).start()
+    served = running.add(given.ids, COUNT, given.images)
+    running.run()
+    agrees(served, expected(directory, given))
+    shown = [
+        ImageProcessor(path, read_vision_config(read_model_config(path, weights=False))).process(noise(90, 70))
+        for path in (made, directory)
+    ]
+    assert shown[0].prompt_ids == shown[1].prompt_ids
+    assert all((shown[0].tensors[name] == one).all() for name, one in shown[1].tensors.items())
+    import_gguf(file, tmp_path / "plain", lambda stage, percent, size=0: None)
+    model = transformers.AutoModelForImageTextToText
+    _, report = model.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(report.values())
+
+
 def test_pair_of_gguf_files(tmp_path: Path) -> None:
     """The vision part lies next to the model's file. Its two matrices of an MLP may have each other's names."""
     directory, given = Path(shutil.copytree(make("gemma3"), tmp_path / "original")), prompt("gemma3", tmp_path, 1, 1)

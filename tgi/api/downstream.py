@@ -19,6 +19,11 @@ from tgi.microkernel.recovery.work_register import among, split_in_progress
 
 log = logging.getLogger(__name__)
 
+# Of the requests that are submitted in one turn of the loop, this many are sent at a time: in a burst, the processes
+# below work on the first ones while this process reads the others. With much smaller parts the first streams would
+# take the cores that the others need to begin.
+REQUESTS_PER_FLUSH = 24
+
 
 class Connection(Neighbour[RequestT]):
     """One process below: its link, and the requests that it has."""
@@ -58,6 +63,7 @@ class Downstream(Generic[ConnectionT, RequestT]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None  # when the rate allows to send again
         self._exchange_is_due = False  # in the next turn of the loop, with all
+        self._unsent_requests = 0  # submitted since the latest flush of all links
 
     @property
     def responds(self) -> bool:
@@ -67,11 +73,14 @@ class Downstream(Generic[ConnectionT, RequestT]):
     # --- requests ---
 
     def submit(self, request: RequestT) -> None:
-        """Sends a request in the next turn of the loop, or keeps it until a process can have it."""
+        """Sends a request in the next turn of the loop at the latest, or keeps it until a process can have it."""
         if (connection := self.assignments.choose(request, time.monotonic())) is None:
             self.assignments.wait(request)
         else:
             self._submit_to(connection, request)
+            self._unsent_requests += 1
+            if self._unsent_requests >= REQUESTS_PER_FLUSH:
+                self._flush()
         self.exchange_soon()
 
     def submit_waiting(self) -> None:
@@ -159,8 +168,14 @@ class Downstream(Generic[ConnectionT, RequestT]):
         if link.has_pending_work and self._loop is not None:
             self._loop.call_soon(self.exchange, connection)
 
+    def _flush(self) -> None:
+        self._unsent_requests = 0
+        for connection in self.connections:
+            if not connection.link.socket.closed:
+                connection.link.flush()
+
     def _exchange_with_all(self) -> None:
-        self._exchange_is_due = False
+        self._exchange_is_due, self._unsent_requests = False, 0
         for connection in [*self.connections]:
             self.exchange(connection)
 

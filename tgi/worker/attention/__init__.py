@@ -7,6 +7,7 @@ cpu_kernels    CPU, with our own kernels
 packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
 encoder_decoder  a decoder's attention to itself and to an encoder's result, with torch's kernels
+cross_attention  of tokens to the states of images, with torch's kernels
 by_shape       layers with keys and values of several sizes, on any of the backends for torch's kernels
 sequence       of one sequence, where torch computes sequence by sequence
 """
