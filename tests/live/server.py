@@ -158,9 +158,9 @@ class Server:
     def kill(self, name: str) -> None:
         """Kills one process of the tree with SIGKILL: waits until it runs, and until it has ended."""
         self.wait_until(lambda: name in self.processes(), f"{name} runs")
-        victim = self.processes()[name]
-        victim.kill()
-        victim.wait(TIMEOUT_SECONDS)
+        target = self.processes()[name]
+        target.kill()
+        target.wait(TIMEOUT_SECONDS)
 
     @contextlib.contextmanager
     def suspended(self, name: str) -> Iterator[None]:

@@ -23,7 +23,7 @@ from tests.media.test_fetcher import HostileServer, respond
 from tests.models import vision_model
 from tgi.media.processor import _load as load_processor
 from tgi.microkernel.host.rundir import media_directory
-from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
+from tgi.microkernel.recovery.crash_isolation import QUARANTINE_STRIKES
 
 pytestmark = pytest.mark.live
 
@@ -265,11 +265,11 @@ def test_only_the_request_with_the_poisonous_image_fails(server: Server, text: b
         assert others == [200] * 5
         assert fatal.result().status_code == 424
         assert "while it worked on an image of this request" in fatal.result().text
-    assert restarts(server, "media", cause) == CONVICTING_STRIKES
+    assert restarts(server, "media", cause) == QUARANTINE_STRIKES
     again = server.client.post(CHAT, json=chat(image(poison)))
     assert again.status_code == 424
     assert "in quarantine" in again.text
-    assert restarts(server, "media", cause) == CONVICTING_STRIKES
+    assert restarts(server, "media", cause) == QUARANTINE_STRIKES
     assert server.client.post(CHAT, json=chat(image(URL))).status_code == 200
     assert links(server) == []
 
@@ -294,7 +294,7 @@ def test_answers_are_those_of_transformers_and_survive_every_process(computing: 
     again = computing.client.post(CHAT, json=body).json()
     assert again["choices"][0]["message"]["content"] == text
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
-    for victim in ("worker-0", "scheduler-0", "tokenizer-0", "media-0"):
+    for target in ("worker-0", "scheduler-0", "tokenizer-0", "media-0"):
         pieces = []
         with computing.client.stream("POST", CHAT, json=body | {"stream": True}) as response:
             for number, line in enumerate(response.iter_lines()):
@@ -302,8 +302,8 @@ def test_answers_are_those_of_transformers_and_survive_every_process(computing: 
                     choices = json.loads(line.removeprefix("data: "))["choices"]
                     pieces += [choice["delta"].get("content") or "" for choice in choices]
                 if number == 9:
-                    computing.kill(victim)
-        assert "".join(pieces) == text, victim
+                    computing.kill(target)
+        assert "".join(pieces) == text, target
     assert links(computing) == []
 
 

@@ -387,8 +387,8 @@ def test_processes_killed_during_the_drain_are_replaced(server: Server) -> None:
     events = [next(stream) for _ in range(5)]
     processes = server.processes()
     server.commands["up"].terminate()
-    for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
-        processes[victim].kill()
+    for target in ("worker-0", "scheduler-0", "tokenizer-0"):
+        processes[target].kill()
         events += [next(stream) for _ in range(30)]  # it goes on before the next one is killed
     assert len(events + list(stream)) == 300
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
