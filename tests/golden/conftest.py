@@ -23,7 +23,7 @@ LOADING = Status(False, True, "loading weights", 40)
 STALLED = Status(True, False, "the worker finishes no step", 100, LIMITS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def front_for() -> Iterator[Callable[[Exchange], Front]]:
     """front_for(exchange): a front end with the settings and in the state of the exchange."""
     fronts: dict[str, Front] = {}

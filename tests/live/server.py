@@ -30,7 +30,8 @@ from scripts.reliability.network import Host
 from tests.network import HostTransport
 from tgi.microkernel.host import rundir
 
-TIMEOUT_SECONDS = 120
+# Ends what hangs. A start takes seconds, on a machine with far more to do minutes.
+TIMEOUT_SECONDS = 240
 # Without settings from the environment, and without certificates, which take 24 ms to read for each client.
 CLIENT_OPTIONS: dict[str, Any] = {"timeout": TIMEOUT_SECONDS, "trust_env": False, "verify": False}
 # Ports below Linux's range for outgoing connections, so that no connection takes one before the server listens.
@@ -51,6 +52,12 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def python_path(first: Path) -> dict[str, str]:
+    """An environment in which Python searches this directory first, and what it searches here after it: so a server of
+    a checkout that is not installed runs that checkout, also with the faults of a test."""
+    return {"PYTHONPATH": os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 class Server:
@@ -151,9 +158,9 @@ class Server:
     def kill(self, name: str) -> None:
         """Kills one process of the tree with SIGKILL: waits until it runs, and until it has ended."""
         self.wait_until(lambda: name in self.processes(), f"{name} runs")
-        victim = self.processes()[name]
-        victim.kill()
-        victim.wait(TIMEOUT_SECONDS)
+        target = self.processes()[name]
+        target.kill()
+        target.wait(TIMEOUT_SECONDS)
 
     @contextlib.contextmanager
     def suspended(self, name: str) -> Iterator[None]:

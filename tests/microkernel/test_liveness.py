@@ -50,6 +50,12 @@ def test_progress_has_an_age_while_there_is_work() -> None:
     assert clock.tick(103.0, busy=False) is None
 
 
+def test_work_that_comes_before_the_first_tick_is_as_old_as_that() -> None:
+    clock = ProgressClock()
+    assert clock.tick(100.0, busy=True) == 0.0
+    assert clock.tick(100.5, busy=True) == 0.5
+
+
 def test_time_in_which_the_process_did_not_run_does_not_count() -> None:
     clock = ProgressClock()
     clock.tick(100.0, busy=False)

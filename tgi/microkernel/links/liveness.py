@@ -48,7 +48,7 @@ class ProgressClock:
     """Measures for how long a process has had work without finishing any part of it. Times are seconds of one clock."""
 
     def __init__(self) -> None:
-        self._at = 0.0  # of the latest progress
+        self._at = 0.0  # of the latest progress; 0.0: none is known
         self._ticked_at: float | None = None
         self._progressed = False  # since the latest tick
 
@@ -66,7 +66,7 @@ class ProgressClock:
         if there is none. Time in which this process did not run does not count."""
         gap = 0.0 if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
-        if self._progressed or not busy:
+        if self._progressed or not busy or not self._at:
             self._at, self._progressed = now, False
         if not busy:
             return None
