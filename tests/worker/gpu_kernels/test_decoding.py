@@ -114,11 +114,13 @@ def test_attention_of_a_layer_takes_two_launches() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v2", "lfm2", "qwen3_5_text"])
-def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str) -> None:
-    """Prompts of one chunk and of several, decode rows beside them, and decode steps that are recorded and padded. On
-    torch's kernels no step is recorded."""
-    found = []
+@pytest.mark.parametrize("kind", ["deepseek_v2", "lfm2", "qwen3_5_text", "mamba2"])
+def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of one chunk and of several, decode rows next to them, and right and wrong drafts, in steps that are
+    recorded and padded. On torch's kernels no step is recorded."""
+    monkeypatch.setattr(cuda_graphs, "USES_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(cuda_graphs, "chunk_sizes", lambda most: [most])
+    found: list[list[Drawn]] = []
     prompts, samplings = [[5, 9, 3], [7] * 20], [SamplingParams(0)] * 2
     options: dict[str, Any] = {} if kind == "lfm2" else {"layers": 2}
     if kind == "qwen3_5_text":
@@ -127,11 +129,17 @@ def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str) -> 
         model = build_model(make(kind, **options), "float32", "cpu", lambda stage, percent: None, gpu=gpu)
         assert (model.cuda_graph_obstacle is None) == (gpu is not None)
         attention, tapes = CudaAttention(model.kv, PAGES, CPU), Tapes()
-        recording = GraphCaptureConfig(tapes, attention, [3]) if gpu is not None else None
-        engine = make_engine(model, slots=3, pages=PAGES, attention=attention, recording=recording)
-        assert engine.capture_decode_graphs() == (gpu is not None)
+        recording = GraphCaptureConfig(tapes, attention, [4], 19) if gpu is not None else None
+        engine = make_engine(model, slots=4, pages=PAGES, attention=attention, recording=recording)
+        assert (engine.capture_decode_graphs() > 0) == (gpu is not None)
         found.append(drive(engine, prompts, 3, samplings, chunk=18, stagger=1))
-        assert (tapes.played > 2) == (gpu is not None)
+        if gpu is not None:
+            assert engine._decode_graphs is not None
+            drafted = drive(engine, prompts, 3, samplings, guess=lambda at, drawn: [found[0][at].ids[drawn] + at])
+            assert [one.ids for one in drafted] == [one.ids for one in found[0]]
+            assert {(key.tokens, key.drafted) for key in engine._decode_graphs._graphs} == {
+                (0, False), (19, False), (4, True),
+            }  # fmt: skip
     for ours, torchs in zip(*found, strict=True):
         assert ours.ids == torchs.ids
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)

@@ -399,7 +399,7 @@ def _attend(
     last = position
     visible = tl.minimum(lowest + BLOCK, length)  # keys that some query sees
     if last_keys is not None:
-        last = tl.load(last_keys + token, mask=real, other=0)
+        last = tl.where(real, tl.load(last_keys + token, mask=real, other=0), position)
         visible = tl.minimum(tl.max(last, 0) + 1, length)
     first_tile, end_tile = first_key // KEYS, (visible + KEYS - 1) // KEYS
     share = (end_tile - first_tile + SPLITS - 1) // SPLITS
