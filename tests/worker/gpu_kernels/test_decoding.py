@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from tests.models import model as make
+from tests.models import vision_model
 from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.gpu_kernels.count_operations import counted
 from tests.worker.gpu_kernels.test_cuda_graphs import Again, Tapes
 from tests.worker.loras import ALL, make_adapter
+from tests.worker.test_images import COUNT, Harness, agrees, expected, prompt
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
@@ -143,6 +145,20 @@ def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str, mon
     for ours, torchs in zip(*found, strict=True):
         assert ours.ids == torchs.ids
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)
+
+
+def test_steps_behind_images_are_recorded(tmp_path: Path) -> None:
+    """Their rotary positions are shifted. The slots' next requests have another image and none."""
+    directory, tapes = vision_model("qwen2_vl"), Tapes()
+    prompts = [prompt("qwen2_vl", tmp_path, 1, 1), prompt("qwen2_vl", tmp_path, 2)]
+    running = Harness(directory, tmp_path, gpu=GPU, capturer=tapes).start()
+    for order in (prompts, prompts[::-1]):
+        played = tapes.played
+        answers = [running.add(one.ids, COUNT, one.images) for one in order]
+        running.run()
+        for served, one in zip(answers, order, strict=True):
+            agrees(served, expected(directory, one))
+        assert tapes.played > played + 1
 
 
 def test_steps_with_adapters_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

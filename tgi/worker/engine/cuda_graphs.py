@@ -109,6 +109,7 @@ class StepColumns(NamedTuple):
 
     slots: Any  # [tokens of all rows]
     positions: Any  # [tokens of all rows]
+    shifted: Any  # [tokens of all rows]: the positions for the rotary embedding, behind images
     bounds: Any  # [all rows + 1]: the first token of each row
     row_slots: Any  # [all rows]
     context_lens: Any  # [all rows]
@@ -121,8 +122,7 @@ class StepColumns(NamedTuple):
         rows, tokens = key.rows + key.others, key.rows + key.tokens
         views, start = [], 0
         for length in (
-            tokens,
-            tokens,
+            *(tokens, tokens, tokens),
             *((rows + 1, rows, rows, sampled) if key.tokens else (0,) * 4),
             tokens * key.drafted,
         ):
@@ -133,7 +133,7 @@ class StepColumns(NamedTuple):
     @staticmethod
     def length(key: GraphKey, sampled: int) -> int:
         """The length of that column."""
-        tokens = (2 + key.drafted) * (key.rows + key.tokens)
+        tokens = (3 + key.drafted) * (key.rows + key.tokens)
         return tokens + 3 * (key.rows + key.others) + 1 + sampled if key.tokens else tokens
 
 
@@ -220,7 +220,8 @@ class SlotAdapters:
 
 class DecodeGraphs:
     """The captured steps of an engine. Requests have at most `max_total_tokens` tokens. Steps with prompt chunks of up
-    to `chunk_tokens` tokens, and with drafts, are captured too; 0: neither."""
+    to `chunk_tokens` tokens, and with drafts, are captured too; 0: neither. `shifts`: PromptParts.shifts of the
+    model."""
 
     def __init__(
         self,
@@ -231,7 +232,9 @@ class DecodeGraphs:
         max_total_tokens: int,
         capturer: GraphCapturer,
         chunk_tokens: int = 0,
+        shifts: bool = False,
     ) -> None:
+        self._shifts = shifts
         self._model = model
         self._attention = attention
         self._slots = slots
@@ -340,11 +343,12 @@ class DecodeGraphs:
         """What a graph reads in a step of these rows: StepColumns."""
         key, count, padding = graph.key, len(rows.slots), self._slots.padding_slot
         column = np.zeros(graph.inputs.numel(), np.int64)
-        if not key.tokens:
-            column[:count], column[key.rows : key.rows + count] = rows.slots, rows.starts
-            column[count : key.rows] = padding
-            return column
         to = StepColumns.of(column, key, graph.sampled)
+        if not key.tokens:
+            to.slots[:count], to.positions[:count] = rows.slots, rows.starts
+            to.slots[count:] = padding
+            np.add(to.positions, self._slots.shifts[to.slots], to.shifted)
+            return column
         to.slots.fill(padding)
         counts = rows.ends - rows.starts
         lead = 0 if rows.drafts is not None else min(_leading_ones(counts), key.rows)
@@ -355,6 +359,7 @@ class DecodeGraphs:
         ragged = slice(key.rows, key.rows + int(ends[-1]))
         to.slots[ragged] = np.repeat(rows.slots[lead:], counts[lead:])
         to.positions[ragged] = np.arange(ends[-1]) + np.repeat(rows.starts[lead:] - ends + counts[lead:], counts[lead:])
+        np.add(to.positions, self._slots.shifts[to.slots], to.shifted)
         to.row_slots.fill(padding)
         to.context_lens.fill(1)
         to.bounds[: key.rows] = np.arange(key.rows)
@@ -429,6 +434,7 @@ class DecodeGraphs:
             to.context_lens[: key.rows] = 1
             to.context_lens[key.rows :] = np.maximum(counts, 1)
             to.logits_indices[:] = np.arange(sampled) % (key.rows + key.tokens)
+        to.shifted[:] = to.positions
         return column
 
     def _check(self, words: str, found: Tensor, expected: Tensor) -> None:
@@ -473,6 +479,7 @@ class DecodeGraphs:
             query_lens_host=key.query_lens,
             context_lens_host=[self._max_total_tokens] * (key.rows + key.others),
             state_slots=None if self._attention.state is None else self._slots.state_slots(row_slots).int(),
+            rope_positions=given.shifted if self._shifts else None,
             kept_states=given.kept.int() if key.drafted and self._attention.state is not None else None,
             lora_runs=self._adapters.runs(row_slots, bounds, key) if key.rank else None,
         )

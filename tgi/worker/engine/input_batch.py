@@ -129,6 +129,7 @@ class Slots:
         self.prompt_top_n = np.zeros(count, np.int64)
         self.adapters: dict[int, Any] = {}  # by slot, for requests with an adapter
         self.faults: dict[int, str] = {}  # by slot: why the request cannot continue
+        self.shifts = np.zeros(count + 1, np.int64)  # PromptParts.shift
         self._grammars = grammars
         self._adapter_registry = adapter_registry
         self._images = images  # None: the model has no vision tower and no encoder
@@ -365,6 +366,7 @@ class Slots:
             self._images.discard(slot)
         if new.images or self._encodes_prompt:
             self._assign_images(new, ids)
+        self.shifts[slot] = 0 if self._images is None else self._images.shift(slot)
 
     def _assign_images(self, new: SlotAssignment, ids: Ints) -> None:
         """Records a fault if the images do not fit the prompt. Raises BadStep if the model takes none."""

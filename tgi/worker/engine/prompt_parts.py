@@ -14,6 +14,7 @@ from tgi.worker.vision.prompt_images import TowerWork
 class PromptParts(Protocol):
     """The parts of prompts that something before the model computes as a whole: images, or the inputs of an encoder."""
 
+    shifts: bool  # whether `shift` is ever other than 0
     encodes_prompt: bool  # all of each prompt but its last token is such a part, with or without an ImageSegment
 
     @property
@@ -38,6 +39,12 @@ class PromptParts(Protocol):
 
     def concern(self, slots: NDArray[np.int64], starts: NDArray[np.int64]) -> bool:
         """Whether `add_to` adds something to a batch with rows of `slots` [R] that begin at positions `starts` [R]."""
+
+    def computes(self, slots: NDArray[np.int64], starts: NDArray[np.int64]) -> bool:
+        """Whether such a batch needs more than shifts of its positions; captured steps have those alone."""
+
+    def shift(self, slot: int) -> int:
+        """What the rotary embedding adds to the positions of a slot after its last part."""
 
     def add_to(
         self, batch: ForwardBatch, slots: NDArray[np.int64], starts: NDArray[np.int64], faults: dict[int, str]
