@@ -14,8 +14,11 @@ from tgi.worker.vision.prompt_images import TowerWork
 class PromptParts(Protocol):
     """The parts of prompts that something before the model computes as a whole: images, or the inputs of an encoder."""
 
-    shifts: bool  # whether `shift` is ever other than 0
     encodes_prompt: bool  # all of each prompt but its last token is such a part, with or without an ImageSegment
+
+    @property
+    def shifts(self) -> bool:
+        """Whether `shift` is ever other than 0."""
 
     @property
     def undivided(self) -> str:
