@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.live.faults import sitecustomize as faults
-from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, python_path
 from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
 
 pytestmark = pytest.mark.live
@@ -31,7 +31,7 @@ SAMPLED: list[tuple[str, dict[str, Any]]] = [
 def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--model-id", str(tiny_llama), "--worker", "scripted", "--scripted-step-us", "20000")
     run = tmp_path_factory.mktemp("faults") / "run"
-    with Server(run, *flags, env={"PYTHONPATH": str(FAULTS)}) as server:
+    with Server(run, *flags, env=python_path(FAULTS)) as server:
         yield server.start().wait_until_ready()
 
 
@@ -40,7 +40,7 @@ def impatient(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """A server that replaces a process after two seconds without progress."""
     flags = ("--model-id", str(tiny_llama), "--worker", "scripted", "--scripted-step-us", "20000")
     run = tmp_path_factory.mktemp("hangs") / "run"
-    with Server(run, *flags, "--hang-timeout", "2", env={"PYTHONPATH": str(FAULTS)}) as server:
+    with Server(run, *flags, "--hang-timeout", "2", env=python_path(FAULTS)) as server:
         yield server.start().wait_until_ready()
 
 

@@ -1,7 +1,6 @@
 """Images on every route, from hostile hosts and in hostile files: a whole server with the scripted worker."""
 
 import json
-import os
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from scripts.make_vision_model import IMAGE_TOKENS
 from tests.live.faults import sitecustomize as faults
-from tests.live.server import Server
+from tests.live.server import Server, python_path
 from tests.live.test_crash_isolation import FAULTS, restarts
 from tests.media.pictures import data_url, encoded, noise, png_header
 from tests.media.test_fetcher import HostileServer, respond
@@ -47,8 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "1000000",
     )
     flags += ("--max-images", "3", "--max-concurrent-requests", str(PERMITS), "--hang-timeout", "3")
-    path = os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")])
-    with Server(tmp_path_factory.mktemp("images") / "run", *flags, env={"PYTHONPATH": path}) as server:
+    with Server(tmp_path_factory.mktemp("images") / "run", *flags, env=python_path(FAULTS)) as server:
         server.start().wait_until_ready()
         assert [*media_directory(server.run_directory).glob("*.safetensors")]  # a ready server has loaded an image
         yield server

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, python_path
 from tgi.microkernel.host import rundir
 from tgi.microkernel.links.link import Link
 from tgi.microkernel.messages.protocol import PROTOCOL, Hello, Status, Step, StepResult
@@ -144,7 +144,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
     )
-    return os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    return os.environ | python_path(folder) | {"HF_HUB_OFFLINE": "1"}
 
 
 @pytest.mark.parametrize("command", ["up", "worker"])

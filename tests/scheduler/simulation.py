@@ -53,13 +53,7 @@ class FailingWorker(FakeWorker):
         self._copy_states(step)
         self._assign_slots(step)
         self._append_pages(step)
-        size = self.config.page_size
-        for slot in (*unpack_int32(step.rows), *unpack_int32(step.state_copies)[1::2]):
-            self._states[slot] = -1  # no chain
-        for slot, start in zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=True):
-            for table in self._slots[slot].page_tables:
-                for number, page in enumerate(table[start // size :], start // size):
-                    del self._pages[page][1 + max(0, start - number * size) :]
+        self.lose_rows(step)
 
     def read_page(self, page: int) -> list[int]:
         return [*self._pages[page]]
@@ -121,16 +115,20 @@ class Simulation:
         self.adapters.request_again(index)
         return tokenizer
 
-    def worker_up(self, worker_config: FakeWorkerConfig | None = None) -> None:
-        """Starts a worker, which is ready at once; the previous one, if any, is killed from outside."""
+    def worker_up(self, worker_config: FakeWorkerConfig | None = None, keeps_pages: bool = False) -> None:
+        """Starts a worker, which is ready at once; the previous one, if any, is killed from outside. `keeps_pages`: it
+        has the memory of the previous one."""
         if self.worker is not None:
             self.worker_down(outside=True)
         self.lives += 1
         self.worker = PeerId("worker", 0, f"boot-{self.lives}".encode())
-        self.engine = FailingWorker(worker_config or self.worker_config)
+        previous, self.engine = self.engine, FailingWorker(worker_config or self.worker_config)
+        if keeps_pages:
+            self.engine.share_memory(previous)
         self.first_ids.clear()
         self.adapters.worker_started()
-        self.handle(Hello(PROTOCOL, *self.worker, last_exit=self.last_exit), self.worker)
+        hello = Hello(PROTOCOL, *self.worker, last_exit=self.last_exit, keeps_pages=keeps_pages)
+        self.handle(decode(encode(hello)), self.worker)
         self._report_files()
         self.handle(self.adapters.worker_status(), self.worker)
 
@@ -139,6 +137,9 @@ class Simulation:
         assert self.worker is not None
         worker, self.worker = self.worker, None
         self.last_exit = LastExit(worker.boot, "was killed" if outside else "crashed", outside)
+        for step in self.steps:  # which it may have begun
+            if isinstance(step, Step):
+                self.engine.lose_step(step)
         self.steps.clear()
         self.results.clear()
         self.transfers.clear()
@@ -287,6 +288,7 @@ class Simulation:
         self.first_ids |= {slot.slot: unpack_int32(slot.token_ids)[0] for slot in step.slots}
         computed = {self.first_ids[slot] for slot in unpack_int32(step.rows)}
         if computed & self.poison:
+            self.steps.appendleft(step)
             self.worker_down()
             return None
         lacks_memory = sum(unpack_int32(step.counts) + unpack_int32(step.drafts)) > self.memory

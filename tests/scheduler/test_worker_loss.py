@@ -10,6 +10,7 @@ from tests.scheduler.simulation import FailingWorker, Simulation, assert_as_if_a
 from tgi.microkernel.host.rundir import successor_path
 from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
 from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.kv_groups import GroupKind, KVGroup
 from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     End,
@@ -17,13 +18,16 @@ from tgi.microkernel.messages.protocol import (
     Hello,
     LastExit,
     Status,
+    Step,
     StepResult,
+    StoredPages,
     UpdateAdapter,
 )
 from tgi.microkernel.recovery.crash_isolation import MEMORY_SECONDS, OUTSIDE_PROGRESS, TRIAL_TOKENS
 from tgi.microkernel.recovery.work_register import split_fingerprints
 from tgi.scheduler.estimators import GROWTH_STEPS
 from tgi.scheduler.main import SuccessorFile
+from tgi.scheduler.page_index import PageIndex
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(
@@ -692,3 +696,71 @@ def test_a_scheduler_that_cannot_write_the_file_for_its_successor_works_on(
     sim.worker_up()
     SuccessorFile(successor_path(tmp_path, "scheduler-0")).write_changes(sim.scheduler)
     assert "the next scheduler does not know the suspects" in caplog.text
+
+
+# --- pages that outlive the worker ------------------------------------------------------------------------------------
+
+
+def test_the_next_worker_goes_on_from_the_pages_of_one_that_was_killed() -> None:
+    """Only the last page of each request is computed again, although a request ends while its row is in flight."""
+    sim = running_simulation(requests=4)
+    for n in range(1, 4):
+        sim.add([50, *range(n)], 20)  # of other lengths, so that steps in flight fill pages
+    for _ in range(10):
+        sim.step()
+    sim.plan()
+    sent = len(sim.sent)
+    *others, cancelled = sim.requests
+    sim.cancel(cancelled)
+    known = [len(request.prompt) + len(request.ids) for request in others]
+    sim.worker_up(keeps_pages=True)
+    sim.plan()
+    size = WORKER_CONFIG.page_size
+    assert sum(unpack_int32(sim.sent[sent].counts)) == sum(count - (count - 1) // size * size for count in known)
+    sim.run()
+    for request in others:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+@pytest.mark.parametrize("case", ["crashed", "of another life", "connected again", "files"])
+def test_pages_are_computed_again_that_another_worker_may_not_have(case: str) -> None:
+    sim = running_simulation()
+    for _ in range(10):
+        sim.step()
+    assert sim.worker is not None
+    sent, worker = len(sim.sent), sim.worker
+    if case == "files":
+        planner = sim.scheduler._planner
+        assert planner is not None
+        planner.kv_cache.index = PageIndex(StoredPages(b"", 0), WORKER_CONFIG.pages, WORKER_CONFIG.page_size)
+    sim.worker_down(outside=case != "crashed")
+    assert sim.last_exit is not None
+    if case == "of another life":
+        sim.last_exit = sim.last_exit._replace(boot=b"another")
+    elif case == "connected again":
+        sim.last_exit = None
+    sim.worker_up(keeps_pages=True)
+    assert worker != sim.worker
+    sim.scheduler._isolation.suspects.clear()
+    sim.run()
+    assert sum(unpack_int32(sim.sent[sent].starts)) == 0
+
+
+def test_the_next_worker_goes_on_from_the_states_of_one_that_was_killed() -> None:
+    """Those of which the steps in flight were to take snapshots are computed again."""
+    states = KVGroup(GroupKind.RECURRENT, snapshots=20, interval=4, drafts=6)
+    config = WORKER_CONFIG._replace(groups=(*WORKER_CONFIG.groups, states))
+    sim = running_simulation(requests=4, worker_config=config)
+    for n in range(1, 4):
+        sim.add([50, *range(n)], 20)
+    for _ in range(10):
+        sim.step()
+    sim.plan()
+    assert any(one.state_copies for one in sim.steps if isinstance(one, Step))
+    sent = len(sim.sent)
+    sim.worker_up(keeps_pages=True)
+    sim.plan()
+    assert min(unpack_int32(sim.sent[sent].starts)) >= config.page_size
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, config)

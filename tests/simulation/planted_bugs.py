@@ -312,6 +312,7 @@ PLANTED_BUGS = {
     "scheduler gives back a page that its window needs": PlantedBug(
         KVCacheManager, "give_back", pages_are_given_back_early, seed=17
     ),
+    "scheduler finds the pages of lost steps": PlantedBug(KVCacheManager, "forget", does_nothing, seed=15),
     "scheduler keeps the prefixes of a lost worker": PlantedBug(
         KVCacheManager, "worker_state_lost", does_nothing, seed=8
     ),

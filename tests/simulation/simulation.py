@@ -80,6 +80,7 @@ class SimulationConfig(NamedTuple):
     healthy_after: float = 4.0  # seconds in which all processes run until /health must be 200
     patience: float = 150.0  # seconds that a request may take
     replicas: int = 1
+    shares_memory: bool = False  # a worker has the memory of the one before it
 
 
 class SimulationFailed(AssertionError):
@@ -138,6 +139,7 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         adapter_share=random.choice((0.005, 0.03)),
         replicas=random.choice((1, 1, 2, 3)),
         adapter_failures=random.choice((0.0, 0.0, 0.3)),
+        shares_memory=Random(f"memory {seed}").random() < 0.5,
     )
     # Where a process takes longer to start than until the next one dies, hardly any request ends.
     return config._replace(restart_seconds=min(config.restart_seconds, config.faults.mean_seconds / 2))

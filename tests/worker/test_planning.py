@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from scripts.make_gguf import write_gguf
 from tests.cases import each_case
 from tests.families import STRUCTURES, in_depth, with_variants
 from tests.models import model as make
+from tests.models import vision_model
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Awq, Compressed, Float4, Form, Fp8, Gptq, write
@@ -137,6 +139,8 @@ def vector_bytes(weights: DecoderWeights) -> int:
         norms += [] if layer.layer_input is None else [layer.layer_input.after]
         norms += [] if layer.residual is None else [layer.residual.after]
         norms += [] if layer.streams is None else [layer.streams.norm]
+        if layer.cross is not None:
+            norms += [layer.cross.query_norm, layer.cross.key_norm]
         if layer.attention is not None:
             norms += layer.attention.query_key_norms
             linears += [layer.attention.qkv, layer.attention.output]
@@ -180,7 +184,7 @@ def check(
         assert sum(matrix.local_numbers for matrix in listed) == weights.footprint.numbers
         assert sum(sizes.values()) == weights.footprint.bytes
         found = rank_memory(PlannedDeployment(planned), shard, device, settings)
-        assert found.weights == weights.footprint.bytes + vector_bytes(weights)
+        assert found.weights == weights.footprint.bytes + vector_bytes(weights) + planned.tower
         assert found.kv_token == model.kv.token_bytes
         assert found.state == (0 if model.kv.state is None else model.kv.state.bytes)
 
@@ -189,6 +193,21 @@ def check(
 def test_every_family_as_on_a_gpu(kind: str, variant: tuple[int, str | None]) -> None:
     ranks, quantize = variant
     check(make(kind, tie=quantize is not None), ranks, native=False, quantize=quantize)
+
+
+@pytest.mark.parametrize(("ranks", "native", "quantize"), [(1, True, None), (2, False, "int4")])
+def test_layers_that_attend_to_images(ranks: int, native: bool, quantize: str | None) -> None:
+    """And images that are kept as long as their requests run."""
+    directory = vision_model("mllama")
+    check(directory, ranks, native, quantize=quantize)
+    planned, device = read_planned_model(directory, Settings()), CPU if native else GPU
+    larger = replace(planned.config, image_states=1 << 20)
+    reserves = []
+    for config in (planned.config, larger):
+        one = PlannedDeployment(planned._replace(config=config))
+        reserves.append(rank_memory(one, shard_decoder(config, 0, ranks), device, Settings()).reserve)
+    running, pair = (4 if native else 16), 2 * 16 * 4 * 2 // ranks  # key and value of 2 heads of 16 float32 numbers
+    assert reserves[1] - reserves[0] == running * 2 * (1 << 20) * pair - (256 << 20)
 
 
 @pytest.mark.parametrize("kind", in_depth(FAMILIES, (*STRUCTURES, "phi3", "qwen2_moe", "olmo2", "starcoder2")))

@@ -107,6 +107,7 @@ class Request:
         "state",
         "stop_ids",
         "tables",
+        "tables_from_step",
         "token_ids",
         "tokenizer",
         "valid_from_step",
@@ -178,6 +179,7 @@ class Request:
         self.page_keys: list[bytes] = []  # of its first pages, as far as they are known; see page_index.py
         self.read_from: object = None  # the PageIndex that has looked for its pages in files
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
+        self.tables_from_step = NO_STEP  # the first step with `tables`, which stay when it has left its slot
 
     def _set_prompt_logprobs(self, begin: int, top_n: int) -> None:
         if begin < 0 or not 0 <= top_n <= MAX_PROMPT_TOP_TOKENS:

@@ -13,6 +13,7 @@ from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     QUEUED,
     SUCCESSES,
+    WORKER_LOST,
     AdapterUpdated,
     Add,
     Beat,
@@ -83,6 +84,14 @@ class LostWorker(NamedTuple):
 
     boot: bytes
     in_progress: dict[bytes, int]  # the requests in its steps, by fingerprint, with the tokens that they had generated
+
+
+def _has_pages_of(hello: Hello, lost: LostWorker | None) -> bool:
+    """Whether a worker that has connected still has the pages that the lost one had computed. It is the next one, and
+    the lost one was ended from outside: one that crashed may have written anywhere."""
+    if lost is None or (report := hello.last_exit) is None:
+        return False
+    return hello.keeps_pages and report.outside and report.boot == lost.boot
 
 
 class Scheduler:
@@ -597,8 +606,10 @@ class Scheduler:
 
     def _blame_lost_worker(self, hello: Hello, now: float) -> None:
         """A worker has connected. If it replaces one that died, it tells how: the requests that the dead one had in
-        hand are suspects, unless something else ended it."""
+        progress are suspects, unless something else ended it, and whether it has its predecessor's pages."""
         lost, self._lost_worker = self._lost_worker, None
+        if self._planner is not None and not _has_pages_of(hello, lost):
+            self._planner.kv_cache.worker_state_lost()
         if lost is None or hello.boot == lost.boot:
             return  # only the connection was lost
         cause, outside = "the worker died", False
@@ -772,10 +783,15 @@ class Scheduler:
         self.worker.disconnect()
         self._step_limits.worker_lost()
         self.counters.worker_losses += 1
+        steps = [*self.pipeline.steps]
         self.pipeline.worker_lost()
-        if self._planner is not None:
-            self._planner.kv_cache.index = None
-        self._requeue_running()
+        self._send_adapter_updates()
+        if (planner := self._planner) is not None:
+            stored, planner.kv_cache.index = planner.kv_cache.index, None
+            if stored is None:
+                planner.steps_failed(steps, WORKER_LOST)  # the others may be kept: see _blame_lost_worker
+            else:  # it may have been reading pages from files, where the next worker finds them
+                planner.worker_state_lost()
         self._connect_waiting_worker(now)
         self.report_status(now)
 

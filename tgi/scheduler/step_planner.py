@@ -354,12 +354,15 @@ class StepPlanner:
         return end - start, encoder_cost
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
-        """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available.
+        """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available, or too
+        many images are in use.
 
         No request is preempted for it, and no pages are reserved for what it may generate. `busy`: other requests hold
         slots.
         """
         kv_cache = self.kv_cache
+        if request.images and busy and self.batch.images + len(request.images) > self.limits.max_running_images:
+            return False
         if request.missing_pages and busy and not kv_cache.ensure_available(request.missing_pages):
             return False  # as many are missing as when it was last tried
         # The last token is always computed, since its row samples the next one; so is each position that yields a
@@ -380,7 +383,7 @@ class StepPlanner:
         if not kv_cache.allocate(request, column, max_cached, self._spare_pages if busy else 0):
             return False
         slot = self.batch.assign_slot(request)
-        request.valid_from_step = number
+        request.valid_from_step = request.tables_from_step = number
         if kv_cache.snapshots is not None:
             kv_cache.restore_state(kv_cache.snapshots, request)
         request.found_tokens = request.planned
@@ -463,21 +466,22 @@ class StepPlanner:
             self._requeue(request, WORKER_LOST)
         self.kv_cache.worker_state_lost()
 
-    def steps_failed(self, steps: list[InFlightStep]) -> None:
-        """These steps have computed nothing: returns all running requests to the queue. The pages stay that earlier
-        steps have filled; all are lost if the pages that these steps had for a request are not known, since it has left
-        or has given them back."""
-        pages, known = [], True
+    def steps_failed(self, steps: list[InFlightStep], event: RequestEvent = PREEMPT) -> None:
+        """What these steps were to compute is not there, or only in part: returns all running requests to the queue.
+        The pages stay that earlier steps have filled; all are lost if the pages that these steps had for a request are
+        not known, since it has got others or has given them back."""
+        pages, snapshots, known = [], [], True
         for step in steps:
+            snapshots += [-1 - target for target in unpack_int32(step.message.state_copies)[1::2] if target < 0]
             starts = unpack_int32(step.message.starts)
             for request, start in zip(step.requests_in_row_order, starts, strict=True):
-                known &= step.message.number >= request.valid_from_step
+                known &= step.message.number >= request.tables_from_step
                 for table in request.tables:
                     pages += table[start // self._page_size :]
         for request in list(self.batch):
-            self._requeue(request, PREEMPT)
+            self._requeue(request, event)
         if known and NO_PAGE not in pages:
-            self.kv_cache.forget(pages)
+            self.kv_cache.forget(pages, snapshots)
         else:
             self.kv_cache.worker_state_lost()
 

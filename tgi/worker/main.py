@@ -14,6 +14,7 @@ from tgi.hub.model_config import read_model_config
 from tgi.hub.pooling import read_pooling_config
 from tgi.microkernel.host.rundir import scheduler_socket
 from tgi.microkernel.links.link import Link, end_sessions
+from tgi.microkernel.messages.protocol import LastExit
 from tgi.microkernel.observability.progress import WorkerFacts
 from tgi.microkernel.processes.fork_server import leave_fork_server
 from tgi.microkernel.processes.process import Process
@@ -70,7 +71,8 @@ def main(process: Process) -> None:
             place = group.place
         else:
             place = None
-        link = process.connect_link(_scheduler_address(process), process.hello(model))
+        hello = process.hello(model)._replace(keeps_pages=_keeps_pages(process.last_exit))
+        link = process.connect_link(_scheduler_address(process), hello)
         loop = WorkerLoop(process, link)
         loop.progress("starting", 0)
         with lost_rank_first(process) if group is not None else contextlib.nullcontext():
@@ -91,6 +93,12 @@ def main(process: Process) -> None:
             group.close()
         if link is not None:
             link.close()
+
+
+def _keeps_pages(last_exit: LastExit | None) -> bool:
+    """Whether this process shares the pages of its predecessor. Then it was forked with all modules imported."""
+    startup = sys.modules.get("tgi.worker.engine.startup")
+    return startup is not None and startup.keeps_pages(last_exit)
 
 
 def _energy_meter(settings: Settings, place: RankPlace | None) -> EnergyMeter:
@@ -160,7 +168,7 @@ def _start_torch_engine(
     # Several workers of a host have cores of their own, which a process inherits.
     requests = process.fork_requests if ranks * replicas == 1 else None
     share = None if requests is None else partial(leave_fork_server, requests)
-    return start_engine(settings, progress, place, share)
+    return start_engine(settings, progress, place, share, process.last_exit)
 
 
 def _fake_worker_config(settings: Settings) -> FakeWorkerConfig:

@@ -148,6 +148,7 @@ class Hello(NamedTuple):
     site: str = ""  # the id of its run directory: each has its own replica 0 of a role
     last_exit: LastExit | None = None  # None: the first process of its supervisor
     source: ModelSource | None = None  # tokenizers only, for front ends that have no model directory
+    keeps_pages: bool = False  # workers only: it shares the KV cache of the process of `last_exit`, which is as it was
 
 
 class LinkRejected(NamedTuple):
@@ -197,6 +198,7 @@ class DeploymentLimits(NamedTuple):
     device: str  # "cpu", "cuda"
     groups: list[KVGroup] = ONE_FULL_GROUP  # what the model's layers keep; each but a recurrent one has a page table
     undivided: str = ""  # what of a prompt with images one step computes as a whole, since its tokens see later ones
+    max_running_images: int = 1 << 16  # of the requests that hold slots; one that holds them alone may have more
 
     def pages_needed(self, tokens: int) -> int:
         """The pages that a request of this many tokens holds at most."""

@@ -22,20 +22,23 @@ from tgi.worker.attention.torch_cpu import TorchCpuAttention
 from tgi.worker.state_cache import StateCache
 
 
-def build_attention(kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0) -> AttentionBackend:
+def build_attention(
+    kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0, shared: bool = False
+) -> AttentionBackend:
     """The backend for a model on a device, with memory for `pages` pages, numbered from 0, and, if the model has
-    recurrent layers, for `state_slots` slots of their state."""
+    recurrent layers, for `state_slots` slots of their state. `shared`: processes that are forked from this one have the
+    same pages and states, if our CPU kernels compute."""
     if kv.position_bias is not None:
         return EncoderDecoderAttention(kv, pages, page_size(kv, device), device)
     if kv.cpu_kernels is not None and device.type == "cpu":
-        backend: AttentionBackend = CpuKernelAttention(kv, pages, kv.cpu_kernels)
+        backend: AttentionBackend = CpuKernelAttention(kv, pages, kv.cpu_kernels, shared)
     elif device.type == "cuda":
         backend = cuda_attention(kv, pages, device)
     else:
         backends = [(TorchCpuAttention(spec, pages, device), layers) for spec, layers in kv.by_shape()]
         backend = AttentionByShape(backends) if len(backends) > 1 else backends[0][0]
     if kv.state is not None:
-        backend.state = StateCache(kv.state, state_slots, device)
+        backend.state = StateCache(kv.state, state_slots, device, shared)
     return backend
 
 
