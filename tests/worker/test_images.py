@@ -34,7 +34,10 @@ from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGrou
 from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import build_attention
-from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.attention.cuda import CudaAttention
+from tgi.worker.engine.cuda_graphs import GraphCapturer
+from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.rotary import inverse_frequencies
 from tgi.worker.models.config_reader import read_config, read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
@@ -240,6 +243,8 @@ class Harness:
         chunk: int = 512,
         kept: int = 1 << 20,
         native: bool = False,
+        gpu: GpuKernels | None = None,
+        capturer: GraphCapturer | None = None,
     ) -> None:
         kernels = our_kernels(read_model_spec(directory, "float32")) if native else None
         model = build_model(directory, "float32", "cpu", lambda stage, percent: None, kernels=kernels)
@@ -248,14 +253,20 @@ class Harness:
         make_pairs = model.image_pairs if family.crosses and isinstance(model, DecoderModel) else None
         self.images = PromptImages(load_tower(directory, family, torch.float32, CPU), media, kept, make_pairs)
         groups, slots = kv_groups(model), 4
-        attention = build_attention(model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS)
+        attention: Any = build_attention(
+            model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS
+        )
+        if gpu is not None:
+            attention = CudaAttention(model.kv._replace(gpu_kernels=gpu), pages, CPU)
+        capture = None if capturer is None else GraphCaptureConfig(capturer, attention, [slots])
         size = attention.page_size
         total = pages * size
         limits = DeploymentLimits(
             total, total - 1, total, chunk, slots, pages, size, model.vocab_size, "float32", "cpu", groups,
             self.images.undivided,
         )  # fmt: skip
-        self.engine = TorchEngine(model, attention, limits, images=self.images)
+        self.engine = TorchEngine(model, attention, limits, images=self.images, graph_capture=capture)
+        self.engine.capture_decode_graphs()
 
     def start(self) -> ScheduledEngine:
         self.engine.reset()

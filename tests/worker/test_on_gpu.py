@@ -148,6 +148,9 @@ def test_a_gpu_samples_the_same_tokens_as_a_cpu(kind: str, tmp_path: Path, monke
         ("deepseek_v3", None),
         ("lfm2", None),
         ("qwen3_5_text", None),
+        ("mamba2", None),
+        ("gemma4_text", None),
+        ("gemma3n_text", None),
         ("llama", "fp8_e4m3fn"),
         ("deepseek_v3", "fp8_e4m3fn"),
         ("gemma2", "fp8_e5m2"),
@@ -163,7 +166,7 @@ def test_replayed_steps_sample_the_same_tokens(kind: str, cache: str | None, tmp
         assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=0.1)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mamba2"])
 def test_batch_invariant_rows_have_the_same_bits_in_any_batch(kind: str, tmp_path: Path) -> None:
     """Alone, in steps with others, behind prompts, in recorded steps and not."""
     engine = started(kind, "bfloat16", tmp_path / "run", GPU, (), batch_invariant=True)
@@ -226,6 +229,8 @@ ROWS = {"decode": [(1, 1), (1, 16), (1, 17), (1, 1000), (1, 5000)], "mixed": [(1
         (16, 16, 256, torch.bfloat16, None),
         (16, 16, 256, torch.float32, None),
         (32, 1, 80, torch.float16, None),
+        (16, 2, 512, torch.bfloat16, None),
+        (8, 1, 512, torch.bfloat16, torch.float8_e4m3fn),
         (32, 1, 80, torch.bfloat16, torch.float8_e5m2),
         (14, 2, 64, torch.float32, torch.float8_e4m3fn),
     ],
@@ -285,7 +290,10 @@ def test_real_vocabularies_are_sampled_as_torch_does(gpu: GpuKernels) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "qwen3", "cohere", "starcoder2", "qwen3_moe", "gpt_oss", "apertus", "deepseek_v3", "lfm2", "qwen3_next"],
+    [
+        *("llama", "qwen3", "cohere", "starcoder2", "qwen3_moe", "gpt_oss", "apertus", "deepseek_v3", "lfm2"),
+        *("qwen3_next", "mamba2", "falcon_h1", "gemma4_text", "gemma3n_text"),
+    ],
 )
 def test_models_with_our_kernels_are_what_torch_computes(gpu: GpuKernels, kind: str) -> None:
     batch = make_batch([Row(list(range(5, 75)), 0, range(8)), Row([8, 30], 0, range(8, 16))])

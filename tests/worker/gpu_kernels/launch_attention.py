@@ -13,7 +13,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Cache type, head_dim, cap, by capability and type: every branch of the kernel is compiled for some GPU.
 LAUNCHED: dict[tuple[int, torch.dtype], list[tuple[torch.dtype, int, float | None]]] = {
     (80, BRAIN): [(BRAIN, 128, None)],
-    (90, BRAIN): [(E4M3, 128, None), (BRAIN, 256, 50.0)],
+    (90, BRAIN): [(E4M3, 128, None), (BRAIN, 256, 50.0), (BRAIN, 512, None)],
     (100, BRAIN): [(E5M2, 80, None)],
     (80, HALF): [(E4M3, 64, None)],
     (90, SINGLE): [(SINGLE, 64, None)],
@@ -27,13 +27,14 @@ def launches(dtype: torch.dtype) -> None:
         launch(dtype, kept, dim, cap, divmod(capability, 10))
     if (capability, dtype) == (90, BRAIN):
         launch(dtype, dtype, 128, None, divmod(capability, 10), chunked=True, slopes=torch.empty(32))
+        launch(dtype, dtype, 256, None, divmod(capability, 10), ahead=True)
 
 
 def everything(dtype: torch.dtype) -> None:
     """All combinations that models have. It takes minutes: python -m tests.worker.gpu_kernels.launch_attention."""
     capability = triton.runtime.driver.active.get_current_device()
     for kept in (dtype, E4M3, E5M2):
-        for dim, cap in ((64, None), (80, None), (96, None), (128, None), (256, 50.0)):
+        for dim, cap in ((64, None), (80, None), (96, None), (128, None), (256, 50.0), (512, None)):
             for heads, kv_heads in ((32, 8), (32, 32), (14, 2), (24, 1)):
                 launch(dtype, kept, dim, cap, divmod(capability, 10), heads, kv_heads)
 
@@ -48,6 +49,7 @@ def launch(
     kv_heads: int = 8,
     chunked: bool = False,
     slopes: torch.Tensor | None = None,
+    ahead: bool = False,
 ) -> None:
     """How many rows there are, how wide their table is and where a step puts both, and how far is seen, compiles
     nothing more."""
@@ -73,6 +75,7 @@ def launch(
                 splits=splits,
                 chunked=chunked and window is not None,
                 slopes=slopes,
+                last_keys=positions.int() if ahead else None,
             )
 
 

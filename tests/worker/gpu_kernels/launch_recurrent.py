@@ -1,16 +1,18 @@
 """Launches the mixers of recurrent layers and latent attention with the sizes of real models."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 import triton
 
-from tgi.worker.cpu_kernels.recurrent import DeltaRule
+from tgi.worker.cpu_kernels.recurrent import DeltaRule, GatedNorm, GatedNormForm, Ssd
 from tgi.worker.gpu_kernels.attention_arguments import Rotation, Rows
 from tgi.worker.gpu_kernels.causal_conv import causal_conv, random_rows
 from tgi.worker.gpu_kernels.delta_rule import delta_rule
 from tgi.worker.gpu_kernels.latent_write import rotate_and_write_latent
 from tgi.worker.gpu_kernels.paged_attention import COUNTERS, paged_attention
+from tgi.worker.gpu_kernels.ssd import gated_norm, ssd
 from tgi.worker.state_cache import StateTensor
 
 CPU = torch.device("cpu")
@@ -31,6 +33,7 @@ def launches(dtype: torch.dtype) -> None:
         _lfm2(dtype, counts)
         if capability == 90:
             _qwen3_next(dtype, counts)
+            _nemotron_h(dtype, counts)
     for kept, heads, steps in LATENT.get((capability, dtype), ()):
         _latent(dtype, kept, heads, steps, divmod(capability, 10))
 
@@ -55,6 +58,20 @@ def _qwen3_next(dtype: torch.dtype, counts: list[int]) -> None:
     for invariant in (False, True):
         z, ba = x[:, 2 * keys + values :], torch.empty(tokens, 64, dtype=dtype)
         delta_rule(rule, mixed, z, ba, matrix, rows, batch_invariant=invariant)
+
+
+def _nemotron_h(dtype: torch.dtype, counts: list[int]) -> None:
+    """State space duality of 128 heads of 64 elements in 8 groups; decode rows also with drafts."""
+    rule = Ssd((128, 8, 64, 128), *(torch.empty(128) for _ in range(3)), (1.0, 0.0, math.inf))
+    first, second = StateTensor((3, rule.channels), dtype), StateTensor((128, 128, 64), torch.float32)
+    rows = random_rows(CPU, counts, counts, window=first, matrix=second)
+    window, matrix = rows.cache.tensors
+    x = torch.empty(sum(counts), rule.channels + rule.inner + 128, dtype=dtype)
+    kept = torch.zeros(sum(counts), dtype=torch.int32)
+    for own in (rows, rows._replace(kept=kept)) if max(counts) == 1 else (rows,):
+        mixed = causal_conv(x, torch.empty(4, rule.channels), torch.empty(rule.channels), False, own, window)
+        y = ssd(rule, mixed, x[:, -128:], matrix, own)
+        gated_norm(GatedNorm(GatedNormForm.GATE_FIRST, torch.empty(rule.inner), 8, 1.0, 1e-5), y, x[:, -8320:-128])
 
 
 def _latent(

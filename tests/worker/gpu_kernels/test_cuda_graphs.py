@@ -19,6 +19,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
 from tgi.microkernel.messages.protocol import DeploymentLimits, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.worker.attention import cuda_attention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.engine import cuda_graphs
 from tgi.worker.engine.cuda_graphs import (
@@ -105,8 +106,8 @@ class Again:
         return run
 
 
-def build(kind: str, layers: int = 2) -> Model:
-    return build_model(make(kind, layers=layers), "float32", "cpu", lambda stage, percent: None)
+def build(kind: str, layers: int = 2, **options: Any) -> Model:
+    return build_model(make(kind, layers=layers, **options), "float32", "cpu", lambda stage, percent: None)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def engines(
     chunk_tokens: int = 0,
 ) -> tuple[TorchEngine, TorchEngine]:
     """Two engines with the CUDA attention backend: one without graphs, one with."""
-    plain, attention = (CudaAttention(model.kv._replace(gpu_kernels=GPU), PAGES, CPU) for _ in range(2))
+    plain, attention = (cuda_attention(model.kv._replace(gpu_kernels=GPU), PAGES, CPU) for _ in range(2))
     recording = GraphCaptureConfig(recorder, attention, list(rows), chunk_tokens)
     recorded = make_engine(model, slots=8, pages=PAGES, attention=attention, recording=recording)
     recorded.capture_decode_graphs(limit)
@@ -138,10 +139,13 @@ def compare(one: Sequence[Drawn], other: Sequence[Drawn]) -> None:
             assert [token for token, _ in listed] == [token for token, _ in others]
 
 
-def test_replayed_steps_sample_the_same_tokens() -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"), [("gemma2", ()), ("gemma4_text", (("enable_moe_block", False), ("num_kv_shared_layers", 0)))]
+)
+def test_replayed_steps_sample_the_same_tokens(kind: str, more: tuple[tuple[str, Any], ...]) -> None:
     """Rows arrive one by one, cross pages, end, and are padded to the next size. gemma2 has sliding windows and a
-    softcap; llama, which the next test replays, neither."""
-    model, tapes = build("gemma2"), Tapes()
+    softcap, gemma4 heads of two sizes; llama, which the next test replays, none of this."""
+    model, tapes = build(kind, more=more), Tapes()
     plain, recorded = engines(model, tapes, [1, 4])
     samplings = [SamplingParams(0), WARMUP_SAMPLING_PARAMS, SamplingParams(2, do_sample=True, top_n=3)]
     expected, found = (drive(one, PROMPTS, COUNT, samplings, stagger=2) for one in (plain, recorded))

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from tests.models import model as make
+from tests.models import vision_model
 from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.gpu_kernels.count_operations import counted
 from tests.worker.gpu_kernels.test_cuda_graphs import Again, Tapes
 from tests.worker.loras import ALL, make_adapter
+from tests.worker.test_images import COUNT, Harness, agrees, expected, prompt
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import KVCacheSpec
@@ -114,11 +116,13 @@ def test_attention_of_a_layer_takes_two_launches() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v2", "lfm2", "qwen3_5_text"])
-def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str) -> None:
-    """Prompts of one chunk and of several, decode rows next to them, and decode steps that are recorded and padded. On
-    torch's kernels no step is recorded."""
-    found = []
+@pytest.mark.parametrize("kind", ["deepseek_v2", "lfm2", "qwen3_5_text", "mamba2"])
+def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of one chunk and of several, decode rows next to them, and right and wrong drafts, in steps that are
+    recorded and padded. On torch's kernels no step is recorded."""
+    monkeypatch.setattr(cuda_graphs, "USES_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(cuda_graphs, "chunk_sizes", lambda most: [most])
+    found: list[list[Drawn]] = []
     prompts, samplings = [[5, 9, 3], [7] * 20], [SamplingParams(0)] * 2
     options: dict[str, Any] = {} if kind == "lfm2" else {"layers": 2}
     if kind == "qwen3_5_text":
@@ -127,14 +131,34 @@ def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str) -> 
         model = build_model(make(kind, **options), "float32", "cpu", lambda stage, percent: None, gpu=gpu)
         assert (model.cuda_graph_obstacle is None) == (gpu is not None)
         attention, tapes = CudaAttention(model.kv, PAGES, CPU), Tapes()
-        recording = GraphCaptureConfig(tapes, attention, [3]) if gpu is not None else None
-        engine = make_engine(model, slots=3, pages=PAGES, attention=attention, recording=recording)
-        assert engine.capture_decode_graphs() == (gpu is not None)
+        recording = GraphCaptureConfig(tapes, attention, [4], 19) if gpu is not None else None
+        engine = make_engine(model, slots=4, pages=PAGES, attention=attention, recording=recording)
+        assert (engine.capture_decode_graphs() > 0) == (gpu is not None)
         found.append(drive(engine, prompts, 3, samplings, chunk=18, stagger=1))
-        assert (tapes.played > 2) == (gpu is not None)
+        if gpu is not None:
+            assert engine._decode_graphs is not None
+            drafted = drive(engine, prompts, 3, samplings, guess=lambda at, drawn: [found[0][at].ids[drawn] + at])
+            assert [one.ids for one in drafted] == [one.ids for one in found[0]]
+            assert {(key.tokens, key.drafted) for key in engine._decode_graphs._graphs} == {
+                (0, False), (19, False), (4, True),
+            }  # fmt: skip
     for ours, torchs in zip(*found, strict=True):
         assert ours.ids == torchs.ids
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)
+
+
+def test_steps_behind_images_are_recorded(tmp_path: Path) -> None:
+    """Their rotary positions are shifted. The slots' next requests have another image and none."""
+    directory, tapes = vision_model("qwen2_vl"), Tapes()
+    prompts = [prompt("qwen2_vl", tmp_path, 1, 1), prompt("qwen2_vl", tmp_path, 2)]
+    running = Harness(directory, tmp_path, gpu=GPU, capturer=tapes).start()
+    for order in (prompts, prompts[::-1]):
+        played = tapes.played
+        answers = [running.add(one.ids, COUNT, one.images) for one in order]
+        running.run()
+        for served, one in zip(answers, order, strict=True):
+            agrees(served, expected(directory, one))
+        assert tapes.played > played + 1
 
 
 def test_steps_with_adapters_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

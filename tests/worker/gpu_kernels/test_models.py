@@ -13,7 +13,7 @@ from tests.models import model as make
 from tests.worker.batches import Row, make_batch, moved
 from tests.worker.gpu_kernels.count_operations import counted
 from tests.worker.loras import make_adapter
-from tgi.worker.attention.cuda import CudaAttention
+from tgi.worker.attention import cuda_attention
 from tgi.worker.attention.interface import ForwardBatch
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
@@ -29,11 +29,12 @@ CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))
 # Norms of heads, gelu and norms behind parts; layer norms, neighbouring pairs and one input for both parts; a bias, no
 # gate; part of a head turned, joined matrices; experts; layers of transformers; latent attention; clamped and learned
-# activations; convolutions; the delta rule; ALiBi; attention in chunks.
+# activations; convolutions; the delta rule; ALiBi; attention in chunks; heads of two sizes with normed values, and with
+# keys of earlier layers.
 KINDS = {  # with the number of layers: where all are of one kind, one is enough
     **{"gemma3_text": 2, "cohere": 2, "starcoder2": 1, "phi3": 1, "qwen3_moe": 1, "persimmon": 1, "ministral3": 1},
     **{"hunyuan_v1_dense": 1, "dots1": 2, "qwen2_moe": 1, "deepseek_v2": 2, "gpt_oss": 2, "apertus": 1, "mistral4": 1},
-    **{"lfm2": 2, "qwen3_next": 3, "bloom": 1, "llama4_text": 3},
+    **{"lfm2": 2, "qwen3_next": 3, "bloom": 1, "llama4_text": 3, "gemma4_text": 5, "gemma3n_text": 5},
 }
 
 
@@ -43,7 +44,7 @@ def load(directory: Path, gpu: GpuKernels | None, device: str = "cpu", dtype: st
 
 def logprobs(model: Model, adapters: tuple[Any, ...] = (None, None)) -> Tensor:
     """Logits after two prompts, [2, vocab]."""
-    attention = CudaAttention(model.kv, 12, CPU)
+    attention = cuda_attention(model.kv, 12, CPU)
     if model.kv.state is not None:
         attention.state = StateCache(model.kv.state, 6, CPU)
     batch = make_batch([Row([5, 9, 3, 7, 7], 0, range(4)), Row([8, 30], 0, range(4, 8))], attention.page_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.cases import each_case
 from tests.worker.batches import Row, make_batch
 from tgi.worker.attention.cuda import CudaAttention, PagedCache, to_cache_dtype
-from tgi.worker.attention.interface import KVCacheSpec
+from tgi.worker.attention.interface import ImageBlocks, KVCacheSpec
 from tgi.worker.gpu_kernels import paged_attention as module
 from tgi.worker.gpu_kernels.attention_arguments import Rows
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -178,18 +178,23 @@ def test_a_row_is_the_same_in_any_batch_of_the_same_splits() -> None:
         assert torch.equal(case.found(splits=4)[0], together[row])
 
 
-def test_decode_rows_before_prompts_have_a_launch_of_their_own() -> None:
-    kv = KVCacheSpec(1, 4, 2, 16, SINGLE, (None,))
+@pytest.mark.parametrize("layer", [0, 1])
+def test_decode_rows_before_prompts_have_a_launch_of_their_own(layer: int) -> None:
+    """In layers with a window, tokens of an image see it to its end."""
+    kv = KVCacheSpec(2, 4, 2, 16, SINGLE, (None, 9))
     known = make_batch([Row(range(30), 0, [3, 1]), Row(range(17), 0, [0, 4])])
     step = make_batch([Row([5], 30, [3, 1]), Row([6], 17, [0, 4]), Row(range(20), 0, [2, 6]), Row([7], 0, [5])])
+    last = step.positions.clone()
+    last[5:19] = 16
+    step = step._replace(blocks=ImageBlocks(last.int(), True))
     found = []
     for gpu in (GPU, None):
         attention = CudaAttention(kv._replace(gpu_kernels=gpu), 8, CPU)
-        attention.write_and_attend(attention.plan(known), 0, random_tensor(CPU, 47, 8, 16), 0.2)
+        attention.write_and_attend(attention.plan(known), layer, random_tensor(CPU, 47, 8, 16), 0.2)
         plan = attention.plan(step)
         if gpu is not None:
             assert [(group.first, group.tokens, group.longest) for group in plan.groups[0]] == [(0, 2, 1), (2, 21, 20)]
-        found.append(attention.write_and_attend(plan, 0, random_tensor(CPU, 23, 8, 16, seed=1), 0.2))
+        found.append(attention.write_and_attend(plan, layer, random_tensor(CPU, 23, 8, 16, seed=1), 0.2))
     assert torch.allclose(*found, atol=1e-6)
 
 
@@ -215,11 +220,12 @@ def test_written_keys_and_values_match_torchs_conversion(dtype: torch.dtype, sto
 def test_few_rows_are_divided_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SPLITS", 16)
     assert [splits_for(rows, 8) for rows in (1, 2, 8, 16, 32, 33, 256)] == [16, 16, 4, 2, 1, 1, 1]
-    for width, dtype in ((64, BRAIN), (128, HALF), (256, HALF), (128, SINGLE), (512, SINGLE)):
+    for width, dtype in ((64, BRAIN), (128, HALF), (256, HALF), (128, SINGLE), (512, BRAIN), (512, SINGLE)):
         for queries in (1, 16, 17, 64, 1000):
-            tile = tile_for(queries, width, dtype)
+            tile, smaller = (tile_for(queries, width, dtype, capability) for capability in ((9, 0), (8, 9)))
             assert tile.keys * width * dtype.itemsize <= 32 << 10
             assert tile.queries in (16, 64, 128)
+            assert smaller.queries <= tile.queries
 
 
 def test_heads_of_latent_attention_are_divided_among_programs() -> None:

@@ -8,13 +8,13 @@ packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
 encoder_decoder  a decoder's attention to itself and to an encoder's result, with torch's kernels
 cross_attention  of tokens to the states of images, with torch's kernels
-by_shape       layers with keys and values of several sizes, on any of the backends for torch's kernels
+by_shape       layers with keys and values of several sizes, on torch_cpu or cuda
 sequence       of one sequence, where torch computes sequence by sequence
 """
 
 import torch
 
-from tgi.worker.attention.by_shape import AttentionByShape
+from tgi.worker.attention.by_shape import AttentionByShape, CudaAttentionByShape
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.encoder_decoder import EncoderDecoderAttention
@@ -33,13 +33,20 @@ def build_attention(
         return EncoderDecoderAttention(kv, pages, page_size(kv, device), device)
     if kv.cpu_kernels is not None and device.type == "cpu":
         backend: AttentionBackend = CpuKernelAttention(kv, pages, kv.cpu_kernels, shared)
+    elif device.type == "cuda":
+        backend = cuda_attention(kv, pages, device)
     else:
-        own = CudaAttention if device.type == "cuda" else TorchCpuAttention
-        backends = [(own(spec, pages, device), layers) for spec, layers in kv.by_shape()]
+        backends = [(TorchCpuAttention(spec, pages, device), layers) for spec, layers in kv.by_shape()]
         backend = AttentionByShape(backends) if len(backends) > 1 else backends[0][0]
     if kv.state is not None:
         backend.state = StateCache(kv.state, state_slots, device, shared)
     return backend
+
+
+def cuda_attention(kv: KVCacheSpec, pages: int, device: torch.device) -> CudaAttention | CudaAttentionByShape:
+    """The backend for a GPU; tests interpret its kernels on other devices."""
+    backends = [(CudaAttention(spec, pages, device), layers) for spec, layers in kv.by_shape()]
+    return CudaAttentionByShape(backends) if len(backends) > 1 else backends[0][0]
 
 
 def page_size(kv: KVCacheSpec, device: torch.device) -> int:

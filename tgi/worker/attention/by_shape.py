@@ -5,7 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from tgi.worker.attention.cuda import CudaAttention, CudaPlan
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, StorableBackend
+from tgi.worker.gpu_kernels.attention_arguments import HeadTransform
 from tgi.worker.state_cache import StateCache
 
 
@@ -33,3 +35,18 @@ class AttentionByShape:
     def write_and_attend(self, plan: list[Any], layer: int, qkv: Tensor, scale: float) -> Tensor:
         number, own = self._places[layer]
         return self._backends[number].write_and_attend(plan[number], own, qkv, scale)
+
+
+class CudaAttentionByShape(AttentionByShape):
+    """The same of CudaAttention; implements CapturableBackend and TransformingBackend."""
+
+    def __init__(self, backends: Sequence[tuple[CudaAttention, Sequence[int]]]) -> None:
+        super().__init__(backends)
+        self._cuda = [backend for backend, _ in backends]
+        self.padding_page = self._cuda[0].padding_page
+
+    def transform_and_attend(
+        self, plan: list[CudaPlan], layer: int, qkv: Tensor, scale: float, transform: HeadTransform
+    ) -> Tensor:
+        number, own = self._places[layer]
+        return self._cuda[number].transform_and_attend(plan[number], own, qkv, scale, transform)

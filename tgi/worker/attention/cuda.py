@@ -5,8 +5,7 @@ cache (gpu_kernels/kv_write.py), and one attends (gpu_kernels/paged_attention.py
 the rows after them, prompt chunks and rows with drafts, have a launch of their own with larger tiles.
 
 Without them (--disable-custom-kernels, or a failed self-test) torch computes row by row from gathered pages: slow, and
-it materializes all scores of a row. So it is of steps with tokens of images that see later ones, which our kernels
-do not compute. Such steps are not captured as CUDA graphs, since the host must know the contexts.
+it materializes all scores of a row. Such steps are not captured as CUDA graphs, since the host must know the contexts.
 """
 
 import logging
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from tgi.worker.gpu_kernels.flash_attention import PromptAttention
 
 log = logging.getLogger(__name__)
+
+MOST_FLASH_DIM = 256  # of the heads that FlashAttention computes
 
 
 class CudaPlan(NamedTuple):
@@ -101,18 +102,16 @@ class CudaAttention:
         slots = plan.slot_mapping[group]
         if kv.value_dim is None:
             query = kernels.rotate_and_write_kv(
-                qkv, cache.keys, cache.values, slots, scales, transform.rotation, transform.norm
+                *(qkv, cache.keys, cache.values, slots, scales, transform.rotation, transform.norm),
+                shared=qkv.shape[1] == kv.heads,
             )
         else:
             assert transform.norm is None
             query = kernels.rotate_and_write_latent(qkv, cache.keys, slots, key_scale, transform.rotation)
-        blocks = plan.batch.blocks
-        if blocks is not None and blocks.last_seen(kv.reach(layer)) is not None:
-            mixed = self._attend_row_by_row(plan.batch, layer, query, scale * key_scale)
-            return mixed if value_scale == 1.0 else mixed.mul_(value_scale)
+        last_keys = None if plan.batch.blocks is None else plan.batch.blocks.last_seen(kv.reach(layer))
         mixed = torch.empty(*query.shape[:2], kv.result_dim, dtype=query.dtype, device=query.device)
         for rows in plan.groups[group]:
-            if self._prompts is not None and self._prompts.serves(rows):
+            if self._prompts is not None and last_keys is None and self._prompts.serves(rows):
                 reach = kv.sliding_window(layer), kv.softcap
                 self._prompts.attend(query, cache.keys, cache.values, rows, mixed, scale, *reach)
                 continue
@@ -124,6 +123,7 @@ class CudaAttention:
                 counters=self._counters,
                 chunked=layer in kv.chunked,
                 slopes=kv.slopes,
+                last_keys=None if rows.starts is None else last_keys,
             )
         return mixed if value_scale == 1.0 else mixed.mul_(value_scale)
 
@@ -153,6 +153,8 @@ def _prompt_attention(kv: KVCacheSpec, page_size: int, device: torch.device) -> 
     if device.type != "cuda" or kernels is None or kernels.batch_invariant or kv.sinks or kv.value_dim is not None:
         return None
     if kv.dtype.itemsize != 2 or kv.cache_dtype is not kv.dtype or kv.chunked or kv.slopes is not None:
+        return None
+    if kv.head_dim > MOST_FLASH_DIM:
         return None
     from tgi.worker.gpu_kernels.flash_attention import Heads, choose_prompt_attention
 

@@ -109,17 +109,23 @@ class StepColumns(NamedTuple):
 
     slots: Any  # [tokens of all rows]
     positions: Any  # [tokens of all rows]
+    shifted: Any  # [tokens of all rows]: the positions for the rotary embedding, behind images
     bounds: Any  # [all rows + 1]: the first token of each row
     row_slots: Any  # [all rows]
     context_lens: Any  # [all rows]
     logits_indices: Any  # [sampled positions]
+    kept: Any  # [tokens of all rows], with drafts: ForwardBatch.kept_states
 
     @staticmethod
     def of(column: Any, key: GraphKey, sampled: int) -> "StepColumns":
         """The parts of a tensor or array."""
         rows, tokens = key.rows + key.others, key.rows + key.tokens
         views, start = [], 0
-        for length in (tokens, tokens, *((rows + 1, rows, rows, sampled) if key.tokens else (0,) * 4)):
+        for length in (
+            *(tokens, tokens, tokens),
+            *((rows + 1, rows, rows, sampled) if key.tokens else (0,) * 4),
+            tokens * key.drafted,
+        ):
             views.append(column[start : start + length])
             start += length
         return StepColumns(*views)
@@ -127,7 +133,7 @@ class StepColumns(NamedTuple):
     @staticmethod
     def length(key: GraphKey, sampled: int) -> int:
         """The length of that column."""
-        tokens = 2 * (key.rows + key.tokens)
+        tokens = (3 + key.drafted) * (key.rows + key.tokens)
         return tokens + 3 * (key.rows + key.others) + 1 + sampled if key.tokens else tokens
 
 
@@ -214,7 +220,8 @@ class SlotAdapters:
 
 class DecodeGraphs:
     """The captured steps of an engine. Requests have at most `max_total_tokens` tokens. Steps with prompt chunks of up
-    to `chunk_tokens` tokens, and with drafts, are captured too; 0: neither."""
+    to `chunk_tokens` tokens, and with drafts, are captured too; 0: neither. `shifts`: PromptParts.shifts of the
+    model."""
 
     def __init__(
         self,
@@ -225,7 +232,9 @@ class DecodeGraphs:
         max_total_tokens: int,
         capturer: GraphCapturer,
         chunk_tokens: int = 0,
+        shifts: bool = False,
     ) -> None:
+        self._shifts = shifts
         self._model = model
         self._attention = attention
         self._slots = slots
@@ -234,8 +243,7 @@ class DecodeGraphs:
         self._page_table = slots.mirror_page_table(attention.padding_page)
         self._sizes = sorted(batch_sizes)  # the first that is large enough is replayed
         self._most_rows = max(batch_sizes, default=0)
-        # Drafts of recurrent layers keep a state each, and the states of padding tokens would be computed.
-        ragged = chunk_tokens > 0 and attention.state is None
+        ragged = chunk_tokens > 0
         self._chunk_sizes = chunk_sizes(chunk_tokens) if ragged else []
         self._lead_sizes = lead_sizes(self._most_rows) if ragged else []
         self._uses: Counter[GraphKey] = Counter()  # of layouts that are not captured
@@ -309,6 +317,8 @@ class DecodeGraphs:
             next((size for size in sizes if size >= least), None)
             for sizes, least in ((self._lead_sizes, lead), (self._sizes if drafts else self._chunk_sizes, tokens))
         ]
+        if rows.drafts is not None and not drafts and self._attention.state is not None:
+            return None  # such a graph keeps no states before drafts
         if not longest or fitting[0] is None or fitting[1] is None:
             return None
         tokens = fitting[1]
@@ -333,11 +343,12 @@ class DecodeGraphs:
         """What a graph reads in a step of these rows: StepColumns."""
         key, count, padding = graph.key, len(rows.slots), self._slots.padding_slot
         column = np.zeros(graph.inputs.numel(), np.int64)
-        if not key.tokens:
-            column[:count], column[key.rows : key.rows + count] = rows.slots, rows.starts
-            column[count : key.rows] = padding
-            return column
         to = StepColumns.of(column, key, graph.sampled)
+        if not key.tokens:
+            to.slots[:count], to.positions[:count] = rows.slots, rows.starts
+            to.slots[count:] = padding
+            np.add(to.positions, self._slots.shifts[to.slots], to.shifted)
+            return column
         to.slots.fill(padding)
         counts = rows.ends - rows.starts
         lead = 0 if rows.drafts is not None else min(_leading_ones(counts), key.rows)
@@ -348,6 +359,7 @@ class DecodeGraphs:
         ragged = slice(key.rows, key.rows + int(ends[-1]))
         to.slots[ragged] = np.repeat(rows.slots[lead:], counts[lead:])
         to.positions[ragged] = np.arange(ends[-1]) + np.repeat(rows.starts[lead:] - ends + counts[lead:], counts[lead:])
+        np.add(to.positions, self._slots.shifts[to.slots], to.shifted)
         to.row_slots.fill(padding)
         to.context_lens.fill(1)
         to.bounds[: key.rows] = np.arange(key.rows)
@@ -356,6 +368,8 @@ class DecodeGraphs:
         to.bounds[others.start + 1 : others.stop + 1] = key.rows + ends
         to.row_slots[ones], to.row_slots[others] = rows.slots[:lead], rows.slots[lead:]
         to.context_lens[ones], to.context_lens[others] = rows.ends[:lead], rows.ends[lead:]
+        if rows.drafts is not None and key.drafted:
+            self._slots.write_kept_states(to.kept, rows.drafts.counts, key.rows + ends)
         # The row after these has the tokens that are left.
         to.context_lens[others.stop] = max(1, key.tokens - int(ends[-1]))
         row_ends = np.concatenate((np.arange(1, lead + 1), key.rows + ends))
@@ -420,6 +434,7 @@ class DecodeGraphs:
             to.context_lens[: key.rows] = 1
             to.context_lens[key.rows :] = np.maximum(counts, 1)
             to.logits_indices[:] = np.arange(sampled) % (key.rows + key.tokens)
+        to.shifted[:] = to.positions
         return column
 
     def _check(self, words: str, found: Tensor, expected: Tensor) -> None:
@@ -463,7 +478,9 @@ class DecodeGraphs:
             logits_indices=logits,
             query_lens_host=key.query_lens,
             context_lens_host=[self._max_total_tokens] * (key.rows + key.others),
-            state_slots=None if self._attention.state is None else self._slots.state_slots(slots).int(),
+            state_slots=None if self._attention.state is None else self._slots.state_slots(row_slots).int(),
+            rope_positions=given.shifted if self._shifts else None,
+            kept_states=given.kept.int() if key.drafted and self._attention.state is not None else None,
             lora_runs=self._adapters.runs(row_slots, bounds, key) if key.rank else None,
         )
 

@@ -25,6 +25,7 @@ class EncoderInputs:
 
     undivided = UNDIVIDED_IMAGES  # an input is one segment of its prompt
     encodes_prompt = True
+    shifts = False
     weight_bytes = 0  # those of the model include them
 
     def __init__(self, encode: Callable[[Tensor], Tensor]) -> None:
@@ -47,6 +48,12 @@ class EncoderInputs:
 
     def concern(self, slots: Ints, starts: Ints) -> bool:
         return True
+
+    def computes(self, slots: Ints, starts: Ints) -> bool:
+        return True
+
+    def shift(self, slot: int) -> int:
+        return 0
 
     def add_to(self, batch: ForwardBatch, slots: Ints, starts: Ints, faults: dict[int, str]) -> ForwardBatch:
         lengths: list[int] = []

@@ -148,7 +148,8 @@ class TorchEngine:
 
     def _make_graphs(self, model: Model, attention: CapturableBackend, config: GraphCaptureConfig) -> DecodeGraphs:
         rest = config.batch_sizes, self.limits.max_total_tokens, config.capturer, config.chunk_tokens
-        return DecodeGraphs(model, attention, self._slots, *rest)
+        shifted = model is self._model and self._images is not None and self._images.shifts
+        return DecodeGraphs(model, attention, self._slots, *rest, shifted)
 
     def _make_draft_runner(self, model: Model | MtpModel, attention: AttentionBackend) -> DraftRunner | MtpRunner:
         rest = self._slots, self._batch_builder, self._noise
@@ -295,8 +296,8 @@ class TorchEngine:
         indices = self._batch_builder.id_indices(sampling_slots, rows.sampling_positions)
         bitmask, bad_word_rows = None, None
         logits = None
-        images = self._images is not None and self._images.concern(rows.slots, rows.starts)
-        if self._decode_graphs is not None and reader is None and not images:
+        parts = self._images is not None and self._images.computes(rows.slots, rows.starts)
+        if self._decode_graphs is not None and reader is None and not parts:
             logits = self._decode_graphs.try_replay(rows)
         gpu_sample = None if self._model.kv.gpu_kernels is None else self._model.kv.gpu_kernels.sample
         if logits is None and gpu_sample is None and self._slots.params.greedy[sampling_slots].all():

@@ -129,6 +129,7 @@ class Slots:
         self.prompt_top_n = np.zeros(count, np.int64)
         self.adapters: dict[int, Any] = {}  # by slot, for requests with an adapter
         self.faults: dict[int, str] = {}  # by slot: why the request cannot continue
+        self.shifts = np.zeros(count + 1, np.int64)  # PromptParts.shift
         self._grammars = grammars
         self._adapter_registry = adapter_registry
         self._images = images  # None: the model has no vision tower and no encoder
@@ -174,6 +175,12 @@ class Slots:
         """The slot of the StateCache that keeps the state before each of these drafts, counted over all rows of a step.
         They come after the snapshots."""
         return self.padding_slot + 1 + len(self._snapshots) + draft
+
+    def write_kept_states(self, kept: Ints, counts: Ints, ends: Ints) -> None:
+        """Writes ForwardBatch.kept_states [T] of a step to zeros, for rows with these numbers of drafts, which end with
+        the tokens `ends` - 1. The last known token of a row comes before its first draft."""
+        number = np.arange(counts.sum())
+        kept[np.repeat(ends - counts - 1 - row_offsets(counts), counts) + number] = self.kept_state(number)
 
     def apply_step(self, step: Step) -> None:
         """Assigns the step's new requests to their slots and appends its pages. Raises BadStep."""
@@ -359,6 +366,7 @@ class Slots:
             self._images.discard(slot)
         if new.images or self._encodes_prompt:
             self._assign_images(new, ids)
+        self.shifts[slot] = 0 if self._images is None else self._images.shift(slot)
 
     def _assign_images(self, new: SlotAssignment, ids: Ints) -> None:
         """Records a fault if the images do not fit the prompt. Raises BadStep if the model takes none."""
@@ -422,6 +430,11 @@ class BatchBuilder:
             table.ravel(),
             (bounds[1:] - rows.ends)[rows.sampling_rows] + rows.sampling_positions - 1,
         )
+        kept = None
+        if self._recurrent and rows.drafts is not None:
+            column = np.zeros(bounds[-1], np.int64)
+            state.write_kept_states(column, rows.drafts.counts, bounds[1:])
+            kept = self.to_device(column)[0].int()
         return ForwardBatch(
             tokens=self.read_ids(id_indices),
             positions=device_positions,
@@ -434,18 +447,8 @@ class BatchBuilder:
             context_lens_host=rows.ends.tolist(),
             lora_spans=self._lora_spans(rows.slots, bounds) if state.adapters else (),
             state_slots=self.to_device(state.state_slots(rows.slots))[0].int() if self._recurrent else None,
-            kept_states=self._kept_states(rows, bounds) if self._recurrent and rows.drafts is not None else None,
+            kept_states=kept,
         )
-
-    def _kept_states(self, rows: StepRows, bounds: Ints) -> Tensor:
-        """ForwardBatch.kept_states of rows with drafts whose tokens begin at `bounds`."""
-        assert rows.drafts is not None
-        counts = rows.drafts.counts
-        number = np.arange(counts.sum())
-        kept = np.zeros(bounds[-1], np.int32)
-        # The last known token of a row comes before its first draft.
-        kept[np.repeat(bounds[1:] - counts - 1 - row_offsets(counts), counts) + number] = self._slots.kept_state(number)
-        return self.to_device(kept)[0].int()
 
     def build_sampling_batch(self, slots: Ints, positions: Ints, bitmask: GrammarBitmask | None) -> SamplingBatch:
         """The sampler's input for slots [E] that sample the tokens of these positions [E]. All earlier ids are

@@ -17,6 +17,10 @@ class PromptParts(Protocol):
     encodes_prompt: bool  # all of each prompt but its last token is such a part, with or without an ImageSegment
 
     @property
+    def shifts(self) -> bool:
+        """Whether `shift` is ever other than 0."""
+
+    @property
     def undivided(self) -> str:
         """DeploymentLimits.undivided of this model."""
 
@@ -38,6 +42,12 @@ class PromptParts(Protocol):
 
     def concern(self, slots: NDArray[np.int64], starts: NDArray[np.int64]) -> bool:
         """Whether `add_to` adds something to a batch with rows of `slots` [R] that begin at positions `starts` [R]."""
+
+    def computes(self, slots: NDArray[np.int64], starts: NDArray[np.int64]) -> bool:
+        """Whether such a batch needs more than shifts of its positions; captured steps have those alone."""
+
+    def shift(self, slot: int) -> int:
+        """What the rotary embedding adds to the positions of a slot after its last part."""
 
     def add_to(
         self, batch: ForwardBatch, slots: NDArray[np.int64], starts: NDArray[np.int64], faults: dict[int, str]

@@ -11,7 +11,7 @@ launches it, and `self_test(device)`, which compares it with torch on small tens
 - kv_write: from the qkv projection to attention: norms of heads, rotary embedding, the write to the paged KV cache,
 - paged_attention: attention over the pages, of decode rows, prompts and drafts; attention_arguments has its data,
 - latent_write: the same as kv_write for latent attention,
-- causal_conv, delta_rule: the mixers of recurrent layers, with their state,
+- causal_conv, delta_rule, ssd: the mixers of recurrent layers, with their state,
 - matmul: rows times a weight in 16 or 32 bits, in one order for any number of rows,
 - quantized_matmul: rows times a quantized weight,
 - routing: which tokens each expert of a mixture computes, and the weighted sum of a token's experts,

@@ -32,9 +32,9 @@ class Rotation(NamedTuple):
 
 
 class HeadNorm(NamedTuple):
-    """An RMS norm of each query and key head."""
+    """An RMS norm of each of the first heads of a step's queries, keys and values."""
 
-    weight: Tensor  # float32 [heads + kv_heads, head_dim], contiguous
+    weight: Tensor  # float32 [heads, head_dim], contiguous: those of queries and keys, or of the values too
     epsilon: float
     after_rotation: bool = False
 

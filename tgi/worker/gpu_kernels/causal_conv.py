@@ -21,12 +21,13 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, row
     """silu(conv(u)) [T, channels] of the first columns u of x [T, columns] or, `gated`, c * conv(b * u) of x = [b, c,
     u], in the type of x. `weight` is float32 [kernel, channels], for the oldest input first, `bias` float32 [channels].
 
-    Reads and overwrites `window` [slots, kernel - 1, channels], the last inputs of each slot.
+    Reads and overwrites `window` [slots, kernel - 1, channels], the last inputs of each slot. Of a step with drafts it
+    writes those after the tokens of `rows.kept`, too.
     """
     size, channels = weight.shape
     y = x.new_empty(len(x), channels)
     _causal_conv[len(rows.slots), triton.cdiv(channels, CHANNELS)](
-        *(x, y, window, weight, bias, rows.slots, rows.cu_query_lens, rows.context_lens),
+        *(x, y, window, weight, bias, rows.slots, rows.cu_query_lens, rows.context_lens, rows.kept),
         *(x.stride(0), window.stride(0), channels),
         KERNEL=size,
         KEPT=triton.next_power_of_2(max(1, size - 1)),
@@ -53,7 +54,7 @@ def _inputs(x, x_row, window, first, count, started, at, channel, channels, KERN
 
 
 # The alignment of a step's columns does not compile another kernel.
-@triton.jit(do_not_specialize_on_alignment=["slots", "bounds", "contexts"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "bounds", "contexts", "kept"])
 def _causal_conv(
     x,
     y,
@@ -63,6 +64,7 @@ def _causal_conv(
     slots,
     bounds,
     contexts,
+    kept,
     x_row,
     window_row,
     channels,
@@ -97,10 +99,18 @@ def _causal_conv(
             sums *= tl.sigmoid(sums)
         tl.store(y + where * channels + channel, sums.to(y.dtype.element_ty), mask=computed)
     number = tl.arange(0, KEPT)[:, None]
+    if kept is not None:
+        for last in range(0, count):
+            slot = tl.load(kept + first + last).to(tl.int64)
+            if slot > 0:
+                at = last - KERNEL + 2 + number
+                before = _inputs(x, x_row, own, first, count, started, at, channel, channels, KERNEL, GATED)
+                place = window + slot * window_row + number * channels + channel
+                tl.store(place, before, mask=there & (number < KERNEL - 1))
     at = count - KERNEL + 1 + number
-    kept = _inputs(x, x_row, own, first, count, started, at, channel, channels, KERNEL, GATED)
+    inputs = _inputs(x, x_row, own, first, count, started, at, channel, channels, KERNEL, GATED)
     tl.debug_barrier()  # all threads have read the window before one of them overwrites it
-    tl.store(own + number * channels + channel, kept, mask=there & (number < KERNEL - 1))
+    tl.store(own + number * channels + channel, inputs, mask=there & (number < KERNEL - 1))
 
 
 def random_rows(device: torch.device, counts: list[int], contexts: list[int], **tensors: StateTensor) -> StateRows:
@@ -126,6 +136,10 @@ def self_test(device: torch.device) -> None:
         contexts = [1, counts[1] + 3, counts[2] + 9]
         rows = random_rows(device, counts, contexts, window=StateTensor((size - 1, channels), dtype))
         (window,) = rows.cache.tensors
+        if counts[1] == 2:  # a draft
+            kept = torch.zeros(sum(counts), dtype=torch.int32, device=device)
+            kept[1] = 4
+            rows = rows._replace(kept=kept)
         x, before = random_tensor(device, sum(counts), 3 * channels + 4, dtype=dtype), window.clone()
         found = causal_conv(x, weight, bias, gated, rows, window)
         b, c, u, _ = x.split([channels, channels, channels, 4], 1)
@@ -133,6 +147,8 @@ def self_test(device: torch.device) -> None:
         expected = []
         for own, slot, started in zip(inputs.split(counts), rows.slots.tolist(), (False, True, True), strict=True):
             whole = torch.cat((before[slot] * started, own))
+            if len(own) == 2 and rows.kept is not None:
+                check_close("the window before a draft", window[4], whole[-size:-1], 2**-7)
             sums = F.conv1d(whole.t()[None].float(), weight.t()[:, None], bias, groups=channels)[0].t()
             expected.append(sums)
             check_close("the window of a convolution", window[slot], whole[-size + 1 :], 2**-7)

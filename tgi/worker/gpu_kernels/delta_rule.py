@@ -2,11 +2,11 @@
 of its result.
 
 A program keeps some columns of the state of one value head of one row, which are independent of the others, from the
-first token of the row to its last. Rows of one token are computed as the rule says:
+first token of the row to its last. Rows of one token, and steps with drafts, are computed as the rule says:
 
     S = keep S; u = beta (v - S^T k); S = S + k u^T; y = S^T q.
 
-Steps with longer rows are computed in chunks of CHUNK tokens. With G the products of `keep` up to each token of a
+Other steps are computed in chunks of CHUNK tokens. With G the products of `keep` up to each token of a
 chunk, the vectors u of a chunk are the solution of a triangular system, and all else is matrix products:
 
     u_t + beta_t sum over s < t of G_t / G_s (k_t k_s) u_s = beta_t (v_t - G_t S^T k_t)
@@ -42,9 +42,10 @@ def delta_rule(
     key_heads, heads, key_dim, value_dim = rule.sizes
     tokens = len(x)
     mixed = torch.empty(tokens, heads, value_dim, dtype=torch.float32, device=x.device)
-    single = batch_invariant or max(rows.query_lens_host) == 1
+    single = batch_invariant or rows.kept is not None or max(rows.query_lens_host) == 1
     _delta_rule[len(rows.slots), heads, triton.cdiv(value_dim, COLUMNS)](
-        *(x, ba, rule.decay, rule.offset, state, mixed, rows.slots, rows.cu_query_lens, rows.context_lens),
+        *(x, ba, rule.decay, rule.offset, state, mixed),
+        *(rows.slots, rows.cu_query_lens, rows.context_lens, rows.kept),
         *(x.stride(0), ba.stride(0), state.stride(0), key_dim**-0.5, rule.most),
         KEY_HEADS=key_heads,
         HEADS=heads,
@@ -79,7 +80,7 @@ def _gates(ba, token, there, ba_row, head, decay, offset, most, HEADS: tl.conste
 
 
 # The alignment of a step's columns does not compile another kernel.
-@triton.jit(do_not_specialize_on_alignment=["slots", "bounds", "contexts"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "bounds", "contexts", "kept_states"])
 def _delta_rule(
     x,
     ba,
@@ -90,6 +91,7 @@ def _delta_rule(
     slots,
     bounds,
     contexts,
+    kept_states,
     x_row,
     ba_row,
     state_row,
@@ -113,8 +115,8 @@ def _delta_rule(
     element = tl.arange(0, KEY_WIDTH)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     own = (element < KEY)[:, None] & (column < VALUE)[None, :]
-    place = state + tl.load(slots + row).to(tl.int64) * state_row
-    place = place + (head * KEY + element)[:, None] * VALUE + column[None, :]
+    of_head = (head * KEY + element)[:, None] * VALUE + column[None, :]
+    place = state + tl.load(slots + row).to(tl.int64) * state_row + of_head
     found = tl.load(place, mask=own & started, other=0.0)
     key_head = head // (HEADS // KEY_HEADS)
     values = x + 2 * KEY_HEADS * KEY + head * VALUE
@@ -133,6 +135,10 @@ def _delta_rule(
             found += key[:, None] * update[None, :]
             result = tl.sum(found * query[:, None], 0)
             tl.store(mixed + (token * HEADS + head) * VALUE + column, result, mask=column < VALUE)
+            if kept_states is not None:
+                slot = tl.load(kept_states + token).to(tl.int64)
+                if slot > 0:
+                    tl.store(state + slot * state_row + of_head, found, mask=own)
     else:
         place_in_chunk = tl.arange(0, CHUNK)
         earlier = place_in_chunk[:, None] > place_in_chunk[None, :]
@@ -190,14 +196,22 @@ def _norm_and_gate(
 
 
 def self_test(device: torch.device) -> None:
-    """Decode rows, and prompts of several chunks, at the start of a sequence and behind other tokens. Raises
+    """Decode rows, prompts of several chunks, and drafts, at the start of a sequence and behind other tokens. Raises
     SelfTestFailed if results or states differ from torch's."""
     sizes = key_heads, heads, key_dim, value_dim = 2, 4, 24, 40
     decay, offset, norm = (random_tensor(device, n, seed=n).abs() for n in (heads, heads, value_dim))
     rule = DeltaRule(sizes, decay, offset, norm, 1e-6, most=2.0)
-    for dtype, counts in ((torch.bfloat16, [1, 1, 1]), (torch.bfloat16, [1, 3, 70]), (torch.float32, [33, 1, 2])):
+    drafts = torch.float32, [1, 3, 2]  # the second row has one
+    for dtype, counts in (
+        (torch.bfloat16, [1, 1, 1]),
+        (torch.bfloat16, [1, 3, 70]),
+        (torch.float32, [33, 1, 2]),
+        drafts,
+    ):
         contexts = [counts[0], counts[1] + 4, counts[2] + 9]
         rows = random_rows(device, counts, contexts, matrix=StateTensor((heads, key_dim, value_dim), torch.float32))
+        if counts == drafts[1]:
+            rows = rows._replace(kept=torch.tensor([0, 0, 4, 0, 0, 0], dtype=torch.int32, device=device))
         (state,) = rows.cache.tensors
         before, tokens = state.clone(), sum(counts)
         x = random_tensor(device, tokens, 2 * key_heads * key_dim + heads * value_dim, dtype=dtype)
@@ -209,6 +223,11 @@ def self_test(device: torch.device) -> None:
             tolerance = 0.02 if dtype is torch.bfloat16 else 1e-4
             check_close("the delta rule", found[own], y.to(dtype), tolerance)
             check_close("the state of the delta rule", state[slot], matrix, tolerance)
+            if row == 1 and rows.kept is not None:
+                matrix = before[slot].clone()
+                known = own[:-1]
+                reference_delta_rule(rule, x[known].float(), z[known].float(), ba[known].float(), matrix)
+                check_close("the state before a draft", state[4], matrix, tolerance)
 
 
 def reference_delta_rule(rule: DeltaRule, x: Tensor, z: Tensor, ba: Tensor, matrix: Tensor) -> Tensor:

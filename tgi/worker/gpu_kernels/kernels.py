@@ -28,6 +28,7 @@ class GpuKernels:
             quantized_matmul,
             routing,
             sampling,
+            ssd,
         )
 
         self.capability = capability
@@ -43,6 +44,7 @@ class GpuKernels:
         self.rotate_and_write_latent = latent_write.rotate_and_write_latent
         self.causal_conv = causal_conv.causal_conv
         self.delta_rule = partial(delta_rule.delta_rule, batch_invariant=batch_invariant)
+        self.ssd, self.gated_norm = partial(ssd.ssd, batch_invariant=batch_invariant), ssd.gated_norm
         self.paged_attention = partial(
             paged_attention.paged_attention, capability=capability, batch_invariant=batch_invariant
         )

@@ -24,9 +24,11 @@ def rotate_and_write_kv(
     divisors: tuple[float, float] = (1.0, 1.0),
     rotation: Rotation | None = None,
     norm: HeadNorm | None = None,
+    shared: bool = False,
 ) -> Tensor:
     """Writes the keys and values of `qkv` [T, heads + 2 * kv_heads, head_dim], and returns the queries [T, heads,
     head_dim]. Queries and keys are normalized, then rotated, or the other way round; all in float32, rounded once.
+    `shared`: `qkv` has queries alone, whose keys and values an earlier layer has written.
 
     `keys` and `values` [pages, page_size, kv_heads, head_dim] are the cache, of the type of `qkv` or of 8-bit floats.
     `slots` int64 [T] is the slot mapping: page * page_size + offset. All are contiguous. For 8-bit floats, keys and
@@ -34,7 +36,7 @@ def rotate_and_write_kv(
     and NaN becomes 0.
     """
     tokens, both, dim = qkv.shape
-    kv_heads = keys.shape[2]
+    kv_heads = 0 if shared else keys.shape[2]
     heads = both - 2 * kv_heads
     fraction, bias = FRACTION_AND_BIAS.get(keys.dtype, (0, 0))
     most = torch.finfo(keys.dtype).max if fraction or keys.dtype is torch.float16 else 0.0
@@ -54,6 +56,7 @@ def rotate_and_write_kv(
         WIDTH=width,
         ROTARY=0 if angles is None else angles.shape[2],
         NEIGHBOURS=neighbours,
+        NORMED=0 if weight is None else len(weight),
         NORM_LAST=norm_last,
         TOGETHER=together,
         MOST=most,
@@ -107,6 +110,7 @@ def _rotate_and_write_kv(
     WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    NORMED: tl.constexpr,
     NORM_LAST: tl.constexpr,
     TOGETHER: tl.constexpr,
     MOST: tl.constexpr,
@@ -120,13 +124,14 @@ def _rotate_and_write_kv(
     BOTH: tl.constexpr = HEADS + 2 * KV_HEADS
     inside = (head < BOTH) & (number < DIM)
     turned = inside & (head < HEADS + KV_HEADS)
+    normed = inside & (head < NORMED)
     here = qkv + (token * BOTH + head) * DIM
     stored = tl.load(here + number, mask=inside, other=0.0)
     x = stored.to(tl.float32)
     if weight is not None and not NORM_LAST:
         norm = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + epsilon)[:, None]
-        scaled = x * norm * tl.load(weight + head * DIM + number, mask=turned, other=1.0)
-        x = tl.where(turned, scaled, x)
+        scaled = x * norm * tl.load(weight + head * DIM + number, mask=normed, other=1.0)
+        x = tl.where(normed, scaled, x)
     if ROTARY > 0:
         # Element i becomes x[i] cos[i] -+ x[partner] sin[i]; cos and sin are stored for both elements of a pair.
         partner = (
@@ -143,8 +148,8 @@ def _rotate_and_write_kv(
         x = tl.where(pair, x * cos + tl.where(first, -other, other) * sin, x)
     if NORM_LAST:
         norm_after = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + epsilon)[:, None]
-        scaled_after = x * norm_after * tl.load(weight + head * DIM + number, mask=turned, other=1.0)
-        x = tl.where(turned, scaled_after, x)
+        scaled_after = x * norm_after * tl.load(weight + head * DIM + number, mask=normed, other=1.0)
+        x = tl.where(normed, scaled_after, x)
     # Rounded as the model's type first: the cache holds what the queries' type would.
     x = x.to(stored.dtype)
     tl.store(query + (token * HEADS + head) * DIM + number, x, mask=inside & (head < HEADS))

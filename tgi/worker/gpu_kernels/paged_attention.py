@@ -53,10 +53,15 @@ MOST_QUERIES = {16: SHORT, 8192: MIDDLE}  # above: LONG
 TILE_BYTES = 16 << 10
 
 
-def tile_for(queries: int, width: int, dtype: torch.dtype) -> Tile:
+def tile_for(queries: int, width: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
     """The tile for rows of up to this number of queries (times heads of a KV head) of `width` elements."""
     tile = next((tile for most, tile in MOST_QUERIES.items() if queries <= most), LONG)
     size = width * dtype.itemsize
+    if size > 512:  # the queries and two tiles of keys and of values fill the shared memory
+        little = capability in LITTLE_MEMORY
+        most = SMALLEST if dtype.itemsize == 4 else 32 if little else 64
+        few = min(tile.queries, most) == SMALLEST
+        return Tile(min(tile.queries, most), SMALLEST, 4 if few else 8, 1 if little or dtype.itemsize == 4 else 2)
     if size > 256:  # the sums of the results take the registers
         tile = tile._replace(queries=min(tile.queries, 64), warps=4, stages=2)
     return tile._replace(keys=max(SMALLEST, min(tile.keys, TILE_BYTES // size)))
@@ -109,6 +114,7 @@ def paged_attention(
     splits: int | None = None,
     chunked: bool = False,
     slopes: Tensor | None = None,
+    last_keys: Tensor | None = None,
 ) -> None:
     """Writes the attention of these rows to `out` [T, heads, elements of a value], which is contiguous.
 
@@ -117,7 +123,8 @@ def paged_attention(
     step's own. Values of fewer elements than a key are the first of these (latent attention). Scores are multiplied by
     `scale` and limited to cap * tanh(score / cap). `window`: the number of positions that a query sees; None: all.
     `sinks` float32 [heads] are scores without a value. `chunked`: a query sees its own chunk of `window` positions
-    instead. `slopes` float32 [heads]: a score is reduced by slope * distance (ALiBi). `capability` is the GPU's.
+    instead. `slopes` float32 [heads]: a score is reduced by slope * distance (ALiBi). `last_keys` int32
+    [T]: the last position that each query sees, its own or a later one of its row. `capability` is the GPU's.
     `counters` int32 [COUNTERS] are zero before and after. `batch_invariant`: one tile and one split for any shape of a
     step; a query's bits depend on its row's context alone. `tile` and `splits` override what is chosen.
     """
@@ -129,7 +136,9 @@ def paged_attention(
     lanes = heads // group  # programs of a token
     if batch_invariant or tile is None:
         longest = MIDDLE.queries if batch_invariant else rows.longest * group
-        tile = latent_tile(longest, query.dtype, capability) if rest else tile_for(longest, width, query.dtype)
+        tile = (
+            latent_tile(longest, query.dtype, capability) if rest else tile_for(longest, width, query.dtype, capability)
+        )
     splits = 1 if batch_invariant else splits
     padded_group = triton.next_power_of_2(group)
     queries = max(tile.queries, padded_group)
@@ -146,7 +155,21 @@ def paged_attention(
     if by_bits:
         keys, values = keys.view(torch.int8), values.view(torch.int8)
     _attend[blocks, lanes, splits](
-        *(query, keys, values, rows.table, rows.context, rows.starts, sinks, slopes, out, sums, weights, counters),
+        *(
+            query,
+            keys,
+            values,
+            rows.table,
+            rows.context,
+            rows.starts,
+            sinks,
+            slopes,
+            last_keys,
+            out,
+            sums,
+            weights,
+            counters,
+        ),
         *(count, rows.first, query.stride(0), rows.table.stride(0), NO_WINDOW if window is None else window, scale),
         CAP=cap or 0.0,
         WINDOWED=window is not None,
@@ -188,7 +211,7 @@ def _converted(x, dtype: tl.constexpr, BY_BITS: tl.constexpr):
 @triton.jit
 def _tiles(
     q, q_rest, peak, total, found,
-    keys, values, own_table, head, position, first_seen, bias, length, scale, begin, end,
+    keys, values, own_table, head, position, last, first_seen, bias, length, scale, begin, end,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, BIASED: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, PAGE: tl.constexpr,
     KEYS: tl.constexpr, BY_BITS: tl.constexpr,
@@ -235,7 +258,7 @@ def _tiles(
         if BIASED:
             score -= bias[:, None] * (position[:, None] - at[None, :]).to(tl.float32)
         if MASKED:
-            hidden = at[None, :] > position[:, None]
+            hidden = at[None, :] > last[:, None]
             if WINDOWED:
                 hidden |= at[None, :] < first_seen[:, None]
             score = tl.where(hidden, float("-inf"), score)
@@ -289,7 +312,7 @@ def _merge_splits(
 # The alignment of a step's columns and the width of its page table do not compile another kernel.
 @triton.jit(
     do_not_specialize=["rows", "first", "table_width", "window"],
-    do_not_specialize_on_alignment=["table", "context", "starts", "query_stride"],
+    do_not_specialize_on_alignment=["table", "context", "starts", "last_keys", "query_stride"],
 )
 def _attend(
     query,
@@ -300,6 +323,7 @@ def _attend(
     starts,
     sinks,
     slopes,
+    last_keys,
     out,
     sums,
     weights,
@@ -354,15 +378,9 @@ def _attend(
             return
     length = tl.load(context + row)
     lowest = length - count + block * BLOCK  # position of the first query
-    visible = tl.minimum(lowest + BLOCK, length)  # keys that the last query sees
     first_key = tl.maximum(lowest - window + 1, 0)
     if CHUNKED:
         first_key = lowest // window * window
-    first_tile, end_tile = first_key // KEYS, (visible + KEYS - 1) // KEYS
-    share = (end_tile - first_tile + SPLITS - 1) // SPLITS
-    begin = first_tile + split * share
-    end = tl.minimum(begin + share, end_tile)
-
     # The type of computation, and the factor by which the cache's elements are too small in it.
     narrow: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty != tl.float32
     dtype: tl.constexpr = tl.float16 if narrow else query.dtype.element_ty
@@ -378,6 +396,15 @@ def _attend(
     token = (begin_query + block * BLOCK + of_block).to(tl.int64)
     mine = lane * GROUP + of_group
     inside = real[:, None] & (number < SIZE)[None, :]
+    last = position
+    visible = tl.minimum(lowest + BLOCK, length)  # keys that some query sees
+    if last_keys is not None:
+        last = tl.where(real, tl.load(last_keys + token, mask=real, other=0), position)
+        visible = tl.minimum(tl.max(last, 0) + 1, length)
+    first_tile, end_tile = first_key // KEYS, (visible + KEYS - 1) // KEYS
+    share = (end_tile - first_tile + SPLITS - 1) // SPLITS
+    begin = first_tile + split * share
+    end = tl.minimum(begin + share, end_tile)
     own_query = query + (token * query_stride + mine * DIM)[:, None]
     q = tl.load(own_query + number[None, :], mask=inside, other=0.0)
     if narrow:
@@ -407,12 +434,12 @@ def _attend(
         whole = tl.maximum(begin, tl.minimum(end, (lowest + 1) // KEYS))
         peak, total, found = _tiles(
             q, q_rest, peak, total, found,
-            keys, values, table + row.to(tl.int64) * table_width, head, position, first_seen, bias, length, factor,
-            begin, whole, False, WINDOWED, BIASED, CAP, KV_HEADS, DIM, SIZE, WIDTH, REST, PAGE, KEYS, BY_BITS,
+            keys, values, table + row.to(tl.int64) * table_width, head, position, last, first_seen, bias, length,
+            factor, begin, whole, False, WINDOWED, BIASED, CAP, KV_HEADS, DIM, SIZE, WIDTH, REST, PAGE, KEYS, BY_BITS,
         )  # fmt: skip
     peak, total, found = _tiles(
         q, q_rest, peak, total, found,
-        keys, values, table + row.to(tl.int64) * table_width, head, position, first_seen, bias, length, factor,
+        keys, values, table + row.to(tl.int64) * table_width, head, position, last, first_seen, bias, length, factor,
         whole, end, True, WINDOWED, BIASED, CAP, KV_HEADS, DIM, SIZE, WIDTH, REST, PAGE, KEYS, BY_BITS,
     )  # fmt: skip
     result = (token * HEADS + mine)[:, None] * SIZE + number[None, :]
@@ -457,18 +484,26 @@ def self_test(device: torch.device) -> None:
         starts = torch.tensor([0, *counts], device=device).cumsum(0).int() if max(counts) > 1 else None
         rows = Rows(0, sum(counts), max(counts), starts, table.int().to(device), context)
         out = torch.full_like(query, float("nan"))
-        for own, chunked, slopes in ((None, False, None), (sinks, window is not None, sinks.abs())):
+        positions = torch.cat([torch.arange(n - m, n) for n, m in zip(context.tolist(), counts, strict=True)])
+        last = positions.clone()
+        last[-counts[-1] // 2 : -1] = last[-2]  # tokens of an image
+        ahead = last.int().to(device) if max(counts) > 16 else None
+        for own, chunked, slopes, last_keys in (
+            (None, False, None, None),
+            (sinks, window is not None, sinks.abs(), ahead),
+        ):
             paged_attention(
                 *(query, keys, values, rows, out, 0.25, window, cap, own),
                 chunked=chunked,
                 slopes=slopes,
+                last_keys=last_keys,
                 capability=capability,
                 counters=counters,
                 splits=splits,
             )
             rows_of = table.tolist(), counts, context.tolist()
             expected = reference_attention(
-                *(query, keys, values), *rows_of, 0.25, window, cap, own, chunked=chunked, slopes=slopes
+                *(query, keys, values), *rows_of, 0.25, window, cap, own, chunked, slopes, last_keys
             )
             check_close(f"attention to a cache of {cache_dtype}", out.cpu(), expected, 0.02)
 
@@ -486,11 +521,13 @@ def reference_attention(
     sinks: Tensor | None = None,
     chunked: bool = False,
     slopes: Tensor | None = None,
+    last_keys: Tensor | None = None,
 ) -> Tensor:
     """The reference: row by row in float32, on CPU."""
     kv_heads = keys.shape[2]
     found = []
-    for mine, pages, length in zip(query.cpu().float().split(counts), table, contexts, strict=True):
+    ahead = [None] * len(counts) if last_keys is None else last_keys.cpu().split(counts)
+    for mine, pages, length, last in zip(query.cpu().float().split(counts), table, contexts, ahead, strict=True):
         key, value = (x.cpu().float()[pages].flatten(0, 1)[:length] for x in (keys, values))
         scores = torch.einsum("thgd,khd->thgk", mine.unflatten(1, (kv_heads, -1)), key) * scale
         if cap is not None:
@@ -498,7 +535,7 @@ def reference_attention(
         own = torch.arange(length - len(mine), length)[:, None, None, None]
         if slopes is not None:
             scores = scores - slopes.cpu().view(kv_heads, -1, 1) * (own - torch.arange(length))
-        hidden = torch.arange(length) > own
+        hidden = torch.arange(length) > (own if last is None else last[:, None, None, None])
         if window is not None:
             hidden |= torch.arange(length) < (own // window * window if chunked else own - window + 1)
         scores = scores.masked_fill(hidden, -torch.inf)

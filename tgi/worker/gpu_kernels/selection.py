@@ -29,7 +29,7 @@ EVERY_MODEL, DECODER, INVARIANT, QUANTIZED, EXPERTS, LATENT, RECURRENT = (
         "quantized_matmul float8",
         "routing grouped_matmul",
         "latent_write",
-        "causal_conv delta_rule",
+        "causal_conv delta_rule ssd",
     )
 )
 MODULES = (*EVERY_MODEL, *DECODER, *INVARIANT, *QUANTIZED, *EXPERTS, *LATENT, *RECURRENT)
@@ -54,10 +54,6 @@ class GpuModelCandidate(Protocol):
     @property
     def is_latent(self) -> bool:
         """Whether its attention is latent attention."""
-
-    @property
-    def has_torch_mixers(self) -> bool:
-        """Whether torch's kernels compute its recurrent layers on a GPU."""
 
     @property
     def mixer_kernels(self) -> tuple[str, ...]:
@@ -90,8 +86,6 @@ def select_gpu_kernels(
     one is waited for."""
     if device != "cuda":
         return None, "they are for GPUs"
-    if batch_invariant and any(model.has_torch_mixers for model in models):
-        return None, "its Mamba2 layers, in chunks of a prompt and in an order that the batch decides"
     if importlib.util.find_spec("triton") is None:
         log.warning("computing with torch's kernels, which are slower than our own: triton is not installed")
         return None, "triton is not installed"

@@ -48,7 +48,7 @@ class GatedDelta(NamedTuple):
         columns] that of the mixer: q, k, v and z."""
         ba = self.ba(normed)[: len(x)]
         state, z = rows.cache.layers[self.layer], x[:, self.conv.shape[1] :]
-        if isinstance(self.kernels, GpuKernels) and rows.kept is None:  # before drafts torch keeps the states
+        if isinstance(self.kernels, GpuKernels):
             mixed = self.kernels.causal_conv(x, self.conv, None, False, rows, state["window"])
             return self.kernels.delta_rule(self.rule, mixed, z, ba, state["matrix"], rows)
         if isinstance(self.kernels, CpuKernels):

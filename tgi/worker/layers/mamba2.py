@@ -42,7 +42,7 @@ class Mamba2(NamedTuple):
     conv_bias: Tensor | None  # float32 [channels]
     rule: Ssd
     norm: GatedNorm
-    kernels: CpuKernels | GpuKernels | None  # None, and on a GPU: torch's
+    kernels: CpuKernels | GpuKernels | None  # None: torch's
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -58,6 +58,10 @@ class Mamba2(NamedTuple):
         """The result [T, columns of the heads]. `normed` is not needed."""
         rule, state = self.rule, rows.cache.layers[self.layer]
         mixed, z, dt = x.split((rule.channels, rule.inner, rule.sizes[0]), 1)
+        if isinstance(self.kernels, GpuKernels):
+            mixed = self.kernels.causal_conv(x, self.conv, self.conv_bias, False, rows, state["window"])
+            y = self.kernels.ssd(rule, mixed, dt, state["matrix"], rows)
+            return self.kernels.gated_norm(self.norm, y, z)
         if isinstance(self.kernels, CpuKernels):
             window, matrix, at = state["window"], state["matrix"], rows.addresses
             mixed = recurrent.causal_conv(self.kernels, x, window, self.conv, self.conv_bias, ConvForm.PLAIN, at)

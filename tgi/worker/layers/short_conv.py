@@ -56,7 +56,7 @@ class ShortConv(NamedTuple):
     def __call__(self, normed: Tensor, x: Tensor, rows: StateRows) -> Tensor:
         """c * conv(b * u) [T, channels] of x = [b, c, u] [T, 3 * channels]. `normed` is not needed."""
         window = rows.cache.layers[self.layer]["window"]
-        if isinstance(self.kernels, GpuKernels) and rows.kept is None:  # before drafts torch keeps the states
+        if isinstance(self.kernels, GpuKernels):
             return self.kernels.causal_conv(x, self.weight, self.bias, True, rows, window)
         if isinstance(self.kernels, CpuKernels):
             return recurrent.causal_conv(

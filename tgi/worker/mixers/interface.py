@@ -24,7 +24,7 @@ class MixerConfig(Protocol):
 
     @property
     def gpu_kernels(self) -> tuple[str, ...]:
-        """The modules of gpu_kernels/ that compute it on a GPU; none: torch's kernels do."""
+        """The modules of gpu_kernels/ that compute it on a GPU."""
         ...
 
     def part(self, local: range) -> "MixerConfig":

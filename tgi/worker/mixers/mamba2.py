@@ -66,7 +66,7 @@ class Mamba2Config:
 
     @property
     def gpu_kernels(self) -> tuple[str, ...]:
-        return ()
+        return "causal_conv", "ssd"
 
     def part(self, local: range) -> "Mamba2Config":
         return replace(self, groups=len(local), heads=len(local) * self.heads // self.groups)

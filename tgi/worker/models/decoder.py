@@ -4,7 +4,6 @@ On our CPU kernels, a model without experts runs as a program (see decoder_layer
 by layer on tensors.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,8 +59,6 @@ from tgi.worker.models.decoder_layer import (
 from tgi.worker.models.interface import LogitsReader, PreparedDecode, WeightFootprint
 from tgi.worker.state_cache import StateSpec, StateTensor
 
-log = logging.getLogger(__name__)
-
 
 class DecoderModel:
     """Implements Model.
@@ -85,9 +82,6 @@ class DecoderModel:
         self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
         self._whole_config, config = config, local_config(config, self._shard)
-        if gpu is not None and (missing := _missing_on_gpu(config)):
-            log.warning("%s is computed by torch's kernels, row by row: our own GPU kernels lack it", missing)
-            gpu = None
         # Receives the output of the last norm [T, hidden] of each step.
         self.hidden_reader: Callable[[Tensor], None] | None = None
         self.hidden_size = config.hidden
@@ -418,17 +412,6 @@ def _activated_linear(mlp: Mlp | Experts | None) -> Linear | None:
 
 def _write_inputs(weights: InputWeights, tokens: Tensor, hidden: Tensor, out: Tensor) -> None:
     out.copy_(weights(tokens, hidden))
-
-
-def _missing_on_gpu(config: DecoderConfig) -> str:
-    """What attention needs and our own GPU kernels do not have; "" if they have all of it."""
-    if (
-        len(set(config.head_shapes)) > 1
-        or config.value_norm
-        or any(layer.shares is not None for layer in config.layers)
-    ):
-        return "attention with heads of several sizes, normed values or shared keys"
-    return ""
 
 
 def layer_linears(layer: DecoderLayer) -> list[Linear]:

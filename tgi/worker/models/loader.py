@@ -63,11 +63,6 @@ class ModelSpec(NamedTuple):
         recurrent = None if self.decoder is None else self.decoder.recurrent
         return () if recurrent is None else recurrent.gpu_kernels
 
-    @property
-    def has_torch_mixers(self) -> bool:
-        """Whether torch's kernels compute its recurrent layers on a GPU."""
-        return self.decoder is not None and self.decoder.recurrent is not None and not self.mixer_kernels
-
 
 def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) -> ModelSpec:
     """The ModelSpec of a model directory.

@@ -107,6 +107,11 @@ class PromptImages:
         self._work = TowerWork()
 
     @property
+    def shifts(self) -> bool:
+        """See PromptParts, as of all that follows."""
+        return self.tower.family.rope is not None
+
+    @property
     def undivided(self) -> str:
         """DeploymentLimits.undivided of this model."""
         kind = self.tower.family.bidirectional
@@ -148,6 +153,16 @@ class PromptImages:
             return False
         rows = zip(map(self._slots.get, slots.tolist()), starts.tolist(), strict=True)
         return any(own is not None and (own.rope is not None or start < own.end) for own, start in rows)
+
+    def computes(self, slots: Ints, starts: Ints) -> bool:
+        if not self._slots:
+            return False
+        rows = zip(map(self._slots.get, slots.tolist()), starts.tolist(), strict=True)
+        return any(own is not None and start < own.end for own, start in rows)
+
+    def shift(self, slot: int) -> int:
+        own = self._slots.get(slot)
+        return 0 if own is None or own.rope is None else own.rope.delta
 
     def add_to(self, batch: ForwardBatch, slots: Ints, starts: Ints, faults: dict[int, str]) -> ForwardBatch:
         """The batch, whose rows are of `slots` [R] and begin at positions `starts` [R], with the features of the images
