@@ -22,6 +22,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from scripts.make_model import OTHER_NAMES
+from tgi.hub.weight_files import OF_DECODER, text_name
 
 ARCHITECTURES = {
     "gemma3_text": MODEL_ARCH.GEMMA3,
@@ -469,21 +470,18 @@ def write_gguf(
 def write_gguf_pair(
     model: Path, path: Path, mmproj: Path, metadata: dict[str, Any] | None = None, *, swapped: bool = False
 ) -> None:
-    """Writes a model of Gemma 3 with a vision tower as the file of its text part and that of its vision part, whose
-    keys `metadata` overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had."""
+    """Writes a model of Gemma 3 or Idefics 3 as the file of its text part and that of its vision part, whose keys
+    `metadata` overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had."""
     config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     vision, images = config["vision_config"], json.loads((model / "preprocessor_config.json").read_text())
-    text = {name: one for name, one in tensors.items() if name.startswith("language_model.")}
+    text = {name: one for name, one in tensors.items() if name.startswith(OF_DECODER) or text_name(name) != name}
     with TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        save_file(
-            {name.removeprefix("language_model."): one for name, one in text.items()}, directory / "model.safetensors"
-        )
+        save_file({text_name(name): one for name, one in text.items()}, directory / "model.safetensors")
         (directory / "config.json").write_text(json.dumps(config["text_config"]))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (directory / name).write_text((model / name).read_text())
         write_gguf(directory, path)
-    side = int(config["mm_tokens_per_image"] ** 0.5)
     writer = GGUFWriter(mmproj, "clip")
     sizes = {
         "image_size": "image_size",
@@ -495,8 +493,13 @@ def write_gguf_pair(
         "attention.layer_norm_epsilon": "layer_norm_eps",
     }
     keys = {f"clip.vision.{key}": vision[name] for key, name in sizes.items()}
-    keys |= {"clip.has_vision_encoder": True, "clip.projector_type": "gemma3", "clip.use_gelu": True}
-    keys["clip.vision.projector.scale_factor"] = vision["image_size"] // vision["patch_size"] // side
+    keys |= {"clip.has_vision_encoder": True, "clip.projector_type": config["model_type"], "clip.use_gelu": True}
+    if config["model_type"] == "gemma3":
+        side = int(config["mm_tokens_per_image"] ** 0.5)
+        keys["clip.vision.projector.scale_factor"] = vision["image_size"] // vision["patch_size"] // side
+    else:
+        keys["clip.vision.projector.scale_factor"] = config["scale_factor"]
+        keys["clip.vision.preproc_image_size"] = images["size"]["longest_edge"]
     keys |= {f"clip.vision.{name}": images.get(name, [0.5, 0.5, 0.5]) for name in ("image_mean", "image_std")}
     for key, value in (keys | (metadata or {})).items():
         add(writer, key, value)

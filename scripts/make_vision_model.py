@@ -160,6 +160,19 @@ KINDS: dict[str, Kind] = {
     "llava_next": Kind("llama", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "llava_onevision": Kind("qwen2", SMALL_TOWER, {**IMAGE_INDEX, "image_grid_pinpoints": [[56, 112], [112, 56]]}),
     "mistral3": Kind("mistral", SMALL_TOWER | {"head_dim": 16}, {**IMAGE_INDEX, "vision_feature_layer": -1}),
+    # The ids of images are in the embedding alone.
+    "mllama": Kind(
+        "llama",
+        {
+            **SMALL_TOWER,
+            "num_global_layers": 1,
+            "max_num_tiles": 4,
+            "intermediate_layers_indices": [0, 1],
+            "vision_output_dim": 96,
+        },
+        {**IMAGE_INDEX, "text_type": "mllama_text_model"},
+        {"vocab_size": IMAGE_TOKEN_ID, "cross_attention_layers": [0, 2]},
+    ),
     "paligemma": Kind("gemma", SMALL_TOWER | {"projection_dim": 64}, {**IMAGE_INDEX, "projection_dim": 64}),
     # Pixtral-12B, whose model_type is llava.
     "pixtral": Kind(

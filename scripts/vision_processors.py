@@ -89,6 +89,11 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"},
     ),
     "mistral3": (_PIXTRAL, "PixtralProcessor", {**_PIXTRAL_MARKS, "spatial_merge_size": 2}),
+    "mllama": (
+        {"image_processor_type": "MllamaImageProcessor", "size": _SIZE, "max_image_tiles": 4},
+        "MllamaProcessor",
+        {},
+    ),
     "paligemma": (
         {"image_processor_type": "SiglipImageProcessor", "size": _SIZE, "image_seq_length": 16},
         "PaliGemmaProcessor",

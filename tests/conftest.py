@@ -100,41 +100,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m fast`, files with a marker are not imported at all, which takes half of the time of collecting."""
-    if config.option.markexpr != "fast" or not collection_path.name.startswith("test_"):
+    """With `-m fast` and `-m live`, files that have no such test are not imported at all, which takes most of the time
+    of collecting."""
+    if config.option.markexpr not in ("fast", "live") or not collection_path.name.startswith("test_"):
         return None
-    return True if MARKED.search(collection_path.read_text()) else None
+    text = collection_path.read_text()
+    has_some = not MARKED.search(text) if config.option.markexpr == "fast" else "pytest.mark.live" in text
+    return None if has_some else True
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of files without a marker "fast". Of several processes (-n) every second one begins with its
-    share of the live tests, which leave time to the others, the next one with slow tests. All end with fast ones, half
-    of which go to a process that has nothing left: so none waits for another at the end. The shares are contiguous,
-    and live files undivided, since the tests of a file share its servers."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of files without a marker "fast"."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in MARKERS):
             item.add_marker("fast")
-    processes = getattr(config, "workerinput", {}).get("workercount", 1)
-    if processes > 1:
-        items[:] = [item for part in shares(items, processes) for item in part]
-
-
-def kind_of(item: pytest.Item) -> str:
-    """Those that start servers, those that take seconds, and all others."""
-    if item.get_closest_marker("fast"):
-        return "fast"
-    return "live" if item.get_closest_marker("live") else "slow"
-
-
-def shares(items: list[pytest.Item], parts: int) -> Iterator[list[pytest.Item]]:
-    """Shares of one size, as which pytest-xdist divides the tests. A file with live tests is in one of them."""
-    live, slow, fast = ([item for item in items if kind_of(item) == kind] for kind in ("live", "slow", "fast"))
-    for part in range(parts):
-        ends = [len(kind) // (parts - part) for kind in (live, slow)]
-        while 0 < ends[0] < len(live) and live[ends[0]].path == live[ends[0] - 1].path:
-            ends[0] += 1
-        size = (len(live) + len(slow) + len(fast)) // (parts - part)
-        heads = [live[: ends[0]], slow[: ends[1]]]
-        rest = max(0, size - sum(ends))
-        yield [item for kind in (heads[:: 1 - 2 * (part % 2)], [fast[:rest]]) for head in kind for item in head]
-        live, slow, fast = live[ends[0] :], slow[ends[1] :], fast[rest:]

@@ -251,7 +251,7 @@ def _result(number: int, line: bytes, server: Server) -> tuple[BatchResult, bool
 
 
 def _custom_id(line: bytes) -> str:
-    """The custom_id of a line that is no request, as far as there is one."""
+    """The custom_id of a line that is no request, if it has one."""
     try:
         found = msgspec.json.decode(line, type=dict[str, Any]).get("custom_id")
     except _UNREADABLE:

@@ -71,7 +71,7 @@ def cut(line: str, width: int | None) -> str:
 
 
 def terminal_width() -> int | None:
-    """The width of the terminal that standard output is; None if it is none."""
+    """The width of the terminal that standard output is; None if it is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -97,8 +97,8 @@ def list_processes(port: int | None, as_json: bool) -> None:
         lines = [headline(deployment, width), *table(deployment.rows(), width)]
         quarantine = Quarantine(deployment.run)
         lines += [
-            f"request {entry.fingerprint} in quarantine for {quarantine.minutes_left(entry)} minutes: {entry.reason}"
-            for entry in quarantine.entries()
+            f"request {name} in quarantine for {quarantine.minutes_left(entry)} minutes: {entry.reason}"
+            for name, entry in quarantine.entries().items()
         ]
         print("\n".join([""] * (number > 0) + lines))
 

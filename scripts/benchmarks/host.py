@@ -47,7 +47,6 @@ class NoDevice:
     """A GraphCapturer whose graphs compute once, to be checked, and then do nothing."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See GraphCapturer."""
         left = [run]
         return lambda: left.pop()() if left else None
 

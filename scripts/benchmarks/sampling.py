@@ -84,7 +84,7 @@ KINDS["everything"] = SamplingParams(
 class Bench(NamedTuple):
     """A batch of equal rows. `run` overwrites its logits."""
 
-    draws: SamplingBatch
+    batch: SamplingBatch
     noise: Noise
 
     @classmethod
@@ -105,7 +105,7 @@ class Bench(NamedTuple):
 
     def run(self, logits: torch.Tensor) -> None:
         """Runs until stopped."""
-        sample(logits, self.draws, self.noise)
+        sample(logits, self.batch, self.noise)
 
 
 def timed(work: Callable[[torch.Tensor], None], logits: torch.Tensor) -> float:

@@ -136,13 +136,13 @@ class Disturber:
         states = [state for state in rundir.read_states(self._run) if state.role in self._roles]
         if not states:
             return
-        victim = self._random.choice(states)
+        target = self._random.choice(states)
         number = self._random.choice(self._signals)
         with suppress(ProcessLookupError):
-            os.kill(victim.pid, number)
-            self.sent[f"{number.name} {victim.role}"] += 1
+            os.kill(target.pid, number)
+            self.sent[f"{number.name} {target.role}"] += 1
             if number is signal.SIGSTOP and self._random.random() < 0.5:
-                self._stopped[victim.pid] = now + self._random.uniform(0.2, LONGEST_STOP_SECONDS)
+                self._stopped[target.pid] = now + self._random.uniform(0.2, LONGEST_STOP_SECONDS)
 
     def finish(self) -> None:
         """Continues the processes that were to continue later."""

@@ -55,7 +55,7 @@ def test_grammars_reach_the_tokenizer(front: Front, grammar: dict[str, Any], key
         assert message.sampling.grammar == ""
 
 
-def refusal(path: str) -> dict[str, Any]:
+def rejection(path: str) -> dict[str, Any]:
     text = "Input validation error: grammar is not supported"
     if path.startswith("/v1/"):
         return openai_error(422, "validation", text, "response_format")
@@ -66,14 +66,14 @@ def refusal(path: str) -> dict[str, Any]:
 def test_a_grammar_value_of_another_type_is_not_supported(front: Front, grammar: dict[str, Any]) -> None:
     for path, body in routes(grammar):
         reply = front.post(path, json.dumps(body))
-        assert (reply.status, json.loads(reply.body)) == (422, refusal(path))
+        assert (reply.status, json.loads(reply.body)) == (422, rejection(path))
 
 
 def test_grammars_are_rejected_if_disabled(serve: Any) -> None:
     front = serve(disable_grammar_support=True)
     for path, body in routes({"type": "regex", "value": "a"}):
         reply = front.post(path, json.dumps(body))
-        assert (reply.status, json.loads(reply.body)) == (422, refusal(path))
+        assert (reply.status, json.loads(reply.body)) == (422, rejection(path))
     for path, body in routes({"type": "text"}):
         assert front.post(path, json.dumps(body)).status == 200
 

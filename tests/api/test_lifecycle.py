@@ -12,8 +12,9 @@ import pytest
 from tests.api.conftest import FakeTokenizer, Front, Stream, events, request, silent, texts, word
 from tests.api.test_hostile_clients import until
 from tgi.api import sse
+from tgi.api.downstream import REQUESTS_PER_FLUSH
 from tgi.api.http_server import ResponseTransport
-from tgi.api.requests import Generation
+from tgi.api.requests import Generation, TokenizationRequest, WakeEvent
 from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column, unpack_int32
 from tgi.microkernel.messages.protocol import (
     AnswerPart,
@@ -30,6 +31,21 @@ from tgi.microkernel.messages.protocol import (
 )
 
 pytestmark = pytest.mark.slow
+
+
+def test_a_burst_is_sent_in_parts(serve: Any) -> None:
+    """The tokenizers work on the first requests while the front end still reads others, in one turn of its loop."""
+    front = serve(validation_workers=2)
+
+    async def submit_in_one_turn() -> None:
+        for _ in range(2):
+            for _ in range(REQUESTS_PER_FLUSH):
+                front.router.submit(TokenizationRequest(WakeEvent(), "x", True))
+            for tokenizer in front.tokenizers:  # each has half of them
+                for _ in range(REQUESTS_PER_FLUSH // 2):
+                    tokenizer.next(Tokenize)
+
+    asyncio.run_coroutine_threadsafe(submit_in_one_turn(), front._loop).result(30)
 
 
 def test_disconnect_cancels_pipelined_requests(serve: Any) -> None:
@@ -375,7 +391,7 @@ def test_the_quarantine_of_the_scheduler_is_kept_by_front_ends(serve: Any) -> No
     assert reply.status == 424
     assert b"in quarantine" in reply.body
     assert b"the worker crashed" in reply.body
-    assert [entry.reason for entry in front.router.quarantine.entries()] == ["the worker crashed"]
+    assert [entry.reason for entry in front.router.quarantine.entries().values()] == ["the worker crashed"]
     assert front.tokenizers[0].received.empty()
 
 

@@ -1,17 +1,21 @@
 """Rejected requests: status and bytes of the response, and the order of the checks. Texts are those of TGI."""
 
+import asyncio
 import contextlib
 import json
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from tests.api.conftest import Front, openai_error, request
 from tgi.api import errors
+from tgi.api.body_reader import BodyReader
+from tgi.api.json_body import JsonBody
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.completions import CompletionRequest
-from tgi.api.shapes.native import GenerateParameters
+from tgi.api.shapes.native import GenerateParameters, GenerateRequest
 from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, Rule
 
 SHAPE = "Failed to deserialize the JSON body into the target type: "
@@ -49,6 +53,43 @@ def test_not_json(front: Front, path: str, body: bytes) -> None:
     assert reply.status == 400
     assert reply.headers["content-type"] == "text/plain; charset=utf-8"
     assert reply.body.decode().startswith(SYNTAX)
+
+
+@pytest.mark.parametrize("digits", [40, 400, 4000, 5000])
+@pytest.mark.parametrize("body", ['{{"inputs":{}}}', '{{"inputs":"x","parameters":{{"seed":{}}}}}'])
+def test_the_text_about_a_long_number_is_short(body: str, digits: int) -> None:
+    with pytest.raises(errors.Rejection) as raised:
+        JsonBody(GenerateRequest).decode(body.format("9" * digits).encode())
+    assert raised.value.status == (422 if digits < 5000 else 400)
+    assert len(raised.value.message) < 200
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"a\xc3", b"\xed\xa0\x80"])
+@pytest.mark.parametrize(
+    "body", [b'{"inputs":"%s"}', b'{"inputs":1,"x":"%s"}', b'{"inputs":"x","parameters":{"stop":["%s"]}}']
+)
+def test_text_that_is_not_utf8_is_rejected(body: bytes, text: bytes) -> None:
+    with pytest.raises(errors.Rejection, match=f"^{SYNTAX}'utf-8' codec can't decode") as raised:
+        JsonBody(GenerateRequest).decode(body % text)
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize("received", [False, True])
+def test_bodies_over_the_limit_are_rejected_however_they_come(received: bool) -> None:
+    """`received`: as a whole before the limit is checked."""
+
+    async def chunks(size: int) -> AsyncIterator[bytes]:
+        for _ in range(size):
+            yield b"x"
+
+    async def read(size: int, limited: bool = True) -> bytes:
+        return await BodyReader(limit=10, timeout_seconds=60).read(chunks(size), limited=limited, received=received)
+
+    assert asyncio.run(read(10)) == b"x" * 10
+    assert asyncio.run(read(11, limited=False)) == b"x" * 11
+    with pytest.raises(errors.Rejection) as raised:
+        asyncio.run(read(11))
+    assert raised.value.status == 413
 
 
 def test_syntax_is_checked_before_shape(front: Front) -> None:

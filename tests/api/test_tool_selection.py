@@ -86,10 +86,10 @@ FORM = {"type": "json_object"}
     ],
 )
 def test_invalid_tools_are_rejected(fields: dict[str, object], text: str) -> None:
-    with pytest.raises(ApiError) as refusal:
+    with pytest.raises(ApiError) as rejection:
         selection(**fields)
-    assert (refusal.value.status, refusal.value.error_type) == (422, "tool_error")
-    assert refusal.value.message == f"Tool error: {text}"
+    assert (rejection.value.status, rejection.value.error_type) == (422, "tool_error")
+    assert rejection.value.message == f"Tool error: {text}"
 
 
 def received_chat(front: Front, path: str, kind: type, **fields: Any) -> Any:

@@ -151,9 +151,9 @@ def test_async_chat_completion(client: InferenceClient) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"stream": True}], ids=str)
 def test_invalid_chat_completion_is_rejected(client: InferenceClient, options: dict[str, bool]) -> None:
-    with pytest.raises(HfHubHTTPError, match=r"422(.|\n)*`temperature` must be strictly positive") as refusal:
+    with pytest.raises(HfHubHTTPError, match=r"422(.|\n)*`temperature` must be strictly positive") as rejection:
         list(client.chat_completion(MESSAGES, temperature=-1.0, **options))
-    assert refusal.value.response.status_code == 422
+    assert rejection.value.response.status_code == 422
 
 
 def test_endpoint() -> None:
@@ -172,6 +172,6 @@ def test_endpoint() -> None:
 
 def test_a_missing_key_is_rejected() -> None:
     assert InferenceClient(GUARDED_URL, token=KEY).text_generation("Hi", max_new_tokens=1)
-    with pytest.raises(HfHubHTTPError) as refusal:
+    with pytest.raises(HfHubHTTPError) as rejection:
         InferenceClient(GUARDED_URL, token="wrong").text_generation("Hi", max_new_tokens=1)
-    assert refusal.value.response.status_code == 401
+    assert rejection.value.response.status_code == 401

@@ -212,9 +212,9 @@ def test_chat_with_parameters_of_vllm(client: OpenAI) -> None:
     answer = client.chat.completions.create(**CHAT, extra_body={"bad_words": [ANSWER]})
     assert ANSWER not in answer.choices[0].message.content
     for refused in ({"min_p": 2}, {"stop_token_ids": [10**9]}, {"bad_words": [""]}):
-        with pytest.raises(openai.UnprocessableEntityError) as refusal:
+        with pytest.raises(openai.UnprocessableEntityError) as rejection:
             client.chat.completions.create(**CHAT, extra_body=refused)
-        assert next(iter(refused)) in refusal.value.response.text
+        assert next(iter(refused)) in rejection.value.response.text
 
 
 # Completions
@@ -324,9 +324,9 @@ def test_completion_of_token_ids_and_a_score(client: OpenAI) -> None:
 
 
 def test_unsupported_fields_are_rejected_by_name(client: OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as refusal:
+    with pytest.raises(openai.UnprocessableEntityError) as rejection:
         client.chat.completions.create(messages=MESSAGES, modalities=["audio"], **GREEDY)
-    assert "`modalities` is not supported by this server" in refusal.value.response.text
+    assert "`modalities` is not supported by this server" in rejection.value.response.text
     client.chat.completions.create(
         messages=MESSAGES, user="u", store=False, service_tier="auto", extra_body={"colour": "red"}, **GREEDY
     )
@@ -340,9 +340,9 @@ def test_models(client: OpenAI) -> None:
     [model] = client.models.list().data
     assert model.object == "model"
     assert client.models.retrieve(model.id) == model
-    with pytest.raises(openai.NotFoundError) as refusal:
+    with pytest.raises(openai.NotFoundError) as rejection:
         client.models.retrieve("gpt-17")
-    assert (refusal.value.message, refusal.value.param) == ("Error code: 404 - Model not found", "model")
+    assert (rejection.value.message, rejection.value.param) == ("Error code: 404 - Model not found", "model")
     with pytest.raises(openai.NotFoundError, match="There is no route POST /v1/moderations"):
         client.moderations.create(input="Hi")
     without_v1 = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
@@ -426,14 +426,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_rejections_have_their_exception_class_and_text(client: OpenAI, reason: str, stream: bool) -> None:
     fields, text, param = REFUSED[reason]
-    with pytest.raises(openai.UnprocessableEntityError) as refusal:
+    with pytest.raises(openai.UnprocessableEntityError) as rejection:
         client.chat.completions.create(**CHAT | fields, stream=stream)
-    assert f"Error code: 422 - {text}" in str(refusal.value)
-    assert (refusal.value.type, refusal.value.param, refusal.value.code) == ("validation", param, "422")
+    assert f"Error code: 422 - {text}" in str(rejection.value)
+    assert (rejection.value.type, rejection.value.param, rejection.value.code) == ("validation", param, "422")
     if "messages" not in fields:
-        with pytest.raises(openai.UnprocessableEntityError) as refusal:
+        with pytest.raises(openai.UnprocessableEntityError) as rejection:
             client.completions.create(prompt=PROMPT, **GREEDY | fields, stream=stream)
-        assert f"Error code: 422 - {text}" in str(refusal.value)
+        assert f"Error code: 422 - {text}" in str(rejection.value)
 
 
 def test_async_rejections_have_their_exception_class() -> None:

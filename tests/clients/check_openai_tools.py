@@ -149,9 +149,9 @@ def test_async(whole: ChatCompletion) -> None:
 
 def test_a_call_that_is_cut_off(client: OpenAI, whole: ChatCompletion) -> None:
     cut = MUST | {"max_tokens": whole.usage.completion_tokens - 4}
-    with pytest.raises(openai.UnprocessableEntityError) as refusal:
+    with pytest.raises(openai.UnprocessableEntityError) as rejection:
         client.chat.completions.create(**cut)
-    assert "Tool error: Failed to parse generated text" in str(refusal.value)
+    assert "Tool error: Failed to parse generated text" in str(rejection.value)
     chunks = list(client.chat.completions.create(stream=True, **cut))
     assert chunks[-1].choices[0].finish_reason == "length"
 
@@ -174,6 +174,6 @@ def test_tools_together_with_a_response_format(client: OpenAI) -> None:
 def test_invalid_tools_are_rejected(client: OpenAI) -> None:
     no_tools: dict[str, Any] = {"tools": [], "tool_choice": "required"}
     for wrong in ({"tool_choice": "fly"}, {"tools": [*TOOLS, TOOLS[0]]}, no_tools):
-        with pytest.raises(openai.UnprocessableEntityError) as refusal:
+        with pytest.raises(openai.UnprocessableEntityError) as rejection:
             client.chat.completions.create(**ASK | wrong)
-        assert "Tool error: " in str(refusal.value)
+        assert "Tool error: " in str(rejection.value)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.environments import GROUPS, NODE, ROOT, environment, node_environment
-from tests.live.server import Server, SharedServers
+from tests.live.server import Server, SharedServers, python_path
 from tests.models import pooling_model
 
 pytestmark = pytest.mark.live
@@ -35,11 +35,10 @@ def outcomes(
     model = ("--model-id", str(demo_model), "--worker", "scripted")
     template = ("--tokenizer-config-path", str(ANSWERING / "hermes.jinja"))
     guarded = (*model, "--api-key", KEY, "--max-total-tokens", "32768", *template)
-    on_path = {"PYTHONPATH": os.pathsep.join([str(ANSWERING), *filter(None, [os.environ.get("PYTHONPATH")])])}
     with (
         ThreadPoolExecutor(len(GROUPS) + len(NODE_CHECKS)) as pool,
-        Server(directory / "guarded", *guarded, env=on_path) as guarded_server,
-        Server(directory / "demo", *model, env=on_path) as demo,
+        Server(directory / "guarded", *guarded, env=python_path(ANSWERING)) as guarded_server,
+        Server(directory / "demo", *model, env=python_path(ANSWERING)) as demo,
     ):
         node = pool.submit(node_environment)
         pythons = {group: pool.submit(environment, group) for group in GROUPS}

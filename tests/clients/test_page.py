@@ -11,7 +11,7 @@ import pytest
 from tests.clients.answering.sitecustomize import SCRIPT, THOUGHT_END
 from tests.clients.environments import BROWSER, node_environment
 from tests.clients.test_clients import ANSWERING, KEY
-from tests.live.server import TIMEOUT_SECONDS, Server
+from tests.live.server import TIMEOUT_SECONDS, Server, python_path
 
 pytestmark = pytest.mark.live
 
@@ -34,8 +34,7 @@ def test_the_page_in_a_browser(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "node_modules").symlink_to(modules)
     model = ("--model-id", str(demo_model), "--tokenizer-config-path", str(ANSWERING / "hermes.jinja"))
     scripted = ("--worker", "scripted", "--scripted-step-us", "15000", "--api-key", KEY)
-    on_path = {"PYTHONPATH": os.pathsep.join([str(ANSWERING), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    with Server(tmp_path / "run", *model, *scripted, env=on_path).start() as server:
+    with Server(tmp_path / "run", *model, *scripted, env=python_path(ANSWERING)).start() as server:
         server.wait_until_ready()
         arguments = (f"{server.url}/", KEY, f"{SCRIPT} {json.dumps([ANSWER])}", str(tmp_path))
         environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}

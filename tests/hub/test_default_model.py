@@ -116,7 +116,7 @@ def test_the_default_model_answers_a_question(fetched: tuple[Path, list[Stage]])
 
 
 def test_the_shared_copy_is_the_same_model(fetched: tuple[Path, list[Stage]]) -> None:
-    assert read_model_config(demo_model()).fingerprint == read_model_config(fetched[0]).fingerprint
+    assert read_model_config(demo_model()).content_hash == read_model_config(fetched[0]).content_hash
 
 
 def test_a_file_with_another_checksum_is_rejected(tmp_path: Path) -> None:

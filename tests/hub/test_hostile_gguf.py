@@ -121,10 +121,10 @@ def key(name: str, kind: int, value: bytes) -> bytes:
     ],
 )
 def test_the_message_names_the_damage(content: bytes, words: str, place: Path) -> None:
-    refusal = attempt(content, place)
-    assert refusal is not None
-    assert words in refusal
-    assert str(place / "x.gguf") in refusal
+    rejection = attempt(content, place)
+    assert rejection is not None
+    assert words in rejection
+    assert str(place / "x.gguf") in rejection
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_inconsistent_metadata_is_rejected(metadata: dict[str, Any], words: str,
     write_gguf(made, place / "m.gguf", metadata=metadata)
     content = (place / "m.gguf").read_bytes()
     (place / "m.gguf").unlink()
-    refusal = attempt(content, place)
-    assert refusal is not None
-    assert words in refusal
+    rejection = attempt(content, place)
+    assert rejection is not None
+    assert words in rejection
 
 
 def test_another_architecture_is_rejected_by_name(place: Path) -> None:

@@ -125,7 +125,7 @@ def fetch(
 
 def test_configuration_tokenizer_and_safetensors_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     directory, stages = fetch(hub, tmp_path)
-    assert read_model_config(Path(directory)).fingerprint == read_model_config(model("llama")).fingerprint
+    assert read_model_config(Path(directory)).content_hash == read_model_config(model("llama")).content_hash
     assert {path.name for path in Path(directory).iterdir()} == {p.name for p in model("llama").iterdir()} | {
         "README.md"
     }

@@ -52,13 +52,13 @@ def test_model_config_of_each_kind(kind: str) -> None:
     assert [path.name for path in card.weights] == ["model.safetensors"]
 
 
-def test_the_fingerprint_depends_on_configuration_and_tokenizer(copy: Path) -> None:
+def test_the_content_hash_depends_on_configuration_and_tokenizer(copy: Path) -> None:
     original = read_model_config(model("llama"))
-    assert read_model_config(copy).fingerprint == original.fingerprint
+    assert read_model_config(copy).content_hash == original.content_hash
     (copy / "README.md").write_text("words")
-    assert read_model_config(copy).fingerprint == original.fingerprint
+    assert read_model_config(copy).content_hash == original.content_hash
     change(copy / "tokenizer_config.json", eos_token="<|pad|>")
-    assert read_model_config(copy).fingerprint != original.fingerprint
+    assert read_model_config(copy).content_hash != original.content_hash
 
 
 def add_token(directory: Path, number: int, text: str) -> None:

@@ -40,7 +40,7 @@ def test_rotary_scaling_extends_the_context(tiny_llama: Path, tmp_path: Path) ->
     assert after.max_position_embeddings == 2 * before.max_position_embeddings
     rope = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
     assert config(directory)["rope_parameters"] == rope
-    assert after.fingerprint != before.fingerprint
+    assert after.content_hash != before.content_hash
     assert (directory / "model.safetensors").resolve() == (tiny_llama / "model.safetensors").resolve()
 
 

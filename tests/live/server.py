@@ -53,6 +53,12 @@ def free_port() -> int:
             return port
 
 
+def python_path(first: Path) -> dict[str, str]:
+    """An environment in which Python searches this directory first, and what it searches here after it: so a server of
+    a checkout that is not installed runs that checkout, also with the faults of a test."""
+    return {"PYTHONPATH": os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 class Server:
     """Starts commands of `tgi` that share one run directory. Leaving its `with` block kills them by pid and fails if a
     process of the tree outlives its supervisor."""
@@ -151,9 +157,9 @@ class Server:
     def kill(self, name: str) -> None:
         """Kills one process of the tree with SIGKILL: waits until it runs, and until it has ended."""
         self.wait_until(lambda: name in self.processes(), f"{name} runs")
-        victim = self.processes()[name]
-        victim.kill()
-        victim.wait(TIMEOUT_SECONDS)
+        target = self.processes()[name]
+        target.kill()
+        target.wait(TIMEOUT_SECONDS)
 
     @contextlib.contextmanager
     def suspended(self, name: str) -> Iterator[None]:

@@ -79,10 +79,10 @@ def test_each_request_is_answered_once_while_processes_are_killed(server: Server
     count = 300
     batch = create(server, [line(number) for number in range(count)])
     assert batch["status"] == "validating"
-    victims = ("worker-0", "scheduler-0", "tokenizer-0", "api-0", "api-1")
-    for index, victim in enumerate(victims):
+    targets = ("worker-0", "scheduler-0", "tokenizer-0", "api-0", "api-1")
+    for index, target in enumerate(targets):
         answered(server, batch, 20 + 40 * index)
-        server.kill(victim)
+        server.kill(target)
     server.wait_until_ready()
     done = ended(server, batch)
     assert (done["status"], done["error_file_id"]) == ("completed", None)

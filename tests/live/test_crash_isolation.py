@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tests.live.faults import sitecustomize as faults
-from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server
-from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, python_path
+from tgi.microkernel.recovery.crash_isolation import QUARANTINE_STRIKES
 
 pytestmark = pytest.mark.live
 
@@ -31,7 +31,7 @@ SAMPLED: list[tuple[str, dict[str, Any]]] = [
 def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--model-id", str(tiny_llama), "--worker", "scripted", "--scripted-step-us", "20000")
     run = tmp_path_factory.mktemp("faults") / "run"
-    with Server(run, *flags, env={"PYTHONPATH": str(FAULTS)}) as server:
+    with Server(run, *flags, env=python_path(FAULTS)) as server:
         yield server.start().wait_until_ready()
 
 
@@ -40,7 +40,7 @@ def impatient(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """A server that replaces a process after two seconds without progress."""
     flags = ("--model-id", str(tiny_llama), "--worker", "scripted", "--scripted-step-us", "20000")
     run = tmp_path_factory.mktemp("hangs") / "run"
-    with Server(run, *flags, "--hang-timeout", "2", env={"PYTHONPATH": str(FAULTS)}) as server:
+    with Server(run, *flags, "--hang-timeout", "2", env=python_path(FAULTS)) as server:
         yield server.start().wait_until_ready()
 
 
@@ -96,13 +96,13 @@ def test_only_the_request_that_crashes_a_process_fails(
     (answer,) = answers
     assert answer.status_code == 424, answer.text
     assert f"the {role} was killed by SIGSEGV" in answer.json()["error"]
-    assert crashes(server, role) - before == CONVICTING_STRIKES
+    assert crashes(server, role) - before == QUARANTINE_STRIKES
     assert server.metric("tgi_quarantined_requests") == quarantined + 1
 
     again = server.client.post("/generate", json=body)
     assert again.status_code == 424
     assert "in quarantine" in again.json()["error"]
-    assert crashes(server, role) - before == CONVICTING_STRIKES
+    assert crashes(server, role) - before == QUARANTINE_STRIKES
     listed = subprocess.run(
         [sys.executable, "-m", "tgi", "ps"], env=server.environment, capture_output=True, text=True, check=True
     ).stdout
@@ -112,10 +112,10 @@ def test_only_the_request_that_crashes_a_process_fails(
 @pytest.mark.parametrize(
     ("seeds", "most"),
     [
-        ((faults.EVERY_FOURTH_TOKEN, faults.EVERY_FOURTH_TOKEN), 2 * CONVICTING_STRIKES),
-        ((faults.ENCODING, faults.DETOKENIZING), 2 * CONVICTING_STRIKES),
+        ((faults.EVERY_FOURTH_TOKEN, faults.EVERY_FOURTH_TOKEN), 2 * QUARANTINE_STRIKES),
+        ((faults.ENCODING, faults.DETOKENIZING), 2 * QUARANTINE_STRIKES),
         # A crash of the worker is no evidence if the scheduler crashes before it knows the cause.
-        ((faults.ADDED, faults.EVERY_FOURTH_TOKEN), 3 * CONVICTING_STRIKES),
+        ((faults.ADDED, faults.EVERY_FOURTH_TOKEN), 3 * QUARANTINE_STRIKES),
     ],
 )
 def test_only_two_requests_that_crash_processes_at_the_same_time_fail(
@@ -137,7 +137,7 @@ def test_only_two_requests_that_crash_processes_at_the_same_time_fail(
     assert [answer.status_code for answer in answers[-2:]] == [424, 424], [answer.text for answer in answers]
     assert server.metric("tgi_quarantined_requests") == quarantined + 2
     crashed = sum(crashes(server, role) for role in ("tokenizer", "scheduler", "worker")) - before
-    assert CONVICTING_STRIKES < crashed <= most
+    assert QUARANTINE_STRIKES < crashed <= most
 
 
 def test_a_quarantine_holds_for_all_clients_and_after_restarts_of_front_ends(server: Server) -> None:
@@ -219,7 +219,7 @@ def test_only_the_request_that_hangs_a_process_fails(
     assert answer.status_code == 424, answer.text
     assert f"the {role} made no progress and was killed" in answer.json()["error"]
     assert impatient.client.post("/generate", json=body).status_code == 424
-    assert hangs(impatient, role) - before == CONVICTING_STRIKES
+    assert hangs(impatient, role) - before == QUARANTINE_STRIKES
 
 
 def test_a_stopped_worker_and_killed_tokenizers_fail_no_request(server: Server, undisturbed: list[Any]) -> None:

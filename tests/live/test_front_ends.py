@@ -67,12 +67,12 @@ def test_two_front_ends_share_the_concurrency_limit(server: Server) -> None:
         name: [c.raddr.port for c in process.net_connections("tcp") if c.raddr and c.raddr.port in running]
         for name, process in front_ends.items()
     }
-    victim = max(ports, key=lambda name: len(ports[name]))
-    server.kill(victim)
-    for port in ports[victim]:
+    target = max(ports, key=lambda name: len(ports[name]))
+    server.kill(target)
+    for port in ports[target]:
         running[port].wait_until_closed()
     second = open_streams(server, 9)
-    assert Counter(second.values()) == {200: len(ports[victim]), 429: 9 - len(ports[victim])}
+    assert Counter(second.values()) == {200: len(ports[target]), 429: 9 - len(ports[target])}
     for stream in [*first, *second]:
         stream.socket.close()
     server.wait_until(lambda: server.metric("tgi_batch_current_size") == 0, "the closed streams are cancelled")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live.server import TIMEOUT_SECONDS, Server, event_lines, free_port
+from tests.live.server import TIMEOUT_SECONDS, Server, event_lines, free_port, python_path
 from tests.live.test_operating import succeed
 from tests.microkernel.tcp import cable
 from tgi.microkernel.host import rundir
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.live
 
 KEY_FILES = {"tokenizer": "tokenizer.key", "worker": "host.key"}
 # What a host with front ends alone need not have: the imports of the packages fail there.
-WITHOUT_MODELS = {"PYTHONPATH": str(Path(__file__).parent / "no_models")}
+WITHOUT_MODELS = python_path(Path(__file__).parent / "no_models")
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
 
 

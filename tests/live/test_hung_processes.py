@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.live.server import CLIENT_OPTIONS, Server, SharedServers
+from tests.live.server import CLIENT_OPTIONS, Server, SharedServers, python_path
 from tests.live.test_tree import SCRIPTED, all_streams, token_ids
 
 pytestmark = pytest.mark.live
@@ -105,7 +105,7 @@ def test_a_process_that_hangs_while_it_is_idle_is_replaced(standing: Server, nam
 def test_a_slow_worker_is_neither_replaced_nor_unhealthy(tiny_llama: Path, tmp_path: Path) -> None:
     """Its first long prompt takes longer than any limit for short steps."""
     flags = ("--model-id", str(tiny_llama), *SCRIPTED, "--validation-workers", "1")
-    with Server(tmp_path / "run", *flags, env={"PYTHONPATH": str(FAULTS / "slow_worker")}) as server:
+    with Server(tmp_path / "run", *flags, env=python_path(FAULTS / "slow_worker")) as server:
         server.start().wait_until_ready()
         worker = server.processes()["worker-0"].pid
         unhealthy: list[float] = []

@@ -1,7 +1,6 @@
 """Images on every route, from hostile hosts and in hostile files: a whole server with the scripted worker."""
 
 import json
-import os
 import socket
 import threading
 import time
@@ -17,14 +16,14 @@ from PIL.PngImagePlugin import PngInfo
 
 from scripts.make_vision_model import IMAGE_TOKENS
 from tests.live.faults import sitecustomize as faults
-from tests.live.server import Server
+from tests.live.server import Server, python_path
 from tests.live.test_crash_isolation import FAULTS, restarts
 from tests.media.pictures import data_url, encoded, noise, png_header
 from tests.media.test_fetcher import HostileServer, respond
 from tests.models import vision_model
 from tgi.media.processor import _load as load_processor
 from tgi.microkernel.host.rundir import media_directory
-from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
+from tgi.microkernel.recovery.crash_isolation import QUARANTINE_STRIKES
 
 pytestmark = pytest.mark.live
 
@@ -47,8 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "1000000",
     )
     flags += ("--max-images", "3", "--max-concurrent-requests", str(PERMITS), "--hang-timeout", "3")
-    path = os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")])
-    with Server(tmp_path_factory.mktemp("images") / "run", *flags, env={"PYTHONPATH": path}) as server:
+    with Server(tmp_path_factory.mktemp("images") / "run", *flags, env=python_path(FAULTS)) as server:
         server.start().wait_until_ready()
         assert [*media_directory(server.run_directory).glob("*.safetensors")]  # a ready server has loaded an image
         yield server
@@ -267,11 +265,11 @@ def test_only_the_request_with_the_poisonous_image_fails(server: Server, text: b
         assert others == [200] * 5
         assert fatal.result().status_code == 424
         assert "while it worked on an image of this request" in fatal.result().text
-    assert restarts(server, "media", cause) == CONVICTING_STRIKES
+    assert restarts(server, "media", cause) == QUARANTINE_STRIKES
     again = server.client.post(CHAT, json=chat(image(poison)))
     assert again.status_code == 424
     assert "in quarantine" in again.text
-    assert restarts(server, "media", cause) == CONVICTING_STRIKES
+    assert restarts(server, "media", cause) == QUARANTINE_STRIKES
     assert server.client.post(CHAT, json=chat(image(URL))).status_code == 200
     assert links(server) == []
 
@@ -296,7 +294,7 @@ def test_answers_are_those_of_transformers_and_survive_every_process(computing: 
     again = computing.client.post(CHAT, json=body).json()
     assert again["choices"][0]["message"]["content"] == text
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
-    for victim in ("worker-0", "scheduler-0", "tokenizer-0", "media-0"):
+    for target in ("worker-0", "scheduler-0", "tokenizer-0", "media-0"):
         pieces = []
         with computing.client.stream("POST", CHAT, json=body | {"stream": True}) as response:
             for number, line in enumerate(response.iter_lines()):
@@ -304,8 +302,8 @@ def test_answers_are_those_of_transformers_and_survive_every_process(computing: 
                     choices = json.loads(line.removeprefix("data: "))["choices"]
                     pieces += [choice["delta"].get("content") or "" for choice in choices]
                 if number == 9:
-                    computing.kill(victim)
-        assert "".join(pieces) == text, victim
+                    computing.kill(target)
+        assert "".join(pieces) == text, target
     assert links(computing) == []
 
 

@@ -15,7 +15,7 @@ from tgi.scheduler.replay import describe, replay
 pytestmark = pytest.mark.live
 
 REQUESTS = 24
-# Requests with so many tokens in their prompts fill the files of 1 MB, and take few steps to compute and to repeat.
+# Requests with prompts of this length fill the files of 1 MB, and take few steps to compute and to repeat.
 LARGE, LARGE_PROMPT = 140, 1900
 
 
@@ -36,12 +36,12 @@ def journals(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> list
             return int(answer["details"]["generated_tokens"])
 
         with ThreadPoolExecutor(REQUESTS) as threads:
-            for victim in ("scheduler-0", "worker-0"):
+            for target in ("scheduler-0", "worker-0"):
                 with server.suspended("worker-0"):  # until the scheduler has all requests
                     answers = [threads.submit(ask, number) for number in range(REQUESTS)]
                     server.wait_until(lambda: scheduled_requests(server) == REQUESTS, "all requests have arrived")
                 wait(answers, return_when=FIRST_COMPLETED)
-                server.kill(victim)
+                server.kill(target)
                 assert all(answer.result() for answer in answers)
         server.stop()
     return sorted((directory / "journals").glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)

@@ -217,7 +217,7 @@ COPY_PROMPTS = [chat(f"Repeat this text {n} times: {COPIED}") for n in (2, 3)] +
 
 
 def copy_answers(server: Server, clients: int) -> list[Answer]:
-    """The answers to COPY_PROMPTS, so many of them at once."""
+    """The answers to COPY_PROMPTS, this number of them at once."""
 
     def answer(prompt: str) -> Answer:
         details = server.generate(prompt, max_new_tokens=40)["details"]

@@ -80,12 +80,12 @@ def test_prompt_logprobs_are_exact_batched_cached_and_after_kills(
         others = [pool.submit(prefill, server, TEXT * n) for n in (1, 2, 6, 3, 6)]
         assert [other.result() for other in others][2] == others[4].result() == expected
 
-    for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
-        killing = threading.Thread(target=server.kill, args=(victim,))
+    for target in ("worker-0", "scheduler-0", "tokenizer-0"):
+        killing = threading.Thread(target=server.kill, args=(target,))
         with ThreadPoolExecutor(4) as pool:
             pending = [pool.submit(prefill, server, inputs) for _ in range(4)]
             killing.start()
-            assert [one.result() for one in pending] == [expected] * 4, victim
+            assert [one.result() for one in pending] == [expected] * 4, target
         killing.join()
 
     (choice,) = ask(server, inputs, logprobs=2, max_tokens=3, temperature=0)["choices"]
@@ -145,12 +145,12 @@ def test_prompts_are_scored_without_generating(server: Server, tokenizer: Tokeni
     ]
     assert [server.client.post("/v1/completions", json=body).status_code for body in rejected] == [422] * 3
 
-    for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
-        killing = threading.Thread(target=server.kill, args=(victim,))
+    for target in ("worker-0", "scheduler-0", "tokenizer-0"):
+        killing = threading.Thread(target=server.kill, args=(target,))
         with ThreadPoolExecutor(4) as pool:
             pending = [pool.submit(ask, server, prompts, max_tokens=0) for _ in range(4)]
             killing.start()
-            assert [one.result()["choices"] for one in pending] == [scored["choices"]] * 4, victim
+            assert [one.result()["choices"] for one in pending] == [scored["choices"]] * 4, target
         killing.join()
 
 

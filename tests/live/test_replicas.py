@@ -55,13 +55,13 @@ def test_both_replicas_compute(standing: Server) -> None:
     assert running == [8]
 
 
-@pytest.mark.parametrize("victim", ["scheduler-1", "worker-0"])
-def test_streams_go_on_after_a_part_of_a_replica_is_killed(standing: Server, victim: str) -> None:
+@pytest.mark.parametrize("target", ["scheduler-1", "worker-0"])
+def test_streams_go_on_after_a_part_of_a_replica_is_killed(standing: Server, target: str) -> None:
     undisturbed = all_streams(standing, 60)
     healthy = []
 
     def kill() -> None:
-        standing.kill(victim)
+        standing.kill(target)
         healthy.extend(standing.is_healthy() for _ in range(20))
 
     disturbed = all_streams(standing, 60, act=kill)

@@ -77,9 +77,9 @@ def test_penalties_bias_and_bad_words_hold_after_kills(server: Server) -> None:
     expected = complete(server, **fields)
     assert expected["tokens"] != complete(server, seed=PENALTIES["seed"])["tokens"]
     assert not set(expected["tokens"]) & set(fields["bad_words"])
-    for victim in ("worker-0", "tokenizer-0"):
-        got = stream(server, lambda name=victim: server.kill(name), 15, **fields)
-        assert (got["tokens"], got["token_logprobs"]) == (expected["tokens"], expected["token_logprobs"]), victim
+    for target in ("worker-0", "tokenizer-0"):
+        got = stream(server, lambda name=target: server.kill(name), 15, **fields)
+        assert (got["tokens"], got["token_logprobs"]) == (expected["tokens"], expected["token_logprobs"]), target
     forced = complete(server, temperature=2, logit_bias={str(most_likely["id"]): 100}, max_tokens=5)
     assert agree([most_likely] * 5, forced["tokens"])
     banned = complete(server, temperature=0, logit_bias={str(most_likely["id"]): -100}, max_tokens=1)

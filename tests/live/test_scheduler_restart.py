@@ -1,4 +1,4 @@
-"""A restarted scheduler keeps the worker, its weights and its KV pages."""
+"""A restarted scheduler keeps the KV pages of its worker, and a restarted worker those of its predecessor."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from tests.live.server import SharedServers
 from tests.live.test_tree import SCRIPTED, all_streams, token_ids
+from tgi.worker.cpu_kernels.kernels import PAGE_SIZE
 
 pytestmark = pytest.mark.live
 
@@ -27,3 +28,18 @@ def test_streams_go_on_from_the_pages_of_the_worker(
     print(f"{resumed:.0f} generated tokens submitted again, {found:.0f} tokens found in the prefix cache")
     assert resumed >= 8 * 40
     assert found >= resumed  # prompts, too; less than a page of each request is computed again
+
+
+def test_streams_go_on_from_the_pages_of_a_killed_worker(tiny_llama: Path, shared_server: SharedServers) -> None:
+    """Its successor shares its memory. At most two pages of each stream are computed again: that of the steps in
+    flight, and the next one."""
+    server = shared_server("--model-id", str(tiny_llama))
+    undisturbed = all_streams(server, 150)
+    found_before, resumed_before = (server.metric(f"tgi_{name}_tokens") for name in ("prefix_cache_hit", "recomputed"))
+    disturbed = all_streams(server, 150, act=lambda: server.kill("worker-0"), after=100)
+    assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
+    resumed = server.metric("tgi_recomputed_tokens") - resumed_before
+    found = server.metric("tgi_prefix_cache_hit_tokens") - found_before
+    print(f"{resumed:.0f} generated tokens submitted again, {found:.0f} tokens found in the prefix cache")
+    assert resumed >= 8 * 100
+    assert found >= resumed - 8 * 2 * PAGE_SIZE

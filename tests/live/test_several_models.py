@@ -182,8 +182,8 @@ def test_the_loss_of_a_process_is_not_seen_by_another_model(server: Server, role
     expected = {name: text(ask(server, name, LONG)) for name in ("a", "b")}
     before = {name: server.processes()[name].pid for name in model_processes(server, "b")}
     streams = {name: Stream(server, name) for name in ("a", "b")}
-    (victim,) = (name for name in model_processes(server, "a") if name.startswith(role))
-    server.kill(victim)
+    (target,) = (name for name in model_processes(server, "a") if name.startswith(role))
+    server.kill(target)
     assert {name: stream.whole() for name, stream in streams.items()} == expected
     assert {name: server.processes()[name].pid for name in model_processes(server, "b")} == before
     assert states(server)["a"] == "loaded"

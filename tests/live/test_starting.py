@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, python_path
 from tgi.microkernel.host import rundir
 from tgi.microkernel.links.link import Link
 from tgi.microkernel.messages.protocol import PROTOCOL, Hello, Status, Step, StepResult
@@ -144,7 +144,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
     )
-    return os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    return os.environ | python_path(folder) | {"HF_HUB_OFFLINE": "1"}
 
 
 @pytest.mark.parametrize("command", ["up", "worker"])
@@ -387,8 +387,8 @@ def test_processes_killed_during_the_drain_are_replaced(server: Server) -> None:
     events = [next(stream) for _ in range(5)]
     processes = server.processes()
     server.commands["up"].terminate()
-    for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
-        processes[victim].kill()
+    for target in ("worker-0", "scheduler-0", "tokenizer-0"):
+        processes[target].kill()
         events += [next(stream) for _ in range(30)]  # it goes on before the next one is killed
     assert len(events + list(stream)) == 300
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0

@@ -1,5 +1,5 @@
 """Tool calls through a whole process tree, by a random model with a template in Hermes' format: whatever tokens it
-draws, calls have the right form and valid arguments."""
+samples, calls have the right form and valid arguments."""
 
 import json
 from collections.abc import Iterator

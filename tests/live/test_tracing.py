@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.collector import Collector, Span, run_collector
-from tests.live.server import Server, free_port
+from tests.live.server import Server, free_port, python_path
 
 pytestmark = pytest.mark.live
 
@@ -252,7 +252,7 @@ def test_missing_opentelemetry_is_reported_with_an_install_command(tiny_llama: P
     (missing := tmp_path / "missing").mkdir()
     (missing / "opentelemetry.py").write_text("raise ModuleNotFoundError(\"No module named 'opentelemetry'\")\n")
     command = [sys.executable, "-m", "tgi", "up", "--model-id", str(tiny_llama), "--port", str(free_port())]
-    env = os.environ | {"PYTHONPATH": str(missing), "TGI_RUN": str(tmp_path / "run")}
+    env = os.environ | python_path(missing) | {"TGI_RUN": str(tmp_path / "run")}
     done = subprocess.run(
         [*command, "--otlp-endpoint", "http://127.0.0.1:4317"], env=env, capture_output=True, text=True
     )

@@ -69,17 +69,17 @@ def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[Any]:
     return all_streams(shared_server("--model-id", str(tiny_llama), *SCRIPTED), 100)
 
 
-@pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0", "tokenizer-1"])
-def test_streams_continue_after_a_process_is_killed(standing: Server, undisturbed: list[Any], victim: str) -> None:
+@pytest.mark.parametrize("target", ["worker-0", "scheduler-0", "tokenizer-0", "tokenizer-1"])
+def test_streams_continue_after_a_process_is_killed(standing: Server, undisturbed: list[Any], target: str) -> None:
     """Half of the streams are greedy, half have a seed."""
-    killed = standing.processes()[victim].pid
+    killed = standing.processes()[target].pid
     recomputed_before = standing.metric("tgi_recomputed_tokens")
-    disturbed = all_streams(standing, 100, act=lambda: standing.kill(victim))
+    disturbed = all_streams(standing, 100, act=lambda: standing.kill(target))
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     assert [events[-1]["generated_text"] for events in disturbed] == [
         events[-1]["generated_text"] for events in undisturbed
     ]
-    if victim == "worker-0":
+    if target == "worker-0":
         assert standing.metric("tgi_recomputed_tokens") - recomputed_before >= 8 * 20
 
     def all_ready() -> bool:
@@ -91,13 +91,13 @@ def test_streams_continue_after_a_process_is_killed(standing: Server, undisturbe
 
 def test_six_kills_in_a_row_lose_no_token_and_no_count(standing: Server) -> None:
     undisturbed = all_streams(standing, 150)
-    victims = itertools.cycle(["worker-0", "tokenizer-0", "scheduler-0", "tokenizer-1"])
+    targets = itertools.cycle(["worker-0", "tokenizer-0", "scheduler-0", "tokenizer-1"])
     restarts_before = standing.metric("tgi_process_restarts")
     scrapes: list[dict[str, float]] = []
 
     def kill_six() -> None:
         for _ in range(6):
-            standing.kill(next(victims))
+            standing.kill(next(targets))
             scrapes.append(growing_samples(standing))
             time.sleep(0.4)
             scrapes.append(growing_samples(standing))
@@ -314,12 +314,12 @@ def test_a_role_with_another_model_is_rejected(tiny_llama: Path, tmp_path: Path)
 def test_health_fails_at_once_when_a_process_ends(server: Server) -> None:
     """No request is sent and the supervisor is stopped, so that only the closed connection shows the end."""
     server.start("up", "--validation-workers", "1").wait_until_ready()
-    for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
-        process = server.processes()[victim]
+    for target in ("worker-0", "scheduler-0", "tokenizer-0"):
+        process = server.processes()[target]
         server.commands["up"].send_signal(signal.SIGSTOP)
         try:
             process.kill()
-            server.wait_until(lambda: not server.is_healthy(), f"/health reports the end of {victim}")
+            server.wait_until(lambda: not server.is_healthy(), f"/health reports the end of {target}")
             assert server.client.get("/health").headers["x-startup-stage"]
         finally:
             server.commands["up"].send_signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Damaged files of every kind give a picture or a refusal in words, never anything else."""
+"""Damaged files of every kind give a picture or a rejection in words, never anything else."""
 
 from contextlib import suppress
 

@@ -97,7 +97,7 @@ def test_a_command_of_unlimited_length_is_rejected(supervisor: Supervisor) -> No
     assert "This is no command" in supervisor.raw(b"x" * (MAX_COMMAND_BYTES + 70_000))["error"]
 
 
-def test_clients_that_stay_silent_or_do_not_read_delay_nobody(supervisor: Supervisor) -> None:
+def test_clients_that_stay_silent_or_do_not_read_delay_no_other(supervisor: Supervisor) -> None:
     silent = [socket.socket(socket.AF_UNIX) for _ in range(50)]
     for number, connection in enumerate(silent):
         connection.connect(str(supervisor.path))

@@ -1,17 +1,28 @@
 """Crash isolation against simulated processes: requests that crash them are quarantined, all others never."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
+from tgi.microkernel.messages.protocol import RequestContext
 from tgi.microkernel.recovery.crash_isolation import (
-    CONVICTING_STRIKES,
     MEMORY_SECONDS,
-    OUTSIDE_PROGRESS,
+    QUARANTINE_STRIKES,
+    TRIAL_TOKENS,
     TURN_STEPS,
     CrashIsolation,
 )
+
+
+class Named:
+    """A request by its fingerprint."""
+
+    def __init__(self, name: bytes) -> None:
+        self.context = RequestContext(fingerprint=name)
+
+
+A, B = Named(b"a"), Named(b"b")
 
 
 @dataclass
@@ -22,25 +33,29 @@ class Stream:
     lethal: int = 0
     tokens: int = 0
     kills: int = 0
+    context: RequestContext = field(default_factory=RequestContext)
 
 
 class Machine:
     """Computes streams in steps, as a scheduler with a worker does. Time passes by one second per step."""
 
     def __init__(self, *streams: Stream) -> None:
-        self.isolation: CrashIsolation[int] = CrashIsolation()
-        self.streams = dict(enumerate(streams))
+        self.isolation = CrashIsolation()
+        self.streams: dict[int, Stream] = {}
         self.quarantined: list[int] = []
         self.finished: list[int] = []
         self.now = 1e6  # as on a host that has run for days
         self.longest_silence = 0
-        self._silence = dict.fromkeys(self.streams, 0)
+        self._silence: dict[int, int] = {}
+        for stream in streams:
+            self.add(stream)
 
     def add(self, stream: Stream) -> int:
         key = max(self.streams, default=-1) + 1
+        stream.context = RequestContext(fingerprint=b"%d" % key)
         self.streams[key] = stream
         self._silence[key] = 0
-        self.isolation.admit(key)
+        self.isolation.admit(stream)
         return key
 
     def rows(self) -> list[int]:
@@ -49,7 +64,7 @@ class Machine:
         if isolation.turn_over:
             isolation.next_turn()
         for _ in range(isolation.turns + 1):
-            if rows := [*filter(isolation.may_run, self.streams)] if isolation.on_trial else [*self.streams]:
+            if rows := [key for key, one in self.streams.items() if not isolation.on_trial or isolation.may_run(one)]:
                 isolation.record_step()
                 return rows
             isolation.next_turn()
@@ -69,26 +84,25 @@ class Machine:
             for stream in lethal:
                 stream.kills += not kill
                 stream.tokens += 1  # it survives the retry: it crashes the process at the next multiple only
-            self.die({key: self.streams[key].tokens for key in rows}, outside=kill)
+            self.die(rows, outside=kill)
             return
         for key in rows:
             stream = self.streams[key]
             stream.tokens += 1
             stream.tokens_left -= 1
-            self.isolation.record_tokens(key)
+            self.isolation.record_token(stream)
             if stream.tokens_left <= 0:
-                self.isolation.discard(key, well=True)
+                self.isolation.discard(stream, well=True)
                 self.finished.append(key)
                 del self.streams[key]
 
-    def die(self, in_progress: dict[int, int], outside: bool = False) -> None:
-        for key in self.isolation.record_death(in_progress, self.now, outside=outside):
-            self.quarantined.append(key)
-            self.isolation.discard(key, well=False)
-            del self.streams[key]
-        for key in in_progress:
+    def die(self, rows: list[int], outside: bool = False) -> None:
+        for name in self.isolation.record_death([b"%d" % key for key in rows], self.now, outside=outside):
+            self.quarantined.append(int(name))
+            self.isolation.discard(self.streams.pop(int(name)), well=False)
+        for key in rows:
             if key in self.streams:
-                self.isolation.admit(key)
+                self.isolation.admit(self.streams[key])
 
     def run(self, steps: int = 100_000) -> None:
         for _ in range(steps):
@@ -102,10 +116,10 @@ class Machine:
 @pytest.mark.parametrize("innocent", [0, 1, 5, 8, 20, 150])
 def test_a_lethal_request_is_quarantined_by_its_third_kill(innocent: int, lethal: int) -> None:
     machine = Machine(*[Stream(200) for _ in range(innocent)], Stream(1000, lethal))
-    culprit = machine.streams[innocent]
+    crashing = machine.streams[innocent]
     machine.run()
     assert machine.quarantined == [innocent]
-    assert culprit.kills == CONVICTING_STRIKES
+    assert crashing.kills == QUARANTINE_STRIKES
     assert sorted(machine.finished) == list(range(innocent))
 
 
@@ -135,7 +149,7 @@ def test_lethal_requests_among_random_ones_are_quarantined_and_no_other(seed: in
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_deaths_from_outside_alone_convict_nobody(seed: int) -> None:
+def test_deaths_from_outside_alone_quarantine_no_request(seed: int) -> None:
     """150 streams; between two deaths there is time for a few tokens."""
     random_source = random.Random(seed)
     machine = Machine(*[Stream(random_source.randint(50, 400)) for _ in range(150)])
@@ -146,27 +160,27 @@ def test_deaths_from_outside_alone_convict_nobody(seed: int) -> None:
 
 @pytest.mark.parametrize("lethal", [1, 4, 7])
 @pytest.mark.parametrize(("innocent", "most"), [(0, 15), (1, 12), (5, 9), (20, 9), (150, 7)])
-def test_deaths_from_outside_that_follow_a_request_convict_it(innocent: int, most: int, lethal: int) -> None:
+def test_deaths_from_outside_that_follow_a_request_quarantine_it(innocent: int, most: int, lethal: int) -> None:
     machine = Machine(*[Stream(10_000) for _ in range(innocent)], Stream(10_000))
-    culprit = machine.streams[innocent]
+    crashing = machine.streams[innocent]
     begun, deaths = 0, 0
     while not machine.quarantined:
         rows = machine.rows()
-        if innocent in rows and culprit.tokens - begun == lethal - 1:
-            machine.die({key: machine.streams[key].tokens for key in rows}, outside=True)
-            begun = culprit.tokens
+        if innocent in rows and crashing.tokens - begun == lethal - 1:
+            machine.die(rows, outside=True)
+            begun = crashing.tokens
             deaths += 1
             continue
         for key in rows:
             machine.streams[key].tokens += 1
-            machine.isolation.record_tokens(key)
+            machine.isolation.record_token(machine.streams[key])
     assert machine.quarantined == [innocent]
     assert deaths <= most
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("steps", [1, 5, 15, 30])
-def test_a_storm_of_deaths_from_outside_convicts_no_request(seed: int, steps: int) -> None:
+def test_a_storm_of_deaths_from_outside_quarantines_no_request(seed: int, steps: int) -> None:
     """30 streams, 20 deaths with about as many steps in between."""
     random_source = random.Random(seed)
     machine = Machine(*[Stream(10_000) for _ in range(30)])
@@ -178,75 +192,77 @@ def test_a_storm_of_deaths_from_outside_convicts_no_request(seed: int, steps: in
 
 
 def test_the_death_of_another_process_begins_a_new_row() -> None:
-    isolation: CrashIsolation[str] = CrashIsolation()
+    isolation = CrashIsolation()
     for _ in range(50):
-        assert isolation.record_death({"a": 0}, 0.0, outside=True) == []
+        assert isolation.record_death([b"a"], 0.0, outside=True) == []
         isolation.record_other_death()
     assert isolation.suspects == {}
 
 
-def test_progress_between_deaths_from_outside_begins_a_new_row() -> None:
-    isolation: CrashIsolation[str] = CrashIsolation()
-    for death in range(50):
-        assert isolation.record_death({"a": death * OUTSIDE_PROGRESS}, 0.0, outside=True) == []
-    assert not isolation.is_suspect("a")
+def test_survival_between_deaths_from_outside_begins_a_new_row() -> None:
+    isolation = CrashIsolation()
+    for _ in range(50):
+        assert isolation.record_death([b"a"], 0.0, outside=True) == []
+        for _ in range(TRIAL_TOKENS):
+            isolation.record_token(A)
+    assert isolation.suspects == {}
 
 
 def test_a_strike_is_cleared_by_a_good_end_only() -> None:
-    isolation: CrashIsolation[str] = CrashIsolation()
-    isolation.record_death({"a": 0}, 0.0)
-    isolation.admit("a")
-    isolation.discard("a", well=False)  # the client has left, and sends the same request again
+    isolation = CrashIsolation()
+    isolation.record_death([b"a"], 0.0)
+    isolation.admit(A)
+    isolation.discard(A, well=False)  # the client has left, and sends the same request again
     assert not isolation.on_trial
-    assert isolation.is_suspect("a")
-    isolation.admit("a")
-    assert isolation.is_on_trial("a")
-    isolation.record_death({"a": 0}, 1.0)
-    assert isolation.record_death({"a": 0}, 2.0) == ["a"]
-    assert isolation.is_quarantined("a", 2.0)
-    assert not isolation.is_quarantined("a", 2.0 + MEMORY_SECONDS)
+    assert isolation.find(A) is not None
+    isolation.admit(A)
+    assert isolation.is_on_trial(A)
+    isolation.record_death([b"a"], 1.0)
+    assert isolation.record_death([b"a"], 2.0) == [b"a"]
+    assert isolation.quarantine_reason(A, 2.0)
+    assert not isolation.quarantine_reason(A, 2.0 + MEMORY_SECONDS)
 
-    isolation.record_death({"b": 0, "c": 0}, 3.0)
-    isolation.discard("b", well=True)
-    assert not isolation.is_suspect("b")
-    assert isolation.is_suspect("c")
+    isolation.record_death([b"b", b"c"], 3.0)
+    isolation.discard(B, well=True)
+    assert isolation.find(B) is None
+    assert isolation.find(Named(b"c")) is not None
 
 
 def test_equal_requests_share_their_strikes_and_their_turns() -> None:
-    isolation: CrashIsolation[str] = CrashIsolation()
-    isolation.record_death({"same": 0, "other": 0}, 0.0)
-    for key in ("same", "same", "other"):
-        isolation.admit(key)
-    isolation.discard("same", well=False)
-    assert isolation.is_on_trial("same")
-    isolation.discard("same", well=False)
-    assert not isolation.is_on_trial("same")
+    isolation = CrashIsolation()
+    isolation.record_death([b"a", b"b"], 0.0)
+    for request in (A, Named(b"a"), B):
+        isolation.admit(request)
+    isolation.discard(A, well=False)
+    assert isolation.is_on_trial(A)
+    isolation.discard(A, well=False)
+    assert not isolation.is_on_trial(A)
     assert isolation.on_trial
 
 
 def test_suspects_are_forgotten_after_an_hour() -> None:
-    isolation: CrashIsolation[int] = CrashIsolation()
-    isolation.record_death({1: 0}, 0.0)
-    isolation.record_death({2: 0}, MEMORY_SECONDS + 1)
-    assert list(isolation.suspects) == [2]
+    isolation = CrashIsolation()
+    isolation.record_death([b"a"], 0.0)
+    isolation.record_death([b"b"], MEMORY_SECONDS + 1)
+    assert list(isolation.suspects) == [b"b"]
 
 
 @pytest.mark.parametrize("now", [0.0, 1e6])
 def test_a_first_death_from_outside_is_remembered_on_any_clock(now: float) -> None:
-    isolation: CrashIsolation[str] = CrashIsolation()
-    isolation.record_death({"a": 0}, now, outside=True)
-    isolation.record_death({"a": 0, "b": 0}, now + 1, outside=True)
-    assert {key: suspect.outside_deaths for key, suspect in isolation.suspects.items()} == {"a": 2, "b": 1}
+    isolation = CrashIsolation()
+    isolation.record_death([b"a"], now, outside=True)
+    isolation.record_death([b"a", b"b"], now + 1, outside=True)
+    assert {key: suspect.outside_deaths for key, suspect in isolation.suspects.items()} == {b"a": 2, b"b": 1}
 
 
 def test_a_group_that_is_cancelled_in_its_turn_is_awaited_before_others_are_worked_on() -> None:
-    isolation: CrashIsolation[str] = CrashIsolation()
-    isolation.record_death({"a": 0, "b": 0}, 0.0)
-    isolation.admit("a")
-    isolation.admit("b")
+    isolation = CrashIsolation()
+    isolation.record_death([b"a", b"b"], 0.0)
+    isolation.admit(A)
+    isolation.admit(B)
     isolation.next_turn()
     isolation.record_step()
-    assert isolation.may_run("a")
+    assert isolation.may_run(A)
     assert not isolation.turn_over
-    isolation.discard("a", well=False)
+    isolation.discard(A, well=False)
     assert isolation.turn_over

@@ -444,9 +444,9 @@ def test_identity_cannot_be_taken_over(deployment: Deployment, tmp_path: Path, o
     else:
         address, low, up = deployment.address, deployment.bind(), deployment.connect(hello("worker"))
     assert until(lambda: low.link.peers and up.link.peers, low, up)
-    (victim,) = low.link.peers
+    (target,) = low.link.peers
     thieves = []
-    for identity in (low.link._routes[victim], f"worker-0-{victim.boot.hex()}".encode()):
+    for identity in (low.link._routes[target], f"worker-0-{target.boot.hex()}".encode()):
         thief = zmq.Context.instance().socket(zmq.DEALER)
         if over == "tcp":
             curve.use_connecting_keys(thief, deployment.host_keys)
@@ -458,7 +458,7 @@ def test_identity_cannot_be_taken_over(deployment: Deployment, tmp_path: Path, o
         thieves.append(thief)
     until(lambda: False, low, up, seconds=0.5)
     for rid in range(10):
-        low.link.send(victim, Cancel(rid))
+        low.link.send(target, Cancel(rid))
     assert until(lambda: len(up.received) == 11, low, up)
     assert low.kinds() == ["Hello"]
     for thief in thieves:

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tgi.microkernel.messages.protocol import LastExit
+from tgi.microkernel.messages.protocol import LastExit, RequestContext
 from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
 from tgi.microkernel.processes.process import work_register_path
 from tgi.microkernel.recovery.exit_causes import OOM_SECONDS, OomKills, is_lack_of_memory, oom_kills
-from tgi.microkernel.recovery.work_register import WorkRegister, fingerprint_number, split_fingerprints
+from tgi.microkernel.recovery.work_register import WorkRegister, register_number, split_in_progress
 from tgi.microkernel.settings.table import Settings
 
 pytestmark = pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_process_that_never_took_the_register_passes_on_the_earlier_report(
 ) -> None:
     register = WorkRegister.open(work_register_path(tmp_path, "tokenizer-0"))
     register.begin_life(b"earlier!")
-    register.units[0] = fingerprint_number(b"in progress!")
+    register.units[0] = register_number(RequestContext(fingerprint=b"in progress!"))
     earlier = LastExit(b"earlier!", "was killed by SIGSEGV", False, b"in progress!")
     monkeypatch.setattr(
         "tgi.microkernel.host.interpreter.python_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
@@ -222,8 +222,8 @@ def test_the_register_is_read_by_others_and_outlives_its_process(tmp_path: Path)
 def test_a_batch_is_in_progress_while_the_process_works_on_it() -> None:
     register = WorkRegister()
     for slot, name in enumerate((b"a" * 8, b"b" * 8, b"a" * 8)):
-        register.slots[slot] = fingerprint_number(name)
+        register.slots[slot] = register_number(RequestContext(fingerprint=name))
     assert register.in_progress() == b""
     register.working_on_batch()
-    assert split_fingerprints(register.in_progress()) == [b"a" * 8, b"b" * 8]
-    assert fingerprint_number(b"too long!") == 0
+    assert split_in_progress(register.in_progress()) == [b"a" * 8, b"b" * 8]
+    assert register_number(RequestContext(fingerprint=b"too long!")) == 0

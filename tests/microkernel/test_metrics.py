@@ -167,15 +167,13 @@ def test_no_folding_while_a_reader_holds_the_lock(written: Path) -> None:
 
 def test_folding_never_decreases_a_sum(tmp_path: Path) -> None:
     """Prometheus takes a decrease for a restart and counts the whole sum again."""
-    draws = random.Random(3)
+    rng = random.Random(3)
     for pid in range(1, 41):
         store = MetricStore(tmp_path)
         store._files["sums"] = SampleFile(tmp_path / f"sums_{pid}.db")
-        Distribution(store, "tgi_request_duration", (), (1.0,)).observe(
-            draws.expovariate(1) * 10 ** draws.uniform(-6, 3)
-        )
+        Distribution(store, "tgi_request_duration", (), (1.0,)).observe(rng.expovariate(1) * 10 ** rng.uniform(-6, 3))
     seen = [samples(metrics.render(tmp_path))["tgi_request_duration_sum"]]
-    for pid in draws.sample(range(1, 41), 40):
+    for pid in rng.sample(range(1, 41), 40):
         assert metrics.fold_ended_processes(tmp_path, [pid])
         seen.append(samples(metrics.render(tmp_path))["tgi_request_duration_sum"])
     assert seen == sorted(seen)
@@ -183,8 +181,8 @@ def test_folding_never_decreases_a_sum(tmp_path: Path) -> None:
 
 
 def test_observe_all_equals_observe(here: Path) -> None:
-    draws = random.Random(1)
-    values = [draws.choice([*DURATION, draws.expovariate(10), 1000.0]) for _ in range(500)]
+    rng = random.Random(1)
+    values = [rng.choice([*DURATION, rng.expovariate(10), 1000.0]) for _ in range(500)]
     for value in values:
         metrics.tgi_request_duration.observe(value)
     metrics.tgi_inter_token_duration.observe_all(values)

@@ -29,7 +29,7 @@ from tgi.microkernel.admission.permits import Permits
 folder, limit, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 permits = Permits(folder / "permits", limit, limit * (seed - 1) // 3)
 marks = (folder / "marks").open("r+b", buffering=0)
-draws = random.Random(seed)
+rng = random.Random(seed)
 taken = refused = 0
 
 def mark(permit, old, new):
@@ -41,8 +41,8 @@ def mark(permit, old, new):
 
 held = []
 for _ in range(4000):
-    if draws.random() < 0.6:
-        count = draws.randint(1, 3)
+    if rng.random() < 0.6:
+        count = rng.randint(1, 3)
         if permits.acquire(count):
             taken += 1
             for permit in permits._held[len(held):]:
@@ -51,7 +51,7 @@ for _ in range(4000):
         else:
             refused += 1
     elif held:
-        count = draws.randint(1, len(held))
+        count = rng.randint(1, len(held))
         for permit in held[-count:]:
             mark(permit, seed, 0)
         permits.release(count)
@@ -111,18 +111,18 @@ def hold(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_limit_is_exact_across_processes(hold: Any, homes: list[int], seed: int) -> None:
     holders = hold(100, homes)
-    draws = random.Random(seed)
+    rng = random.Random(seed)
     free = 100
     for _ in range(400):
-        holder = draws.choice(holders)
-        count = draws.randint(1, 12)
-        if draws.random() < 0.55:
+        holder = rng.choice(holders)
+        count = rng.randint(1, 12)
+        if rng.random() < 0.55:
             assert holder.acquire(count) == (count <= free), "all or none, and all as long as they are free"
         elif holder.held:
             holder.release(min(count, holder.held))
         free = 100 - sum(one.held for one in holders)
     while free:
-        assert draws.choice(holders).acquire()
+        assert rng.choice(holders).acquire()
         free -= 1
     assert not any(holder.acquire() for holder in holders)
 
@@ -202,12 +202,12 @@ def test_shares_count_permits_of_all_processes(hold: Any, tmp_path: Path) -> Non
 
 
 def test_any_order_of_releases_keeps_the_counts(tmp_path: Path) -> None:
-    permits, draws = Permits(tmp_path / "permits", 40), random.Random(0)
+    permits, rng = Permits(tmp_path / "permits", 40), random.Random(0)
     held = dict.fromkeys(range(1, 6), 0)
     for _ in range(3000):
-        client = draws.choice([*held])
-        if draws.random() < 0.55:
-            count = draws.randint(1, 3)
+        client = rng.choice([*held])
+        if rng.random() < 0.55:
+            count = rng.randint(1, 3)
             held[client] += count if permits.acquire(count, client=client) else 0
         elif held[client]:
             permits.release(1, client=client)

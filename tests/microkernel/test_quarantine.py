@@ -21,7 +21,7 @@ def test_all_front_ends_refuse_what_one_has_added(tmp_path: Path) -> None:
         assert entry.reason == "it crashes"
         assert front_end.find(b"87654321") is None
     assert not two.add(b"12345678", "again")
-    assert [entry.reason for entry in two.entries()] == ["it crashes"]
+    assert [entry.reason for entry in two.entries().values()] == ["it crashes"]
     (tmp_path / "quarantine.json").unlink()
     assert one.find(b"12345678") is None
 
@@ -35,7 +35,7 @@ def test_an_entry_ends_after_an_hour(tmp_path: Path) -> None:
     assert entries.minutes_left(entry) == 60
     now += QUARANTINE_SECONDS
     assert entries.find(b"12345678") is None
-    assert entries.entries() == []
+    assert entries.entries() == {}
     assert entries.add(b"12345678", "")
 
 
@@ -56,7 +56,7 @@ def test_the_list_is_bounded_and_a_damaged_file_is_ignored(tmp_path: Path, caplo
     assert len(entries.entries()) == MAX_ENTRIES
     assert entries.find(bytes(8)) is None
     (tmp_path / "quarantine.json").write_text("[{")
-    assert entries.entries() == []
+    assert entries.entries() == {}
     assert "damaged" in caplog.text
 
 

@@ -64,10 +64,10 @@ def test_existing_directory_keeps_its_mode(tmp_path: Path) -> None:
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o755
 
 
-def plant(kind: str, path: Path, victim: Path) -> None:
+def plant(kind: str, path: Path, target: Path) -> None:
     """Creates `path` as another user could have left it in a directory that all users can write to."""
     if kind == "link":
-        path.symlink_to(victim, target_is_directory=True)
+        path.symlink_to(target, target_is_directory=True)
         return
     path.mkdir()
     if kind == "owner":
@@ -95,7 +95,7 @@ def test_directory_writable_by_others_is_rejected(
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.delenv("TGI_RUN", raising=False)
     monkeypatch.setenv("TMPDIR", str(short_path))
-    (victim := short_path / "victim").mkdir()
+    (target := short_path / "target").mkdir()
     base = short_path / f"tgi-{os.getuid()}"
     run = rundir.default_run_dir(3000)
     assert run == base / "3000"
@@ -103,7 +103,7 @@ def test_directory_writable_by_others_is_rejected(
     for parent in (base, run):
         if parent in planted.parents:
             parent.mkdir(mode=0o700)
-    plant(kind, planted, victim)
+    plant(kind, planted, target)
     message = re.escape(f"The run directory {planted} {REASONS[kind]}, so another user could redirect")
     if kind == "link" and where != "base":
         message = re.escape(
@@ -116,16 +116,16 @@ def test_directory_writable_by_others_is_rejected(
     if where == "base":
         with pytest.raises(UserError, match=message):
             rundir.user_run_dirs()
-    assert list(victim.iterdir()) == []
+    assert list(target.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["worker.lock", "permits", "worker-0.beat", "state/api-0.json", "metrics/sums_1.db"])
 def test_symbolic_link_in_run_directory_is_rejected(run: Path, tmp_path: Path, name: str) -> None:
-    (victim := tmp_path / "victim").write_text("precious")
-    (run / name).symlink_to(victim)
+    (target := tmp_path / "target").write_text("precious")
+    (run / name).symlink_to(target)
     with pytest.raises(UserError, match=f"contains the symbolic link {Path(name).name}, which tgi does not make"):
         rundir.create_run_dir(run)
-    assert victim.read_text() == "precious"
+    assert target.read_text() == "precious"
 
 
 @pytest.mark.parametrize("name", ["worker.lock", "state/api-0.json"])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.host import rundir
 from tgi.microkernel.host.terminal import ControllingTerminal
 from tgi.microkernel.observability import metrics
+from tgi.microkernel.processes.rollout import scale
 from tgi.microkernel.processes.supervisor import (
     MAX_BACKOFF_SECONDS,
     RESTART_PERIOD_SECONDS,
@@ -72,6 +74,23 @@ def test_a_process_that_cannot_be_added_leaves_nothing(tmp_path: Path, monkeypat
     assert supervisor.processes("tokenizer") == []
     assert rundir.lock_holders(tmp_path) == {}
     assert len(os.listdir("/dev/fd")) == files
+
+
+def test_processes_that_do_not_get_ready_in_time_are_retired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rundir.create_run_dir(tmp_path)
+    settings = Settings(run_dir=tmp_path, start_timeout=0.0)
+    supervisor = Supervisor(settings, [], ControllingTerminal())
+    idle = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: idle)
+    stages = scale(supervisor, "tokenizer", 1)
+    next(stages)
+    (child,) = supervisor._children.values()
+    try:
+        assert any(stage == "draining: tokenizer-0" for stage in stages)  # it ends before the error is raised
+        assert supervisor.processes("tokenizer") == []
+        assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) < 0  # by a signal
+    finally:
+        child.signal(signal.SIGKILL)
 
 
 def test_pipelines_use_the_lowest_free_number(tmp_path: Path) -> None:

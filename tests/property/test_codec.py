@@ -106,6 +106,7 @@ def test_wrong_fields_of_any_tag_raise_protocol_error(tag: int, fields: list[Any
         (msgpack.packb([]), "array"),
         (msgpack.packb([True, 1]), "tag"),
         (msgpack.packb([len(MESSAGES)]), "tag"),
+        (msgpack.packb([-1]), "tag"),
         (msgpack.packb([MESSAGES.index(Cancel)]), "Cancel"),
         (msgpack.packb([MESSAGES.index(Cancel), "7"]), "Cancel.rid"),
         (msgpack.packb([MESSAGES.index(Cancel), True]), "Cancel.rid"),
@@ -116,7 +117,7 @@ def test_wrong_fields_of_any_tag_raise_protocol_error(tag: int, fields: list[Any
         (encode(Cancel(1)) + b"\x00", "msgpack"),
         (bytes(65 << 20), "limit"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_protocol_errors_name_the_fault(frame: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):

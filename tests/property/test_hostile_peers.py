@@ -96,16 +96,16 @@ def travels(message: Any) -> bool:
 def serve(simulation: Simulation) -> None:
     """Computes until the honest requests have ended. The worker answers a step or an adapter that it cannot compute or
     load with an error, as the worker's loop does."""
-    updates = simulation.adapters.queued_updates
     for _ in range(500):
         if all(request.end is not None for request in simulation.requests):
             break
         simulation.plan()
-        while updates:
+        while updates := simulation.adapters.queued_updates:
             assert simulation.worker is not None
             simulation.handle(AdapterUpdated(updates.popleft().rid, "there is no such adapter"), simulation.worker)
         while simulation.steps:
             step = simulation.steps.popleft()
+            simulation.begin_others()
             result = simulation.engine.run_step(step)
             simulation.results.append(result)
         while simulation.deliver():

@@ -1,4 +1,4 @@
-"""Random events in random order: every request ends exactly once, with the tokens that it draws alone.
+"""Random events in random order: every request ends exactly once, with the tokens that it samples alone.
 
 Hypothesis chooses the events. The simulation checks that the strict fake worker accepts all steps, that no token
 follows an end or a cancel, and that slots, pages and queue agree.

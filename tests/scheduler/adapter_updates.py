@@ -35,7 +35,7 @@ class AdapterUpdates:
         self._sim = sim
         self._rids = 0
         self.pending: dict[tuple[int, int], UpdateAdapter] = {}  # unanswered, by index of the tokenizer and rid
-        self.queued_updates: deque[UpdateAdapter] = deque()  # on their way to the worker
+        self.begun: deque[UpdateAdapter] = deque()  # those that the worker carries out
         self.errors: list[str] = []  # of the answers
         self.preloaded: dict[str, Path] = {}  # what each worker loads at start
         self.wanted: dict[str, str] = {}  # name and path of each that should be loaded once all is answered
@@ -88,10 +88,16 @@ class AdapterUpdates:
         """All adapters that were ever reported to this tokenizer. A late request may name one that is gone."""
         return [adapter for status in self._sim.tokenizers[tokenizer].statuses for adapter in status.adapters]
 
+    @property
+    def queued_updates(self) -> deque[UpdateAdapter]:
+        """The updates that the worker may apply: it has computed all steps that were sent before them."""
+        self._sim.begin_others()
+        return self.begun
+
     # --- worker -------------------------------------------------------------------------------------------------------
 
     def worker_started(self) -> None:
-        self.queued_updates.clear()
+        self.begun.clear()
         registry = self._sim.engine.adapters
         for name, path in self.preloaded.items():
             registry.add_adapter(registry.fetch_adapter(name, path))

@@ -33,6 +33,7 @@ from tgi.microkernel.messages.protocol import (
     Stop,
     StoredPages,
     TransferPages,
+    UpdateAdapter,
     decode,
     encode,
 )
@@ -53,13 +54,7 @@ class FailingWorker(FakeWorker):
         self._copy_states(step)
         self._assign_slots(step)
         self._append_pages(step)
-        size = self.config.page_size
-        for slot in (*unpack_int32(step.rows), *unpack_int32(step.state_copies)[1::2]):
-            self._states[slot] = -1  # no chain
-        for slot, start in zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=True):
-            for table in self._slots[slot].page_tables:
-                for number, page in enumerate(table[start // size :], start // size):
-                    del self._pages[page][1 + max(0, start - number * size) :]
+        self.lose_rows(step)
 
     def read_page(self, page: int) -> list[int]:
         return [*self._pages[page]]
@@ -89,7 +84,7 @@ class Simulation:
         self.worker: PeerId | None = None
         self.last_exit: LastExit | None = None  # of the latest worker that died
         self.engine = FailingWorker(worker_config)
-        self.steps: deque[Step | TransferPages] = deque()  # on their way to the worker
+        self.steps: deque[Step | TransferPages | UpdateAdapter] = deque()  # on their way to the worker
         self.results: deque[StepResult] = deque()  # on their way to the scheduler
         self.sent: list[Step] = []  # all steps of this scheduler
         self.received: list[tuple[PeerId, Any]] = []  # all other messages of this scheduler, with their receivers
@@ -121,16 +116,20 @@ class Simulation:
         self.adapters.request_again(index)
         return tokenizer
 
-    def worker_up(self, worker_config: FakeWorkerConfig | None = None) -> None:
-        """Starts a worker, which is ready at once; the previous one, if any, is killed from outside."""
+    def worker_up(self, worker_config: FakeWorkerConfig | None = None, keeps_pages: bool = False) -> None:
+        """Starts a worker, which is ready at once; the previous one, if any, is killed from outside. `keeps_pages`: it
+        has the memory of the previous one."""
         if self.worker is not None:
             self.worker_down(outside=True)
         self.lives += 1
         self.worker = PeerId("worker", 0, f"boot-{self.lives}".encode())
-        self.engine = FailingWorker(worker_config or self.worker_config)
+        previous, self.engine = self.engine, FailingWorker(worker_config or self.worker_config)
+        if keeps_pages:
+            self.engine.share_memory(previous)
         self.first_ids.clear()
         self.adapters.worker_started()
-        self.handle(Hello(PROTOCOL, *self.worker, last_exit=self.last_exit), self.worker)
+        hello = Hello(PROTOCOL, *self.worker, last_exit=self.last_exit, keeps_pages=keeps_pages)
+        self.handle(decode(encode(hello)), self.worker)
         self._report_files()
         self.handle(self.adapters.worker_status(), self.worker)
 
@@ -139,10 +138,13 @@ class Simulation:
         assert self.worker is not None
         worker, self.worker = self.worker, None
         self.last_exit = LastExit(worker.boot, "was killed" if outside else "crashed", outside)
+        for step in self.steps:  # which it may have begun
+            if isinstance(step, Step):
+                self.engine.lose_step(step)
         self.steps.clear()
         self.results.clear()
         self.transfers.clear()
-        self.adapters.queued_updates.clear()
+        self.adapters.begun.clear()
         self.handle(PeerDisconnected(), worker)
 
     def restart_scheduler(self, outside: bool = True, in_progress: list[bytes] | None = None) -> None:
@@ -151,7 +153,7 @@ class Simulation:
         report = LastExit(b"scheduler", "crashed", outside, b"".join(in_progress or ()))
         predecessor = self.scheduler.successor_state._replace(last_exit=report)
         self.scheduler = Scheduler(self.scheduler.config)
-        self.adapters.queued_updates.clear()
+        self.adapters.begun.clear()
         self.journal.clear()
         self.sent.clear()
         self.received.clear()
@@ -228,8 +230,8 @@ class Simulation:
         add = add._replace(context=context)
         if request.prompt_top_n is not None:
             add = add._replace(prompt_logprobs_from=1 + len(request.prompt_logprobs), prompt_top_n=request.prompt_top_n)
-        if (refusal := self.scheduler.refusal(add, self.now)) is not None:
-            self.tokenizers[tokenizer].receive(refusal._replace(prompt_tokens=len(request.prompt)))
+        if (rejection := self.scheduler.rejection(add, self.now)) is not None:
+            self.tokenizers[tokenizer].receive(rejection._replace(prompt_tokens=len(request.prompt)))
             return
         self.handle(add, self.tokenizers[tokenizer].peer)
 
@@ -267,7 +269,7 @@ class Simulation:
         self._pass_outgoing()
         if self.commits_after_plan:
             self.commit()
-        sent = [one for one in (*self.steps, *self.results) if not isinstance(one, TransferPages)]
+        sent = [one for one in (*self.steps, *self.results) if isinstance(one, Step | StepResult)]
         in_flight = [one for one in sent if one.epoch == self.scheduler.pipeline.epoch]
         assert len(in_flight) <= 2
         assert not any(isinstance(one, Step) and one.drafts for one in in_flight) or len(in_flight) == 1
@@ -279,7 +281,7 @@ class Simulation:
 
     def compute(self) -> StepResult | None:
         """The worker runs the next step. None if there is none, or the worker crashes."""
-        self._begin_transfers()
+        self.begin_others()
         if not self.steps:
             return None
         step = self.steps.popleft()
@@ -287,6 +289,7 @@ class Simulation:
         self.first_ids |= {slot.slot: unpack_int32(slot.token_ids)[0] for slot in step.slots}
         computed = {self.first_ids[slot] for slot in unpack_int32(step.rows)}
         if computed & self.poison:
+            self.steps.appendleft(step)
             self.worker_down()
             return None
         lacks_memory = sum(unpack_int32(step.counts) + unpack_int32(step.drafts)) > self.memory
@@ -316,15 +319,16 @@ class Simulation:
             assert self.worker is not None
             self.handle(StoredPages(b"".join([*self.files][-self.most_files :]), self.most_files), self.worker)
 
-    def _begin_transfers(self) -> None:
-        while self.steps and isinstance(message := self.steps[0], TransferPages):
+    def begin_others(self) -> None:
+        """Takes the transfers and adapter updates before which all steps have been computed."""
+        while self.steps and not isinstance(message := self.steps[0], Step):
             self.steps.popleft()
-            self.transfers.append(message)
+            (self.transfers if isinstance(message, TransferPages) else self.adapters.begun).append(message)
 
     def transfer(self) -> bool:
         """The worker writes or reads the pages of the oldest message for which it has computed all steps before, and
         answers. Returns whether there was one."""
-        self._begin_transfers()
+        self.begin_others()
         if not self.transfers:
             return False
         message, done = self.transfers.popleft(), 0
@@ -372,10 +376,8 @@ class Simulation:
         for peer, message in self.scheduler.outgoing():
             message = decode(encode(message))
             self.received.append((peer, message))
-            if isinstance(message, TransferPages):
+            if peer == self.worker:
                 self.steps.append(message)
-            elif peer == self.worker:
-                self.adapters.queued_updates.append(message)
             for index, tokenizer in self.tokenizers.items():
                 if tokenizer.peer == peer and isinstance(message, AdapterUpdated):
                     self.adapters.receive_answer(index, message)

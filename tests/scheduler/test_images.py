@@ -37,11 +37,12 @@ def add(rid: int, images: list[ImageSegment], **fields: Any) -> Add:
     return Add(rid, pack_column(INT32, range(3, 23)), 4, encode(SamplingParams(0)), images=images, **given)
 
 
-def scheduler(undivided: str = "", **fields: Any) -> Scheduler:
+def scheduler(undivided: str = "", running_images: int = 100, **fields: Any) -> Scheduler:
     made = Scheduler(SchedulerConfig())
     for peer in (TOKENIZER, WORKER):
         made.handle(Hello(PROTOCOL, *peer), peer, 0.0)
-    limits = FakeWorker(FakeWorkerConfig(page_size=4, **fields)).limits._replace(undivided=undivided)
+    limits = FakeWorker(FakeWorkerConfig(page_size=4, **fields)).limits
+    limits = limits._replace(undivided=undivided, max_running_images=running_images)
     made.handle(Status(True, True, "", 100, limits), WORKER, 0.0)
     return made
 
@@ -128,6 +129,20 @@ def test_what_is_not_divided_may_lack_memory(undivided: str, memory: int, comput
     (end,) = (message for _, message in running.outgoing() if isinstance(message, End))
     assert end.reason == ("length" if computed else "generation")
     assert end.message.startswith("" if computed else "too little memory to compute this request")
+
+
+def test_images_of_running_requests_are_limited() -> None:
+    """A request with more of them runs while no other request does, or begins before the others."""
+    running = scheduler(running_images=1)
+    worker, admitted, ends = FakeWorker(FakeWorkerConfig(page_size=4)), [], 0
+    for rid, images in enumerate(([FIRST], [SECOND], [FIRST, SECOND], [])):
+        running.handle(add(rid, images), TOKENIZER, 0.0)
+    while (step := running.plan(0.0)) is not None:
+        admitted += [[len(slot.images) for slot in step.slots]] * bool(step.slots)
+        running.handle(worker.run_step(step), WORKER, 0.0)
+        running.commit()
+        ends += sum(isinstance(message, End) for _, message in running.outgoing())
+    assert (admitted, ends) == ([[1], [1], [2, 0]], 4)
 
 
 def test_what_an_image_costs() -> None:

@@ -137,7 +137,7 @@ def test_a_step_of_prompts_that_others_wait_for_fits_into_the_target_time() -> N
     assert budget.shared_tokens(4096) == 800
 
 
-def test_worthwhile_tokens_outweigh_the_fixed_cost_of_a_step() -> None:
+def test_amortizing_tokens_outweigh_the_fixed_cost_of_a_step() -> None:
     budget = PrefillBudget(200_000)
     budget.record_step(8, 0, 5_000)
     assert budget.amortizing_tokens(4096) == 4096  # the cost of a token is not measured yet

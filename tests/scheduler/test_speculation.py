@@ -9,7 +9,7 @@ from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.scheduler.speculation import INDEX_BUDGET
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
-# Vocabulary sizes of the fake worker, which draws at random: with 1 id every draft is right, with 2 every other one.
+# Vocabulary sizes of the fake worker, which samples at random: with 1 id every draft is right, with 2 every other one.
 SAME, EITHER, ANY = 1, 2, 128
 WORKER_CONFIG = FakeWorkerConfig(
     pages=256, page_size=4, slots=8, vocab_size=SAME, max_total_tokens=256, max_batch_prefill_tokens=64
@@ -69,7 +69,7 @@ def test_a_text_without_repetitions_is_not_drafted() -> None:
 
 
 def test_a_repetition_of_resumed_ids_is_drafted() -> None:
-    """The fake worker draws random ids, so the repetition is in the resumed ids."""
+    """The fake worker samples random ids, so the repetition is in the resumed ids."""
     worker_config = WORKER_CONFIG._replace(vocab_size=ANY)
     first = started(DRAFTS, worker_config).add([1, 2, 3], 40)
     text = expected_ids(first, worker_config)

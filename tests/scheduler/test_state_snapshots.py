@@ -132,7 +132,7 @@ def simulate(seed: int) -> Simulation:
         if event < 0.04:
             sim.restart_scheduler()
         elif event < 0.07:
-            sim.worker_up()
+            sim.worker_up(keeps_pages=dice.random() < 0.5)
         elif event < 0.1:
             sim.cancel(dice.choice(sim.requests)) if sim.requests else None
         sim.memory = dice.choice((12, 1 << 30)) if event > 0.9 else 1 << 30
@@ -174,6 +174,16 @@ def names_stay_after_eviction(original: Callable[..., None]) -> Callable[..., No
     return take
 
 
+def snapshots_outlive_pages(original: Callable[..., None]) -> Callable[..., None]:
+    def worker_state_lost(self: KVCacheManager) -> None:
+        assert self.snapshots is not None
+        kept = dict(self.snapshots._number_of)
+        original(self)
+        self.snapshots._number_of.update(kept)
+
+    return worker_state_lost
+
+
 def copies_come_a_step_late(original: Callable[..., bytes]) -> Callable[..., bytes]:
     late: list[bytes] = [b""]
 
@@ -187,7 +197,8 @@ def copies_come_a_step_late(original: Callable[..., bytes]) -> Callable[..., byt
 PLANTED: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
     "a hit without its snapshot": (KVCacheManager, "_has_follower", lambda original: lambda *arguments: True),
     "the state is not restored": (StateSnapshots, "restore", lambda original: nothing),
-    "a lost worker's snapshots are kept": (KVCacheManager, "_drop_snapshots", lambda original: nothing),
+    "a lost worker's snapshots are kept": (KVCacheManager, "worker_state_lost", snapshots_outlive_pages),
+    "snapshots of lost steps are found": (StateSnapshots, "forget", lambda original: nothing),
     "an evicted snapshot is found": (StateSnapshots, "take", names_stay_after_eviction),
     "copies in another order": (StateSnapshots, "take_copies", copies_at_random),
     "copies are lost": (StateSnapshots, "take_copies", lambda original: lambda self: b""),

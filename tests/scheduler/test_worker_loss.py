@@ -10,6 +10,7 @@ from tests.scheduler.simulation import FailingWorker, Simulation, assert_as_if_a
 from tgi.microkernel.host.rundir import successor_path
 from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
 from tgi.microkernel.messages.codec import unpack_int32
+from tgi.microkernel.messages.kv_groups import GroupKind, KVGroup
 from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     End,
@@ -17,13 +18,16 @@ from tgi.microkernel.messages.protocol import (
     Hello,
     LastExit,
     Status,
+    Step,
     StepResult,
+    StoredPages,
     UpdateAdapter,
 )
-from tgi.microkernel.recovery.crash_isolation import MEMORY_SECONDS, OUTSIDE_PROGRESS, TRIAL_TOKENS
-from tgi.microkernel.recovery.work_register import split_fingerprints
+from tgi.microkernel.recovery.crash_isolation import MEMORY_SECONDS, TRIAL_TOKENS
+from tgi.microkernel.recovery.work_register import split_in_progress
 from tgi.scheduler.estimators import GROWTH_STEPS
 from tgi.scheduler.main import SuccessorFile
+from tgi.scheduler.page_index import PageIndex
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(
@@ -86,19 +90,19 @@ def test_requests_wait_while_there_is_no_worker() -> None:
     assert_as_if_alone(request, WORKER_CONFIG)
 
 
-def test_the_culprit_is_computed_alone_and_fails_and_others_are_not_affected() -> None:
+def test_the_crashing_request_is_computed_alone_and_fails_and_others_are_not_affected() -> None:
     sim = running_simulation(requests=5)
     for _ in range(6):
         sim.step()
     sim.poison.add(99)
-    culprit = sim.add([99, 2, 3], 20)
+    crashing = sim.add([99, 2, 3], 20)
     sim.run()
-    assert culprit.end is not None
-    assert culprit.end.reason == FinishReason.QUARANTINED
-    assert culprit.end.message == "the worker crashed while it worked on this request alone, after 2 similar deaths"
+    assert crashing.end is not None
+    assert crashing.end.reason == FinishReason.QUARANTINED
+    assert crashing.end.message == "the worker crashed while it worked on this request alone, after 2 similar deaths"
     assert sim.scheduler.counters.worker_losses == 3
     for request in sim.requests:
-        if request is not culprit:
+        if request is not crashing:
             assert_as_if_alone(request, WORKER_CONFIG)
 
 
@@ -140,7 +144,7 @@ def test_other_requests_continue_during_a_trial() -> None:
 def test_requests_in_progress_when_the_worker_is_killed_are_no_suspects() -> None:
     sim = running_simulation(requests=8)
     for _ in range(2):
-        for _ in range(OUTSIDE_PROGRESS):
+        for _ in range(TRIAL_TOKENS):
             sim.step()
         sim.worker_up()
         sim.plan()
@@ -154,8 +158,8 @@ def test_a_request_that_crashes_the_worker_in_decode_is_found() -> None:
     sim = running_simulation(requests=3)
     for _ in range(4):
         sim.step()
-    culprit = sim.add([99, 2, 3], 20)
-    while culprit.end is None:
+    crashing = sim.add([99, 2, 3], 20)
+    while crashing.end is None:
         if sim.worker is None:
             sim.worker_up()
         sim.plan()
@@ -166,17 +170,17 @@ def test_a_request_that_crashes_the_worker_in_decode_is_found() -> None:
         else:
             sim.compute()
             sim.deliver()
-    assert culprit.end.reason == FinishReason.QUARANTINED
+    assert crashing.end.reason == FinishReason.QUARANTINED
     assert sim.scheduler.counters.worker_losses == 3
     sim.run()
     for request in sim.requests:
-        if request is not culprit:
+        if request is not crashing:
             assert_as_if_alone(request, WORKER_CONFIG)
 
 
 def suspects(sim: Simulation, later: float = 0.0) -> set[int]:
     """The first ids of the prompts of those that the tokenizers are told of."""
-    told = split_fingerprints(sim.scheduler.suspects(sim.now + later))
+    told = split_in_progress(sim.scheduler.suspects(sim.now + later))
     return {request.prompt[0] for request in sim.requests if fingerprint_of(request) in told}
 
 
@@ -184,7 +188,7 @@ def test_tokenizers_are_told_which_requests_may_have_ended_the_worker() -> None:
     """They send the others to another replica."""
     sim = running_simulation(requests=3, new=40, named=True)
     for outside in (True, False):
-        for _ in range(OUTSIDE_PROGRESS):
+        for _ in range(TRIAL_TOKENS):
             sim.step()
         sim.worker_down(outside)
         waiting = sim.add([9, 2, 3])
@@ -196,7 +200,7 @@ def test_tokenizers_are_told_which_requests_may_have_ended_the_worker() -> None:
     assert suspects(sim) == set()
 
 
-def test_a_request_is_told_of_after_its_conviction() -> None:
+def test_a_request_is_told_of_after_its_quarantine() -> None:
     """It would crash the workers of other replicas."""
     sim = running_simulation(requests=2, named=True)
     sim.poison.add(0)
@@ -227,12 +231,12 @@ def test_waiting_requests_are_not_blamed() -> None:
 def test_requests_of_a_failed_step_are_retried_alone_and_the_cause_is_reported() -> None:
     sim = running_simulation(requests=4)
     sim.broken.add(99)
-    culprit = sim.add([99, 2, 3], 20)
+    crashing = sim.add([99, 2, 3], 20)
     sim.run()
-    assert culprit.end is not None
-    assert (culprit.end.reason, culprit.end.message) == (FinishReason.QUARANTINED, "Server error: ValueError: broken")
+    assert crashing.end is not None
+    assert (crashing.end.reason, crashing.end.message) == (FinishReason.QUARANTINED, "Server error: ValueError: broken")
     for request in sim.requests:
-        if request is not culprit:
+        if request is not crashing:
             assert_as_if_alone(request, WORKER_CONFIG)
     assert sim.scheduler.counters.worker_losses == 0
 
@@ -249,13 +253,13 @@ def test_a_request_that_is_cancelled_while_it_is_computed_is_blamed_and_others_a
             if sim.worker is None:
                 sim.worker_up()
             sim.step()
-        culprit = sim.add([99, 2, 3], 20)
-        while culprit.end is None and 99 not in first_ids_at_worker(sim):
+        crashing = sim.add([99, 2, 3], 20)
+        while crashing.end is None and 99 not in first_ids_at_worker(sim):
             sim.compute()
             sim.deliver()
             sim.plan()
-        if culprit.end is None:
-            sim.cancel(culprit)
+        if crashing.end is None:
+            sim.cancel(crashing)
         for _ in range(3):
             if sim.worker is not None:
                 sim.compute()
@@ -321,10 +325,10 @@ def test_a_request_that_lacks_memory_alone_and_in_the_smallest_step_fails() -> N
     sim.exhausting.add(99)
     for _ in range(4):
         sim.step()
-    culprits = [sim.add([99, *range(20)], 5) for _ in range(2)]
+    crashing = [sim.add([99, *range(20)], 5) for _ in range(2)]
     sim.run()
     for request in sim.requests:
-        if request in culprits:
+        if request in crashing:
             assert request.end is not None
             assert request.end.reason == FinishReason.FAILED
             assert request.end.message.startswith("too little memory to compute this request")
@@ -414,6 +418,12 @@ def test_a_second_worker_changes_nothing_while_the_first_serves(caplog: pytest.L
     assert sim.scheduler.worker.peer == first
     assert sim.scheduler.ready
     sim.handle(PeerDisconnected(), SECOND)
+    sim.plan()
+    step = sim.sent[-1]
+    for peer in (SECOND, PeerId("worker", 0, b"stranger")):  # one that has left, and one that has said no Hello
+        sim.handle(StepResult(step.number, step.epoch, b"", b"", b"", error="of another worker"), peer)
+        sim.handle(status_of(WORKER_CONFIG), peer)
+    assert not sim.scheduler._isolation.suspects
     sim.run()
     assert_as_if_alone(sim.requests[0], WORKER_CONFIG)
     sim.worker_down()
@@ -536,18 +546,18 @@ def named_simulation(requests: int) -> Simulation:
 def test_a_request_that_crashes_the_scheduler_when_it_arrives_is_refused_after_the_third_time() -> None:
     sim = named_simulation(5)
     sim.step()
-    culprit = sim.add([99, 2, 3], 20)
+    crashing = sim.add([99, 2, 3], 20)
     for _ in range(3):
-        assert culprit.end is None
-        sim.restart_scheduler(outside=False, in_progress=[fingerprint_of(culprit)])
-    assert culprit.end is not None
-    assert culprit.end.reason == FinishReason.QUARANTINED
-    assert culprit.end.message.startswith("the scheduler crashed while it worked on this request alone")
+        assert crashing.end is None
+        sim.restart_scheduler(outside=False, in_progress=[fingerprint_of(crashing)])
+    assert crashing.end is not None
+    assert crashing.end.reason == FinishReason.QUARANTINED
+    assert crashing.end.message.startswith("the scheduler crashed while it worked on this request alone")
     sim.restart_scheduler()
     again = sim.add([99, 2, 3], 20)
     assert again.end is not None
     sim.run()
-    for request in [one for one in sim.requests if one.prompt != culprit.prompt]:
+    for request in [one for one in sim.requests if one.prompt != crashing.prompt]:
         assert_as_if_alone(request, WORKER_CONFIG)
 
 
@@ -577,24 +587,24 @@ def test_a_quarantined_request_is_tried_again_after_an_hour_and_quarantined_by_o
 def test_a_request_that_crashes_the_scheduler_in_a_plan_is_found_by_its_third_crash(innocent: int) -> None:
     sim = named_simulation(innocent)
     sim.step()
-    culprit = sim.add([99, 2, 3], 20)
+    crashing = sim.add([99, 2, 3], 20)
     crashes = 0
-    while culprit.end is None:
+    while crashing.end is None:
         sim.plan()
         register = sim.scheduler.work_register
         register.working_on_batch()
-        in_progress = split_fingerprints(register.in_progress())
-        if fingerprint_of(culprit) in in_progress:
+        in_progress = split_in_progress(register.in_progress())
+        if fingerprint_of(crashing) in in_progress:
             crashes += 1
             sim.restart_scheduler(outside=False, in_progress=in_progress)
         else:
             sim.compute()
             sim.deliver()
-    assert culprit.end.reason == FinishReason.QUARANTINED
+    assert crashing.end.reason == FinishReason.QUARANTINED
     assert crashes == 3
     sim.run()
     for request in sim.requests:
-        if request is not culprit:
+        if request is not crashing:
             assert_as_if_alone(request, WORKER_CONFIG)
 
 
@@ -611,19 +621,19 @@ def test_requests_of_a_scheduler_that_is_killed_from_outside_are_no_suspects() -
 
 def test_a_trial_goes_on_in_the_next_scheduler() -> None:
     sim = named_simulation(4)
-    culprit = sim.add([99, 2, 3], 20)
+    crashing = sim.add([99, 2, 3], 20)
     sim.poison.add(99)
-    while culprit.end is None:
+    while crashing.end is None:
         if sim.worker is None:
             sim.worker_up()
         sim.step()
         if sim.worker is None:
             sim.worker_up()
             sim.restart_scheduler()
-    assert culprit.end.reason == FinishReason.QUARANTINED
+    assert crashing.end.reason == FinishReason.QUARANTINED
     sim.run()
     for request in sim.requests:
-        if request is not culprit:
+        if request is not crashing:
             assert_as_if_alone(request, WORKER_CONFIG)
 
 
@@ -632,7 +642,7 @@ def test_the_register_states_the_requests_of_this_turn_only() -> None:
     register = sim.scheduler.work_register
     sim.step()
     register.working_on_batch()
-    assert set(split_fingerprints(register.in_progress())) == {fingerprint_of(request) for request in sim.requests}
+    assert set(split_in_progress(register.in_progress())) == {fingerprint_of(request) for request in sim.requests}
     sim.worker_down()
     sim.worker_up()
     seen = set()
@@ -647,12 +657,12 @@ def test_the_register_states_the_requests_of_this_turn_only() -> None:
 
 def test_a_request_after_which_schedulers_are_killed_at_once_is_refused_in_the_end() -> None:
     sim = named_simulation(3)
-    culprit = sim.add([99, 2, 3], 20)
+    crashing = sim.add([99, 2, 3], 20)
     kills = 0
-    while culprit.end is None:
+    while crashing.end is None:
         kills += 1
-        sim.restart_scheduler(in_progress=[fingerprint_of(culprit)])
-    assert culprit.end.reason == FinishReason.QUARANTINED
+        sim.restart_scheduler(in_progress=[fingerprint_of(crashing)])
+    assert crashing.end.reason == FinishReason.QUARANTINED
     assert kills <= 15
     sim.run()
 
@@ -692,3 +702,71 @@ def test_a_scheduler_that_cannot_write_the_file_for_its_successor_works_on(
     sim.worker_up()
     SuccessorFile(successor_path(tmp_path, "scheduler-0")).write_changes(sim.scheduler)
     assert "the next scheduler does not know the suspects" in caplog.text
+
+
+# --- pages that outlive the worker ------------------------------------------------------------------------------------
+
+
+def test_the_next_worker_goes_on_from_the_pages_of_one_that_was_killed() -> None:
+    """Only the last page of each request is computed again, although a request ends while its row is in flight."""
+    sim = running_simulation(requests=4)
+    for n in range(1, 4):
+        sim.add([50, *range(n)], 20)  # of other lengths, so that steps in flight fill pages
+    for _ in range(10):
+        sim.step()
+    sim.plan()
+    sent = len(sim.sent)
+    *others, cancelled = sim.requests
+    sim.cancel(cancelled)
+    known = [len(request.prompt) + len(request.ids) for request in others]
+    sim.worker_up(keeps_pages=True)
+    sim.plan()
+    size = WORKER_CONFIG.page_size
+    assert sum(unpack_int32(sim.sent[sent].counts)) == sum(count - (count - 1) // size * size for count in known)
+    sim.run()
+    for request in others:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+@pytest.mark.parametrize("case", ["crashed", "of another life", "connected again", "files"])
+def test_pages_are_computed_again_that_another_worker_may_not_have(case: str) -> None:
+    sim = running_simulation()
+    for _ in range(10):
+        sim.step()
+    assert sim.worker is not None
+    sent, worker = len(sim.sent), sim.worker
+    if case == "files":
+        planner = sim.scheduler._planner
+        assert planner is not None
+        planner.kv_cache.index = PageIndex(StoredPages(b"", 0), WORKER_CONFIG.pages, WORKER_CONFIG.page_size)
+    sim.worker_down(outside=case != "crashed")
+    assert sim.last_exit is not None
+    if case == "of another life":
+        sim.last_exit = sim.last_exit._replace(boot=b"another")
+    elif case == "connected again":
+        sim.last_exit = None
+    sim.worker_up(keeps_pages=True)
+    assert worker != sim.worker
+    sim.scheduler._isolation.suspects.clear()
+    sim.run()
+    assert sum(unpack_int32(sim.sent[sent].starts)) == 0
+
+
+def test_the_next_worker_goes_on_from_the_states_of_one_that_was_killed() -> None:
+    """Those of which the steps in flight were to take snapshots are computed again."""
+    states = KVGroup(GroupKind.RECURRENT, snapshots=20, interval=4, drafts=6)
+    config = WORKER_CONFIG._replace(groups=(*WORKER_CONFIG.groups, states))
+    sim = running_simulation(requests=4, worker_config=config)
+    for n in range(1, 4):
+        sim.add([50, *range(n)], 20)
+    for _ in range(10):
+        sim.step()
+    sim.plan()
+    assert any(one.state_copies for one in sim.steps if isinstance(one, Step))
+    sent = len(sim.sent)
+    sim.worker_up(keeps_pages=True)
+    sim.plan()
+    assert min(unpack_int32(sim.sent[sent].starts)) >= config.page_size
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, config)

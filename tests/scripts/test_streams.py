@@ -48,9 +48,9 @@ def test_a_truncated_stream_is_an_error(name: str) -> None:
 
 
 def test_errors_contain_the_server_s_message() -> None:
-    refusal = b'HTTP/1.1 422 Unprocessable Entity\r\ncontent-length: 4\r\n\r\n{"error":"too long"}'
+    rejection = b'HTTP/1.1 422 Unprocessable Entity\r\ncontent-length: 4\r\n\r\n{"error":"too long"}'
     with pytest.raises(BadStream, match=r"422.*too long"):
-        ours().read(read_in(100, refusal))
+        ours().read(read_in(100, rejection))
     head = b"HTTP/1.1 200 OK\r\n\r\n"
     with pytest.raises(BadStream, match=r"no token: .*out of memory"):
         ours().read(read_in(100, head + b'data: {"error":"out of memory"}\n\n'))

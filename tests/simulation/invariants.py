@@ -23,7 +23,7 @@ from tgi.microkernel.messages.protocol import (
     UpdateAdapter,
 )
 from tgi.microkernel.observability.flight_recorder import Event, FlightRecorder
-from tgi.microkernel.recovery.work_register import split_fingerprints
+from tgi.microkernel.recovery.work_register import split_in_progress
 
 if TYPE_CHECKING:
     from tests.simulation.processes import SchedulerProcess, SimulatedProcess, TokenizerProcess
@@ -46,7 +46,7 @@ LATER_SECONDS = 3.0
 MAX_OVERTAKEN, MAX_PASSED = 20, 60
 # A worker that dies is noticed at once, one that stops after the stall limit of 2 s if it computes and after four beats
 # if not. A message and the turns of two loops may each be half a second late.
-STRANDED_SECONDS = 6.0
+IDLE_SECONDS = 6.0
 # A request that has moved to another replica is computed at the first until that knows it: a message and the turns of
 # two loops may each be half a second late.
 MOVING_SECONDS = 2.0
@@ -96,7 +96,7 @@ class EndsPerAdd:
 
 
 class AdmissionOrder(FlightRecorder):
-    """The order in which one scheduler admits requests: nobody starves.
+    """The order in which one scheduler admits requests: none starves.
 
     A request is overtaken when a later one of its client is admitted first, or, if it is the only one of its client,
     any other of its priority.
@@ -207,7 +207,7 @@ class HealthCheck:
         simulation.clock.after(HEALTH_SECONDS, self._look)
 
 
-class StrandedCheck:
+class IdleReplicaCheck:
     """No request waits at a replica whose worker computes nothing for long, while another replica computes: only what
     may have ended or stopped that worker stays."""
 
@@ -222,7 +222,7 @@ class StrandedCheck:
         simulation = self._simulation
         simulation.clock.after(HEALTH_SECONDS, self._look)
         simulation.workload.look_for_adapter()
-        if simulation.clock.now - simulation.health.dropped_at < STRANDED_SECONDS:
+        if simulation.clock.now - simulation.health.dropped_at < IDLE_SECONDS:
             return
         replicas = list(zip(simulation.schedulers, simulation.workers, strict=True))
         if not any(self._runs(scheduler) and self._runs(worker) for scheduler, worker in replicas):
@@ -235,11 +235,11 @@ class StrandedCheck:
         return process.running and self._is_settled(process)
 
     def _is_settled(self, process: "SimulatedProcess") -> bool:
-        return self._simulation.clock.now - process.changed_at > STRANDED_SECONDS
+        return self._simulation.clock.now - process.changed_at > IDLE_SECONDS
 
     def _check(self, scheduler: "SchedulerProcess") -> None:
         assert scheduler.scheduler is not None
-        suspects = split_fingerprints(scheduler.scheduler.suspects(self._simulation.clock.now))
+        suspects = split_in_progress(scheduler.scheduler.suspects(self._simulation.clock.now))
         place = ReplicaId("", scheduler.replica)
         self.samples += 1
         for tokenizer in filter(self._runs, self._simulation.tokenizers):
@@ -247,7 +247,9 @@ class StrandedCheck:
             for request in tokenizer.pool._schedulers[place].requests.values():
                 free = request.in_progress and not request.stays and not request.generate.sampling.adapter
                 if free and request.generate.context.fingerprint not in suspects:
-                    self._simulation.fail(f"{request.generate} of {tokenizer.name} is stranded at {scheduler.name}")
+                    self._simulation.fail(
+                        f"{request.generate} of {tokenizer.name} waits at {scheduler.name}, which computes nothing"
+                    )
 
 
 class CrashesAtOneReplica:
@@ -259,11 +261,11 @@ class CrashesAtOneReplica:
         self.counts: Counter[bytes] = Counter()  # of workers that each request has ended, by fingerprint
         self._first: dict[bytes, tuple[int, float]] = {}  # the replica of the first of them, and when it was
 
-    def worker_crashed(self, replica: int, culprits: set[bytes]) -> None:
+    def worker_crashed(self, replica: int, crashing: set[bytes]) -> None:
         simulation = self._simulation
         above = (*simulation.front_ends, *simulation.tokenizers, *simulation.schedulers)
         disturbed_at = max(simulation.health.dropped_at, *(one.changed_at for one in above))
-        for name in culprits:
+        for name in crashing:
             self.counts[name] += 1
             first, since = self._first.setdefault(name, (replica, simulation.clock.now))
             if replica != first and since > disturbed_at + MOVING_SECONDS:

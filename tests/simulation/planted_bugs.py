@@ -121,6 +121,14 @@ def no_loss_before_a_second_hello(original: Any) -> Any:
     return handle_hello
 
 
+def nothing_is_lacking(original: Any) -> Any:
+    def compare(self: WorkerAdapters) -> None:
+        if self._reported is not None:
+            self.loaded, self.known = self._reported, True
+
+    return compare
+
+
 def permit_is_kept(original: Any) -> Any:
     def deactivate(self: Router, request: Any) -> None:
         request.active = False
@@ -205,7 +213,7 @@ TOKENIZER_KILLS = WORKER_KILLS._replace(role_weights=(0, 1, 0, 0))
 SCHEDULER_KILLS = WORKER_KILLS._replace(role_weights=(0, 0, 1, 0))
 PLANTED_BUGS = {
     "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
-        Downstream, "_on_lost", tokenizations_are_forgotten, seed=9, clients=160, faults=TOKENIZER_KILLS
+        Downstream, "_on_lost", tokenizations_are_forgotten, seed=14, clients=160, faults=TOKENIZER_KILLS
     ),
     "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=0),
     "front end resubmits without the grammar": PlantedBug(
@@ -218,8 +226,8 @@ PLANTED_BUGS = {
     ),
     "scheduler does not load adapters into the next worker": PlantedBug(
         WorkerAdapters,
-        "_reconcile",
-        does_nothing,
+        "_compare",
+        nothing_is_lacking,
         seed=1,
         adapter_share=0.1,
         faults=WORKER_KILLS,
@@ -262,8 +270,8 @@ PLANTED_BUGS = {
     ),
     "scheduler does not try again to load an adapter": PlantedBug(
         WorkerAdapters,
-        "retry",
-        does_nothing,
+        "_is_due",
+        lambda original: lambda self, change, now: change.name not in self._failed,
         seed=9,
         adapter_share=0.1,
         adapter_failures=0.3,
@@ -312,6 +320,7 @@ PLANTED_BUGS = {
     "scheduler gives back a page that its window needs": PlantedBug(
         KVCacheManager, "give_back", pages_are_given_back_early, seed=17
     ),
+    "scheduler finds the pages of lost steps": PlantedBug(KVCacheManager, "forget", does_nothing, seed=15),
     "scheduler keeps the prefixes of a lost worker": PlantedBug(
         KVCacheManager, "worker_state_lost", does_nothing, seed=8
     ),

@@ -32,7 +32,7 @@ from tgi.microkernel.messages.protocol import (
     StepResult,
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.microkernel.recovery.work_register import WorkRegister, fingerprint_number, split_fingerprints
+from tgi.microkernel.recovery.work_register import WorkRegister, register_number, split_in_progress
 from tgi.scheduler import main as scheduler_main
 from tgi.scheduler.metrics import SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler
@@ -485,7 +485,7 @@ class SimulatedExecutors:
 
     def _begin(self, job: EncodingJob) -> None:
         unit = next(unit for unit in range(1, len(self._units)) if not self._units[unit])
-        self._units[unit] = fingerprint_number(job.context.fingerprint) or 1
+        self._units[unit] = register_number(job.context) or 1
         self._running[job.executor].append(job)
         self._process.clock.after(self._process.simulation.encoding_delay(), self._finish, job, unit)
 
@@ -523,7 +523,7 @@ class TokenizerProcess(SimulatedProcess):
 
     def kill(self, cause: str, outside: bool = True) -> None:
         if self.alive and not outside:
-            self.simulation.tokenizer_crashes.update(split_fingerprints(self.work_register.in_progress()))
+            self.simulation.tokenizer_crashes.update(split_in_progress(self.work_register.in_progress()))
         super().kill(cause, outside)
 
     def _ended(self) -> None:
@@ -718,6 +718,8 @@ class SimulatedEngine:
         self._clock = process.clock
         self._simulation = process.simulation
         self._worker = FakeWorker(self._simulation.config.worker)
+        if process.memory is not None:
+            self._worker.share_memory(process.memory)
         self.limits = self._worker.limits
         self.adapters = self._worker.adapters
         load_adapters(self.adapters, tuple((name, str(ADAPTERS / name)) for name in SETTINGS_ADAPTERS))
@@ -731,6 +733,13 @@ class SimulatedEngine:
     def next_done_at(self) -> float | None:
         """When the oldest step in flight is done."""
         return self._in_flight[0].done_at if self._in_flight else None
+
+    def end(self) -> FakeWorker:
+        """Returns the worker, whose pages hold nothing of use where the steps in flight write."""
+        for pending in self._in_flight:
+            if not pending.crashes and pending.step.epoch != self._failed_epoch:
+                self._worker.lose_rows(pending.step)
+        return self._worker
 
     def reset(self) -> None:
         self._worker.reset()
@@ -755,9 +764,9 @@ class SimulatedEngine:
         self._free_at = max(self._clock.now, self._free_at) + self._simulation.step_seconds(computed)
         rows = unpack_int32(step.rows)
         if not self._deadly.isdisjoint(rows) or any(pending.crashes for pending in self._in_flight):
-            return self._launched(StepResult(step.number, step.epoch, b"", b"", b""), crashes=True)
+            return self._launched(step, StepResult(step.number, step.epoch, b"", b"", b""), crashes=True)
         if step.epoch == self._failed_epoch:
-            return self._launched(nonsense(step), crashes=False)
+            return self._launched(step, nonsense(step), crashes=False)
         if not self._broken.isdisjoint(rows):
             self._failed_epoch = step.epoch
             raise ValueError("a poisonous prompt")
@@ -765,10 +774,10 @@ class SimulatedEngine:
         if result.error:
             self._simulation.fail(f"the scheduler sent an invalid step: {result.error}")
         microseconds = int((self._free_at - self._clock.now) * 1e6)
-        return self._launched(result._replace(forward_us=microseconds), crashes=False)
+        return self._launched(step, result._replace(forward_us=microseconds), crashes=False)
 
-    def _launched(self, result: StepResult, crashes: bool) -> "PendingStep":
-        self._in_flight.append(PendingStep(result, self._free_at, crashes))
+    def _launched(self, step: Step, result: StepResult, crashes: bool) -> "PendingStep":
+        self._in_flight.append(PendingStep(step, result, self._free_at, crashes))
         return self._in_flight[-1]
 
     def is_done(self, pending: "PendingStep") -> bool:
@@ -794,8 +803,8 @@ def nonsense(step: Step) -> StepResult:
 class PendingStep(SimpleNamespace):
     """A step that the engine computes."""
 
-    def __init__(self, result: StepResult, done_at: float, crashes: bool) -> None:
-        super().__init__(result=result, done_at=done_at, crashes=crashes)
+    def __init__(self, step: Step, result: StepResult, done_at: float, crashes: bool) -> None:
+        super().__init__(step=step, result=result, done_at=done_at, crashes=crashes)
 
 
 class WorkerProcess(SimulatedProcess):
@@ -804,7 +813,13 @@ class WorkerProcess(SimulatedProcess):
     role = "worker"
     settings = SimpleNamespace(start_timeout=0.0, hang_timeout=60.0)
     stopping = False
+    memory: FakeWorker | None = None  # with the pages of the life before
     _updates: Any = None
+
+    def hello(self) -> Hello:
+        report = self.last_exit
+        kept = self.memory is not None and report is not None and report.outside
+        return super().hello()._replace(keeps_pages=kept)
 
     def _start(self) -> None:
         self._worker_loop: WorkerLoop | None = WorkerLoop(self, self.connect(scheduler_socket(self.replica, "back")))  # type: ignore[arg-type]
@@ -817,12 +832,16 @@ class WorkerProcess(SimulatedProcess):
         scheduler = self.simulation.schedulers[self.replica].scheduler
         if self.alive and not outside and scheduler is not None:
             in_progress = {one for step in scheduler.pipeline.steps for one in step.requests}
-            culprits = {one.fingerprint for one in in_progress if is_poison("worker", one.token_ids[:1].tobytes())}
-            self.simulation.crashes.worker_crashed(self.replica, culprits)
+            crashing = {
+                one.context.fingerprint for one in in_progress if is_poison("worker", one.token_ids[:1].tobytes())
+            }
+            self.simulation.crashes.worker_crashed(self.replica, crashing)
         super().kill(cause, outside)
 
     def _ended(self) -> None:
         self._worker_loop = None
+        if self.simulation.config.shares_memory:
+            self.memory = self._engine.end()
 
     @property
     def had_been_ready(self) -> bool:

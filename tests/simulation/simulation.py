@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tests.scheduler.invariants import check_scheduler
 from tests.simulation.clock import VirtualClock
 from tests.simulation.faults import FaultConfig, FaultInjector
-from tests.simulation.invariants import CrashesAtOneReplica, HealthCheck, StoppedUpstreamCheck, StrandedCheck
+from tests.simulation.invariants import CrashesAtOneReplica, HealthCheck, IdleReplicaCheck, StoppedUpstreamCheck
 from tests.simulation.network import Network
 from tests.simulation.processes import (
     SETTINGS_ADAPTERS,
@@ -80,6 +80,7 @@ class SimulationConfig(NamedTuple):
     healthy_after: float = 4.0  # seconds in which all processes run until /health must be 200
     patience: float = 150.0  # seconds that a request may take
     replicas: int = 1
+    shares_memory: bool = False  # a worker has the memory of the one before it
 
 
 class SimulationFailed(AssertionError):
@@ -138,6 +139,7 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         adapter_share=random.choice((0.005, 0.03)),
         replicas=random.choice((1, 1, 2, 3)),
         adapter_failures=random.choice((0.0, 0.0, 0.3)),
+        shares_memory=Random(f"memory {seed}").random() < 0.5,
     )
     # Where a process takes longer to start than until the next one dies, hardly any request ends.
     return config._replace(restart_seconds=min(config.restart_seconds, config.faults.mean_seconds / 2))
@@ -162,7 +164,7 @@ class Simulation:
         self.health = HealthCheck(self)
         self.overtaken: Counter[str] = Counter()  # the most that AdmissionOrder has counted
         self.stopped_upstream = StoppedUpstreamCheck(self)
-        self.stranded = StrandedCheck(self)
+        self.idle_replicas = IdleReplicaCheck(self)
         self.crashes = CrashesAtOneReplica(self)
         self.tokenizer_crashes: Counter[bytes] = Counter()  # by fingerprint of what they had in progress
         self._failure: SimulationFailed | None = None
@@ -215,7 +217,7 @@ class Simulation:
             self.faults.start()
             self.health.start()
             self.stopped_upstream.start()
-            self.stranded.start()
+            self.idle_replicas.start()
             while not self.workload.finished:
                 self._run_next()
                 if self.clock.events == events:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulation.planted_bugs import NO_FAULTS, PLANTED_BUGS
 from tests.simulation.simulation import Simulation, SimulationConfig, SimulationFailed, draw_config
-from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES
+from tgi.microkernel.recovery.crash_isolation import QUARANTINE_STRIKES
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def test_a_request_ends_three_tokenizers_however_long_they_take_to_start(seed: i
     simulation = Simulation(config)
     simulation.run()
     assert simulation.workload.outcomes["poisonous"] > 1
-    assert max(simulation.tokenizer_crashes.values()) == CONVICTING_STRIKES
+    assert max(simulation.tokenizer_crashes.values()) == QUARANTINE_STRIKES
 
 
 @pytest.mark.parametrize("name", PLANTED_BUGS)

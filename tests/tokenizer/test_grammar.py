@@ -52,7 +52,7 @@ def read(validator: GrammarValidator, **grammar: Any) -> str:
     return validator.validate(json.dumps(grammar).encode()).text
 
 
-def refusal(validator: GrammarValidator, **grammar: Any) -> str:
+def rejection(validator: GrammarValidator, **grammar: Any) -> str:
     with pytest.raises(GrammarError) as caught:
         read(validator, **grammar)
     return str(caught.value)
@@ -121,7 +121,7 @@ def test_schemas_that_are_accepted(validator: GrammarValidator, schema: dict[str
     ],
 )
 def test_schemas_that_cannot_be_enforced(validator: GrammarValidator, schema: Any, words: str) -> None:
-    error = refusal(validator, schema=schema)
+    error = rejection(validator, schema=schema)
     assert error.startswith(NOT_ENFORCED)
     assert words in error
 
@@ -140,7 +140,7 @@ def test_schemas_that_cannot_be_enforced(validator: GrammarValidator, schema: An
     ],
 )
 def test_invalid_schemas(validator: GrammarValidator, schema: Any, words: str) -> None:
-    error = refusal(validator, schema=schema)
+    error = rejection(validator, schema=schema)
     assert error.startswith(NOT_VALID)
     assert words in error
 
@@ -150,7 +150,7 @@ def test_invalid_schemas(validator: GrammarValidator, schema: Any, words: str) -
     [("{", "Expecting property name"), ("[]", "a schema is an object"), ('{"const":NaN}', "NaN is not JSON")],
 )
 def test_invalid_schema_texts(validator: GrammarValidator, text: str, words: str) -> None:
-    error = refusal(validator, schema_text=text)
+    error = rejection(validator, schema_text=text)
     assert error.startswith(NOT_VALID)
     assert words in error
 
@@ -189,7 +189,7 @@ def test_invalid_schema_texts(validator: GrammarValidator, text: str, words: str
     ],
 )
 def test_rejected_regexes(validator: GrammarValidator, regex: str, words: str) -> None:
-    error = refusal(validator, regex=regex)
+    error = rejection(validator, regex=regex)
     assert error.startswith(NOT_VALID)
     assert words in error
     assert "start:" not in error  # the generated grammar is not shown
@@ -197,7 +197,7 @@ def test_rejected_regexes(validator: GrammarValidator, regex: str, words: str) -
 
 def test_error_of_a_long_regex_names_the_cause(validator: GrammarValidator) -> None:
     for regex, words in ((r"\b" + "a" * 5000, "lookarounds not supported"), ("a" * 5000 + "(", "unclosed group")):
-        error = refusal(validator, regex=regex)
+        error = rejection(validator, regex=regex)
         assert words in error
         assert len(error) < 1000
 
@@ -205,7 +205,7 @@ def test_error_of_a_long_regex_names_the_cause(validator: GrammarValidator) -> N
 @pytest.mark.parametrize("regex", ["(", "a{2,1}", "\\", r"a\y", "(?=a)", r"(a)\1", "[z-a]", r"\p{Nope}", "(?x)a#\n"])
 def test_rejected_patterns_in_schemas(validator: GrammarValidator, regex: str) -> None:
     for schema in ({"type": "string", "pattern": regex}, {"patternProperties": {regex: {}}}):
-        error = refusal(validator, schema={"properties": {"a": schema}})
+        error = rejection(validator, schema={"properties": {"a": schema}})
         assert error.startswith((NOT_VALID + "`pattern", NOT_ENFORCED + "`pattern"))
 
 
@@ -471,7 +471,7 @@ def test_schemas_with_numbers_are_written_in_lark(
 
 def test_merged_schemas_have_limited_numbers(validator: GrammarValidator) -> None:
     part = of(*(f"a{number}" for number in range(9)))
-    assert "join too many schemas" in refusal(
+    assert "join too many schemas" in rejection(
         validator, schema={"allOf": [{"$ref": "#/$defs/A"}] * 20000, "$defs": {"A": part}}
     )
 
@@ -544,7 +544,7 @@ def test_grammars_in_gbnf_and_lark(
     ],
 )
 def test_rejected_grammars(validator: GrammarValidator, grammar: str, words: str) -> None:
-    error = refusal(validator, grammar=grammar)
+    error = rejection(validator, grammar=grammar)
     assert error.startswith((NOT_VALID, NOT_ENFORCED))
     assert words in error
     assert len(error) < 3000
@@ -624,7 +624,7 @@ def test_accepted_grammars_stay_within_worker_limits(
     """A request that passes the check does not fail later with the worker's table and limits."""
     large_validator, table, eos_bits = large
     if COUNTED[regex]:
-        assert re.search("too many|is repeated", refusal(large_validator, regex=regex))
+        assert re.search("too many|is repeated", rejection(large_validator, regex=regex))
         return
     found, draw = new_matcher(table, read(large_validator, regex=regex)), Random(5)
     for _ in range(60):
@@ -645,7 +645,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_end(validator: GrammarValidator, name: str) -> None:
     if name in REFUSED:
-        assert refusal(validator, **HOSTILE[name]).startswith((NOT_VALID, NOT_ENFORCED))
+        assert rejection(validator, **HOSTILE[name]).startswith((NOT_VALID, NOT_ENFORCED))
     else:
         assert read(validator, **HOSTILE[name])
 
@@ -664,7 +664,7 @@ HOSTILE_NAMES = {f"q{n}": {"type": "string"} for n in range(900)}
 
 
 def test_too_large_grammar_is_rejected(validator: GrammarValidator) -> None:
-    assert f"at most {MAX_GRAMMAR_BYTES} bytes" in refusal(validator, regex="a" * MAX_GRAMMAR_BYTES)
+    assert f"at most {MAX_GRAMMAR_BYTES} bytes" in rejection(validator, regex="a" * MAX_GRAMMAR_BYTES)
 
 
 def test_results_and_errors_are_cached() -> None:
@@ -675,7 +675,7 @@ def test_results_and_errors_are_cached() -> None:
         read(kept, regex=f"b{number}")
     assert read(kept, regex="a") is not first
     for _ in range(2):
-        assert "unclosed group" in refusal(kept, regex="(")
+        assert "unclosed group" in rejection(kept, regex="(")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -685,7 +685,7 @@ def test_all_tokenizer_types_support_grammars(kind: str) -> None:
         if kind in ("byte_level", "sentencepiece"):
             assert read(kept, **grammar)
         else:  # the text of a token depends on its neighbours, or is unknown
-            assert "grammar is not supported: of this model's tokenizer, " in refusal(kept, **grammar)
+            assert "grammar is not supported: of this model's tokenizer, " in rejection(kept, **grammar)
 
 
 # Through the pool

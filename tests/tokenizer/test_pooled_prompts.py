@@ -51,7 +51,7 @@ def ids_of(encoder: PromptEncoder, text: str, pooling: PoolingInput, ids: tuple[
     return unpack_int32(prompt.ids)
 
 
-def refusal(encoder: PromptEncoder, message: Generate) -> str:
+def rejection(encoder: PromptEncoder, message: Generate) -> str:
     rejected = encoder.encode_generate(message)
     assert isinstance(rejected, PromptRejection)
     return rejected.message
@@ -91,11 +91,11 @@ def test_token_ids_and_prompts(encoder: PromptEncoder) -> None:
     assert ids_of(encoder, SHORT, PoolingInput(prompt="query")) == ids_of(
         encoder, "The question: " + SHORT, PoolingInput()
     )
-    assert refusal(encoder, generate("", PoolingInput(), (VOCAB,))).endswith(f">= 0 and < {VOCAB}")
-    assert "is not one of the model's prompts: query" in refusal(encoder, generate("a", PoolingInput(prompt="x")))
+    assert rejection(encoder, generate("", PoolingInput(), (VOCAB,))).endswith(f">= 0 and < {VOCAB}")
+    assert "is not one of the model's prompts: query" in rejection(encoder, generate("a", PoolingInput(prompt="x")))
 
 
 def test_requests_of_the_other_kind_are_refused(encoder: PromptEncoder) -> None:
-    assert refusal(encoder, generate("a", None)) == NO_TEXT
+    assert rejection(encoder, generate("a", None)) == NO_TEXT
     generating = PromptEncoder(encoder._vocabulary, encoder._chats)
-    assert refusal(generating, generate("a", PoolingInput())) == NO_VECTORS
+    assert rejection(generating, generate("a", PoolingInput())) == NO_VECTORS

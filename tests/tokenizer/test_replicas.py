@@ -261,7 +261,7 @@ def test_an_adapter_is_updated_at_all_replicas() -> None:
     assert harness.connect(successor) == [at_b]
     harness.pool.handle(successor, AdapterUpdated(at_b.rid, "no such directory"))
     assert harness.received_by(API)[-1] == AdapterUpdated(7, "no such directory")
-    assert not harness.pool._adapters._pending
+    assert harness.pool._adapters.idle
 
 
 def test_a_scheduler_that_is_new_is_told_of_changes_of_adapters_once_and_before_its_requests() -> None:

@@ -57,6 +57,18 @@ def test_adapters_are_loaded_replaced_and_unloaded(running: Running, tmp_path: P
     assert error == f"{tmp_path}/nowhere has no adapter_config.json, so it is no LoRA adapter."
 
 
+def test_a_step_that_was_sent_before_an_update_is_computed_with_the_adapters_before_it(
+    running: Running, tmp_path: Path
+) -> None:
+    adapt(running, 1, "one", adapter(tmp_path / "one"))
+    (listed,) = running.loop._status.adapters
+    asking = encode(SamplingParams(1, adapter="one", adapter_digest=listed.digest))
+    computed = step(1, [(0, 0, 6, 1)], [slot(0, PROMPT, asking)], [(0, 0), (0, 1)])
+    running.scheduler.send(computed, UpdateAdapter(2, "one", ""))  # type: ignore[arg-type]
+    result = running.scheduler.result()
+    assert (len(good(result)), result.row_errors) == (1, [])
+
+
 def test_files_that_change_while_they_are_read_are_rejected(tmp_path: Path) -> None:
     """Otherwise a digest would name other content."""
     path = adapter(tmp_path / "one")

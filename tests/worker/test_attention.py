@@ -387,10 +387,10 @@ def test_blocks_see_each_other(variant: str, windows_alone: bool) -> None:
     for layer in (0, 1):
         causal = windows_alone and layer == 0
         right = expected(sequence, window=kv.sliding_window(layer), last=None if causal else last)
-        beside, whole = step(memory(), layer, 0, 330)
+        together, whole = step(memory(), layer, 0, 330)
         torch.testing.assert_close(whole.double(), right, rtol=limit, atol=limit)
         alone = run(memory(), (other, 0, 90), layer=layer)[0]
-        torch.testing.assert_close(beside, alone, rtol=0, atol=1e-6 if variant == "torch as on CUDA" else 0)
+        torch.testing.assert_close(together, alone, rtol=0, atol=1e-6 if variant == "torch as on CUDA" else 0)
         again = memory()
         for start, stop in ((0, 57), (57, 264), (264, 301), (301, 302), (302, 330)):
             part = step(again, layer, start, stop)[1]

@@ -160,7 +160,7 @@ def add(sim: Simulation, request: Request) -> SubmittedRequest:
     return asked
 
 
-def outcomes(sim: Simulation, everybody: list[SubmittedRequest]) -> list[Outcome]:
+def outcomes(sim: Simulation, all_requests: list[SubmittedRequest]) -> list[Outcome]:
     logprobs: dict[int, list[float]] = {rid: [] for rid in sim.tokenizers[0].requests}
     for _, message in sim.received:
         if isinstance(message, Tokens):
@@ -168,7 +168,7 @@ def outcomes(sim: Simulation, everybody: list[SubmittedRequest]) -> list[Outcome
             for rid, count in zip(unpack_uint32(message.rids), unpack_uint32(message.counts), strict=True):
                 logprobs[rid] += [next(values) for _ in range(count)]
     told = []
-    for asked, numbers in zip(everybody, logprobs.values(), strict=True):
+    for asked, numbers in zip(all_requests, logprobs.values(), strict=True):
         assert asked.end is not None
         told.append(Outcome(asked.ids, numbers, asked.tops, asked.end.reason))
     return told
@@ -179,16 +179,16 @@ def test_alone_and_all_at_once(engine: TorchEngine) -> None:
     draw = Random(20)
     requests = [random_request(draw, engine.adapters.loaded_adapters) for _ in range(COUNT)]
     sim = simulate(engine, max_drafts=4)
-    everybody = []
-    for request in requests:  # about so many as end come in
-        everybody.append(add(sim, request))
+    all_requests = []
+    for request in requests:  # about as many come in as end
+        all_requests.append(add(sim, request))
         while draw.random() < 0.2:
             sim.step()
     sim.run()
     counters = sim.scheduler.counters
     assert counters.preemptions > 5
     assert 5 < counters.accepted_draft_tokens < counters.draft_tokens - 5
-    together = outcomes(sim, everybody)
+    together = outcomes(sim, all_requests)
     for number, request in [*enumerate(requests)][::3]:
         sim = simulate(engine, prefix_caching=False)
         asked = add(sim, request)

@@ -8,7 +8,7 @@ import torch
 
 from tests.tops import split_tops
 from tests.worker.test_fake_worker import slot, step
-from tests.worker.test_sampling import bias, draws
+from tests.worker.test_sampling import bias, sampling_batch
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_float32, unpack_int32
 from tgi.microkernel.messages.protocol import DeploymentLimits, StepResult, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
@@ -91,7 +91,7 @@ def expected(prompt: list[int], count: int, sampling: SamplingParams) -> tuple[l
     """The reference: the tokens of a request, computed without engine and pages."""
     ids, logprobs = list(prompt), []
     for _ in range(count):
-        drawn = sample(toy_logits(ids)[None], draws([sampling], [ids], [len(prompt)]), Noise(VOCAB, CPU))
+        drawn = sample(toy_logits(ids)[None], sampling_batch([sampling], [ids], [len(prompt)]), Noise(VOCAB, CPU))
         ids.append(int(drawn.ids))
         logprobs.append(float(drawn.logprobs))
     return ids[len(prompt) :], logprobs

@@ -244,7 +244,7 @@ def test_the_bitmask_forbids_tokens() -> None:
     expected = scores.clone()
     expected[1][~torch.from_numpy(allowed[0, :vocab])] = -torch.inf
     expected[3][~torch.from_numpy(allowed[1, :vocab])] = -torch.inf
-    draws = SamplingBatch(SamplingColumns.allocate(4), np.zeros(4, np.int64), lambda rows, begins: torch.empty(0), None)
-    apply_grammar_bitmask(scores, draws)
-    apply_grammar_bitmask(scores, draws._replace(grammar_bitmask=GrammarBitmask(np.array([1, 3]), words, [""] * 4)))
+    batch = SamplingBatch(SamplingColumns.allocate(4), np.zeros(4, np.int64), lambda rows, begins: torch.empty(0), None)
+    apply_grammar_bitmask(scores, batch)
+    apply_grammar_bitmask(scores, batch._replace(grammar_bitmask=GrammarBitmask(np.array([1, 3]), words, [""] * 4)))
     assert torch.equal(scores, expected)

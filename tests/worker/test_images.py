@@ -37,6 +37,7 @@ from tgi.worker.attention import build_attention
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.layers.rotary import inverse_frequencies
 from tgi.worker.models.config_reader import read_config, read_decoder_config
+from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.planning.deployment_plan import read_planned_model
@@ -103,6 +104,13 @@ def patch_tiles(number: int) -> Picture:
     return picture(number, [4, 2], 2, 16, 3 * 4 * 4, pixel_attention_mask=mask, spatial_shapes=shapes)
 
 
+def padded_tiles(number: int) -> Picture:
+    """Two tiles side by side, or one, and others that pad."""
+    used = 1 + number % 2
+    mask = [[[1] * used + [0] * (4 - used)]]
+    return picture(number, [1], 1, 1, 4, 3, 56, 56, aspect_ratio_ids=[[used]], aspect_ratio_mask=mask)
+
+
 # What the processors of the families return for picture `number`.
 PICTURES: dict[str, Callable[[int], Picture]] = {
     "gemma3": lambda number: picture(number, [9], 1, 3, 84, 84),
@@ -119,6 +127,7 @@ PICTURES: dict[str, Callable[[int], Picture]] = {
     "llava_next": tiles,
     "llava_onevision": tiles,
     "mistral3": lambda number: picture(number, [3, 3], 1, 3, 56, 84, image_sizes=[[56, 84]]),
+    "mllama": padded_tiles,
     "paligemma": lambda number: picture(number, [16], 1, 3, 56, 56),
     "pixtral": lambda number: picture(number, [3, 3], 1, 3, 28, 42, image_sizes=[[28, 42]]),
     "qwen2_5_vl": grid,
@@ -183,12 +192,24 @@ def greedy_tokens(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
     text, found, logprobs = list(ids), [], []
+    sees: list[Tensor] = []  # of mllama: which tokens see images
+    for name, module in model.named_modules():
+        if name.endswith("cross_attn") and images:  # which transformers computes for other tokens, too: issue 39379
+            module.register_forward_hook(lambda module, inputs, result: (sees[-1] * result[0], *result[1:]))
     for _ in range(count):
         column = torch.tensor([[int(token == image) for token in text]])
         if model.config.model_type == "paligemma":  # 0 for tokens that see each other
             column = torch.ones_like(column)
             column[:, : len(ids) * images] = 0
         more = {} if types is None else {types: column}
+        if model.config.model_type == "mllama" and images:
+            from transformers.models.mllama import processing_mllama as masks
+
+            used = tensors["aspect_ratio_mask"].sum(-1).tolist()
+            ranges = masks.get_cross_attention_token_mask(text, image)
+            seen = masks.convert_sparse_cross_attention_mask_to_dense([ranges], used, 4, len(text))
+            more["cross_attention_mask"] = torch.from_numpy(seen)
+            sees.append(more["cross_attention_mask"].amax((2, 3))[..., None])
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([text]), use_cache=False, **tensors, **more).logits[0, -1]
         row = logits.float().log_softmax(-1)
@@ -201,7 +222,7 @@ def greedy_tokens(
 def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
     kind = str(json.loads((directory / "config.json").read_text())["model_type"])
     names = given.pictures[0].tensors.keys() if given.pictures else ()
-    along = 1 if kind.startswith(("idefics", "smolvlm")) else 0
+    along = 1 if kind.startswith(("idefics", "mllama", "smolvlm")) else 0
     tensors = {name: torch.cat([one.tensors[name] for one in given.pictures], along) for name in names}
     asked = given.ids, bool(given.images), tensors, TYPES.get(kind), COUNT, IMAGE_TOKEN_ID
     return reference(greedy_tokens, directory, *asked)
@@ -224,7 +245,8 @@ class Harness:
         model = build_model(directory, "float32", "cpu", lambda stage, percent: None, kernels=kernels)
         family = vision_family(directory)
         assert family is not None
-        self.images = PromptImages(load_tower(directory, family, torch.float32, CPU), media, kept)
+        make_pairs = model.image_pairs if family.crosses and isinstance(model, DecoderModel) else None
+        self.images = PromptImages(load_tower(directory, family, torch.float32, CPU), media, kept, make_pairs)
         groups, slots = kv_groups(model), 4
         attention = build_attention(model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS)
         size = attention.page_size
@@ -278,7 +300,8 @@ def test_family(kind: str, native: bool, tmp_path: Path) -> None:
         served = alone.add(one.ids, COUNT, one.images)
         alone.run()
         agrees(served, answer)
-        assert (harness.engine._decode_fast_path._streak is not None) == native
+        quick = native and not (one.images and harness.images.tower.family.crosses)
+        assert (harness.engine._decode_fast_path._streak is not None) == quick
     assert harness.computed == 3
     together = harness.start()
     answers = [together.add(one.ids, COUNT, one.images) for one in prompts]
@@ -288,8 +311,9 @@ def test_family(kind: str, native: bool, tmp_path: Path) -> None:
     assert harness.computed == 3  # their features were kept
 
 
-# One of each kind: a plain tower, positions with axes, further features, recurrent layers, tokens that see later ones.
-EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma3")
+# One of each kind: a plain tower, positions with axes, further features, recurrent layers, tokens that see later ones,
+# cross-attention.
+EACH = ("llava", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma3", "mllama")
 
 
 @pytest.mark.parametrize("kind", in_depth(PICTURES, EACH))
@@ -360,6 +384,19 @@ def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
         agrees(served, answer)
 
 
+def test_images_that_follow_each_other(tmp_path: Path) -> None:
+    """Tokens see those directly before the last image, too, by cross-attention; here from the first position on."""
+    directory, given = make("mllama"), prompt("mllama", tmp_path, 1, 1, 2, 3)
+    texts = [token for token in given.ids if token != IMAGE_TOKEN_ID]
+    ids = [IMAGE_TOKEN_ID, IMAGE_TOKEN_ID, *texts[:30], IMAGE_TOKEN_ID, *texts[30:40]]
+    images = [one._replace(position=at) for one, at in zip(given.images, (0, 1, 32), strict=True)]
+    for native, chunk in ((False, 512), (True, 5)):
+        running = Harness(directory, tmp_path, native=native, chunk=chunk).start()
+        served = running.add(ids, COUNT, images)
+        running.run()
+        agrees(served, expected(directory, Prompt(ids, images, given.pictures)))
+
+
 def test_faulty_files(tmp_path: Path) -> None:
     """End their request with the reason, and no other one."""
     directory = make("qwen2_vl")
@@ -393,6 +430,27 @@ def test_faulty_files(tmp_path: Path) -> None:
             assert reason in served.end.message
         for served, one in zip(answers, good, strict=True):
             agrees(served, expected(directory, one))
+
+
+def test_pair_of_gguf_files_of_idefics3(tmp_path: Path) -> None:
+    directory, given = make("idefics3"), prompt("idefics3", tmp_path, 1, 1)
+    file, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model.gguf"
+    write_gguf_pair(directory, file, mmproj)
+    made = model_directory(str(file), cache=tmp_path / "cache")
+    running = Harness(made, tmp_path).start()
+    served = running.add(given.ids, COUNT, given.images)
+    running.run()
+    agrees(served, expected(directory, given))
+    shown = [
+        ImageProcessor(path, read_vision_config(read_model_config(path, weights=False))).process(noise(90, 70))
+        for path in (made, directory)
+    ]
+    assert shown[0].prompt_ids == shown[1].prompt_ids
+    assert all((shown[0].tensors[name] == one).all() for name, one in shown[1].tensors.items())
+    import_gguf(file, tmp_path / "plain", lambda stage, percent, size=0: None)
+    model = transformers.AutoModelForImageTextToText
+    _, report = model.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(report.values())
 
 
 def test_pair_of_gguf_files(tmp_path: Path) -> None:
@@ -478,7 +536,7 @@ def test_vision_parts_that_cannot_be_loaded(change: Callable[[Any], object], rea
     directory = Path(shutil.copytree(make("qwen2_vl"), tmp_path / "model"))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)  # which is plain, beside any text part
+    load_tower(directory, VISION_FAMILIES["qwen2_vl"], torch.float32, CPU)  # which is plain, with any text part
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})

@@ -47,12 +47,21 @@ class RealWorker:
     """An engine with the interface of the fake worker."""
 
     def __init__(self, model: DecoderModel, config: FakeWorkerConfig) -> None:
-        self.limits = config.limits()._replace(dtype="float32")
+        self._model, self.limits = model, config.limits()._replace(dtype="float32")
         groups = paged_groups(self.limits.groups)
-        attention = build_attention(model.kv._replace(groups=groups), config.pages, CPU, self.limits.state_slots)
-        self._engine = TorchEngine(model, attention, self.limits)
+        kv = model.kv._replace(groups=groups)
+        self._attention = build_attention(kv, config.pages, CPU, self.limits.state_slots)
+        self._engine = TorchEngine(model, self._attention, self.limits)
         self.adapters = self._engine.adapters
         self._epoch = 0
+
+    def share_memory(self, previous: "RealWorker") -> None:
+        self._attention = previous._attention
+        self._engine = TorchEngine(self._model, self._attention, self.limits)
+        self.adapters = self._engine.adapters
+
+    def lose_step(self, step: Step) -> None:
+        self.run_step(step)
 
     def reset(self) -> None:
         self._engine.reset()
@@ -117,6 +126,9 @@ def test_answers_have_the_bits_of_one_group(kind: str, native: bool, monkeypatch
                 sim.step()
             assert sim.scheduler.counters.cache_hit_tokens > 0 or config.groups[0].slides
             sim.worker_up()
+            for _ in range(18):
+                sim.step()
+            sim.worker_up(keeps_pages=True)
         sim.run()
         for prompt in prompts[1:]:
             sim.add(prompt, NEW)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.cases import each_case
-from tests.worker.test_sampling import bias, draws, processed, run
+from tests.worker.test_sampling import bias, processed, run, sampling_batch
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.sampling.logits_processors import (
     LOGITS_PROCESSORS,
@@ -31,7 +31,7 @@ MASSES = [0.001, 0.2, 0.5, 0.95, 0.999, 0.999999]
 def kept(scores: torch.Tensor, *samplings: SamplingParams) -> NDArray[np.bool_]:
     """The tokens that remain in each row, bool [rows, vocab]."""
     scores = scores.clone()
-    batch = draws(samplings, [[0]] * len(samplings))
+    batch = sampling_batch(samplings, [[0]] * len(samplings))
     for limit in (apply_top_k, apply_top_p, apply_min_p, apply_typical_p, apply_xtc):
         limit(scores, batch)
     return (scores > -torch.inf).numpy()
@@ -191,7 +191,7 @@ def test_xtc_acts_at_its_share_of_positions_the_same_ones_for_the_same_seed() ->
     def acts(threshold: float, **fields: int) -> NDArray[np.bool_]:
         """At each of `count` positions of one request, computed in one batch."""
         sampling = SamplingParams(7, xtc_probability=share, xtc_threshold=threshold, **fields)
-        batch = draws([sampling] * count, [[0]] * count)._replace(positions=np.arange(count))
+        batch = sampling_batch([sampling] * count, [[0]] * count)._replace(positions=np.arange(count))
         scores = logits.clone()
         apply_xtc(scores, batch)
         return ~(scores[:, 0] > -torch.inf).numpy()
@@ -227,7 +227,7 @@ def scores(
     logits: torch.Tensor, samplings: list[SamplingParams], ids: list[list[int]], prompts: list[int]
 ) -> torch.Tensor:
     """The logits after all processors."""
-    made, batch = logits.clone(), draws(samplings, ids, prompts)
+    made, batch = logits.clone(), sampling_batch(samplings, ids, prompts)
     for process in LOGITS_PROCESSORS:
         process(made, batch)
     return made
@@ -300,7 +300,7 @@ def test_rows_of_all_kinds_and_lengths_in_one_batch() -> None:
 def test_a_bias_bans_and_forces_under_any_penalty(
     token: int, repetition: float, penalty: float, temperature: float, samples: bool, random: int
 ) -> None:
-    """As far as the answer is short enough for its penalties to stay below 100."""
+    """While the answer is short enough for its penalties to stay below 100."""
     generator = torch.Generator().manual_seed(random)
     logits = torch.randn(1, 97, generator=generator).clamp(-2, 2)
     ids = [*range(97), token, token]

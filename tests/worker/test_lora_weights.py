@@ -251,6 +251,6 @@ def test_damaged_files_are_refused_or_read(adapter: Path, data: st.DataObject) -
     refused = WEIGHTS
     try:
         read(adapter)
-    except UserError as refusal:
-        refused = str(refusal)
+    except UserError as rejection:
+        refused = str(rejection)
     assert WEIGHTS in refused

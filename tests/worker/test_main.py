@@ -20,7 +20,7 @@ from tests.worker.test_sampling import bias
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.host import rundir
 from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
-from tgi.microkernel.messages.protocol import Status, Step, encode
+from tgi.microkernel.messages.protocol import LastExit, Status, Step, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
 from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
@@ -164,12 +164,19 @@ def test_a_worker_starts_with_the_models_of_its_predecessor(tmp_path: Path, monk
     stages: list[str] = []
     left = []
     first = start_engine(settings, lambda stage, percent: stages.append(stage), share=lambda: left.append(len(stages)))
-    assert left == [stages.index("sizing the KV cache")]
+    assert left == [stages.index("warming up")]
     (want,) = drive(first, [PROMPT], 6)
     stages.clear()
-    second = start_engine(settings, lambda stage, percent: stages.append(stage), share=lambda: left.append(0))
-    assert (len(left), stages[0]) == (1, "sizing the KV cache")
-    assert drive(second, [PROMPT], 6) == [want]
+    for cause, outside, kept in (("was killed by SIGKILL", True, True), ("was killed by SIGSEGV", False, False)):
+        last_exit = LastExit(b"boot", cause, outside)
+        next_one = start_engine(
+            settings, lambda stage, percent: stages.append(stage), share=lambda: left.append(0), last_exit=last_exit
+        )
+        assert startup.keeps_pages(last_exit) is kept
+        assert next_one.page_memory is not None
+        assert any(part.any() for part in next_one.page_memory) is kept
+        assert drive(next_one, [PROMPT], 6) == [want]
+    assert (len(left), stages) == (1, [])
     (directory / "config.json").write_text((directory / "config.json").read_text() + " ")
     with pytest.raises(SystemExit):
         start_engine(settings, lambda stage, percent: None)

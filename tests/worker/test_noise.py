@@ -52,7 +52,7 @@ def test_neighbours_are_independent() -> None:
 
 
 def test_small_values_are_fine_grained() -> None:
-    """The least of 49,152 numbers decides a race: over many draws it must not fall on a coarse grid.
+    """The least of 49,152 numbers decides a race: over many samples it must not fall on a coarse grid.
 
     They lie some 2e-5 apart; on a grid of 2^-31 a few of 400 coincide, on one of 2^-24 half of them would.
     """

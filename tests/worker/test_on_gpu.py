@@ -14,7 +14,7 @@ from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.weights import random_float4, random_floats, random_weight, random_whole
-from tests.worker.test_sampling import draws
+from tests.worker.test_sampling import sampling_batch
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.activations import ACTIVATIONS, gated
@@ -263,7 +263,7 @@ def test_real_vocabularies_are_sampled_as_torch_does(gpu: GpuKernels) -> None:
     samplings = [
         SamplingParams(row, row % 6 > 0, temperature=(0.7, 1.0, 1.5)[row % 3], **limits[row % 5]) for row in range(rows)
     ]
-    batch, noise = draws(samplings, [[1] * (row + 1) for row in range(rows)]), Noise(vocab, there)
+    batch, noise = sampling_batch(samplings, [[1] * (row + 1) for row in range(rows)]), Noise(vocab, there)
     for dtype, spread in ((torch.float32, 1.3), (torch.bfloat16, 3.0)):
         head = HeadLogits((spread * random_tensor(there, rows, vocab)).to(dtype))
         found = sample_head(head, batch, noise, gpu_sample=gpu.sample)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from scripts.make_gguf import write_gguf
 from tests.cases import each_case
 from tests.families import STRUCTURES, in_depth, with_variants
 from tests.models import model as make
+from tests.models import vision_model
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Awq, Compressed, Float4, Form, Fp8, Gptq, write
@@ -47,7 +49,9 @@ from tgi.worker.planning.deployment_plan import (
     read_planned_model,
 )
 from tgi.worker.planning.devices import Devices, parse_devices
+from tgi.worker.quantization.config import QuantizationConfig
 from tgi.worker.quantization.quantize import quantize_weight
+from tgi.worker.quantization.weight_forms import CheckpointForms
 
 pytestmark = pytest.mark.slow
 
@@ -137,6 +141,8 @@ def vector_bytes(weights: DecoderWeights) -> int:
         norms += [] if layer.layer_input is None else [layer.layer_input.after]
         norms += [] if layer.residual is None else [layer.residual.after]
         norms += [] if layer.streams is None else [layer.streams.norm]
+        if layer.cross is not None:
+            norms += [layer.cross.query_norm, layer.cross.key_norm]
         if layer.attention is not None:
             norms += layer.attention.query_key_norms
             linears += [layer.attention.qkv, layer.attention.output]
@@ -180,7 +186,7 @@ def check(
         assert sum(matrix.local_numbers for matrix in listed) == weights.footprint.numbers
         assert sum(sizes.values()) == weights.footprint.bytes
         found = rank_memory(PlannedDeployment(planned), shard, device, settings)
-        assert found.weights == weights.footprint.bytes + vector_bytes(weights)
+        assert found.weights == weights.footprint.bytes + vector_bytes(weights) + planned.tower
         assert found.kv_token == model.kv.token_bytes
         assert found.state == (0 if model.kv.state is None else model.kv.state.bytes)
 
@@ -189,6 +195,21 @@ def check(
 def test_every_family_as_on_a_gpu(kind: str, variant: tuple[int, str | None]) -> None:
     ranks, quantize = variant
     check(make(kind, tie=quantize is not None), ranks, native=False, quantize=quantize)
+
+
+@pytest.mark.parametrize(("ranks", "native", "quantize"), [(1, True, None), (2, False, "int4")])
+def test_layers_that_attend_to_images(ranks: int, native: bool, quantize: str | None) -> None:
+    """And images that are kept as long as their requests run."""
+    directory = vision_model("mllama")
+    check(directory, ranks, native, quantize=quantize)
+    planned, device = read_planned_model(directory, Settings()), CPU if native else GPU
+    larger = replace(planned.config, image_states=1 << 20)
+    reserves = []
+    for config in (planned.config, larger):
+        one = PlannedDeployment(planned._replace(config=config))
+        reserves.append(rank_memory(one, shard_decoder(config, 0, ranks), device, Settings()).reserve)
+    running, pair = (4 if native else 16), 2 * 16 * 4 * 2 // ranks  # key and value of 2 heads of 16 float32 numbers
+    assert reserves[1] - reserves[0] == running * 2 * (1 << 20) * pair - (256 << 20)
 
 
 @pytest.mark.parametrize("kind", in_depth(FAMILIES, (*STRUCTURES, "phi3", "qwen2_moe", "olmo2", "starcoder2")))
@@ -229,6 +250,20 @@ def test_quantized_checkpoints(form: Form, plain: tuple[str, ...], native: bool,
     directory = write("llama", form, tmp_path, plain, **options).directory
     check(directory, 4, native)
     check(directory, 1, native, quantize="int8")
+
+
+def test_of_several_schemes_the_most_specific_holds() -> None:
+    """As at load: a name before a regular expression, and that before the class of all layers."""
+    targets = {"Linear": 4, "re:.*_proj": 8, "model.layers.1.mlp.up_proj": 4}
+    groups = {
+        str(number): {"targets": [target], "weights": {"num_bits": bits, "group_size": 64}}
+        for number, (target, bits) in enumerate(targets.items())
+    }
+    config = QuantizationConfig(Path("config.json"), {"quant_method": "compressed-tensors", "config_groups": groups})
+    forms = CheckpointForms(config, float8=False)
+    names = ("model.layers.1.mlp.gate", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
+    found = [forms.of_layer(name, 128, 256) for name in names]
+    assert [form and form.bits for form in found] == [4, 8, 4]
 
 
 def test_types_of_the_kv_cache() -> None:
@@ -532,7 +567,7 @@ def test_memory_of_devices() -> None:
         ({"hidden_size": "many"}, [], "does not describe a model"),
         ({"vocab_size": "many"}, [], "vocab_size is 'many', but a whole number above 0 is expected"),
         ({"num_attention_heads": 0}, [], "does not describe a model"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 64}}, [], "4 and 8 bits are read"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 64}}, [], "4 and 8 bits is read"),
         ({"torch_dtype": "float64"}, [], "dtype 'float64' is not supported"),
         ({"quantization_config": {"quant_method": "gguf"}}, [], "has no weights"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "does not follow from the config"),

@@ -110,7 +110,7 @@ def test_prompt_logprobs_have_the_same_bits_in_any_batch(dtype: str, threads: in
     slots = [asking(at, ids, n) for at, (ids, n) in enumerate(zip(asked, top_n, strict=True))]
     for chunk, stagger in ((4096, 0), (BLOCK_ROWS + 1, 1), (15, 0)) if threads == 1 else ((50, 0),):
         assert tell(engine, slots, chunk, [stagger * at for at in range(len(slots))]) == alone, chunk
-    # Beside others that do not ask, and with other parameters.
+    # Together with others that do not ask, and with other parameters.
     plain = encode(SamplingParams(3))
     mixed = [
         asking(at, ids, n, first=at % 2, sampling=plain) for at, (ids, n) in enumerate(zip(asked, top_n, strict=True))

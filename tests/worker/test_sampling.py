@@ -27,7 +27,7 @@ GREEDY = SamplingParams(0)
 GAMMA, DELTA = 0.4, 1.7
 
 
-def draws(
+def sampling_batch(
     samplings: Sequence[SamplingParams], histories: Sequence[list[int]], prompts: Sequence[int] | None = None
 ) -> SamplingBatch:
     """A SamplingBatch of rows with these ids, the first `prompts` of which are prompt (default: all)."""
@@ -52,7 +52,7 @@ def run(
     prompts: Sequence[int] | None = None,
 ) -> tuple[Any, Any]:
     vocab = logits.shape[1]
-    batch = draws(samplings, histories, prompts)._replace(watermark=Watermark(vocab, CPU, GAMMA, DELTA))
+    batch = sampling_batch(samplings, histories, prompts)._replace(watermark=Watermark(vocab, CPU, GAMMA, DELTA))
     drawn = sample(logits.clone(), batch, Noise(vocab, CPU))
     return drawn.ids, drawn.logprobs
 

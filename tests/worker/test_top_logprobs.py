@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.parameters import sampling_params
-from tests.worker.test_sampling import draws, processed
+from tests.worker.test_sampling import processed, sampling_batch
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_float32, unpack_int32, unpack_uint32
 from tgi.microkernel.messages.protocol import MAX_TOP_TOKENS
 from tgi.microkernel.messages.sampling_params import SamplingParams
@@ -112,7 +112,7 @@ def test_lists_are_of_the_processed_distribution(
 
 
 def run(logits: torch.Tensor, samplings: Sequence[SamplingParams], histories: Sequence[list[int]]) -> SampledTokens:
-    return sample(logits.clone(), draws(samplings, histories), Noise(logits.shape[1], CPU))
+    return sample(logits.clone(), sampling_batch(samplings, histories), Noise(logits.shape[1], CPU))
 
 
 def test_tokens_removed_by_top_p_are_not_listed() -> None:

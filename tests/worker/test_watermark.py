@@ -8,7 +8,7 @@ import torch
 
 from tests.models import model
 from tests.worker.driving import drive, make_engine
-from tests.worker.test_sampling import CPU, DELTA, GAMMA, draws, green
+from tests.worker.test_sampling import CPU, DELTA, GAMMA, green, sampling_batch
 from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.errors import UserError
@@ -16,7 +16,7 @@ from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.logits_processors import apply_watermark
-from tgi.worker.sampling.watermark import Watermark, WatermarkVerdict, detect_watermark, detect_watermark_in_text
+from tgi.worker.sampling.watermark import Watermark, WatermarkEvidence, detect_watermark, detect_watermark_in_text
 
 MARKED = SamplingParams(0, do_sample=True, watermark=True)
 PROMPT = [30, 40, 50, 60]
@@ -39,7 +39,7 @@ def test_green_tokens_get_delta_and_nothing_else_changes(vocab: int) -> None:
     samplings = [MARKED if row % 3 else SamplingParams(0) for row in range(9)]
     histories = [[2] * (20 * row) + [row % 3] for row in range(9)]
     made = logits.clone()
-    apply_watermark(made, draws(samplings, histories)._replace(watermark=Watermark(vocab, CPU, GAMMA, DELTA)))
+    apply_watermark(made, sampling_batch(samplings, histories)._replace(watermark=Watermark(vocab, CPU, GAMMA, DELTA)))
     for row in range(9):
         wanted = logits[row].clone()
         if row % 3:
@@ -71,9 +71,9 @@ def test_the_watermark_is_detected_only_in_marked_texts(engine: TorchEngine) -> 
     }
     found = dict(zip(kinds, drive(engine, [PROMPT] * len(kinds), 100, list(kinds.values())), strict=True))
     for name, drawn in found.items():
-        verdict = detect_watermark(drawn.ids, vocab)
-        assert verdict.marked == kinds[name].watermark, (name, verdict)
-        assert verdict.share == verdict.green / verdict.counted
+        evidence = detect_watermark(drawn.ids, vocab)
+        assert evidence.marked == kinds[name].watermark, (name, evidence)
+        assert evidence.share == evidence.green / evidence.counted
     marked = found["drawn"].ids
     assert detect_watermark(marked[50:], vocab).marked  # a part of it
     assert not detect_watermark(marked[::-1], vocab).marked
@@ -85,14 +85,14 @@ def test_the_z_score() -> None:
     ids = [0, lists[0][0], 0, lists[0][0], 0]
     back = 0 in green(lists[0][0], 97)
     count = int(97 * GAMMA)
-    verdict = detect_watermark(ids * 50, 97, GAMMA)
+    evidence = detect_watermark(ids * 50, 97, GAMMA)
     pairs = 2 + 1  # 0 → a, a → 0, and 0 → 0 where one repetition follows the other
     expected = 1 + back + (0 in lists[0])
     share = count / 97
     z = (expected - share * pairs) / np.sqrt(share * (1 - share) * pairs)
-    assert verdict == WatermarkVerdict(pairs, expected, pytest.approx(z))
-    assert WatermarkVerdict(100, 50, 0.0).chance == 0.5
-    assert WatermarkVerdict(100, 70, 4.0).chance == pytest.approx(3.2e-5, rel=0.02)
+    assert evidence == WatermarkEvidence(pairs, expected, pytest.approx(z))
+    assert WatermarkEvidence(100, 50, 0.0).chance == 0.5
+    assert WatermarkEvidence(100, 70, 4.0).chance == pytest.approx(3.2e-5, rel=0.02)
 
 
 def test_texts_are_encoded_with_the_models_tokenizer(directory: Path) -> None:

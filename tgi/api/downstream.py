@@ -15,9 +15,14 @@ from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, PeerRespo
 from tgi.microkernel.messages.protocol import Beat, Cancel, Hello
 from tgi.microkernel.recovery.assignments import Assignments, Neighbour, RequestT
 from tgi.microkernel.recovery.crash_isolation import CrashIsolation
-from tgi.microkernel.recovery.work_register import split_fingerprints
+from tgi.microkernel.recovery.work_register import among, split_in_progress
 
 log = logging.getLogger(__name__)
+
+# Of the requests that are submitted in one turn of the loop, this many are sent at a time: in a burst, the processes
+# below work on the first ones while this process reads the others. With much smaller parts the first streams would
+# take the cores that the others need to begin.
+REQUESTS_PER_FLUSH = 24
 
 
 class Connection(Neighbour[RequestT]):
@@ -40,25 +45,25 @@ class Downstream(Generic[ConnectionT, RequestT]):
         choose: Callable[[RequestT], ConnectionT | None],
         send: Callable[[RequestT, ConnectionT], int],
         handle: Callable[[ConnectionT, object], None],
-        quarantine: Callable[[bytes, str], None],
+        quarantine: Callable[[bytes, list[RequestT], str], None],
         work_in_progress: Callable[[PeerId], bytes | None],
         on_moved: Callable[[RequestT, PeerId], bool] = lambda request, peer: True,
-        progress: Callable[[RequestT], int] = lambda request: 0,
     ) -> None:
         """`choose`: among those that respond; None: the request waits. `send`: queues a request at a connection and
         returns its rid. `handle`: for each message received, and for PeerDisconnected. `quarantine`: refuses requests
-        with a fingerprint, with how they have ended a process. `work_in_progress`: see Assignments. `on_moved`: a
-        request was taken from a process; returns whether it is still wanted. `progress`: tokens that a request has."""
+        of this name (`Named`), which are these here, with how they have ended a process. `work_in_progress`: as in
+        Assignments. `on_moved`: a request was taken from a process; returns whether it is still wanted."""
         self.connections: list[ConnectionT] = []
         self.assignments: Assignments[ConnectionT, RequestT] = Assignments(
             lambda request, now: choose(request), work_in_progress
         )
-        self.isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash processes of this role
+        self.isolation = CrashIsolation()  # of requests that crash processes of this role
         self._send, self._handle, self._quarantine = send, handle, quarantine
-        self._on_moved, self._progress = on_moved, progress
+        self._on_moved = on_moved
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None  # when the rate allows to send again
         self._exchange_is_due = False  # in the next turn of the loop, with all
+        self._unsent_requests = 0  # submitted since the latest flush of all links
 
     @property
     def responds(self) -> bool:
@@ -68,11 +73,14 @@ class Downstream(Generic[ConnectionT, RequestT]):
     # --- requests ---
 
     def submit(self, request: RequestT) -> None:
-        """Sends a request in the next turn of the loop, or keeps it until a process can have it."""
+        """Sends a request in the next turn of the loop at the latest, or keeps it until a process can have it."""
         if (connection := self.assignments.choose(request, time.monotonic())) is None:
             self.assignments.wait(request)
         else:
             self._submit_to(connection, request)
+            self._unsent_requests += 1
+            if self._unsent_requests >= REQUESTS_PER_FLUSH:
+                self._flush()
         self.exchange_soon()
 
     def submit_waiting(self) -> None:
@@ -104,7 +112,7 @@ class Downstream(Generic[ConnectionT, RequestT]):
         """A request was answered, which clears its strikes. A disconnect does not: the same request may come back."""
         self.assignments.ended_well(request)
         if self.isolation.suspects:
-            self.isolation.discard(request.context.fingerprint, well=True)
+            self.isolation.discard(request, well=True)
 
     def _submit_to(self, connection: ConnectionT, request: RequestT) -> None:
         self.assignments.assign(request, connection, self._send(request, connection))
@@ -160,8 +168,14 @@ class Downstream(Generic[ConnectionT, RequestT]):
         if link.has_pending_work and self._loop is not None:
             self._loop.call_soon(self.exchange, connection)
 
+    def _flush(self) -> None:
+        self._unsent_requests = 0
+        for connection in self.connections:
+            if not connection.link.socket.closed:
+                connection.link.flush()
+
     def _exchange_with_all(self) -> None:
-        self._exchange_is_due = False
+        self._exchange_is_due, self._unsent_requests = False, 0
         for connection in [*self.connections]:
             self.exchange(connection)
 
@@ -227,8 +241,8 @@ class Downstream(Generic[ConnectionT, RequestT]):
         for connection in self.connections:
             if not connection.silent or connection.peer is None or not connection.requests:
                 continue
-            in_progress = self.assignments.suspects(connection)
-            moved = [one for one in connection.requests.values() if one.context.fingerprint not in in_progress]
+            staying = set(among(connection.requests.values(), self.assignments.suspects(connection)))
+            moved = [request for request in connection.requests.values() if request not in staying]
             if moved:
                 log.warning("%d requests of %s are sent to another process", len(moved), connection.peer)
             for request in moved:
@@ -241,8 +255,7 @@ class Downstream(Generic[ConnectionT, RequestT]):
         """A process has connected. If it tells how its predecessor died, the requests that this had in progress are
         suspects; any process works on them alone from now on."""
         if (report := self.assignments.connected(connection, peer, hello, now := time.monotonic())) is not None:
-            tokens = {request.context.fingerprint: self._progress(request) for request in self.assignments}
-            in_progress = {name: tokens.get(name, 0) for name in split_fingerprints(report.in_progress)}
+            in_progress = split_in_progress(report.in_progress)
             for name in self.isolation.record_death(in_progress, now, outside=report.outside):
-                self._quarantine(name, report.cause)
+                self._quarantine(name, among(self.assignments, [name]), report.cause)
         self.assignments.release(connection)

@@ -594,7 +594,7 @@ class HttpServer(uvicorn.Server):
 
 
 def connection_limit(given: int | None) -> int:
-    """How many connections one front end may have open: `given`, or the default, as far as open files allow."""
+    """How many connections one front end may have open: `given`, or the default; fewer if open files do not suffice."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     possible = max(1, files - min(RESERVED_FILES, files // 2)) if files != resource.RLIM_INFINITY else 1 << 30
     if given is not None and given > possible:

@@ -120,8 +120,8 @@ class ImageLoading:
         work_in_progress: Callable[[PeerId], bytes | None],
         refuse: Callable[[bytes, str], None],
     ) -> None:
-        """`directory`: the media directory. `owner`: begins the names of this process's files. `refuse` quarantines a
-        request by its fingerprint."""
+        """`directory`: the media directory. `owner`: begins the names of this process's files. `refuse` quarantines the
+        requests of a name."""
         self._directory = directory
         self._owner = owner
         self._refuse = refuse
@@ -242,10 +242,9 @@ class ImageLoading:
         images.requests = []
         self._media.exchange_soon()
 
-    def _quarantine(self, fingerprint: bytes, cause: str) -> None:
-        """Ends the sets of a request with which a media process has ended like that, and has it refused."""
+    def _quarantine(self, name: bytes, requests: list[ImageRequest], cause: str) -> None:
+        """Ends the sets of requests with which a media process has ended like that, and has their name refused."""
         text = f"a media process {cause} while it worked on an image of this request"
-        self._refuse(fingerprint, text)
-        suspects = {request.images for request in self._assignments if request.context.fingerprint == fingerprint}
-        for images in suspects:
+        self._refuse(name, text)
+        for images in {request.images for request in requests}:
             self._fail(images, ImageFailure(FinishReason.QUARANTINED, text))

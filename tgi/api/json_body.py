@@ -215,7 +215,7 @@ def _parse_path(path: str) -> Path:
 
 
 def _find_value(text: str, path: Path) -> tuple[Any, int]:
-    """The value at a path, and the offset of its end. Raises ValueError if there is none."""
+    """The value at a path, and the offset of its end. Raises ValueError if the path leads nowhere."""
     start = _skip_white_space(text, 0)
     for step in path:
         start = next((offset for name, offset in _members(text, start) if name == step), -1)

@@ -116,7 +116,7 @@ class ModelDispatcher:
         return named.model or ""
 
     def _chosen(self, name: str, scope: dict[str, Any]) -> HostedModel:
-        """The model of this name; the default one, with an error in the scope, if there is none."""
+        """The model of this name; the default one, with an error in the scope, if no model has it."""
         if (model := self._models.find(name)) is None:
             scope[ERROR_KEY] = errors.unknown_model(name, self._models.all)
             return self._models.default

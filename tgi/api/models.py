@@ -72,8 +72,8 @@ class Models:
         self.has_started = False  # the models that are loaded at start have been, or cannot be
 
     def find(self, name: str) -> HostedModel | None:
-        """The model that a request means by this name, of its own or of an adapter; None if there is none. A server of
-        one model takes every name for it, as TGI does."""
+        """The model that a request means by this name, of its own or of an adapter; None if no model has it. A server
+        of one model takes every name for it, as TGI does."""
         if (model := self.all.get(name)) is not None:
             return model
         if name in DEFAULT_NAMES or len(self.all) == 1:

@@ -26,7 +26,7 @@ from tgi.microkernel.observability.flight_recorder import Event, client_number, 
 
 # Inputs of one HTTP request: as many as OpenAI allows.
 MAX_INPUTS = 2048
-# Of these so many are in flight at once, which is enough to keep a worker busy. The others wait here.
+# Of these, this number is in flight at once, which is enough to keep a worker busy. The others wait here.
 WINDOW = 64
 
 

@@ -198,7 +198,6 @@ class ResponseStore(SqliteStore):
         await self._run(write)
 
     async def conversation(self, owner: str, conversation_id: str) -> str | None:
-
         def read(db: sqlite3.Connection) -> str | None:
             found = db.execute("SELECT body FROM threads WHERE id=? AND owner=?", (conversation_id, owner)).fetchone()
             return None if found is None else found[0]
@@ -238,7 +237,6 @@ class ResponseStore(SqliteStore):
         return await self._run(read)
 
     async def item(self, owner: str, conversation_id: str, item_id: str) -> str | None:
-
         def read(db: sqlite3.Connection) -> str | None:
             found = db.execute(
                 "SELECT item FROM items JOIN threads ON thread = threads.id WHERE thread=? AND items.id=? AND owner=?",

@@ -66,19 +66,13 @@ class Router:
         media_directory: Path = Path("media"),
         name: str = "api-0-0",
     ) -> None:
-        """`work_in_progress`: the fingerprints of the requests that a dead process had in progress, as far as they are
-        known before its successor reports them. `stall_limit`: upper bound of the seconds without progress of any
-        request. `name`: of this process and its life, for its files in the `media_directory`."""
+        """`work_in_progress`: what a dead process had in progress, as in Assignments. `stall_limit`: upper bound of the
+        seconds without progress of any request. `name`: of this process and its life, for its files in the
+        `media_directory`."""
         self.recorder = recorder
         self.quarantine = quarantine
         self._downstream: Downstream[TokenizerConnection, LiveRequest] = Downstream(
-            self._choose,
-            self._send,
-            self._handle_message,
-            self._quarantine,
-            work_in_progress,
-            self._on_moved,
-            progress=lambda request: request.generated_count,
+            self._choose, self._send, self._handle_message, self._quarantine, work_in_progress, self._on_moved
         )
         self.assignments = self._downstream.assignments
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
@@ -301,16 +295,16 @@ class Router:
 
     def _send(self, request: LiveRequest, tokenizer: TokenizerConnection) -> int:
         assert tokenizer.peer is not None
-        request.on_trial = self._downstream.isolation.is_suspect(request.context.fingerprint)
+        suspect = self._downstream.isolation.find(request)
+        request.on_trial = suspect is not None
         rid = next(self._rids)
         message = request.to_message(rid)
         tokenizer.link.send(tokenizer.peer, message)
         if isinstance(message, Generate):
             resumed = len(message.resume_ids) // ITEM_BYTES
             self.recorder.stamp(request.submission, message.context, tokenizer.peer.replica, resumed)
-            if request.on_trial:
-                strikes = self._downstream.isolation.suspects[request.context.fingerprint].strikes
-                self.recorder.stamp(Event.ON_TRIAL, message.context, strikes)
+            if suspect is not None:
+                self.recorder.stamp(Event.ON_TRIAL, message.context, suspect.strikes)
         request.submission = Event.RESUBMITTED
         return rid
 
@@ -334,19 +328,19 @@ class Router:
             self._stamp(Event.TOKENIZER_LOST, request, peer.replica)
         return request.active
 
-    def _quarantine(self, fingerprint: bytes, cause: str) -> None:
-        """Fails the requests of this name, and refuses it from now on: with them a tokenizer has ended like that."""
+    def _quarantine(self, name: bytes, requests: list[LiveRequest], cause: str) -> None:
+        """Fails these requests, and refuses their name from now on: with them a tokenizer has ended like that."""
         text = f"the tokenizer {cause} while it worked on this request"
-        self._refuse(fingerprint, text)
-        for request in self.assignments:
-            if request.context.fingerprint == fingerprint and request.active:
+        self._refuse(name, text)
+        for request in requests:
+            if request.active:
                 self.cancel(request)
                 request.fail(text)
 
-    def _refuse(self, fingerprint: bytes, cause: str) -> None:
-        if fingerprint and self.quarantine.add(fingerprint, cause):
+    def _refuse(self, name: bytes, cause: str) -> None:
+        if name and self.quarantine.add(name, cause):
             metrics.tgi_quarantined_requests.inc()
-            log.error("request %s is in quarantine: %s", fingerprint.hex(), cause)
+            log.error("request %s is in quarantine: %s", name.hex(), cause)
 
     def _record_end(self, request: LiveRequest, end: End) -> None:
         if end.reason == FinishReason.QUARANTINED:

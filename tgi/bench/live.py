@@ -40,7 +40,7 @@ class View:
             self._task = self._progress.add_task(level, total=requests, rate="")
 
     def update(self, ended: int, failed: int, events: int) -> None:
-        """So many requests of the level have ended or failed; so many events were received."""
+        """Numbers of the requests of the level that have ended or failed, and of the events that were received."""
         if self._progress is not None:
             rate = f"{events / max(time.perf_counter() - self._began, 1e-9):,.0f} events/s"
             text = f"{rate}, {failed} failed" if failed else rate

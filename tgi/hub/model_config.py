@@ -50,7 +50,7 @@ T5_CONTEXT = 4096
 CONTEXT_DEFAULTS = {"bloom": 2048, "mamba2": UNLIMITED_CONTEXT}
 
 
-FINGERPRINTED = (
+HASHED_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -109,7 +109,7 @@ class ModelConfig:
     eos_token: str | None
     weights: tuple[Path, ...]  # empty if they were not asked for
     decoder_start: int | None  # the id that the decoder of an encoder-decoder model starts with; None: any other model
-    fingerprint: str  # digest of configuration and tokenizer files: equal on hosts that serve the same model
+    content_hash: str  # of configuration and tokenizer files: equal on hosts that serve the same model
 
 
 def read_model_config(directory: Path, *, weights: bool = True) -> ModelConfig:
@@ -157,7 +157,7 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
         eos_token=_token_text(tokenizer_config.get("eos_token")),
         weights=weight_files(directory) if weights else (),
         decoder_start=_decoder_start(directory, config) if config["model_type"] in T5_FAMILY else None,
-        fingerprint=_fingerprint(directory),
+        content_hash=_content_hash(directory),
     )
 
 
@@ -340,9 +340,9 @@ def _chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[s
     return found
 
 
-def _fingerprint(directory: Path) -> str:
+def _content_hash(directory: Path) -> str:
     digest = hashlib.sha256()
-    for name in FINGERPRINTED:
+    for name in HASHED_FILES:
         path = directory / name
         if path.is_file():
             content = path.read_bytes()

@@ -16,7 +16,7 @@ ENCODERS = frozenset(("bert", "camembert", "modernbert", "roberta", "xlm-roberta
 OFFSET_POSITIONS = frozenset(("camembert", "roberta", "xlm-roberta"))
 CLASSIFIER = "ForSequenceClassification"
 MODULES = "modules.json"
-# Files besides config.json that say how a model pools: part of its fingerprint.
+# Files besides config.json that say how a model pools: part of its content hash.
 POOLING_FILES = (MODULES, "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 # Keys of a Pooling module's config.json, and the names of the field.
 POOLING_KEYS = {

@@ -43,6 +43,7 @@ class VisionFamily(NamedTuple):
     projected: bool = True  # by transformers' get_image_features
     rope: MultiAxisRope | None = None
     bidirectional: Bidirectional = Bidirectional.NONE
+    crosses: bool = False  # layers of the text part attend to what the tower computes; an image is one token
 
 
 _GRID = {"pixel_values": 2, "image_grid_thw": 2}
@@ -69,6 +70,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava_next": VisionFamily(_TILES),
     "llava_onevision": VisionFamily({**_TILES, "batch_num_images": 1}, ("batch_num_images",)),
     "mistral3": VisionFamily({"pixel_values": 4, "image_sizes": 2}),
+    "mllama": VisionFamily({"pixel_values": 6, "aspect_ratio_ids": 2, "aspect_ratio_mask": 3}, crosses=True),
     "paligemma": VisionFamily({"pixel_values": 4}, bidirectional=Bidirectional.PROMPT),
     "qwen2_5_vl": VisionFamily(_GRID, rope=_QWEN2_ROPE),
     "qwen2_vl": VisionFamily(_GRID, rope=_QWEN2_ROPE),

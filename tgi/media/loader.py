@@ -148,7 +148,7 @@ class LoadQueue:
         return image
 
 
-class Lane:
+class LoadingPool:
     """Threads of one kind, and what waits for them."""
 
     def __init__(self, name: str, threads: int) -> None:
@@ -174,16 +174,16 @@ class LoadingThreads:
         self._load = load
         self._unlink = unlink
         self._wake = wake
-        self._fetching = Lane("fetch", FETCHING_THREADS)
-        self._processing = Lane("process", 1)  # of data URLs, which wait for no host
+        self._fetching = LoadingPool("fetch", FETCHING_THREADS)
+        self._processing = LoadingPool("process", 1)  # of data URLs, which wait for no host
         self._images: dict[tuple[PeerId, int], Waiting] = {}  # that are wanted
         self._refused: list[tuple[PeerId, ImageLoaded]] = []
-        self._completed: queue.SimpleQueue[tuple[Lane, Waiting, Future[ImageLoaded]]] = queue.SimpleQueue()
+        self._completed: queue.SimpleQueue[tuple[LoadingPool, Waiting, Future[ImageLoaded]]] = queue.SimpleQueue()
 
     def __len__(self) -> int:
         """Images that are not loaded yet, or not taken."""
-        lanes = (self._fetching, self._processing)
-        return len(self._refused) + sum(len(lane.queue) + len(lane.running) for lane in lanes)
+        pools = (self._fetching, self._processing)
+        return len(self._refused) + sum(len(pool.queue) + len(pool.running) for pool in pools)
 
     def add(self, peer: PeerId, message: LoadImage) -> None:
         """Loads an image for a peer. Beyond MAX_QUEUED or MAX_QUEUED_BYTES images are refused, those of the client that
@@ -193,10 +193,10 @@ class LoadingThreads:
             log.error("%s used rid %d twice; the second image is ignored", peer, message.rid)
             return
         self._images[image.key] = image
-        (lane := self._lane(image)).queue.add(image)
-        self._start(lane)
-        while len(lane.queue) > MAX_QUEUED or lane.queue.bytes > MAX_QUEUED_BYTES:
-            refused = lane.queue.take_excess()
+        (pool := self._pool_of(image)).queue.add(image)
+        self._start(pool)
+        while len(pool.queue) > MAX_QUEUED or pool.queue.bytes > MAX_QUEUED_BYTES:
+            refused = pool.queue.take_excess()
             del self._images[refused.key]
             answer = ImageLoaded(refused.message.rid, error="too many images wait to be loaded", overloaded=True)
             self._refused.append((refused.key[0], answer))
@@ -204,7 +204,7 @@ class LoadingThreads:
     def cancel(self, peer: PeerId, rid: int) -> None:
         """Forgets an image, and does not load it if no thread has it yet."""
         if (image := self._images.pop((peer, rid), None)) is not None:
-            self._lane(image).queue.discard(image)
+            self._pool_of(image).queue.discard(image)
 
     def drop(self, peer: PeerId) -> None:
         """Forgets all images of a peer that has disconnected."""
@@ -217,9 +217,9 @@ class LoadingThreads:
         refused, self._refused = self._refused, []
         yield from refused
         while not self._completed.empty():
-            lane, image, future = self._completed.get()
-            lane.running.remove(image.client)
-            self._start(lane)
+            pool, image, future = self._completed.get()
+            pool.running.remove(image.client)
+            self._start(pool)
             if self._images.get(image.key) is image:
                 del self._images[image.key]
                 yield image.key[0], future.result()
@@ -228,18 +228,18 @@ class LoadingThreads:
 
     def shutdown(self) -> None:
         """Ends the threads; what they fetch is given up."""
-        for lane in (self._fetching, self._processing):
-            lane.executor.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._fetching, self._processing):
+            pool.executor.shutdown(wait=False, cancel_futures=True)
 
-    def _lane(self, image: Waiting) -> Lane:
+    def _pool_of(self, image: Waiting) -> LoadingPool:
         return self._processing if is_data_url(image.message.url) else self._fetching
 
-    def _start(self, lane: Lane) -> None:
+    def _start(self, pool: LoadingPool) -> None:
         """Gives what waits to free threads."""
-        while (image := lane.take()) is not None:
-            lane.running.append(image.client)
-            lane.executor.submit(self._load, image.message).add_done_callback(partial(self._on_done, lane, image))
+        while (image := pool.take()) is not None:
+            pool.running.append(image.client)
+            pool.executor.submit(self._load, image.message).add_done_callback(partial(self._on_done, pool, image))
 
-    def _on_done(self, lane: Lane, image: Waiting, future: Future[ImageLoaded]) -> None:
-        self._completed.put((lane, image, future))
+    def _on_done(self, pool: LoadingPool, image: Waiting, future: Future[ImageLoaded]) -> None:
+        self._completed.put((pool, image, future))
         self._wake()

@@ -47,7 +47,7 @@ def main(process: Process) -> None:
         process.work_register,
     )
     threads = LoadingThreads(loader.load, store.unlink, process.wake_loop)
-    link = Link.bind(process.link_address(media_socket(process.replica)), process.hello(config.fingerprint))
+    link = Link.bind(process.link_address(media_socket(process.replica)), process.hello(config.content_hash))
     process.watch_link(link)
     complaints = ComplaintLimit()
     gc.collect()

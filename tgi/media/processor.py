@@ -19,7 +19,7 @@ from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.microkernel.messages.protocol import IMAGE_DIGEST_BYTES
 
 # What a processor returns of its text, besides the ids.
-OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
+OF_TEXT = ("attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "cross_attention_mask")
 CONFIGURATION = ("preprocessor_config.json", "processor_config.json", "tokenizer.json", "config.json")
 
 
@@ -60,6 +60,8 @@ class ImageProcessor:
                 "that needs no torchvision was expected, with all of its files. Start with --media-workers 0 to serve "
                 "the model without images."
             ) from error
+        if vision.model_type == "mllama":
+            self._processor.bos_token = ""  # which it would put behind an image
         if own != self._token:
             raise UserError(
                 f"The image processor of {directory} has the image token {own!r}, and config.json {self._token!r}. "

@@ -15,7 +15,7 @@ kv_cache.py. Modules, from the entry point to the leaves:
 - page_pool: `PagePool` (reference counts, prefix cache, eviction)
 - state_snapshots: `StateSnapshots` (copies of recurrent state that prefixes go on from)
 - peers: tokenizers, the worker, the outbox and the status report
-- adapters: the worker's LoRA adapters and pending changes to them
+- adapters: which LoRA adapters the worker has, and the updates that bring it to those wanted
 - waiting_queue: `WaitingQueue`, fair between clients by virtual token counters
 - request: `Request`, `TokenizerPeer`, `ClientShare`
 - columns: packed columns of tokens and the operations on whole columns

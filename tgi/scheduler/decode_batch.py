@@ -32,6 +32,7 @@ class RunningBatch:
         self.finishing: list[Request] = []  # their last token is planned: they decode no longer
         self.shares: dict[ClientShare, None] = {}  # the clients that hold slots
         self.free_slots = list(range(slots - 1, -1, -1))
+        self.images = 0  # of the requests that hold slots
         self._slots: list[Request | None] = [None] * slots
 
     def __len__(self) -> int:
@@ -66,6 +67,7 @@ class RunningBatch:
         if not share.running:
             self.shares[share] = None
         share.running += 1
+        self.images += len(request.images)
         self._slots[slot] = request
         self._registered[slot] = request.work_number
         return slot
@@ -133,6 +135,7 @@ class RunningBatch:
             free.append(slot)
             share = request.share
             share.running -= 1
+            self.images -= len(request.images)
             if not share.running:
                 del self.shares[share]
             if request.partition is not None:

@@ -143,7 +143,7 @@ MAX_GROWTH = 2
 PLAN_AHEAD_SHARE, PLAN_AHEAD_SECONDS = 0.25, 0.005
 # Weight of the newest time on the way, if it is longer; shorter ones count at once.
 LONGER_TRANSIT_WEIGHT = 0.25
-# A shorter delay is not worth another turn of the scheduler's loop beside the worker's threads (a stream of the demo
+# A shorter delay is not worth another turn of the scheduler's loop next to the worker's threads (a stream of the demo
 # model with steps of 7 ms on two cores lost 8 %).
 MIN_DELAY_SECONDS = 0.005
 

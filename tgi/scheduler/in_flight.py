@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tgi.microkernel.messages.codec import ITEM_BYTES, column_slice, unpack_float32, unpack_int32
 from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, FinishReason, PromptLogprobs, Step, StepResult
+from tgi.microkernel.recovery.work_register import names_of
 from tgi.scheduler.columns import (
     DrawnTokens,
     TopTokens,
@@ -201,10 +202,10 @@ class StepPipeline:
         return due_at if now < due_at else None
 
 
-def requests_in_progress(steps: list[InFlightStep]) -> dict[bytes, int]:
-    """The requests with a row in these steps, by fingerprint, with the tokens that they have generated. Those that have
-    been cancelled or preempted since are included: the worker computes their rows nevertheless."""
-    return {request.fingerprint: request.generated_tokens for step in steps for request in step.requests}
+def requests_in_progress(steps: list[InFlightStep]) -> dict[bytes, None]:
+    """The names of the requests with a row in these steps. Those that have been cancelled or preempted since are
+    included: the worker computes their rows nevertheless."""
+    return names_of(request for step in steps for request in step.requests)
 
 
 # --- distribution of results ------------------------------------------------------------------------------------------
@@ -213,8 +214,8 @@ FinishedRequests = list[tuple[Request, FinishReason]]
 
 
 def distribute_tokens(step: InFlightStep, result: StepResult, early_exits: int) -> FinishedRequests:
-    """Adds one token to each request with a sampling row, and to the tokens of its client. `early_exits`: those of the
-    running batch now. Returns the requests that are complete.
+    """Adds one token to each request with a sampling row, and to the columns of its tokenizer. `early_exits`: those of
+    the running batch now. Returns the requests that are complete.
 
     Whole partitions are distributed by column, the other rows (and all rows of a result with top-n tokens) one by one.
     """

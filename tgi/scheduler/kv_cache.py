@@ -343,21 +343,19 @@ class KVCacheManager:
         if self.index is not None:
             self.index.hold_in(self.pool)
             self.index.begin_epoch(self.pool)
-        self._drop_snapshots()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """The steps that were to fill these pages have failed: no prefix is found there. To be called when no request
-        holds a page."""
+    def forget(self, pages: Iterable[int], snapshots: Iterable[int]) -> None:
+        """The steps that were to fill these pages, and to copy states to these snapshots, have failed: no prefix is
+        found there. To be called when no request holds a page."""
         self.commit()
         self._clear_appended()
         self.pool.forget(pages)
         if self.index is not None:
             self.index.begin_epoch(self.pool)
-        self._drop_snapshots()  # the steps may have copied a state that another one has spoilt
-
-    def _drop_snapshots(self) -> None:
         if self.snapshots is not None:
-            self.snapshots.clear()
+            self.snapshots.forget(snapshots)
 
     def adopt(self, held: Iterable[HeldPages]) -> int:
         """Publishes pages that the worker has computed for an earlier scheduler. To be called before any page is

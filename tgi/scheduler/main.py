@@ -106,8 +106,8 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
             if spans is not None:
                 spans.message_received(peer, message)
             if isinstance(message, Add):
-                if (refusal := scheduler.refusal(message, now)) is not None:
-                    link.send(peer, refusal)
+                if (rejection := scheduler.rejection(message, now)) is not None:
+                    link.send(peer, rejection)
                     continue
                 with register.working_on(message.context):
                     scheduler.handle(message, peer, now)

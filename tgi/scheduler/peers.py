@@ -179,7 +179,10 @@ def _place(now: float, waited_ms: int, number: int) -> int:
 
 # --- worker -----------------------------------------------------------------------------------------------------------
 
-MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens", "max_batch_prefill_tokens", "max_batch_size", "pages")
+MINIMUM_LIMITS = (
+    *("max_total_tokens", "max_input_tokens", "max_batch_prefill_tokens", "max_batch_size", "pages"),
+    "max_running_images",
+)
 SAME_LIMITS = (*EQUAL_LIMITS, "groups")  # a request keeps its page tables when another worker goes on with it
 
 

@@ -25,7 +25,7 @@ from tgi.microkernel.messages.protocol import (
     valid_file_name,
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.microkernel.recovery.work_register import fingerprint_number
+from tgi.microkernel.recovery.work_register import register_number
 from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
@@ -80,7 +80,6 @@ class Request:
         "drafter",
         "due_step",
         "extras",
-        "fingerprint",
         "first_planned_at",
         "found_tokens",
         "images",
@@ -107,6 +106,7 @@ class Request:
         "state",
         "stop_ids",
         "tables",
+        "tables_from_step",
         "token_ids",
         "tokenizer",
         "valid_from_step",
@@ -139,7 +139,9 @@ class Request:
         if not isinstance(decode(add.sampling), SamplingParams):
             raise ValueError("sampling is another message")
         self.rid = add.rid
-        self.context = add.context
+        self.context = context = add.context
+        if not context.fingerprint:  # crash isolation names it nevertheless, by what no other request has
+            self.context = context._replace(fingerprint=b"request %d" % arrival)
         self.sampling = add.sampling
         self.cache_salt = add.cache_salt
         self.extras = [PageExtra(0, add.cache_salt), *add.extras] if add.cache_salt else add.extras
@@ -148,9 +150,7 @@ class Request:
         self.tokenizer = tokenizer
         self.charged_tokens = 0  # positions that its client's counter includes
         self.arrival = arrival
-        # Its name in crash isolation. Without one from the client's request, one that no other request has.
-        self.fingerprint = add.context.fingerprint or b"-%d" % arrival
-        self.work_number = fingerprint_number(add.context.fingerprint)  # in the work register
+        self.work_number = register_number(self.context)  # in the work register
         self.received_at = received_at
         self.first_planned_at: float | None = None
         self.token_ids = token_ids = array(INT32, add.prompt_ids)
@@ -175,9 +175,10 @@ class Request:
         self.slot = NO_SLOT
         self.snapshot_at = NO_SNAPSHOTS
         self.vector = b""  # what it ends in, with `pooling`
-        self.page_keys: list[bytes] = []  # of its first pages, as far as they are known; see page_index.py
+        self.page_keys: list[bytes] = []  # of its first pages, those that are known; see page_index.py
         self.read_from: object = None  # the PageIndex that has looked for its pages in files
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
+        self.tables_from_step = NO_STEP  # the first step with `tables`, which stay when it has left its slot
 
     def _set_prompt_logprobs(self, begin: int, top_n: int) -> None:
         if begin < 0 or not 0 <= top_n <= MAX_PROMPT_TOP_TOKENS:

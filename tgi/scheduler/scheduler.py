@@ -1,7 +1,7 @@
 """The scheduler without sockets and clocks (sans-IO): messages go in with the time, steps and messages come out."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tgi.microkernel.links.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
@@ -13,6 +13,7 @@ from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     QUEUED,
     SUCCESSES,
+    WORKER_LOST,
     AdapterUpdated,
     Add,
     Beat,
@@ -35,8 +36,8 @@ from tgi.microkernel.messages.protocol import (
 )
 from tgi.microkernel.observability.flight_recorder import EVERY_REQUEST, NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.observability.log import ComplaintLimit
-from tgi.microkernel.recovery.crash_isolation import CONVICTING_STRIKES, CrashIsolation, Suspect
-from tgi.microkernel.recovery.work_register import FINGERPRINT_BYTES, WorkRegister, split_fingerprints
+from tgi.microkernel.recovery.crash_isolation import CrashIsolation
+from tgi.microkernel.recovery.work_register import WorkRegister, among, join_in_progress, split_in_progress
 from tgi.scheduler.columns import token_runs_message, tokens_message
 from tgi.scheduler.counters import AdmittedRequests, Counters, FinishedStep
 from tgi.scheduler.estimators import LATE_SECONDS, PrefillBudget, StepLimits, WaitEstimator
@@ -82,7 +83,15 @@ class LostWorker(NamedTuple):
     """A worker whose cause of death is not known yet."""
 
     boot: bytes
-    in_progress: dict[bytes, int]  # the requests in its steps, by fingerprint, with the tokens that they had generated
+    in_progress: dict[bytes, None]  # the names of the requests in its steps
+
+
+def _has_pages_of(hello: Hello, lost: LostWorker | None) -> bool:
+    """Whether a worker that has connected still has the pages that the lost one had computed. It is the next one, and
+    the lost one was ended from outside: one that crashed may have written anywhere."""
+    if lost is None or (report := hello.last_exit) is None:
+        return False
+    return hello.keeps_pages and report.outside and report.boot == lost.boot
 
 
 class Scheduler:
@@ -113,7 +122,7 @@ class Scheduler:
         self._speculation = Speculation(config.max_drafts, config.draft_model) if config.max_drafts else None
         self._outbox = Outbox()
         self._tokenizers = TokenizerPeers(self._outbox)
-        self._isolation: CrashIsolation[bytes] = CrashIsolation()
+        self._isolation = CrashIsolation()
         self._lost_worker: LostWorker | None = None  # until its successor connects
         self._generations: dict[int, Request] = {}  # by generation_id: the latest submission
         self._wait_estimator = WaitEstimator()
@@ -151,7 +160,7 @@ class Scheduler:
                     self._end_request(request, reason, now)
         elif isinstance(message, UpdateAdapter):
             self.worker.adapters.request_update(source, message)
-            self._send_adapter_updates()
+            self.report_status(now)
         elif isinstance(message, PeerDisconnected):
             for request in list(tokenizer.requests.values()):
                 self._end_request(request, FinishReason.CANCELLED, now)
@@ -218,10 +227,7 @@ class Scheduler:
     def _plan_step(self, now: float) -> InFlightStep | None:
         planner, pipeline, isolation = self._planner, self.pipeline, self._isolation
         self.next_plan_at = None
-        if (update_at := self.worker.adapters.next_due_at) is not None and update_at <= now:
-            self.worker.adapters.retry(now)
-            self._send_adapter_updates()
-        if planner is None or not pipeline.has_room or not self.ready or self.worker.adapters.has_unsent_updates:
+        if planner is None or not pipeline.has_room or not self.ready:
             return None
         if now < (due_at := pipeline.plan_ahead_at):
             self.next_plan_at = due_at
@@ -268,8 +274,10 @@ class Scheduler:
             self._planner.commit()
 
     def report_status(self, now: float) -> None:
-        """Queues a status for all tokenizers if it has changed. To be called after every batch of messages, when the
-        steps are sent, and at the `deadline`."""
+        """Queues a status for all tokenizers if it has changed, and an update of the worker's adapters. To be called
+        after every batch of messages, when the steps are sent, and at the `deadline`."""
+        if (worker := self.worker.peer) is not None and (update := self.worker.adapters.take_update(now)) is not None:
+            self._outbox.append(worker, update)
         self._tokenizers.report_status(self._status(now), self._load(), now)
 
     def beat(self, now: float) -> Beat:
@@ -360,15 +368,16 @@ class Scheduler:
         return messages + [(Hello(PROTOCOL, *peer), peer) for peer in tokenizers]
 
     def suspects(self, now: float) -> bytes:
-        """The fingerprints of the requests that no other replica may compute: those on trial or quarantined, and those
-        that a worker had in progress that has died of an unknown cause, or that has not answered in time."""
+        """The requests that no other replica may compute, a column as of a work register: those on trial or
+        quarantined, and those that a worker had in progress that has died of an unknown cause, or that has not answered
+        in time."""
         isolation, lost = self._isolation, self._lost_worker
         suspects = dict.fromkeys(isolation.dangerous) if isolation.suspects else {}
         if lost is not None:
-            suspects |= dict.fromkeys(lost.in_progress)
+            suspects |= lost.in_progress
         if self.pipeline.is_stalled(now):
-            suspects |= dict.fromkeys(requests_in_progress(self.pipeline.steps))
-        return b"".join(one for one in suspects if len(one) == FINGERPRINT_BYTES)
+            suspects |= requests_in_progress(self.pipeline.steps)
+        return join_in_progress(suspects)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -416,22 +425,16 @@ class Scheduler:
         full = planner is not None and planner.batch.full
         wait_ms = int(1000 * self._wait_estimator.wait_seconds(self._queue.ahead(request), full))
         late_ms = wait_ms - request.context.deadline_ms
-        if late_ms > 0 and not self._isolation.is_on_trial(request.fingerprint):
+        if late_ms > 0 and not self._isolation.is_on_trial(request):
             message = f"the request is expected to wait {late_ms / 1000:.1f} s beyond its timeout"
             self._end_requests([(request, FinishReason.OVERLOADED)], now, message, late_ms)
 
     def _admit_suspect(self, request: Request, now: float) -> bool:
         """Puts a request on trial whose like has crashed a process. False: it is quarantined, and has been answered."""
-        fingerprint, isolation = request.fingerprint, self._isolation
-        if isolation.is_quarantined(fingerprint, now):
-            self._end_request(request, FinishReason.QUARANTINED, now, self._quarantine_message(fingerprint))
+        if reason := self._isolation.quarantine_reason(request, now):
+            self._end_request(request, FinishReason.QUARANTINED, now, reason)
             return False
-        if isolation.is_suspect(fingerprint):
-            request.drafter = None
-            isolation.admit(fingerprint)
-            self._stamp_trial(Event.ON_TRIAL, request)
-            if self._planner is not None:
-                self._planner.put_on_trial()
+        self._put_on_trial([request])
         return True
 
     def _end_request(self, request: Request, reason: FinishReason, now: float, message: str = "") -> None:
@@ -465,7 +468,7 @@ class Scheduler:
         """Returns those of these requests that were waiting for a slot on trial."""
         waited = []
         for request, reason in ended:
-            self._isolation.discard(request.fingerprint, well=reason in SUCCESSES)
+            self._isolation.discard(request, well=reason in SUCCESSES)
             if self._planner is not None and request in self._planner.trial_queue:
                 del self._planner.trial_queue[request]
                 waited.append(request)
@@ -488,12 +491,10 @@ class Scheduler:
             self._handle_lack_of_memory(step, planner, result.error, now)
             return
         if fault:
-            in_progress = requests_in_progress([step])
-            cause = f"a step failed ({fault})"
-            quarantined = self._isolation.record_death(in_progress, now, cause=cause, strikes=FAILED_STEP_STRIKES)
             self.pipeline.step_failed()
             self._requeue_running()
-            self._begin_trial(in_progress, quarantined, now, f"Server error: {fault}")
+            cause, message = f"a step failed ({fault})", f"Server error: {fault}"
+            self._blame(requests_in_progress([step]), now, cause, strikes=FAILED_STEP_STRIKES, message=message)
             return
         if result.row_errors and any(
             error and request.images
@@ -528,16 +529,14 @@ class Scheduler:
         else:
             make_message = tokens_message
             finished = distribute_tokens(step, result, planner.batch.early_exits)
-        self._send_adapter_updates()
         self._tokenizers.queue_tokens(make_message, self.queued + self.running)
-        if self._isolation.on_trial:
+        if self._isolation.suspects:
             for request in step.sampling_requests:
                 if step.message.number >= request.valid_from_step and (
-                    released := self._isolation.record_tokens(request.fingerprint)
+                    released := self._isolation.record_token(request)
                 ):
-                    for one in self._tokenizers.requests:
-                        if one.fingerprint in released:
-                            self._stamp_trial(Event.RELEASED, one)
+                    for one in among(self._tokenizers.requests, released):
+                        self._stamp_trial(Event.RELEASED, one)
         if finished:
             self._end_requests(finished, now)
 
@@ -545,7 +544,6 @@ class Scheduler:
         """Computes the requests again in smaller steps. Ends one that lacks memory in the smallest step, alone."""
         steps = [step, *self.pipeline.steps]
         self.pipeline.step_failed()
-        self._send_adapter_updates()
         planner.steps_failed(steps)
         tokens = step.decode_rows + step.prefill_tokens + sum(step.drafts)
         if planner.size_limit.reduce(tokens, step.requests):
@@ -566,7 +564,6 @@ class Scheduler:
         ]
         steps = [step, *self.pipeline.steps]
         self.pipeline.step_failed()
-        self._send_adapter_updates()
         planner.steps_failed(steps)
         for request, error in faulty:
             self._end_request(request, FinishReason.FAILED, now, error)
@@ -597,8 +594,10 @@ class Scheduler:
 
     def _blame_lost_worker(self, hello: Hello, now: float) -> None:
         """A worker has connected. If it replaces one that died, it tells how: the requests that the dead one had in
-        hand are suspects, unless something else ended it."""
+        progress are suspects, unless something else ended it, and whether it has its predecessor's pages."""
         lost, self._lost_worker = self._lost_worker, None
+        if self._planner is not None and not _has_pages_of(hello, lost):
+            self._planner.kv_cache.worker_state_lost()
         if lost is None or hello.boot == lost.boot:
             return  # only the connection was lost
         cause, outside = "the worker died", False
@@ -608,33 +607,19 @@ class Scheduler:
                 self._isolation.record_other_death()
                 return
             cause, outside = f"the worker {report.cause}", report.outside
-        quarantined = self._isolation.record_death(lost.in_progress, now, cause=cause, outside=outside)
-        self._begin_trial(lost.in_progress, quarantined, now)
+        self._blame(lost.in_progress, now, cause, outside=outside)
 
     def _take_over(self, predecessor: PredecessorState, now: float) -> None:
         """Takes over what the scheduler before this one knew, and blames the requests that it had in progress."""
         self.worker.adapters.take_over(predecessor.adapter_changes)
-        self._isolation.restore(
-            {
-                record.fingerprint: Suspect(
-                    strikes=record.strikes,
-                    quarantined=record.quarantined,
-                    cause=record.cause,
-                    blamed_at=min(record.blamed_at, now),
-                    outside_deaths=record.outside_deaths,
-                    group=record.group,
-                    tokens_left=record.tokens_left,
-                )
-                for record in predecessor.suspects
-            }
-        )
+        self._isolation.restore(predecessor.suspects, now)
         if (report := predecessor.last_exit) is None:
             return
-        in_progress = dict.fromkeys(split_fingerprints(report.in_progress), 0)
+        in_progress = split_in_progress(report.in_progress)
         # How far the requests have come is not known. A death from outside, then, counts only if it came at once and if
         # one request was alone in progress: that is no accident if it happens again and again.
         if report.outside and (len(in_progress) > 1 or report.lived_ms > QUICK_DEATH_MS):
-            in_progress = {}
+            in_progress = []
         cause = f"the scheduler {report.cause}"
         self._isolation.record_death(in_progress, now, cause=cause, outside=report.outside)
 
@@ -651,55 +636,49 @@ class Scheduler:
     @property
     def suspect_records(self) -> list[SuspectRecord]:
         """The suspects, for a successor."""
-        return [
-            SuspectRecord(
-                fingerprint=fingerprint,
-                strikes=suspect.strikes,
-                quarantined=suspect.quarantined,
-                cause=suspect.cause,
-                blamed_at=suspect.blamed_at,
-                outside_deaths=suspect.outside_deaths,
-                group=suspect.group,
-                tokens_left=suspect.tokens_left,
-            )
-            for fingerprint, suspect in self._isolation.suspects.items()
-            if len(fingerprint) == FINGERPRINT_BYTES
-        ]
+        return self._isolation.records
 
-    def refusal(self, add: Add, now: float) -> End | None:
+    def rejection(self, add: Add, now: float) -> End | None:
         """The answer to a request that must not be handled, since handling it would crash this process; else None."""
-        if not self._isolation.suspects or not self._isolation.is_quarantined(add.context.fingerprint, now):
+        if not self._isolation.suspects or not (reason := self._isolation.quarantine_reason(add, now)):
             return None
-        return End(add.rid, FinishReason.QUARANTINED, self._quarantine_message(add.context.fingerprint))
+        return End(add.rid, FinishReason.QUARANTINED, reason)
 
-    def _quarantine_message(self, fingerprint: bytes) -> str:
-        suspect = self._isolation.suspects[fingerprint]
-        deaths = max(CONVICTING_STRIKES, suspect.outside_deaths)
-        return f"{suspect.cause} while it worked on this request alone, after {deaths - 1} similar deaths"
-
-    def _begin_trial(
-        self, in_progress: Iterable[bytes], quarantined: Iterable[bytes], now: float, message: str = ""
+    def _blame(
+        self,
+        in_progress: Collection[bytes],
+        now: float,
+        cause: str,
+        *,
+        outside: bool = False,
+        strikes: int = 1,
+        message: str = "",
     ) -> None:
-        """Ends the quarantined requests, and puts the suspects among those that were in progress on trial."""
-        culprits, blamed = frozenset(quarantined), frozenset(in_progress)
-        requests = [request for request in self._tokenizers.requests if request.fingerprint in blamed]
+        """The worker died, or a step failed, with the requests of these names in progress. Ends those that are
+        quarantined by that, and puts the suspects among the others on trial. `message`: for the clients of the former;
+        "": the reason of the quarantine."""
+        isolation = self._isolation
+        quarantined = isolation.record_death(in_progress, now, cause=cause, outside=outside, strikes=strikes)
+        for request in among(self._tokenizers.requests, quarantined):
+            reason = message or isolation.quarantine_reason(request, now)
+            self._end_request(request, FinishReason.QUARANTINED, now, reason)
+        self._put_on_trial(requests := among(self._tokenizers.requests, frozenset(in_progress)))
+        if tried := sum(map(isolation.is_on_trial, requests)):
+            log.warning("%d requests are on trial: %s", tried, cause)
+
+    def _put_on_trial(self, requests: Iterable[Request]) -> None:
+        """The suspects among these requests are computed in the turns of their groups from now on, without drafts."""
         for request in requests:
-            if request.fingerprint in culprits:
-                reason = message or self._quarantine_message(request.fingerprint)
-                self._end_request(request, FinishReason.QUARANTINED, now, reason)
-            elif self._isolation.is_suspect(request.fingerprint):
-                request.drafter = None  # a suspect is computed without drafts, and so when it is released
-                self._isolation.admit(request.fingerprint)
+            if self._isolation.find(request) is not None:
+                request.drafter = None
+                self._isolation.admit(request)
                 self._stamp_trial(Event.ON_TRIAL, request)
         if self._planner is not None:
             self._planner.put_on_trial()
-        names = [one.fingerprint for one in requests if self._isolation.is_on_trial(one.fingerprint)]
-        if names:
-            log.warning("%d requests are on trial: %s", len(names), self._isolation.suspects[names[0]].cause)
 
     def _stamp_trial(self, event: Event, request: Request) -> None:
-        strikes = self._isolation.suspects[request.fingerprint].strikes
-        self._recorder.stamp(event, request.context, strikes)
+        suspect = self._isolation.find(request)
+        self._recorder.stamp(event, request.context, 0 if suspect is None else suspect.strikes)
 
     # --- worker -------------------------------------------------------------------------------------------------------
 
@@ -714,7 +693,6 @@ class Scheduler:
             self._adopt_pages(self._planner, held)
         if self.ready and self._planner is not None and (stored := self.worker.take_stored_pages()) is not None:
             self._use_stored_pages(self._planner, stored)
-        self._send_adapter_updates()
         self.report_status(now)
 
     def _set_limits(self, limits: DeploymentLimits, now: float) -> None:
@@ -752,16 +730,9 @@ class Scheduler:
         except ValueError as error:
             log.error("%s tells of pages in files that no worker has: %s. They are not used.", self.worker.peer, error)
 
-    def _send_adapter_updates(self) -> None:
-        adapters, worker = self.worker.adapters, self.worker.peer
-        if adapters.has_unsent_updates and not self.pipeline and worker is not None:
-            for update in adapters.take_unsent_updates():
-                self._outbox.append(worker, update)
-
     def _handle_adapter_updated(self, answer: AdapterUpdated, now: float) -> None:
         if (forwarded := self.worker.adapters.take_answer(answer, now)) is not None:
             self._outbox.append(*forwarded)
-        self._send_adapter_updates()
         self.report_status(now)
 
     def _handle_worker_lost(self, now: float) -> None:
@@ -772,10 +743,14 @@ class Scheduler:
         self.worker.disconnect()
         self._step_limits.worker_lost()
         self.counters.worker_losses += 1
+        steps = [*self.pipeline.steps]
         self.pipeline.worker_lost()
-        if self._planner is not None:
-            self._planner.kv_cache.index = None
-        self._requeue_running()
+        if (planner := self._planner) is not None:
+            stored, planner.kv_cache.index = planner.kv_cache.index, None
+            if stored is None:
+                planner.steps_failed(steps, WORKER_LOST)  # the others may be kept: see _blame_lost_worker
+            else:  # it may have been reading pages from files, where the next worker finds them
+                planner.worker_state_lost()
         self._connect_waiting_worker(now)
         self.report_status(now)
 
@@ -787,7 +762,6 @@ class Scheduler:
 
     def _requeue_running(self) -> None:
         """The worker's state is void: returns all running requests to the queue."""
-        self._send_adapter_updates()
         if self._planner is not None:
             self._planner.worker_state_lost()
 

@@ -5,7 +5,7 @@ only if it was copied when it was computed. `StateSnapshots` decides when that i
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tgi.microkernel.messages.codec import INT32, pack_column
 from tgi.microkernel.messages.kv_groups import KVGroup
@@ -34,6 +34,13 @@ class StateSnapshots:
         self._free = [*range(self._count - 1, -1, -1)]
         self._number_of = OrderedDict[bytes, int]()  # by the block hash of the page; the least recently used first
         self._copies: list[int] = []  # each a source and a target
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Drops these snapshots, which hold nothing of use, and those of which no step has the copy."""
+        void = {*numbers, *(-1 - target for target in self._copies[1::2] if target < 0)}
+        self._copies = []
+        self._free += void.intersection(self._number_of.values())
+        self._number_of = OrderedDict((key, number) for key, number in self._number_of.items() if number not in void)
 
     def __len__(self) -> int:
         return len(self._number_of)

@@ -56,7 +56,7 @@ class StepPlanner:
         queue: WaitingQueue,
         counters: Counters,
         adapters: WorkerAdapters,
-        isolation: CrashIsolation[bytes],
+        isolation: CrashIsolation,
         work_register: WorkRegister,
         speculation: Speculation | None = None,
         recorder: FlightRecorder = NO_RECORDER,
@@ -354,12 +354,15 @@ class StepPlanner:
         return end - start, encoder_cost
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
-        """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available.
+        """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available, or too
+        many images are in use.
 
         No request is preempted for it, and no pages are reserved for what it may generate. `busy`: other requests hold
         slots.
         """
         kv_cache = self.kv_cache
+        if request.images and busy and self.batch.images + len(request.images) > self.limits.max_running_images:
+            return False
         if request.missing_pages and busy and not kv_cache.ensure_available(request.missing_pages):
             return False  # as many are missing as when it was last tried
         # The last token is always computed, since its row samples the next one; so is each position that yields a
@@ -380,7 +383,7 @@ class StepPlanner:
         if not kv_cache.allocate(request, column, max_cached, self._spare_pages if busy else 0):
             return False
         slot = self.batch.assign_slot(request)
-        request.valid_from_step = number
+        request.valid_from_step = request.tables_from_step = number
         if kv_cache.snapshots is not None:
             kv_cache.restore_state(kv_cache.snapshots, request)
         request.found_tokens = request.planned
@@ -409,7 +412,7 @@ class StepPlanner:
     def put_on_trial(self) -> None:
         """Takes waiting requests that are on trial out of the queue: they are admitted in the turn of their group."""
         for request in self.queue.waiting():
-            if self._isolation.is_on_trial(request.fingerprint):
+            if self._isolation.is_on_trial(request):
                 self.queue.remove(request)
                 self.trial_queue[request] = None
 
@@ -417,10 +420,10 @@ class StepPlanner:
         """Restricts what is planned from now on to the requests whose turn it is. To be called while no step is in
         flight. The others keep their slots and pages."""
         isolation = self._isolation
-        for request in [one for one in self.trial_queue if not isolation.is_on_trial(one.fingerprint)]:
+        for request in [one for one in self.trial_queue if not isolation.is_on_trial(one)]:
             del self.trial_queue[request]  # its trial is over
             self.queue.reinsert(request)
-        self.batch.restrict(lambda request: isolation.may_run(request.fingerprint))
+        self.batch.restrict(isolation.may_run)
         self._waiting = TrialQueue(self.trial_queue, isolation) if isolation.is_group_turn else self.queue
 
     # --- between plans ------------------------------------------------------------------------------------------------
@@ -452,7 +455,7 @@ class StepPlanner:
         self._counters.recomputed_tokens += request.generated_tokens
         stamped = Event.PREEMPTED if event is PREEMPT else Event.WORKER_LOST
         self._recorder.stamp(stamped, request.context, len(self.queue), len(self.batch))
-        if self._isolation.is_on_trial(request.fingerprint):
+        if self._isolation.is_on_trial(request):
             self.trial_queue[request] = None
         else:
             self.queue.reinsert(request)
@@ -463,21 +466,22 @@ class StepPlanner:
             self._requeue(request, WORKER_LOST)
         self.kv_cache.worker_state_lost()
 
-    def steps_failed(self, steps: list[InFlightStep]) -> None:
-        """These steps have computed nothing: returns all running requests to the queue. The pages stay that earlier
-        steps have filled; all are lost if the pages that these steps had for a request are not known, since it has left
-        or has given them back."""
-        pages, known = [], True
+    def steps_failed(self, steps: list[InFlightStep], event: RequestEvent = PREEMPT) -> None:
+        """What these steps were to compute is not there, or only in part: returns all running requests to the queue.
+        The pages stay that earlier steps have filled; all are lost if the pages that these steps had for a request are
+        not known, since it has got others or has given them back."""
+        pages, snapshots, known = [], [], True
         for step in steps:
+            snapshots += [-1 - target for target in unpack_int32(step.message.state_copies)[1::2] if target < 0]
             starts = unpack_int32(step.message.starts)
             for request, start in zip(step.requests_in_row_order, starts, strict=True):
-                known &= step.message.number >= request.valid_from_step
+                known &= step.message.number >= request.tables_from_step
                 for table in request.tables:
                     pages += table[start // self._page_size :]
         for request in list(self.batch):
-            self._requeue(request, PREEMPT)
+            self._requeue(request, event)
         if known and NO_PAGE not in pages:
-            self.kv_cache.forget(pages)
+            self.kv_cache.forget(pages, snapshots)
         else:
             self.kv_cache.worker_state_lost()
 
@@ -485,16 +489,16 @@ class StepPlanner:
 class TrialQueue:
     """The waiting requests of the group whose turn it is."""
 
-    def __init__(self, waiting: dict[Request, None], isolation: CrashIsolation[bytes]) -> None:
+    def __init__(self, waiting: dict[Request, None], isolation: CrashIsolation) -> None:
         self._waiting = waiting
         self._isolation = isolation
 
     def __len__(self) -> int:
-        return sum(self._isolation.may_run(request.fingerprint) for request in self._waiting)
+        return sum(map(self._isolation.may_run, self._waiting))
 
     def head(self) -> Request | None:
         """The next request, which stays in the queue."""
-        return next((one for one in self._waiting if self._isolation.may_run(one.fingerprint)), None)
+        return next(filter(self._isolation.may_run, self._waiting), None)
 
     def pop(self, request: Request) -> None:
         """Removes what `head` has returned."""

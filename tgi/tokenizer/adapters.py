@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tgi.microkernel.links.link import PeerId, ReplicaId
@@ -11,12 +12,15 @@ from tgi.tokenizer.request import TokenizerRequestState
 MAX_STAMP = 2**64 - 1  # of a change: messages hold no higher number
 
 
-class PendingUpdate(NamedTuple):
+@dataclass
+class RequestedUpdate:
     """An update that an api has requested."""
 
-    rid: int  # the tokenizer's
     api: PeerId | None  # None: it has disconnected
-    update: UpdateAdapter  # with the api's rid
+    api_rid: int
+    update: UpdateAdapter  # as the schedulers get it, with the tokenizer's rid
+    previous: str = ""  # the path of the adapter that had its name before; "": none had it
+    answers: dict[ReplicaId, AdapterUpdated] = field(default_factory=dict)  # by scheduler
 
 
 class CompletedUpdate(NamedTuple):
@@ -36,21 +40,14 @@ class AdapterDirectory:
     def __init__(self) -> None:
         self.loaded: list[LoadedAdapter] = []
         self.changes: dict[str, UpdateAdapter] = {}  # by name: the latest that schedulers have carried out
-        self._digests: dict[str, bytes] = {}
-        self._pending: deque[PendingUpdate] = deque()  # the first one may be with the schedulers
-        self._sent: UpdateAdapter | None = None  # the first one as it was sent
-        self._previous = ""  # the path of the adapter that had its name; "": none had it
-        self._answers: dict[ReplicaId, AdapterUpdated] = {}  # to it, by scheduler
+        self._waiting: deque[RequestedUpdate] = deque()
+        self._current: RequestedUpdate | None = None  # with the schedulers
+        self._last_stamp = 0
 
     @property
     def idle(self) -> bool:
         """Whether no api waits for an answer."""
-        return all(pending.api is None for pending in self._pending)
-
-    def set_loaded(self, loaded: list[LoadedAdapter]) -> None:
-        if loaded != self.loaded:
-            self.loaded = loaded
-            self._digests = {adapter.name: adapter.digest for adapter in loaded}
+        return not self._waiting and (self._current is None or self._current.api is None)
 
     def is_loaded(self, name: str, path: str) -> bool:
         """Whether the adapter in this directory has this name."""
@@ -65,28 +62,30 @@ class AdapterDirectory:
         sampling = request.generate.sampling
         if not sampling.adapter or (request.generate.resume_ids and sampling.adapter_digest):
             return ""
-        if (digest := self._digests.get(sampling.adapter)) is None:
+        digest = next((adapter.digest for adapter in self.loaded if adapter.name == sampling.adapter), None)
+        if digest is None:
             return f"`adapter_id` {sampling.adapter} not found"
         request.generate = request.generate._replace(sampling=sampling._replace(adapter_digest=digest))
         return ""
 
     def add_update(self, rid: int, api: PeerId, update: UpdateAdapter) -> None:
-        self._pending.append(PendingUpdate(rid, api, update))
+        self._waiting.append(RequestedUpdate(api, update.rid, update._replace(rid=rid)))
 
     def begin_next(self) -> UpdateAdapter | None:
         """The next update for all schedulers; None if one is with them, or there is none."""
-        if self._sent is not None or not self._pending:
+        if self._current is not None or not self._waiting:
             return None
-        rid, _, update = self._pending[0]
-        loaded = next((adapter.path for adapter in self.loaded if adapter.name == update.name), "")
-        self._previous = self.changes[update.name].path if update.name in self.changes else loaded
-        self._sent, self._answers = update._replace(rid=rid, stamp=self._next_stamp()), {}
-        return self._sent
+        self._current = current = self._waiting.popleft()
+        name = current.update.name
+        loaded = next((adapter.path for adapter in self.loaded if adapter.name == name), "")
+        current.previous = self.changes[name].path if name in self.changes else loaded
+        current.update = current.update._replace(stamp=self._next_stamp())
+        return current.update
 
     def _next_stamp(self) -> int:
-        known = [change.stamp for change in self.changes.values()]
-        sent = 0 if self._sent is None else self._sent.stamp
-        return min(MAX_STAMP, max(int(1e6 * time.time()), 1 + max(sent, *known, 0)))
+        known = max((change.stamp for change in self.changes.values()), default=0)
+        self._last_stamp = min(MAX_STAMP, max(int(1e6 * time.time()), 1 + max(self._last_stamp, known)))
+        return self._last_stamp
 
     def record_changes(self, changes: list[UpdateAdapter]) -> list[UpdateAdapter]:
         """Takes the changes that a scheduler has carried out. Returns those that are new here."""
@@ -94,28 +93,29 @@ class AdapterDirectory:
 
     def missed_update(self, scheduler: ReplicaId) -> list[UpdateAdapter]:
         """The update that a scheduler that has just connected has to answer."""
-        return [self._sent] if self._sent is not None and scheduler not in self._answers else []
+        current = self._current
+        return [] if current is None or scheduler in current.answers else [current.update]
 
     def record_answer(self, scheduler: ReplicaId, answer: AdapterUpdated) -> None:
-        if self._sent is not None and answer.rid == self._sent.rid:
-            self._answers[scheduler] = answer
+        """Takes a scheduler's answer to the update that it has."""
+        if (current := self._current) is not None and answer.rid == current.update.rid:
+            current.answers[scheduler] = answer
 
     def complete(self, schedulers: set[ReplicaId]) -> CompletedUpdate | None:
         """Removes the update that is with the schedulers if all these have answered it. If one has failed, the error
         is the answer, and the change is taken back where it has not."""
-        if (sent := self._sent) is None or not self._answers or not schedulers <= self._answers.keys():
+        current = self._current
+        if current is None or not current.answers or not schedulers <= current.answers.keys():
             return None
-        _, api, update = self._pending.popleft()
-        failed = next((one for one in self._answers.values() if one.error), None)
-        taken_back = []
-        if failed is not None and any(not one.error for one in self._answers.values()):
-            taken_back = [sent._replace(rid=0, path=self._previous, stamp=self._next_stamp())]
-        self._sent = None
-        answer = AdapterUpdated(update.rid, failed.error if failed is not None else "")
-        return CompletedUpdate(api, answer, self.record_changes(taken_back))
+        self._current, taken_back = None, []
+        errors = [one.error for one in current.answers.values()]
+        error = next(filter(None, errors), "")
+        if error and "" in errors:
+            taken_back = [current.update._replace(rid=0, path=current.previous, stamp=self._next_stamp())]
+        return CompletedUpdate(current.api, AdapterUpdated(current.api_rid, error), self.record_changes(taken_back))
 
     def remove_api(self, api: PeerId) -> None:
         """An api has disconnected. An update that is with the schedulers stays: it may have to be taken back."""
-        sent = 0 if self._sent is None else self._sent.rid
-        left = [one._replace(api=None) if one.api == api else one for one in self._pending]
-        self._pending = deque(one for one in left if one.api is not None or one.rid == sent)
+        self._waiting = deque(one for one in self._waiting if one.api != api)
+        if self._current is not None and self._current.api == api:
+            self._current.api = None

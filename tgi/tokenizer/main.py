@@ -66,7 +66,7 @@ def main(process: Process) -> None:
         images_first=vision is not None and vision.images_first,
         decoder_start=config.decoder_start,
     )
-    hello = process.hello(config.fingerprint)
+    hello = process.hello(config.content_hash)
     settings = process.settings
     source = ModelSource(
         settings.model_sha or "", settings.model_pipeline_tag or "", sorted(vocabulary.eos_ids), image_token=image_token

@@ -64,4 +64,4 @@ def check_status(status: Status) -> None:
     if status.limits is not None and (fault := limits_out_of_range(status.limits)):
         raise ProtocolError(fault)
     if len(status.suspects) % FINGERPRINT_BYTES:
-        raise ProtocolError("`suspects` is not a column of fingerprints")
+        raise ProtocolError(f"`suspects` has {len(status.suspects)} bytes")

@@ -431,7 +431,7 @@ class TokenizerPool:
         self._schedulers.set_status(replica, status)
         self._send_updates(self._adapters.record_changes(status.adapter_changes), replica)
         if status.limits is not None and (self._schedulers.status.ready or not self._adapters.loaded):
-            self._adapters.set_loaded(self._schedulers.adapters)  # else they are loaded again soon
+            self._adapters.loaded = self._schedulers.adapters  # else they are loaded again soon
         self._publish_status()
         self._move_requests()
         if status.limits is None or self._schedulers.limits is None:

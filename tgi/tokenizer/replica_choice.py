@@ -70,7 +70,7 @@ def prompt_keys(ids: bytes, adapter_digest: bytes) -> PromptKeys:
 
 
 class SentPrefixes:
-    """The beginnings of prompts that a replica was sent, as far as its cache should still have them.
+    """The beginnings of prompts that a replica was sent and its cache should still have.
 
     A cache that evicts what was used least recently keeps a prefix until as many tokens as it can have came after it.
     So each use of a prefix is stamped with the number of tokens that were sent before.

@@ -22,7 +22,7 @@ from tgi.microkernel.messages.protocol import (
     Texts,
     encode,
 )
-from tgi.microkernel.recovery.work_register import fingerprint_number
+from tgi.microkernel.recovery.work_register import register_number
 from tgi.tokenizer.answers.formats import FormatTokens, reasoning_sampling
 from tgi.tokenizer.answers.parser import StreamingAnswerParser
 from tgi.tokenizer.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, create_detokenizer
@@ -68,7 +68,7 @@ class TokenizerRequestState:
         self.rid = rid
         self.api = api
         self.generate = generate
-        self.work_number = fingerprint_number(generate.context.fingerprint)  # in the work register
+        self.work_number = register_number(generate.context)  # in the work register
         self.received = received  # seconds on the pool's clock
         self.submitted = received
         self.stage = RequestStage.ENCODING

@@ -38,7 +38,7 @@ MAX_DETACHED_BYTES = 64 << 20
 
 
 class ResumableStream:
-    """One request. `api` and `rid` say who receives its messages; None: nobody is attached."""
+    """One request. `api` and `rid` say who receives its messages; None: no front end is attached."""
 
     def __init__(self, peer: PeerId, api: PeerId, generate: Generate) -> None:
         self.peer = peer

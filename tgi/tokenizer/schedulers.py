@@ -13,7 +13,7 @@ from tgi.microkernel.messages.protocol import (
     limits_shortfall,
 )
 from tgi.microkernel.recovery.assignments import Assignments, Neighbour
-from tgi.microkernel.recovery.work_register import split_fingerprints
+from tgi.microkernel.recovery.work_register import among, split_in_progress
 from tgi.tokenizer.replica_choice import Candidate, SentPrefixes, best_candidate, lasting_excess, prompt_keys
 from tgi.tokenizer.request import TokenizerRequestState
 
@@ -85,13 +85,12 @@ class SchedulerReplica(Neighbour[TokenizerRequestState]):
 
     def _set_suspects(self, column: bytes) -> None:
         """Takes the suspects. Notes how far a request has come that has become one."""
-        before, self.worker_suspects = self.worker_suspects, set(split_fingerprints(column))
+        before, self.worker_suspects = self.worker_suspects, set(split_in_progress(column))
         if appeared := self.worker_suspects - before:
-            for request in self.requests.values():
-                if request.context.fingerprint in appeared:
-                    tokens, last = len(request.generated_ids), request.suspected_at
-                    request.stays = last is not None and tokens - last < MOVED_PROGRESS
-                    request.suspected_at = tokens
+            for request in among(self.requests.values(), appeared):
+                tokens, last = len(request.generated_ids), request.suspected_at
+                request.stays = last is not None and tokens - last < MOVED_PROGRESS
+                request.suspected_at = tokens
 
     def has_adapter(self, digest: bytes) -> bool:
         """Whether it has loaded this adapter; b"": none is needed."""
@@ -102,8 +101,8 @@ class Schedulers:
     """All replicas. The limits of the first one hold: one that offers less than that is not used."""
 
     def __init__(self, work_in_progress: Callable[[PeerId], bytes | None], tokenizers: int = 1) -> None:
-        """`work_in_progress`: the fingerprints of the requests that a process has, or had, in progress; None if that is
-        not known, as of processes on other hosts. `tokenizers`: how many share the replicas."""
+        """`work_in_progress`: what a process has, or had, in progress, as in Assignments. `tokenizers`: how many share
+        the replicas."""
         self.limits: DeploymentLimits | None = None
         self._replicas: dict[ReplicaId, SchedulerReplica] = {}
         self._connected: dict[PeerId, SchedulerReplica] = {}
@@ -192,7 +191,7 @@ class Schedulers:
 
     def _choose_replica(self, request: TokenizerRequestState, now: float) -> SchedulerReplica | None:
         for replica in self._suspecting:
-            if request.context.fingerprint in replica.worker_suspects and self._tries_suspects(replica, now):
+            if among([request], replica.worker_suspects) and self._tries_suspects(replica, now):
                 return replica if replica.peer is not None else None
         # Perhaps some start, do not respond or lack the adapter. Which are the best?
         digest = request.generate.sampling.adapter_digest
@@ -228,13 +227,15 @@ class Schedulers:
             if replica.peer is None or not able:
                 continue
             requests = [one for one in replica.requests.values() if one.in_progress]
-            staying = self.assignments.suspects(replica) if replica.silent else set()
-            if self._tries_suspects(replica, now):
-                staying |= replica.worker_suspects | {one.context.fingerprint for one in requests if one.stays}
+            suspects = self.assignments.suspects(replica) if replica.silent else set()
+            if tries := self._tries_suspects(replica, now):
+                suspects |= replica.worker_suspects
+            staying = set(among(requests, suspects))
             found += [
                 (replica, one)
                 for one in requests
-                if one.context.fingerprint not in staying
+                if one not in staying
+                and not (tries and one.stays)
                 and any(other.has_adapter(one.generate.sampling.adapter_digest) for other in able)
             ]
         return found

@@ -53,6 +53,7 @@ class Mixer(StrEnum):
     ATTENTION = "attention"
     RECURRENT = "recurrent"  # DecoderConfig.recurrent
     BOTH = "both"  # of the same input
+    IMAGES = "images"  # cross-attention to images: see CrossAttention in models/decoder_layer.py
     NONE = "none"
 
 
@@ -83,6 +84,11 @@ class LayerConfig(NamedTuple):
     def recurs(self) -> bool:
         """Whether it has a recurrent mixer."""
         return self.mixer in (Mixer.RECURRENT, Mixer.BOTH)
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether it has cross-attention to images. Tokens that see no image skip it, its MLP included."""
+        return self.mixer == Mixer.IMAGES
 
 
 class HeadShape(NamedTuple):
@@ -230,6 +236,15 @@ class TensorNames:
     latent_norm: str = "self_attn.kv_a_layernorm"
     latent_up: str = "self_attn.kv_b_proj"
     sinks: str = "self_attn.sinks"
+    # Of cross-attention to images.
+    cross_query: str = "cross_attn.q_proj"
+    cross_key: str = "cross_attn.k_proj"
+    cross_value: str = "cross_attn.v_proj"
+    cross_output: str = "cross_attn.o_proj"
+    cross_query_norm: str = "cross_attn.q_norm"
+    cross_key_norm: str = "cross_attn.k_norm"
+    cross_gate: str = "cross_attn_attn_gate"
+    cross_mlp_gate: str = "cross_attn_mlp_gate"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -335,6 +350,9 @@ class DecoderConfig:
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None  # of the routed layers
 
+    # Of layers with cross-attention: the states of the largest image, each with a key and a value in each such layer.
+    image_states: int = 0
+
     recurrent: MixerConfig | None = None  # the mixer of recurrent layers; None: there are none
     recurrent_names: TensorNames | None = None  # of recurrent layers, where not `names`
 
@@ -344,11 +362,12 @@ class DecoderConfig:
     layer_inputs: LayerInputConfig | None = None
     streams: StreamsConfig | None = None  # with layer_inputs
     # The rank of LAuReL (Menghani et al., 2024): with n = attention_before(x), attention leaves
-    # (x + attention_after(attention(n)) + n + norm(right(left(n)))) / sqrt(2). 0: there is none.
+    # (x + attention_after(attention(n)) + n + norm(right(left(n)))) / sqrt(2). 0: without it.
     residual_rank: int = 0
     layer_scales: bool = False  # the hidden states after a layer are multiplied by a number of the checkpoint
     learned_positions: int = 0  # for this many positions a vector is added to the embedding
     head_bias: bool = False
+    unscored: int = 0  # the last ids of the vocabulary, for which the head has no rows: they are never sampled
     embedding_scale: float = 1.0  # the embedding is multiplied by this
     embedding_norm: bool = False  # it is normed
     residual_scale: float = 1.0  # r above, of both parts
@@ -367,6 +386,15 @@ class DecoderConfig:
     def recurrent_layers(self) -> int:
         """How many layers are recurrent."""
         return sum(layer.recurs for layer in self.layers)
+
+    @property
+    def image_layers(self) -> int:
+        """How many layers have cross-attention to images."""
+        return sum(layer.sees_images for layer in self.layers)
+
+    def image_bytes(self, itemsize: int) -> int:
+        """Bytes of the keys and values of the largest image, in numbers of `itemsize` bytes."""
+        return self.image_layers * self.image_states * 2 * self.kv_heads * self.head_dim * itemsize
 
     @property
     def attention_windows(self) -> list[int | None]:

@@ -14,6 +14,7 @@ from tgi.hub.model_config import read_model_config
 from tgi.hub.pooling import read_pooling_config
 from tgi.microkernel.host.rundir import scheduler_socket
 from tgi.microkernel.links.link import Link, end_sessions
+from tgi.microkernel.messages.protocol import LastExit
 from tgi.microkernel.observability.progress import WorkerFacts
 from tgi.microkernel.processes.fork_server import leave_fork_server
 from tgi.microkernel.processes.process import Process
@@ -55,7 +56,7 @@ def main(process: Process) -> None:
     if (devices := replica_devices(process.settings, os.environ)) is not None:
         os.environ[VISIBLE[0]] = devices  # also for the further ranks
     settings = process.settings
-    model = read_model_config(settings.model_dir, weights=settings.needs_weights).fingerprint
+    model = read_model_config(settings.model_dir, weights=settings.needs_weights).content_hash
     ranks = settings.num_shard or 1
     group: RankGroup | HostGroup | None = None
     link: Link | None = None
@@ -70,7 +71,8 @@ def main(process: Process) -> None:
             place = group.place
         else:
             place = None
-        link = process.connect_link(_scheduler_address(process), process.hello(model))
+        hello = process.hello(model)._replace(keeps_pages=_keeps_pages(process.last_exit))
+        link = process.connect_link(_scheduler_address(process), hello)
         loop = WorkerLoop(process, link)
         loop.progress("starting", 0)
         with lost_rank_first(process) if group is not None else contextlib.nullcontext():
@@ -93,6 +95,12 @@ def main(process: Process) -> None:
             link.close()
 
 
+def _keeps_pages(last_exit: LastExit | None) -> bool:
+    """Whether this process shares the pages of its predecessor. Then it was forked with all modules imported."""
+    startup = sys.modules.get("tgi.worker.engine.startup")
+    return startup is not None and startup.keeps_pages(last_exit)
+
+
 def _energy_meter(settings: Settings, place: RankPlace | None) -> EnergyMeter:
     """The meter of the devices of this worker's ranks on this host. The first replica measures the processors."""
     return EnergyMeter(find_counters(gpu_uuids(1 if place is None else place.local_ranks), not settings.replica_index))
@@ -102,7 +110,7 @@ def _serve_host_rank(process: Process) -> None:
     """Runs a further rank whose first rank is a process of another supervisor."""
     settings = process.settings
     model = read_model_config(settings.model_dir, weights=settings.needs_weights)
-    found = join_group(process, model.fingerprint)
+    found = join_group(process, model.content_hash)
     if found is None:
         return
     place, link = found
@@ -160,7 +168,7 @@ def _start_torch_engine(
     # Several workers of a host have cores of their own, which a process inherits.
     requests = process.fork_requests if ranks * replicas == 1 else None
     share = None if requests is None else partial(leave_fork_server, requests)
-    return start_engine(settings, progress, place, share)
+    return start_engine(settings, progress, place, share, process.last_exit)
 
 
 def _fake_worker_config(settings: Settings) -> FakeWorkerConfig:

@@ -48,9 +48,10 @@ class StateCache:
     Slot 0 belongs to no request: rows that pad a batch may write to it, and tokens whose state is not kept.
     """
 
-    def __init__(self, spec: StateSpec, slots: int, device: torch.device) -> None:
+    def __init__(self, spec: StateSpec, slots: int, device: torch.device, shared: bool = False) -> None:
+        """`shared`: with processes that are forked from this one; on CPU."""
         if device.type == "cpu":  # mapped at the first write
-            self._memory = torch.frombuffer(map_region(slots * spec.bytes), dtype=torch.uint8).view(slots, -1)
+            self._memory = torch.frombuffer(map_region(slots * spec.bytes, shared), dtype=torch.uint8).view(slots, -1)
         else:
             self._memory = torch.zeros(slots, spec.bytes, dtype=torch.uint8, device=device)
         self.layers: list[dict[str, Tensor]] = []  # of each recurrent layer, tensors [slots, *shape]

@@ -566,14 +566,19 @@ def test_keys_without_quotes_and_nested_values() -> None:
         "properties": {"to": {"enum": ["N", "S"]}, "n": {"type": "integer", "minimum": 2}},
         "required": ["to"],
     }
-    parameters = {"properties": {"at": {"type": "array", "items": where, "minItems": 1}, "any": {}}, "required": ["at"]}
+    parameters = {
+        "properties": {"at": {"type": "array", "items": where, "minItems": 1, "maxItems": 2}, "any": {}},
+        "required": ["at"],
+    }
     harness = harness_of(byte_level(), template(FORMS["gemma4"]))
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     add = submit_valid_chat(harness, 1, chat(tools, tool_choice="required"))
     for body, value in (
         ('{at:[{to:<|"|>N<|"|>,n:3},{to:<|"|>S<|"|>}]}', {"at": [{"to": "N", "n": 3}, {"to": "S"}]}),
         ('{at:[{to:<|"|>N<|"|>}],any:{x:[1,<|"|>{"y"<|"|>]}}', {"at": [{"to": "N"}], "any": {"x": [1, '{"y"']}}),
-        ('{at:[{to:<|"|>E<|"|>}]}', None), ("{at:[]}", None), ('{at:[{to:<|"|>N<|"|>,n:1}]}', None), ("{any:1}", None),
+        ('{at:[{to:<|"|>E<|"|>}]}', None), ("{at:[]}", None),
+        ('{at:[{to:<|"|>S<|"|>},{to:<|"|>N<|"|>},{to:<|"|>N<|"|>}]}', None),
+        ('{at:[{to:<|"|>N<|"|>,n:1}]}', None), ("{any:1}", None),
     ):  # fmt: skip
         answer = f"<|tool_call>call:f{body}<tool_call|>"
         assert accepts(add, answer, byte_level()) == (value is not None), body

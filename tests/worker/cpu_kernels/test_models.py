@@ -46,7 +46,7 @@ def load(kind: str, dtype: str = "bfloat16", native: bool = False, path: Path | 
 
 
 def logprobs(model: Model) -> torch.Tensor:
-    """Logits after each of so many prompts that their mean error varies little, [prompts, vocab]."""
+    """Logits after each of enough prompts that their mean error varies little, [prompts, vocab]."""
     attention = build_attention(model.kv, 20 * COMPARED, model.device, state_slots=20 * COMPARED + 1)
     rows = [Row(ids, 0, list(range(20 * row, 20 * row + 20))) for row, ids in enumerate(prompts(COMPARED))]
     return model.forward(make_batch(rows, attention.page_size), attention).log_softmax(-1)

@@ -43,7 +43,7 @@ def without_program(model: DecoderModel) -> DecoderModel:
 
 
 def steps(page_size: int) -> list[ForwardBatch]:
-    """Steps: prompts of many lengths in chunks, decode rows next to chunks, and a row that draws several tokens."""
+    """Steps: prompts of many lengths in chunks, decode rows next to chunks, and a row that samples several tokens."""
     ids = torch.randint(3, 512, (400,), generator=torch.Generator().manual_seed(3)).tolist()
     a, b, c = list(range(10)), list(range(10, 14)), list(range(20, 30))
     prompt, chunk = (21, 35) if EMULATED else (90, 210)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from scripts.benchmarks.rank_processes import RankCall, Ranks, rank_group
 from tests.families import STRUCTURES, in_depth, with_variants
 from tests.models import model as make
+from tests.models import vision_model
 from tests.worker.batches import Row, make_batch
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant, our_kernels
 from tests.worker.driving import Drawn, drive, make_engine
@@ -20,6 +21,7 @@ from tests.worker.quantization.checkpoints import Gptq, write
 from tests.worker.test_decode_fast_path import CountingFastPath
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
+from tgi.worker.attention.interface import SeenImages
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.lora.registry import load_adapters
@@ -85,7 +87,7 @@ def check(
     ranks: Ranks, directory: Path, native: bool | str, dtype: str = "float32", quantize: str | None = None
 ) -> None:
     """Asserts that all ranks have the same bits, alone and in a batch, and agree with one rank; in bfloat16, which
-    rounds the parts of a sum, as far as that type goes."""
+    rounds the parts of a sum, within the precision of that type."""
     options = directory, native, dtype, quantize
     found = ranks.call(f"{__name__}.logits", *options)
     for other in found[1:]:
@@ -153,6 +155,27 @@ def test_four_ranks(native: bool, four: Ranks) -> None:
     check(four, make("llama"), native)
     check(four, make("qwen3_moe"), native)
     check(four, make("falcon_h1"), native)
+
+
+def seeing_images(call: RankCall | None, *options: Any) -> torch.Tensor:
+    """Logits of a prompt whose last tokens see two images, next to one that sees none."""
+    model = load(*options, call)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 500, (40,), generator=generator).tolist()
+    images = tuple(model.image_pairs(torch.randn(count, 64, generator=generator)) for count in (20, 33))
+    attention = build_attention(model.kv, 20, CPU)
+    rows = [Row(ids[:17], 0, [1, 2]), Row(ids, 0, [3, 4, 5])]
+    batch = make_batch(rows, attention.page_size)._replace(seen_images=[SeenImages(40, 57, images)])
+    with torch.inference_mode():
+        return model.forward(batch, attention)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_cross_attention_to_images(native: bool, two: Ranks) -> None:
+    options = vision_model("mllama"), native, "float32", None
+    found = two.call(f"{__name__}.seeing_images", *options)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], seeing_images(None, *options), rtol=0, atol=1e-4)
 
 
 def test_a_lesser_instruction_set(two: Ranks) -> None:

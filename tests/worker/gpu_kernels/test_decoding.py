@@ -116,7 +116,7 @@ def test_attention_of_a_layer_takes_two_launches() -> None:
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "lfm2", "qwen3_5_text"])
 def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str) -> None:
-    """Prompts of one chunk and of several, decode rows beside them, and decode steps that are recorded and padded. On
+    """Prompts of one chunk and of several, decode rows next to them, and decode steps that are recorded and padded. On
     torch's kernels no step is recorded."""
     found = []
     prompts, samplings = [[5, 9, 3], [7] * 20], [SamplingParams(0)] * 2

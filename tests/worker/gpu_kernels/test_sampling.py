@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.worker.gpu_kernels.count_operations import counted
-from tests.worker.test_sampling import bad_words, bias, draws
+from tests.worker.test_sampling import bad_words, bias, sampling_batch
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.gpu_kernels import sampling
 from tgi.worker.gpu_kernels.kernels import GpuKernels
@@ -48,7 +48,7 @@ def distinct_logits(rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def batch_of(samplings: Sequence[SamplingParams], position: int = 5) -> SamplingBatch:
-    return draws(samplings, [[3] * (position + row) for row in range(len(samplings))], [2] * len(samplings))
+    return sampling_batch(samplings, [[3] * (position + row) for row in range(len(samplings))], [2] * len(samplings))
 
 
 def compare(head: HeadLogits, batch: SamplingBatch, tolerance: float = 1e-5) -> SampledTokens:

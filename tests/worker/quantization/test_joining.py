@@ -62,9 +62,9 @@ def test_8_bit_floats_stay_quantized_only_among_themselves() -> None:
     assert found.floating
     expected = [part.dequantized(torch.float32) for part in (one, other)]
     assert torch.equal(found.dequantized(torch.float32), torch.cat(expected))
-    beside = stack_weights([one, integers], torch.float32)
-    assert isinstance(beside, torch.Tensor)
-    assert torch.equal(beside, torch.cat([expected[0], integers.dequantized(torch.float32)]))
+    joined = stack_weights([one, integers], torch.float32)
+    assert isinstance(joined, torch.Tensor)
+    assert torch.equal(joined, torch.cat([expected[0], integers.dequantized(torch.float32)]))
 
 
 def test_4_bit_floats_stay_so_among_their_kind_and_become_integers_among_others() -> None:

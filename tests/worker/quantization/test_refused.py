@@ -127,7 +127,11 @@ def scheme(**weights: Any) -> dict[str, Any]:
         (Compressed(), {"config_groups": {}}, "'some.layer.weight_packed' in .* nothing under config_groups"),
         (Compressed(), {"config_groups": [4]}, "config_groups is \\[4\\], but an object"),
         (Compressed(), {"config_groups": {"W4A16": ["Linear"]}}, "W4A16 is .* but an object"),
-        (Compressed(), {"config_groups": {"group_0": {"targets": "Linear"}}}, "targets of a scheme are 'Linear'"),
+        (
+            Compressed(),
+            {"config_groups": {"group_0": {"targets": "Linear"}}},
+            "targets is 'Linear', but a list",
+        ),
         (Compressed(), {"config_groups": {"group_0": {"targets": ["re:("]}}}, "no regular expression"),
         (Compressed(), {"config_groups": {"a": {"targets": ["re:" + 3000 * "("]}}}, "no regular expression"),
         (Compressed(), scheme(num_bits=3), "integers of 3 bits"),

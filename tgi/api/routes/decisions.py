@@ -134,7 +134,7 @@ def _probabilities(question: LabelledQuestion, finished: FinishedGeneration) -> 
 
 
 def _labels(count: int, field: str) -> str:
-    """So many labels of options. Raises ApiError: 422."""
+    """This number of labels of options. Raises ApiError: 422."""
     if count > len(LETTERS):
         raise errors.validation_error(f"a choice has at most {len(LETTERS)} options. Given: {count}", param=field)
     return LETTERS[:count]

@@ -88,7 +88,7 @@ class IsSleepingResource(Resource):
 
 
 def named_model(service: Service, name: str) -> tuple[Models, HostedModel]:
-    """One of several models by its own name. Raises ApiError: 404 if there is none."""
+    """One of several models by its own name. Raises ApiError: 404 if no model has it."""
     models = service.models
     assert models is not None
     if (hosted := models.all.get(name)) is None:
@@ -97,7 +97,7 @@ def named_model(service: Service, name: str) -> tuple[Models, HostedModel]:
 
 
 def chosen_models(service: Service, req: Request) -> list[HostedModel]:
-    """The model that the query names, or all. Raises ApiError: 404 if there is none of that name."""
+    """The model that the query names, or all. Raises ApiError: 404 if no model has that name."""
     assert service.models is not None
     if (name := req.get_param("model")) is not None:
         return [named_model(service, name)[1]]

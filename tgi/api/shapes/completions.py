@@ -34,10 +34,12 @@ class CompletionRequest(OpenAiRequest, kw_only=True):
     ] = None
     # OpenAI's fields that TGI ignores
     best_of: Annotated[
-        UInt32 | None, doc("Generate so many completions of each prompt and return the likeliest `n`.", example=2)
+        UInt32 | None,
+        doc("Generate this number of completions of each prompt and return the likeliest `n`.", example=2),
     ] = None
     logprobs: Annotated[
-        UInt32 | None, doc("Return the log probabilities of the tokens, and so many of the likeliest at each place.")
+        UInt32 | None,
+        doc("Return the log probabilities of the tokens, and this number of the likeliest at each position."),
     ] = None
     echo: Annotated[bool | None, doc("Whether the prompt comes back before the completion")] = None
 

@@ -14,7 +14,7 @@ TokenText = Annotated[str, doc(example="test")]
 Logprob = Annotated[Float32 | None, doc(example=-0.34)]
 Count = Annotated[UInt32, doc(example=1)]
 DrawnSeed = Annotated[
-    UInt64 | None, doc("The seed of the draws, given or not; null where nothing was drawn", example=42)
+    UInt64 | None, doc("The seed of the samples, given or not; null where nothing was sampled", example=42)
 ]
 
 

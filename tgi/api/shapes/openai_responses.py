@@ -86,7 +86,7 @@ class ToolCallMessage(ResponseBody):
 
     role: Annotated[str, doc(example="assistant")]
     tool_calls: list[ToolCall]
-    content: Annotated[str | None, doc("What it says beside")] = None
+    content: Annotated[str | None, doc("What it says besides")] = None
     reasoning_content: _Reasoning | None = None
 
 

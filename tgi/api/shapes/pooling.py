@@ -18,7 +18,7 @@ Direction = Annotated[
 Truncate = Annotated[bool | None, doc("Whether a text that is too long is truncated; else it is refused")]
 TruncatePromptTokens = Annotated[
     Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
-    doc("Truncate longer texts to so many tokens; -1: to as many as the model takes. Without it they are refused."),
+    doc("Truncate longer texts to this many tokens; -1: to as many as the model takes. Without it they are refused."),
 ]
 Model = Annotated[str | None, doc("Ignored: one model is served", example="all-MiniLM-L6-v2")]
 
@@ -45,7 +45,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     model: Model = None
     encoding_format: Annotated[Literal["float", "base64"] | None, doc("base64: the bytes of float32 numbers")] = None
     dimensions: Annotated[
-        UInt32 | None, doc("Keep so many numbers of each vector, and give it the length 1 again", example=256)
+        UInt32 | None, doc("Keep this number of values of each vector, and give it the length 1 again", example=256)
     ] = None
     user: Annotated[str | None, doc("Ignored")] = None
     truncate_prompt_tokens: TruncatePromptTokens = None
@@ -67,7 +67,7 @@ class EmbedRequest(Struct, kw_only=True):
     truncate: Truncate = None
     truncation_direction: Direction | None = None
     prompt_name: Annotated[str | None, doc("One of the model's prompts, which precedes each text")] = None
-    dimensions: Annotated[UInt32 | None, doc("Keep so many numbers of each vector")] = None
+    dimensions: Annotated[UInt32 | None, doc("Keep this number of values of each vector")] = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
@@ -88,7 +88,7 @@ class RerankRequest(Struct, kw_only=True):
     documents: list[str | RerankDocument] | None = None
     texts: list[str] | None = None
     model: Model = None
-    top_n: Annotated[UInt32 | None, doc("Return so many of the best documents; all if absent or 0")] = None
+    top_n: Annotated[UInt32 | None, doc("Return this number of the best documents; all if absent or 0")] = None
     return_documents: Annotated[bool | None, doc("Whether results have the documents' texts; true if absent")] = None
     return_text: Annotated[bool | None, doc("With `texts`: whether results have them")] = None
     raw_scores: Annotated[bool | None, doc("Whether scores are the model's logits")] = None

@@ -107,7 +107,9 @@ class MissingField(ValueError):
 def check_seed(seed: int | None) -> None:
     """Raises ShapeError for a seed above the range of uint64."""
     if seed is not None and seed >= 2**64:
-        raise ShapeError(f"invalid value: integer `{seed}`, expected u64", "seed")
+        digits = str(seed)
+        shown = digits if len(digits) < 40 else f"{digits[:20]}..."
+        raise ShapeError(f"invalid value: integer `{shown}`, expected u64", "seed")
 
 
 def stop_strings(stop: list[str] | str | None) -> list[str]:

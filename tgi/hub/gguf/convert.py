@@ -36,7 +36,12 @@ def convert(
         images = reader.read_gguf(mmproj)
         vision = projector.plan_vision(images, plan.config, source.metadata["tokenizer.ggml.tokens"])
         config = vision.config
-        plan = replace(plan, tensors=[replace(one, name=f"language_model.{one.name}") for one in plan.tensors])
+        named = [(one, *vision.text_prefixes) for one in plan.tensors]
+        tensors = [
+            replace(one, name=whole + one.name.removeprefix(part)) if one.name.startswith(part) else one
+            for one, whole, part in named
+        ]
+        plan = replace(plan, tensors=tensors)
     generation = tokenizer.generation_config(source)
     tokenizer_config = tokenizer.tokenizer_config(source, plan.config["max_position_embeddings"])
     described = tokenizer.tokenizer_description(source)

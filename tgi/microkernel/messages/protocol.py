@@ -132,8 +132,8 @@ class Hello(NamedTuple):
     """The first message in each direction of a connection: identifies the process.
 
     The same role and replica with a new `boot` id means that the process was restarted and has lost its state; its
-    upstream neighbour then resubmits the requests in flight. `model` is a fingerprint of what is served (config,
-    tokenizer, quantization, type of the KV cache), empty while unknown. Neighbours with different fingerprints reject
+    upstream neighbour then resubmits the requests in flight. `model` is a hash of what is served (config,
+    tokenizer, quantization, type of the KV cache), empty while unknown. Neighbours with different hashes reject
     each other.
     """
 
@@ -148,6 +148,7 @@ class Hello(NamedTuple):
     site: str = ""  # the id of its run directory: each has its own replica 0 of a role
     last_exit: LastExit | None = None  # None: the first process of its supervisor
     source: ModelSource | None = None  # tokenizers only, for front ends that have no model directory
+    keeps_pages: bool = False  # workers only: it shares the KV cache of the process of `last_exit`, which is as it was
 
 
 class LinkRejected(NamedTuple):
@@ -197,6 +198,7 @@ class DeploymentLimits(NamedTuple):
     device: str  # "cpu", "cuda"
     groups: list[KVGroup] = ONE_FULL_GROUP  # what the model's layers keep; each but a recurrent one has a page table
     undivided: str = ""  # what of a prompt with images one step computes as a whole, since its tokens see later ones
+    max_running_images: int = 1 << 16  # of the requests that hold slots; one that holds them alone may have more
 
     def pages_needed(self, tokens: int) -> int:
         """The pages that a request of this many tokens holds at most."""
@@ -290,7 +292,7 @@ class UpdateAdapter(NamedTuple):
 
     Forwarded hop by hop to the worker; answered by AdapterUpdated under the same rid. Idempotent: loading the same
     content under the same name does nothing, so the request may be repeated after a restart. Requests that run with an
-    unloaded adapter finish with it.
+    unloaded adapter finish with it. The worker applies it when it has begun all steps that were sent before.
 
     A tokenizer stamps each change, so that all schedulers come to the same state: of two changes of a name the later
     one holds. With rid 0 it tells a scheduler of a change that it may not know, which is not answered.
@@ -430,7 +432,7 @@ class RequestContext(NamedTuple):
     generation_id: int = 0
     attempt: int = 0
     deadline_ms: int = 0  # milliseconds that the client still waits when this is sent; 0: no limit
-    waited_ms: int = 0  # since the front end received it, as far as it is known: its place in the queue
+    waited_ms: int = 0  # since the front end received it, if known: its place in the queue
     traceparent: str = ""  # W3C trace context
 
     def after(self, elapsed_ms: int) -> "RequestContext":

@@ -104,7 +104,7 @@ class SamplingParams(NamedTuple):
     do_sample: Annotated[
         bool,
         Parameter(
-            "Draws at random at temperature 1 even if no other parameter asks for it. On /v1 requests sample unless "
+            "Samples at temperature 1 even if no other parameter asks for it. On /v1 requests sample unless "
             "`temperature` is 0.",
             "bool",
             native=RequestField(

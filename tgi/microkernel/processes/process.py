@@ -114,11 +114,10 @@ class Process:
 
     @property
     def name(self) -> str:
-        """See rundir.process_name."""
         return rundir.process_name(self.role, self.replica, self.rank)
 
     def hello(self, model: str = "") -> Hello:
-        """The Hello of this process. `model` is the fingerprint of its model directory, "" while unknown."""
+        """The Hello of this process. `model` is the content hash of its model directory, "" while unknown."""
         model = served_model_id(model, self.settings.quantize, self.settings.kv_cache_dtype)
         return Hello(
             protocol=PROTOCOL,
@@ -378,8 +377,8 @@ def _at_eof(fd: int) -> bool:
 
 
 def served_model_id(model: str, quantize: str | None, kv_cache_dtype: str | None = None) -> str:
-    """Hello.model of a model directory with this fingerprint: quantization at load and the type of the KV cache make it
-    a different model. "" if the fingerprint is unknown."""
+    """Hello.model of a model directory with this content hash: quantization at load and the type of the KV cache make
+    it a different model. "" if the hash is unknown."""
     variants = (QUANTIZED_AT_LOAD.get(quantize or ""), kv_cache_dtype)
     return " in ".join([model, *(name for name in variants if name is not None)]) if model else model
 
@@ -446,8 +445,8 @@ def work_register_path(run: Path, name: str) -> Path:
 
 
 def work_in_progress(run: Path, peer: PeerId) -> bytes | None:
-    """The fingerprints that a process has, or had, in progress; None if it is not known: the process is one of another
-    host, or its successor has taken the register."""
+    """What a process has, or had, in progress, as `WorkRegister.in_progress`; None if it is not known: the process is
+    one of another host, or its successor has taken the register."""
     path = work_register_path(run, f"{peer.role}-{peer.replica}")
     if not path.exists():
         return None

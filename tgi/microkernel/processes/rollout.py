@@ -295,7 +295,7 @@ def _scheduler_of(supervisor: Supervisor, spec: ProcessSpec) -> ProcessSpec | No
 
 def _replace(supervisor: Supervisor, spec: ProcessSpec, drained: ProcessSpec | None = None) -> Waiting:
     """Has a process hand over to a new one of the same name, and waits until that is ready. `drained`: a scheduler that
-    finishes its requests first, as far as graceful_termination_timeout allows, and is replaced, too."""
+    finishes its requests first, within graceful_termination_timeout, and is replaced, too."""
     replaced = []  # with the pids of those that end
     if drained is not None:
         pid = supervisor.replace(drained, drain=True)

@@ -52,7 +52,6 @@ class WatchedLink:
             yield self._received.popleft()
 
     def local_address(self, peers: Iterable[PeerId]) -> str:
-        """See Link.local_address."""
         return self._link.local_address(peers)
 
     def set_members(self, members: frozenset[PeerId]) -> bool:

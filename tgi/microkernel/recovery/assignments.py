@@ -11,12 +11,12 @@ a request ends two processes at most before it is known.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tgi.microkernel.admission.token_bucket import TokenBucket
 from tgi.microkernel.links.link import PeerId, ReplicaId
-from tgi.microkernel.messages.protocol import Beat, Hello, LastExit, RequestContext
-from tgi.microkernel.recovery.work_register import split_fingerprints
+from tgi.microkernel.messages.protocol import Beat, Hello, LastExit
+from tgi.microkernel.recovery.work_register import Named, names_of, split_in_progress
 
 # Requests that are submitted again: at once, and then per second. So those that take them can serve their own.
 RESUBMISSION_BURST, RESUBMISSIONS_PER_SECOND = 100, 250.0
@@ -26,16 +26,7 @@ EXIT_REPORT_SECONDS = 30.0
 MAX_REMEMBERED = 4096
 
 
-class Assignable(Protocol):
-    """A request. Hashable by identity."""
-
-    @property
-    def context(self) -> RequestContext:
-        """Its fingerprint is its name here; b"": it is never suspected."""
-        ...
-
-
-RequestT = TypeVar("RequestT", bound=Assignable)
+RequestT = TypeVar("RequestT", bound=Named)  # hashable by identity
 
 
 class Neighbour(Generic[RequestT]):
@@ -69,7 +60,7 @@ class Assignments(Generic[NeighbourT, RequestT]):
         work_in_progress: Callable[[PeerId], bytes | None],
     ) -> None:
         """`choose`: the connected neighbour for a request that is not bound to one; None: it has to wait.
-        `work_in_progress`: the fingerprints of what a process has, or had, in progress; None: not known."""
+        `work_in_progress`: what a process has, or had, in progress (`WorkRegister.in_progress`); None: not known."""
         self._choose = choose
         self.work_in_progress = work_in_progress
         self.waiting: dict[RequestT, None] = {}  # an ordered set
@@ -148,7 +139,7 @@ class Assignments(Generic[NeighbourT, RequestT]):
         if report is None or not lost or report.boot != lost:
             return None
         self.release(neighbour)
-        self._bind(neighbour, split_fingerprints(report.in_progress), now)
+        self._bind(neighbour, split_in_progress(report.in_progress), now)
         return report
 
     def lost(self, neighbour: NeighbourT, now: float, *, planned: bool) -> list[RequestT]:
@@ -168,9 +159,8 @@ class Assignments(Generic[NeighbourT, RequestT]):
         """The fingerprints of what may have stopped or ended the process of a neighbour."""
         assert neighbour.peer is not None
         if (in_progress := self.work_in_progress(neighbour.peer)) is not None:
-            return set(split_fingerprints(in_progress))
-        present = dict.fromkeys(one.context.fingerprint for one in neighbour.requests.values())
-        present.pop(b"", None)
+            return set(split_in_progress(in_progress))
+        present = names_of(neighbour.requests.values())
         suspects = present.keys() & self._lost_once.keys()
         self._lost_once |= present
         _forget_oldest(self._lost_once)

@@ -40,10 +40,11 @@ class Quarantine:
         self._version: tuple[int, int] | None = None  # of the file whose entries are known
         self._entries: dict[str, QuarantinedRequest] = {}
 
-    def entries(self) -> list[QuarantinedRequest]:
+    def entries(self) -> dict[str, QuarantinedRequest]:
+        """The requests that are refused now, by fingerprint in hexadecimal."""
         self._refresh()
         now = self._clock()
-        return [entry for entry in self._entries.values() if entry.until > now]
+        return {name: entry for name, entry in self._entries.items() if entry.until > now}
 
     def find(self, fingerprint: bytes) -> QuarantinedRequest | None:
         """The entry of a request that is refused now."""
@@ -65,11 +66,11 @@ class Quarantine:
             with self._path.with_suffix(".exclusive").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
                 kept = self.entries()
-                if any(other.fingerprint == entry.fingerprint for other in kept):
+                if entry.fingerprint in kept:
                     return False
-                kept.append(entry)
+                kept[entry.fingerprint] = entry
                 draft = self._path.with_suffix(f".{os.getpid()}")
-                draft.write_text(json.dumps([asdict(entry) for entry in kept[-MAX_ENTRIES:]]))
+                draft.write_text(json.dumps([asdict(entry) for entry in [*kept.values()][-MAX_ENTRIES:]]))
                 draft.replace(self._path)
         except OSError as error:
             log.error("cannot write %s, so other front ends accept this request: %s", self._path, error.strerror)

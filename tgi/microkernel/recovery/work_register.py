@@ -4,9 +4,9 @@ died.
 Requests are registered by their fingerprints as numbers (8 bytes), each with one store. A queued request is not in it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tgi.microkernel.host.mapped_file import map_file
 from tgi.microkernel.messages.protocol import RequestContext
@@ -15,6 +15,17 @@ FINGERPRINT_BYTES = 8
 # Words of the register, of 8 bytes each: the process's boot id, what its threads work on, whether it works on the
 # batch, and the batch.
 _BOOT, _UNITS, _BATCH_IN_HAND, _SLOTS, _WORDS = 0, 1, 15, 16, 4096
+
+
+class Named(Protocol):
+    """A request, or a message about one. The fingerprint of its context is its name in crash isolation, and b"" that of
+    one that is never suspected."""
+
+    @property
+    def context(self) -> RequestContext: ...
+
+
+NamedT = TypeVar("NamedT", bound=Named)
 
 
 class WorkRegister:
@@ -40,7 +51,7 @@ class WorkRegister:
     def begin_life(self, boot: bytes) -> None:
         """A new process takes the register: nothing is in progress."""
         self._words[:] = memoryview(bytes(FINGERPRINT_BYTES * _WORDS)).cast("Q")
-        self._words[_BOOT] = fingerprint_number(boot)
+        self._words[_BOOT] = int.from_bytes(boot, "little")
 
     @property
     def boot(self) -> bytes:
@@ -49,12 +60,12 @@ class WorkRegister:
 
     def working_on(self, request: RequestContext, thread: int = 0) -> "_EndOfWork":
         """`with register.working_on(request):` states that a thread works on this request."""
-        self.units[thread] = fingerprint_number(request.fingerprint)
+        self.units[thread] = register_number(request)
         return self._end[_UNITS + thread]
 
     def working_on_each(self) -> "_EndOfWork":
         """`with register.working_on_each():` around a loop of the process's own thread over many requests, which states
-        each by `units[0] = fingerprint_number(...)`."""
+        each by `units[0] = register_number(...)`."""
         return self._end[_UNITS]
 
     def working_on_batch(self) -> "_EndOfWork":
@@ -86,14 +97,31 @@ class _EndOfWork:
             self._words[self._word] = 0
 
 
-def split_fingerprints(column: bytes) -> list[bytes]:
+def split_in_progress(column: bytes) -> list[bytes]:
     """The fingerprints of a column as `in_progress` returns it."""
     return [column[at : at + FINGERPRINT_BYTES] for at in range(0, len(column), FINGERPRINT_BYTES)]
 
 
-def fingerprint_number(fingerprint: bytes) -> int:
-    """A fingerprint as the register holds it. 0, which states nothing, for any that has another length."""
-    return int.from_bytes(fingerprint, "little") if len(fingerprint) == FINGERPRINT_BYTES else 0
+def join_in_progress(fingerprints: Iterable[bytes]) -> bytes:
+    """The column of these fingerprints, without those of requests that no other process knows by them."""
+    return b"".join(one for one in fingerprints if len(one) == FINGERPRINT_BYTES)
+
+
+def names_of(requests: Iterable[Named]) -> dict[bytes, None]:
+    """The fingerprints of those requests that have one, in their order."""
+    found = dict.fromkeys(request.context.fingerprint for request in requests)
+    found.pop(b"", None)
+    return found
+
+
+def among(requests: Iterable[NamedT], fingerprints: Container[bytes]) -> list[NamedT]:
+    """Those of the requests that have one of these fingerprints."""
+    return [request for request in requests if request.context.fingerprint in fingerprints]
+
+
+def register_number(request: RequestContext) -> int:
+    """A request as the register holds it. 0, which names none, if its fingerprint has another length."""
+    return int.from_bytes(request.fingerprint, "little") if len(request.fingerprint) == FINGERPRINT_BYTES else 0
 
 
 def _fingerprint(number: int) -> bytes:

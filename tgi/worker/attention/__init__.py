@@ -7,6 +7,7 @@ cpu_kernels    CPU, with our own kernels
 packed         whole sequences without a cache, of models that end in a vector
 cuda           NVIDIA GPUs, with our own kernels
 encoder_decoder  a decoder's attention to itself and to an encoder's result, with torch's kernels
+cross_attention  of tokens to the states of images, with torch's kernels
 by_shape       layers with keys and values of several sizes, on any of the backends for torch's kernels
 sequence       of one sequence, where torch computes sequence by sequence
 """
@@ -22,19 +23,22 @@ from tgi.worker.attention.torch_cpu import TorchCpuAttention
 from tgi.worker.state_cache import StateCache
 
 
-def build_attention(kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0) -> AttentionBackend:
+def build_attention(
+    kv: KVCacheSpec, pages: int, device: torch.device, state_slots: int = 0, shared: bool = False
+) -> AttentionBackend:
     """The backend for a model on a device, with memory for `pages` pages, numbered from 0, and, if the model has
-    recurrent layers, for `state_slots` slots of their state."""
+    recurrent layers, for `state_slots` slots of their state. `shared`: processes that are forked from this one have the
+    same pages and states, if our CPU kernels compute."""
     if kv.position_bias is not None:
         return EncoderDecoderAttention(kv, pages, page_size(kv, device), device)
     if kv.cpu_kernels is not None and device.type == "cpu":
-        backend: AttentionBackend = CpuKernelAttention(kv, pages, kv.cpu_kernels)
+        backend: AttentionBackend = CpuKernelAttention(kv, pages, kv.cpu_kernels, shared)
     else:
         own = CudaAttention if device.type == "cuda" else TorchCpuAttention
         backends = [(own(spec, pages, device), layers) for spec, layers in kv.by_shape()]
         backend = AttentionByShape(backends) if len(backends) > 1 else backends[0][0]
     if kv.state is not None:
-        backend.state = StateCache(kv.state, state_slots, device)
+        backend.state = StateCache(kv.state, state_slots, device, shared)
     return backend
 
 

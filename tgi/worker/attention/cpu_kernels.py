@@ -1,6 +1,5 @@
 """Attention on CPU with our own kernels, which read the pages in place; see cpu_kernels/attention.cpp."""
 
-import math
 import mmap
 from typing import NamedTuple
 
@@ -29,16 +28,19 @@ class CpuKernelAttention:
     page_size = PAGE_SIZE
     state: StateCache | None = None  # set by build_attention
 
-    def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels) -> None:
+    def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels, shared: bool = False) -> None:
+        """`shared`: processes that are forked from this one have the same cache, not a copy."""
         self._kv = kv
         self._kernels = kernels
         self._pages = pages
         self.kv_form = kernels.kv_form(kv.cache_dtype)  # for a program
+        self._regions: list[mmap.mmap] = []
         self._cache: list[Tensor] = []  # of all caches
         self._places: list[tuple[int, Tensor]] = [(0, torch.empty(0))] * kv.layers  # of each layer, its group and cache
         for spec, layers in kv.by_shape():
             size = spec.token_bytes * PAGE_SIZE // (max(1, spec.caches) * spec.kv_heads)  # bytes of a page and head
-            caches = [_mapped((pages, spec.kv_heads, size)) for _ in range(spec.caches)]
+            self._regions += (regions := [_map_cache(pages * spec.kv_heads * size, shared) for _ in range(spec.caches)])
+            caches = [torch.frombuffer(one, dtype=torch.uint8).view(pages, spec.kv_heads, size) for one in regions]
             self._cache += caches
             for layer, (group, cache) in zip(layers, spec.places, strict=True):
                 self._places[layer] = group, caches[cache]
@@ -64,9 +66,15 @@ class CpuKernelAttention:
         begin = self._mapped[least]
         if begin >= min(used + further, self._pages) * sizes[least]:
             return False
-        self._cache[least].view(-1)[begin : begin + LARGE_PAGE : SMALL_PAGE] = 0
+        # A write that changes nothing: pages that a predecessor has computed may be there (`shared`).
+        self._cache[least].view(-1)[begin : begin + LARGE_PAGE : SMALL_PAGE] |= 0
         self._mapped[least] += LARGE_PAGE
         return True
+
+    def discard_pages(self) -> None:
+        for region in self._regions:
+            region.madvise(mmap.MADV_REMOVE)  # of shared memory; only Linux has fork servers, which share it
+        self._mapped = [0] * len(self._cache)
 
     def plan(self, batch: ForwardBatch) -> CpuKernelPlan:
         columns: tuple[Tensor, ...] = (batch.slot_mapping, batch.cu_query_lens, batch.context_lens, batch.page_table)
@@ -98,9 +106,9 @@ class CpuKernelAttention:
         )
 
 
-def _mapped(shape: tuple[int, ...]) -> Tensor:
-    """A cache: zeros of these bytes, whose memory is mapped at the first write. Core dumps leave it out."""
-    region = map_region(math.prod(shape))
+def _map_cache(size: int, shared: bool) -> mmap.mmap:
+    """The memory of a cache: zeros, which are mapped at the first write. Core dumps leave it out."""
+    region = map_region(size, shared)
     if hasattr(mmap, "MADV_DONTDUMP"):
         region.madvise(mmap.MADV_DONTDUMP)
-    return torch.frombuffer(region, dtype=torch.uint8).view(shape)
+    return region

@@ -55,11 +55,9 @@ class EncoderDecoderAttention:
 
     @property
     def page_memory(self) -> list[Tensor]:
-        """See StorableBackend."""
         return [cache.view(2, self._pages, -1).transpose(0, 1) for cache in self._caches]
 
     def plan(self, batch: ForwardBatch) -> EncoderDecoderPlan:
-        """See AttentionBackend."""
         assert batch.encoder is not None
         device, begin = batch.tokens.device, 0
         encoder: list[int] = []

@@ -52,6 +52,14 @@ class EncoderRows(NamedTuple):
     hidden: Tensor | None
 
 
+class SeenImages(NamedTuple):
+    """Tokens of a step that see the same images, in a model that attends to them by cross-attention."""
+
+    first: int  # of the tokens, an index into T
+    stop: int
+    pairs: tuple[tuple[Tensor, ...], ...]  # of each image, for each such layer: [2, kv_heads, n, head_dim]
+
+
 class ForwardBatch(NamedTuple):
     """Input of one forward pass: R rows (sequences) with T tokens in all, and D tokens whose logits are wanted.
 
@@ -84,12 +92,13 @@ class ForwardBatch(NamedTuple):
     rope_positions: Tensor | None = None
     blocks: ImageBlocks | None = None  # None: all tokens see what is before them alone
     encoder: EncoderRows | None = None  # of an encoder-decoder model
+    seen_images: Sequence[SeenImages] = ()  # distinct tokens; the others see no image
 
 
 class Reach(NamedTuple):
     """Which earlier positions the queries of a layer see."""
 
-    window: int | None = None  # the last so many, the query's own included; None: all
+    window: int | None = None  # the number of the last positions, the query's own included; None: all
     chunked: bool = False  # those of the query's own chunk of `window` positions instead
 
     def first_seen(self, query: int) -> int:
@@ -288,8 +297,11 @@ class PrefaultingBackend(AttentionBackend, Protocol):
     def prefault_pages(self, used: int, further: int) -> bool:
         """Touches a part of the memory of the `further` pages after the first `used` ones.
 
-        No request has written to pages from `used` on. Returns False once all of that memory is mapped.
+        What the pages hold stays. Returns False once all of that memory is mapped.
         """
+
+    def discard_pages(self) -> None:
+        """Gives the memory of all pages back to the operating system; they hold zeros."""
 
 
 @runtime_checkable

@@ -47,10 +47,11 @@ class ScratchBuffer:
         return torch.frombuffer(self._region, dtype=torch.uint8)[:size]
 
 
-def map_region(size: int) -> mmap.mmap:
-    """Maps `size` bytes of zeros. Physical memory is used from the first write to a page."""
-    # Private: Python's default is a shared mapping, which gets huge pages only where the system is configured so.
-    found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def map_region(size: int, shared: bool = False) -> mmap.mmap:
+    """Maps `size` bytes of zeros. Physical memory is used from the first write to a page. `shared`: with the processes
+    that are forked from this one. Such memory has huge pages only where the system is configured so."""
+    sharing = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+    found = mmap.mmap(-1, size, flags=sharing | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without transparent huge pages
             found.madvise(mmap.MADV_HUGEPAGE)

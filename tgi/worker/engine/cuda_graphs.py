@@ -141,8 +141,8 @@ class CapturedGraph(NamedTuple):
 
 
 def chunk_tokens(numbers: int, asked: tuple[int, ...] = ()) -> int:
-    """The tokens of prompt chunks in a captured step at most, for a model of so many parameters. 0 if the settings name
-    the sizes of decode steps: then these alone are captured."""
+    """The tokens of prompt chunks in a captured step at most, for a model with this number of parameters. 0 if the
+    settings name the sizes of decode steps: then these alone are captured."""
     return 0 if asked else min(MOST_CHUNK_TOKENS, max(256, int(LAUNCHED_OPERATIONS / (2 * max(1, numbers)))))
 
 

@@ -63,7 +63,7 @@ class HostGroup:
     """The further ranks of a worker, on any hosts, as its first rank sees them."""
 
     def __init__(self, process: Process, ranks: int, model: str) -> None:
-        """`model`: the fingerprint of the model. Raises UserError if the address cannot be used."""
+        """`model`: the content hash of the model. Raises UserError if the address cannot be used."""
         address = process.settings.group or ""
         self._process = process
         self._ranks = ranks
@@ -130,7 +130,7 @@ class HostGroup:
             self._hellos.pop(peer, None)
             self._joined = {rank: joined for rank, joined in self._joined.items() if joined[0] != peer}
         elif isinstance(message, JoinGroup) and peer in self._hellos:
-            if error := self._refusal(message):
+            if error := self._rejection(message):
                 log.error("rank %d cannot join: %s", message.rank, error)
                 self._link.send(GroupFormed(0, 0, 0, error), peer)
                 return
@@ -138,7 +138,7 @@ class HostGroup:
                 log.warning("%s takes the place of another process with --rank %d", peer, message.rank)
             self._joined[message.rank] = peer, message
 
-    def _refusal(self, join: JoinGroup) -> str:
+    def _rejection(self, join: JoinGroup) -> str:
         """Why a process cannot be a rank of this group, or ""."""
         if join.ranks != self._ranks or not 0 < join.rank < self._ranks:
             return (
@@ -250,7 +250,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     shared["lora_adapters"] = [(name, adapter_digest(Path(path)).hex()) for name, path in settings.adapters]
     draft = settings.draft_model_dir
     shared["draft_model_id"] = (
-        None if draft is None else read_model_config(draft, weights=settings.needs_weights).fingerprint
+        None if draft is None else read_model_config(draft, weights=settings.needs_weights).content_hash
     )
     decoded: dict[str, Any] = json.loads(json.dumps(shared))  # lists for tuples, as the other side reads them
     return decoded

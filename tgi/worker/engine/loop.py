@@ -43,7 +43,7 @@ class WorkerLoop:
         self._process = process
         self._link = link
         self._status = Status(False, True, "starting", 0)
-        self._queued: deque[Step | TransferPages] = deque()
+        self._queued: deque[Step | TransferPages | UpdateAdapter] = deque()
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._oldest: Step | None = None  # of the steps in flight
         self._step_began_at = 0.0  # when it became the oldest, by time.monotonic
@@ -102,9 +102,10 @@ class WorkerLoop:
         """One iteration of the loop: receives messages, launches a step, and sends the results that are ready. Raises
         Poisoned."""
         received = self._receive(engine, updates)
+        self._begin_others(updates)
         self._apply_adapter_updates(engine, updates)
         if self._page_files is not None:
-            self._transfer_pages(self._page_files)
+            self._answer_transfers(self._page_files)
         self._launch_next(engine)
         self._collect_done(engine)
         if received:
@@ -163,19 +164,24 @@ class WorkerLoop:
                     self._finish_steps(engine)  # the slots stay: their pages are reported to the next scheduler
                     updates.discard_all()
                     self._scheduler = None
-            elif isinstance(message, Step) or (isinstance(message, TransferPages) and self._page_files is not None):
+            elif isinstance(message, Step | UpdateAdapter) or (
+                isinstance(message, TransferPages) and self._page_files is not None
+            ):
                 self._queued.append(message)
-            elif isinstance(message, UpdateAdapter):
-                updates.submit_update(peer, message)
             else:
                 log.warning("dropped an unexpected %s from %s", type(message).__name__, peer)
         return received
 
-    def _transfer_pages(self, page_files: "PageFiles") -> None:
-        """Begins the transfers before which all steps are launched, and answers those that are done."""
-        while self._queued and isinstance(message := self._queued[0], TransferPages):
+    def _begin_others(self, updates: AdapterUpdates) -> None:
+        """Begins the transfers and the adapter updates before which all steps are launched."""
+        while self._queued and not isinstance(message := self._queued[0], Step):
             self._queued.popleft()
-            page_files.submit(message, self._process.wake_loop)
+            if isinstance(message, UpdateAdapter):
+                updates.submit_update(message)
+            elif self._page_files is not None:
+                self._page_files.submit(message, self._process.wake_loop)
+
+    def _answer_transfers(self, page_files: "PageFiles") -> None:
         answers = page_files.take_answers()
         if self._scheduler is not None and answers:
             for answer in answers:
@@ -184,12 +190,12 @@ class WorkerLoop:
 
     def _apply_adapter_updates(self, engine: Engine, updates: AdapterUpdates) -> None:
         """Applies the adapter updates that are ready, and sends their answers."""
-        for peer, answer, changed in updates.apply_ready():
+        for answer, changed in updates.apply_ready():
             if changed:
                 self._status = self._status._replace(adapters=engine.adapters.loaded_adapters)
                 self._link.broadcast(self._status)
-            if peer == self._scheduler:
-                self._link.send(peer, answer)
+            if self._scheduler is not None:
+                self._link.send(self._scheduler, answer)
             self._link.flush()
 
     def _finish_steps(self, engine: Engine) -> None:
@@ -206,13 +212,13 @@ class WorkerLoop:
     def _launch_next(self, engine: Engine) -> None:
         if not self._queued or len(self._in_flight) >= PIPELINE_DEPTH:
             return
-        if isinstance(step := self._queued[0], TransferPages):
+        if not isinstance(step := self._queued[0], Step):
             return  # the step before it was launched in this iteration
         self._queued.popleft()
         if step.epoch < self._epoch:
             return
         if step.epoch > self._epoch:
-            later = [one for one in self._queued if isinstance(one, TransferPages) or one.epoch >= step.epoch]
+            later = [one for one in self._queued if not isinstance(one, Step) or one.epoch >= step.epoch]
             self._finish_steps(engine)
             engine.reset()
             self._queued.extend(later)

@@ -32,6 +32,9 @@ MAX_CPU_CACHE_BYTES = 4 << 30
 SNAPSHOT_INTERVAL = 1024
 # Of images that the vision tower has computed, kept until others need the memory.
 FEATURE_BYTES = 256 << 20
+# Where layers attend to images: images of running requests, which are kept as long as these run. Requests with more run
+# one at a time.
+RUNNING_IMAGES = {"cpu": 4, "cuda": 16}
 # There is a snapshot for this number of positions that the pages hold, since most prompts are shorter than an interval.
 # But the pages take at least this multiple of the memory of the snapshots.
 POSITIONS_PER_SNAPSHOT = 256
@@ -85,6 +88,12 @@ class CacheRequirements(NamedTuple):
         each = self._pages_per_snapshot
         left = memory - self.state_bytes_in_all(rows, 0, drafts)
         return left * each // (self.page_bytes * each + self.state_bytes)
+
+
+def feature_bytes(image_bytes: int, device: str) -> int:
+    """Bytes for what the vision tower computes. `image_bytes`: of the largest image, if layers attend to images, else
+    0."""
+    return max(FEATURE_BYTES, RUNNING_IMAGES[device] * image_bytes)
 
 
 class PreviousCache(NamedTuple):

@@ -40,7 +40,7 @@ class Steps(Protocol):
     """What a further rank receives from the first one."""
 
     def receive(self) -> Iterable[tuple[PeerId, Any]]:
-        """See Link."""
+        """As Link.receive: what has arrived, with its sender."""
 
 
 def ranks_socket(replica: int) -> str:

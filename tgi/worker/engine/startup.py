@@ -25,12 +25,12 @@ from tgi.microkernel.host.heap import release_freed_memory
 from tgi.microkernel.host.rundir import media_directory
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups, recurrent_group
-from tgi.microkernel.messages.protocol import DeploymentLimits, SlotAssignment, Step, encode
+from tgi.microkernel.messages.protocol import DeploymentLimits, LastExit, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
 from tgi.microkernel.settings.table import MTP, Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
-from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
+from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, KVCacheSpec, PrefaultingBackend
 from tgi.worker.cpu_kernels.build import KernelsUnavailable, packed_weights_directory
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
@@ -49,6 +49,7 @@ from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set, numa_nodes, threads_from_environment, usable_cores
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.config_reader import read_config
+from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, build_mtp, read_model_spec
@@ -87,7 +88,6 @@ class LoadedModels(NamedTuple):
     kernels: str = ""  # which kernels compute, for the start summary
     cpu_kernels: CpuKernels | None = None
     communicator: Communicator | None = None  # of the served model's ranks; the draft model is whole on each of them
-    mapped_bytes: int = 0  # of weights in the file cache, which the system counts as available
 
     def all(self) -> list[Model | MtpModel]:
         """The models that are loaded."""
@@ -98,23 +98,50 @@ class LoadedModels(NamedTuple):
         return model.kv._replace(stored_dtype=self.kv_cache_dtype, groups=groups)
 
 
-class SharedModels(NamedTuple):
-    """Models in memory that a worker shares with those that replace it."""
+class Caches(NamedTuple):
+    """The KV caches of the served model and the draft model, as the backends that compute with them."""
+
+    served: AttentionBackend
+    draft: AttentionBackend | None
+
+    def discard_pages(self) -> None:
+        """Gives the memory of all pages back to the system."""
+        for one in self:
+            if isinstance(one, PrefaultingBackend):
+                one.discard_pages()
+
+
+class EngineState(NamedTuple):
+    """What an engine is made of. A worker shares it with those that replace it, which see the same pages."""
 
     models: LoadedModels
-    files: list[list[list[Any]]]  # `_files` at that time
+    images: PromptParts | None
+    limits: DeploymentLimits
+    caches: Caches
+    graphs: GraphSizes
+    files: list[list[list[Any]]]  # `_files` when the models were loaded
+    inherited: bool = False
 
 
 # In processes that are forked from a worker after it has loaded its models.
-_shared: SharedModels | None = None
+_shared: EngineState | None = None
+
+
+def keeps_pages(last_exit: LastExit | None) -> bool:
+    """Whether this process has the pages that its predecessor, which ended like this, had computed."""
+    return _shared is not None and last_exit is not None and last_exit.outside
 
 
 def start_engine(
-    settings: Settings, progress: Progress, place: RankPlace | None = None, share: Callable[[], None] | None = None
+    settings: Settings,
+    progress: Progress,
+    place: RankPlace | None = None,
+    share: Callable[[], None] | None = None,
+    last_exit: LastExit | None = None,
 ) -> TorchEngine:
     """Returns the engine, ready to serve; that of one rank, if it has a `place` among several. `share` forks from this
-    process what forks its successors, which start with the models that are loaded then. Raises UserError where model,
-    device or memory do not allow it."""
+    process what forks its successors, which start with the models that are loaded then, and the pages that are computed
+    since, unless `last_exit` tells of a crash. Raises UserError where model, device or memory do not allow it."""
     device = choose_device(settings.device)
     if place is not None and device != "cpu":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # fewer if each rank sees its own only
@@ -133,49 +160,25 @@ def start_engine(
             )
     files = _packed_weight_files(settings)
     if _shared is not None:
-        models = _inherit(_shared, settings)
+        state = _inherit(_shared, settings, keeps_pages(last_exit))
     else:
-        models = _load_models(settings, device, progress, place, files)
-        models = models._replace(mapped_bytes=0 if files is None else files.mapped_bytes)
-    _require_draft_pages(models)
-    if share is not None and _shared is None and models.cpu_kernels is not None:
-        _share(models, settings, share)
-    images = _load_prompt_parts(settings, models, progress, place)
-    progress("sizing the KV cache", 96)
-    # A captured step has no hidden states for an MTP layer.
-    graphs = GraphSizes() if isinstance(models.draft, MtpModel) else _graph_sizes(settings, models.served)
-    required = _cache_requirements(models)
-    previous, step_bytes = _read_previous_cache(settings.run_dir)
-    if models.served.device.type == "cpu":
-        step_bytes = 0
-    elif step_bytes is None or models.communicator is not None:  # ranks measure together
-        step_bytes = _measure_step(settings, models, graphs, progress, images)
-    taken = step_bytes + (memory.FEATURE_BYTES if images else 0)
-    available = _cache_memory(settings, models.served.device, taken, models.mapped_bytes)
-    if models.communicator is not None:
-        sharing = place.local_ranks if place is not None and device == "cpu" else 1
-        required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
-    limits = memory.choose_limits(settings, required, available, previous)
-    if images is not None:
-        limits = limits._replace(undivided=images.undivided)
-        if images.encodes_prompt:  # in one step
-            longest = min(limits.max_input_tokens, limits.max_batch_prefill_tokens)
-            limits = limits._replace(max_input_tokens=longest)
+        state = _load_state(settings, device, progress, place, share is not None, files)
+        if share is not None and state.models.cpu_kernels is not None:
+            _share(state, share)
+    models, limits, images = state.models, state.limits, state.images
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
-    engine = _build_engine(models, limits, graphs, load_token_table, watermark, images)
-    progress("warming up", 98)
-    rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
-    longest = WARMUP_PROMPT_TOKENS if models.cpu_kernels is None else 2  # our library has nothing to load by size
-    tokens = min(longest, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
-    warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
-    if graphs.rows:
+    engine = _build_engine(models, limits, state.graphs, state.caches, load_token_table, watermark, images)
+    if not state.inherited:  # its steps would write to pages, and all modules are loaded
+        progress("warming up", 98)
+        rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
+        longest = WARMUP_PROMPT_TOKENS if models.cpu_kernels is None else 2  # our library has nothing to load by size
+        tokens = min(longest, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
+        warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
+    if state.graphs.rows:
         progress("capturing CUDA graphs", 98)
         engine.capture_decode_graphs(1)  # the largest; the others when a step needs them
-    if place is None or place.rank == 0:
-        chosen = limits.pages, limits.max_batch_size, step_bytes
-        _write_choice(settings.run_dir / PAGES_FILE, *(str(number) for number in chosen))
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
@@ -200,23 +203,66 @@ def _packed_weight_files(settings: Settings) -> PackedWeightFiles | None:
         return None
 
 
-def _share(models: LoadedModels, settings: Settings, share: Callable[[], None]) -> None:
+def _load_state(
+    settings: Settings,
+    device: str,
+    progress: Progress,
+    place: RankPlace | None,
+    shared: bool,
+    files: PackedWeightFiles | None,
+) -> EngineState:
+    """Loads the models, and makes KV caches of the size for which there is memory. `shared`: so that processes that are
+    forked from this one see the same pages, if our CPU kernels compute. Raises UserError as `start_engine`."""
+    models = _load_models(settings, device, progress, place, files)
+    _require_draft_pages(models)
+    images = _load_prompt_parts(settings, models, progress, place)
+    progress("sizing the KV cache", 96)
+    # A captured step has no hidden states for an MTP layer.
+    graphs = GraphSizes() if isinstance(models.draft, MtpModel) else _graph_sizes(settings, models.served)
+    required = _cache_requirements(models)
+    previous, step_bytes = _read_previous_cache(settings.run_dir)
+    if models.served.device.type == "cpu":
+        step_bytes = 0
+    elif step_bytes is None or models.communicator is not None:  # ranks measure together
+        step_bytes = _measure_step(settings, models, graphs, progress, images)
+    taken, mapped = step_bytes + _feature_bytes(models.served, images), 0 if files is None else files.mapped_bytes
+    available = _cache_memory(settings, models.served.device, taken, mapped)
+    if models.communicator is not None:
+        sharing = place.local_ranks if place is not None and device == "cpu" else 1
+        required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
+    limits = memory.choose_limits(settings, required, available, previous)
+    if images is not None:
+        limits = limits._replace(undivided=images.undivided)
+        if _image_bytes(models.served):
+            limits = limits._replace(max_running_images=memory.RUNNING_IMAGES[limits.device])
+        if images.encodes_prompt:  # in one step
+            longest = min(limits.max_input_tokens, limits.max_batch_prefill_tokens)
+            limits = limits._replace(max_input_tokens=longest)
+    if place is None or place.rank == 0:
+        chosen = limits.pages, limits.max_batch_size, step_bytes
+        _write_choice(settings.run_dir / PAGES_FILE, *(str(number) for number in chosen))
+    return EngineState(models, images, limits, _build_caches(models, limits, shared), graphs, _files(settings))
+
+
+def _share(state: EngineState, share: Callable[[], None]) -> None:
     global _shared
-    _shared = SharedModels(models, _files(settings))
+    _shared = state._replace(inherited=True)
     gc.collect()
     release_freed_memory()  # which would be kept twice from now on
     share()
 
 
-def _inherit(shared: SharedModels, settings: Settings) -> LoadedModels:
-    """The models that a predecessor of this process has loaded. Exits if their files are others by now: then the next
-    worker loads them."""
+def _inherit(shared: EngineState, settings: Settings, keep_pages: bool) -> EngineState:
+    """What a predecessor of this process has loaded, with empty KV caches if not `keep_pages`. Exits if the files of
+    the models are others by now: then the next worker loads them."""
     if shared.files != _files(settings):
         log.warning("the files of the model have changed since they were loaded: the next worker loads them again")
         sys.exit(1)
     assert shared.models.cpu_kernels is not None
     shared.models.cpu_kernels.restart_threads(threads_from_environment() or usable_cores())
-    return shared.models
+    if not keep_pages:
+        shared.caches.discard_pages()
+    return shared
 
 
 def _files(settings: Settings) -> list[list[list[Any]]]:
@@ -277,7 +323,18 @@ def _load_prompt_parts(
         raise UserError(f"The images of {settings.model_dir} cannot be served: {fault}. {TEXT_ALONE}")
     served = models.served
     tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress)
-    return PromptImages(tower, media_directory(settings.run_dir), memory.FEATURE_BYTES)
+    kept = memory.feature_bytes(_image_bytes(served), served.device.type)
+    make_pairs = served.image_pairs if family.crosses and isinstance(served, DecoderModel) else None
+    return PromptImages(tower, media_directory(settings.run_dir), kept, make_pairs)
+
+
+def _image_bytes(served: Model) -> int:
+    """Bytes of the largest image, if layers of the model attend to images; else 0."""
+    return served.image_bytes if isinstance(served, DecoderModel) else 0
+
+
+def _feature_bytes(served: Model, images: PromptParts | None) -> int:
+    return 0 if images is None else memory.feature_bytes(_image_bytes(served), served.device.type)
 
 
 def _image_obstacle(settings: Settings, family: VisionFamily, place: RankPlace | None) -> str:
@@ -449,23 +506,28 @@ def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
     return found
 
 
+def _build_caches(models: LoadedModels, limits: DeploymentLimits, shared: bool = False) -> Caches:
+    """KV caches of `limits.pages` pages. `shared`: with processes that are forked from this one."""
+    served, draft = models.served, models.draft
+    spec = models.cache_spec(served, paged_groups(limits.groups))
+    return Caches(
+        build_attention(spec, limits.pages, served.device, limits.state_slots, shared),
+        None if draft is None else build_attention(models.cache_spec(draft), limits.pages, draft.device, shared=shared),
+    )
+
+
 def _build_engine(
     models: LoadedModels,
     limits: DeploymentLimits,
     graphs: GraphSizes,
+    caches: Caches,
     load_token_table: Callable[[], LLTokenizer] | None = None,
     watermark: Watermark | None = None,
     images: PromptParts | None = None,
 ) -> TorchEngine:
-    """The engine with KV caches of `limits.pages` pages, which can capture these graphs."""
-    served, draft = models.served, models.draft
-    groups = paged_groups(limits.groups)
-    attention = build_attention(models.cache_spec(served, groups), limits.pages, served.device, limits.state_slots)
-    draft_model = (
-        None
-        if draft is None
-        else DraftModel(draft, build_attention(models.cache_spec(draft), limits.pages, draft.device))
-    )
+    """The engine with these KV caches, which can capture these graphs."""
+    served, draft, attention = models.served, models.draft, caches.served
+    draft_model = None if draft is None or caches.draft is None else DraftModel(draft, caches.draft)
     graph_capture = None
     if graphs.rows and isinstance(attention, CapturableBackend):
         graph_capture = GraphCaptureConfig(CudaGraphCapturer(), attention, list(graphs.rows), graphs.chunk_tokens)
@@ -583,7 +645,8 @@ def _write_choice(path: Path, *words: str) -> None:
 def _cache_memory(
     settings: Settings, device: torch.device, step_bytes: int, mapped_bytes: int = 0
 ) -> memory.CacheMemory:
-    """The memory for the KV cache."""
+    """The memory for the KV cache. `mapped_bytes`: of weights in the file cache, which the system counts as
+    available."""
     if device.type != "cuda":
         return memory.cache_memory_on_host(max(0, available_memory() - mapped_bytes) // settings.replicas)
     free, total = torch.cuda.mem_get_info(device)
@@ -617,7 +680,7 @@ def _measure_step(
     )
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        engine = _build_engine(models, limits, graphs, images=images)
+        engine = _build_engine(models, limits, graphs, _build_caches(models, limits), images=images)
         before = torch.cuda.memory_allocated(device)
         warm_up(engine, limits, rows, tokens, drafts, models.draft is not None, full=True)
         progress("compiling kernels", 97)

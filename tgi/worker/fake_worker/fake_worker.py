@@ -173,6 +173,21 @@ class FakeWorker:
         self._states: dict[int, int] = {}
         self.reset()
 
+    def share_memory(self, previous: "FakeWorker") -> None:
+        """Takes over the pages and states of another worker."""
+        self._pages, self._states = previous._pages, previous._states
+
+    def lose_rows(self, step: Step) -> None:
+        """What the rows of a step write to pages and states is void: it has failed, or was interrupted."""
+        size = self.config.page_size
+        for slot in (*unpack_int32(step.rows), *unpack_int32(step.state_copies)[1::2]):
+            self._states[slot] = -1  # no chain
+        for slot, start in zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=True):
+            for table in self._slots[slot].page_tables:
+                for number, page in enumerate(table[start // size :], start // size):
+                    if page != NO_PAGE:
+                        del self._pages[page][1 + max(0, start - number * size) :]
+
     def reset(self) -> None:
         """Removes all requests: a new scheduler. The content of the pages stays."""
         self.epoch = 0
@@ -182,7 +197,7 @@ class FakeWorker:
         self._holders: list[set[int]] = [set() for _ in range(self.config.pages)]
 
     def held_pages(self) -> list[HeldPages]:
-        """The full pages of each slot that still hold its tokens, in each group as far as they are needed."""
+        """The full pages of each slot that still hold its tokens, in each group those that are needed."""
         held = []
         size = self.config.page_size
         for request in self._slots.values():

@@ -526,19 +526,19 @@ def self_test(device: torch.device) -> None:
         temperature = torch.tensor([1.0, 0.7, 1.5, 1.0, 1.0, 1.0, 0.5, 1.0])
         top_k, top_p = torch.tensor([0, 0, 0, 1, 50, 0, 300, 0]), torch.tensor([1, 1, 1, 1, 1, 0.9, 0.6, 0.95])
         min_p = torch.tensor([0, 0, 0, 0, 0, 0, 0.01, 0.02])
-        draws = torch.tensor([False, *[True] * 7])
+        is_random = torch.tensor([False, *[True] * 7])
         floats = [column.float().view(torch.int32) for column in (temperature, top_p, min_p.log())]
-        columns = torch.stack([floats[0], top_k.int(), *floats[1:], *keys.unbind(1), draws.int()]).to(device)
+        columns = torch.stack([floats[0], top_k.int(), *floats[1:], *keys.unbind(1), is_random.int()]).to(device)
         for limited, rows in ((False, slice(0, 3)), (True, slice(0, 8))):
             ids, logprobs = sample(logits[rows], columns[:, rows].contiguous(), limited)
-            expected = _reference(logits[rows].cpu().float(), temperature, top_k, top_p, min_p, keys, draws)
+            expected = _reference(logits[rows].cpu().float(), temperature, top_k, top_p, min_p, keys, is_random)
             if ids.tolist() != expected[0].tolist():
                 raise SelfTestFailed(f"sampled tokens are {ids.tolist()}, where {expected[0].tolist()} are expected")
             check_close("logprobs of sampled tokens", logprobs.cpu(), expected[1], 1e-4)
 
 
 def _reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor, draws: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor, is_random: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The reference: row by row in float64, on CPU, except for the noise."""
     noise = Noise(logits.shape[1], torch.device("cpu"))
@@ -551,6 +551,6 @@ def _reference(
         s = s.where(s >= s[order[last]], -torch.inf) if top_p[row] < 1 else s
         s = s.where(s >= s.max() + min_p[row].log(), -torch.inf)
         perturbed = s - noise.exponentials(keys[row : row + 1])[0].double().log()
-        ids.append(int((perturbed if draws[row] else s).argmax()))
+        ids.append(int((perturbed if is_random[row] else s).argmax()))
         logprobs.append(float(s.log_softmax(-1)[ids[-1]]))
     return torch.tensor(ids), torch.tensor(logprobs)

@@ -101,7 +101,7 @@ def adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
     for number, layer in enumerate(config.layers):
         for projection in PROJECTIONS:
             inner = projection in ("gate", "up", "down")
-            if projection not in projection_shapes(config) or (inner and layer.routed):
+            if projection not in projection_shapes(config) or (layer.routed if inner else layer.sees_images):
                 continue
             name = f"model.layers.{number}.{getattr(config.names, projection)}"
             _, others = found.get(name, (number, ()))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
 from tgi.worker.lora.config import CONFIG_FILE, weights_path
 
@@ -106,39 +105,32 @@ class AdapterRegistry:
             raise UserError(f"{MAX_ADAPTERS} adapters are loaded, which is the most there can be. Unload one first.")
 
 
-class AdapterReply(NamedTuple):
-    """An answer to an UpdateAdapter message."""
-
-    peer: PeerId
-    answer: AdapterUpdated
-    changed: bool  # the registry has changed
-
-
 class AdapterUpdates:
     """The updates of one registry, applied one after another. Calls `wake` when an update is ready to apply."""
 
     def __init__(self, registry: AdapterRegistry, wake: Callable[[], None]) -> None:
         self._registry = registry
         self._wake = wake
-        self._queued: deque[tuple[PeerId, UpdateAdapter, Future[FetchedAdapter] | None]] = deque()
+        self._queued: deque[tuple[UpdateAdapter, Future[FetchedAdapter] | None]] = deque()
         self._reader_thread = ThreadPoolExecutor(1, "adapters")
 
-    def submit_update(self, peer: PeerId, update: UpdateAdapter) -> None:
+    def submit_update(self, update: UpdateAdapter) -> None:
         """Queues an update and starts to read its files, if it has a path."""
         fetched = None
         if update.path:
             fetched = self._reader_thread.submit(self._registry.fetch_adapter, update.name, Path(update.path))
             fetched.add_done_callback(lambda _: self._wake())
-        self._queued.append((peer, update, fetched))
+        self._queued.append((update, fetched))
 
     def discard_all(self) -> None:
         """Drops all queued updates: their scheduler is gone, and the next one sends those still wanted again."""
         self._queued.clear()
 
-    def apply_ready(self) -> Iterator[AdapterReply]:
-        """Applies the updates that are ready, in the order of submission, between two steps. Yields their answers."""
-        while self._queued and ((fetched := self._queued[0][2]) is None or fetched.done()):
-            peer, update, _ = self._queued.popleft()
+    def apply_ready(self) -> Iterator[tuple[AdapterUpdated, bool]]:
+        """Applies the updates that are ready, in the order of submission, between two steps. Yields each answer,
+        and whether the registry has changed."""
+        while self._queued and ((fetched := self._queued[0][1]) is None or fetched.done()):
+            update, _ = self._queued.popleft()
             error, changed = "", False
             try:
                 if fetched is None:
@@ -152,7 +144,7 @@ class AdapterUpdates:
                 error = f"The adapter in {update.path} could not be loaded: {type(unexpected).__name__}: {unexpected}"
             if changed:
                 log.info("adapter %s %s", update.name, f"loaded from {update.path}" if update.path else "unloaded")
-            yield AdapterReply(peer, AdapterUpdated(update.rid, error), changed)
+            yield AdapterUpdated(update.rid, error), changed
 
 
 def load_adapters(registry: AdapterRegistry, items: tuple[tuple[str, str], ...]) -> None:

@@ -106,6 +106,7 @@ UNSUPPORTED_TENSORS = {
         ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj"), "adapters of the projections to latents are not served"
     ),
     "lm_head": "adapters of the output layer are not served",
+    "cross_attn": "adapters of the attention to images are not served",
     ".bias": "adapters with biases are not served",
     "expert": "adapters of a mixture's experts are not served",
     "block_sparse_moe": "adapters of a mixture's experts are not served",

@@ -5,7 +5,7 @@ by layer on tensors.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
-from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec, TransformingBackend, state_rows
+from tgi.worker.attention.interface import (
+    AttentionBackend,
+    ForwardBatch,
+    KVCacheSpec,
+    SeenImages,
+    TransformingBackend,
+    state_rows,
+)
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.cpu_kernels.program import StateStep, state_step
 from tgi.worker.decoder_config import DecoderConfig
@@ -86,6 +93,7 @@ class DecoderModel:
         self.hidden_size = config.hidden
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
+        self.image_bytes = config.image_bytes(dtype.itemsize)
         self.kv = KVCacheSpec(
             layers=len(config.attention_layers),
             heads=config.heads,
@@ -261,7 +269,8 @@ class DecoderModel:
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
         deeper = () if batch.images is None else batch.images.deeper
-        if self._program is not None and not deeper and isinstance(attention, CpuKernelAttention):
+        layered = bool(deeper or batch.seen_images)
+        if self._program is not None and not layered and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             greedy = self._program.run(
                 self._program.prepare(
@@ -292,11 +301,16 @@ class DecoderModel:
                 communicator=self._communicator,
                 state=state_rows(batch, attention),
                 layer_inputs=layer_inputs,
+                seen_images=batch.seen_images,
             )
+            sees = _seeing(batch.seen_images, hidden)
             streams = self._weights.streams
             hidden = hidden if streams is None else streams.split(hidden)
             for number, layer in enumerate(self._weights.layers):
-                if layer.streams is None:
+                if layer.cross is not None:
+                    if sees is not None:
+                        hidden = torch.where(sees, run_layer(layer, self._config, step.layer(number), hidden), hidden)
+                elif layer.streams is None:
                     hidden = run_layer(layer, self._config, step.layer(number), hidden)
                 else:
                     hidden = run_streams(layer, layer.streams, self._config, step.layer(number), hidden)
@@ -310,6 +324,20 @@ class DecoderModel:
         if self.hidden_reader is not None:
             self.hidden_reader(self._weights.norm(hidden[:count]))
         return hidden, greedy
+
+    @torch.inference_mode()
+    def image_pairs(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of the states [n, hidden] of an image, for each layer that attends to images: [2, kv_heads,
+        n, head_dim]. Empty: no layer does."""
+        found = []
+        count, heads = len(states), (2, self._config.kv_heads, self._config.head_dim)
+        padded = F.pad(states, (0, 0, 0, self._row_counts.padded(count) - count))
+        for layer in self._weights.layers:
+            if (cross := layer.cross) is not None:
+                pairs = cross.pairs(padded)[:count].view(count, *heads).permute(1, 2, 0, 3).contiguous()
+                pairs[0] = cross.key_norm(pairs[0].view(-1, heads[2])).view_as(pairs[0])
+                found.append(pairs)
+        return tuple(found)
 
     def _add_positions(self, hidden: Tensor, positions: Tensor) -> None:
         """Adds the learned vectors of `positions` [rows] to `hidden`."""
@@ -367,6 +395,16 @@ def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
     return StateSpec((tensors,) * config.recurrent_layers)
 
 
+def _seeing(seen: Sequence[SeenImages], hidden: Tensor) -> Tensor | None:
+    """Which rows [rows, 1] of the hidden states belong to tokens that see images; None: none do."""
+    if not seen:
+        return None
+    sees = hidden.new_zeros(len(hidden), 1, dtype=torch.bool)
+    for first, stop, _ in seen:
+        sees[first:stop] = True
+    return sees
+
+
 def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateStep | None:
     """The state of a step's rows for a program."""
     rows = state_rows(batch, attention)
@@ -402,6 +440,8 @@ def layer_linears(layer: DecoderLayer) -> list[Linear]:
         latent = attention.latent
         queries = () if latent is None else (latent.query_down, latent.query)
         found += [one for one in (attention.qkv, attention.output, attention.output_gate, *queries) if one is not None]
+    if (cross := layer.cross) is not None:
+        found += [cross.query, cross.pairs, cross.output]
     if layer.layer_input is not None:
         found += [layer.layer_input.down, layer.layer_input.up]
     for part in (layer.streams, layer.residual):

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec, TransformingBackend
+from tgi.worker.attention.cross_attention import attend_images
+from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec, SeenImages, TransformingBackend
 from tgi.worker.cpu_kernels.experts import PackedExperts
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
@@ -56,6 +57,8 @@ class DecoderLayer(NamedTuple):
     layer_input: "LayerInput | None" = None
     streams: LayerStreams | None = None
     residual: "LowRankResidual | None" = None
+    cross: "CrossAttention | None" = None  # None: the layer attends to no images
+    mlp_gate: float = 1.0  # multiplies the result of the MLP
     scale: float = 1.0  # multiplies the hidden states after the layer
 
     @property
@@ -75,6 +78,18 @@ class AttentionWeights(NamedTuple):
     latent: "LatentProjections | None" = None  # of latent attention
     sinks: Tensor | None = None  # float32 [heads], see KVCacheSpec.sinks
     output_gate: Linear | None = None  # the result is multiplied by sigmoid(output_gate(input))
+
+
+class CrossAttention(NamedTuple):
+    """The weights of attention to the states of images (Llama 3.2 Vision). Each token of a step skips the layer that
+    sees no image, and the layers of a step in which no token does."""
+
+    query: Linear
+    query_norm: Norm  # of each head
+    pairs: Linear  # [2 * kv_heads * head_dim, hidden]: keys, then values, of the states
+    key_norm: Norm  # of each head
+    output: Linear
+    gate: float  # multiplies the result
 
 
 class ParallelExperts(NamedTuple):
@@ -150,14 +165,15 @@ class InputWeights(NamedTuple):
 MIXER_INPUT, MIXER_OUTPUT = "mixer input", "mixer output"
 INPUT_DOWN, INPUT_UP = "layer input down", "layer input up"  # of LayerInput
 RESIDUAL_LEFT, RESIDUAL_RIGHT = "residual left", "residual right"  # of LowRankResidual
+CROSS_QUERY, CROSS_OUTPUT = "cross query", "cross output"  # of CrossAttention
 
 X = TypeVar("X")  # the rows of a step: a tensor [rows, width], or the program buffer that will hold it
 
 
 class LayerOperations(Protocol[X]):
     """The operations of a layer. `group` is a key of lora.projections.PROJECTION_GROUPS, for the deltas of adapters, or
-    of LATENT_GROUPS, or INPUT_DOWN, INPUT_UP, RESIDUAL_LEFT or RESIDUAL_RIGHT, or, in a recurrent layer, which has
-    none, MIXER_INPUT or MIXER_OUTPUT."""
+    of LATENT_GROUPS, or INPUT_DOWN, INPUT_UP, RESIDUAL_LEFT, RESIDUAL_RIGHT, CROSS_QUERY or CROSS_OUTPUT, or, in a
+    recurrent layer, which has none, MIXER_INPUT or MIXER_OUTPUT."""
 
     def norm(self, norm: Norm, x: X) -> X:
         """norm(x)."""
@@ -177,6 +193,9 @@ class LayerOperations(Protocol[X]):
 
     def mix(self, mixer: RecurrentMixer, normed: X, projected: X) -> X:
         """The result of a recurrent layer's mixer, whose output projection follows. `normed` is the layer's input."""
+
+    def attend_images(self, cross: CrossAttention, queries: X) -> X:
+        """The attention of these queries to the images that their tokens see; zeros for tokens that see none."""
 
     def gate(self, gate: Linear, normed: X, mixed: X) -> X:
         """mixed * sigmoid(gate(normed)). May overwrite mixed."""
@@ -220,13 +239,17 @@ def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOpera
         hidden = _project_and_add(
             "output", layer.attention.output, layer.attention_after, operations, mixed, hidden, factor
         )
+    if layer.cross is not None:
+        mixed = operations.attend_images(layer.cross, operations.linear(CROSS_QUERY, layer.cross.query, normed))
+        factor = scale * layer.cross.gate
+        hidden = _project_and_add(CROSS_OUTPUT, layer.cross.output, None, operations, mixed, hidden, factor)
     if layer.residual is not None:
         hidden = _add_residual(layer.residual, operations, normed, hidden)
     if layer.mlp is None:
         return hidden
     if not parallel:
         normed = _norm(layer.mlp_before, operations, hidden)
-    scale = scale * config.mlp_scales[1]
+    scale = scale * config.mlp_scales[1] * layer.mlp_gate
     if isinstance(layer.mlp, Mlp):
         inner = operations.gate_up(layer.mlp, normed) if ahead is None else ahead
         if layer.experts is None:
@@ -256,7 +279,6 @@ def run_streams(
 
 
 def _make_of_input(layer_input: LayerInput, operations: LayerOperations[X], x: X) -> X:
-    """See LayerInputConfig."""
     down, up, after = layer_input
     inner = operations.times_layer_input(operations.linear(INPUT_DOWN, down, x))
     return operations.norm(after, operations.linear(INPUT_UP, up, inner))
@@ -333,6 +355,7 @@ class DecoderStep(NamedTuple):
     communicator: Communicator | None  # None: the only rank
     state: StateRows | None = None  # of the recurrent layers
     layer_inputs: Tensor | None = None  # [rows, layers * width], see LayerInputConfig
+    seen_images: Sequence[SeenImages] = ()
 
     def layer(self, number: int) -> "TensorOperations":
         """The operations of a layer."""
@@ -373,6 +396,13 @@ class TensorOperations(NamedTuple):
     def mix(self, mixer: RecurrentMixer, normed: Tensor, projected: Tensor) -> Tensor:
         assert self.step.state is not None
         return self._padded(mixer(normed, projected[: self.step.tokens], self.step.state), len(projected))
+
+    def attend_images(self, cross: CrossAttention, queries: Tensor) -> Tensor:
+        config = self.step.config
+        heads = queries.view(-1, config.head_dim)
+        number = sum(layer.sees_images for layer in config.layers[: self.number])
+        normed = cross.query_norm(heads).view(len(queries), -1, config.head_dim)
+        return attend_images(normed, self.step.seen_images, number, config.attention_scale)
 
     def gate(self, gate: Linear, normed: Tensor, mixed: Tensor) -> Tensor:
         factors, kernels = gate(normed), self.step.kv.cpu_kernels
@@ -551,6 +581,8 @@ def write_program(
     if communicator is not None and not isinstance(communicator, SharedMemoryCommunicator):
         return None
     for number, layer in enumerate(layers):
+        if layer.cross is not None:  # steps with images run layer by layer
+            continue
         operations = ProgramOperations(program, config, rotaries, kv, number, communicator, others)
         run_layer(layer, config, operations, ProgramBuffer.HIDDEN)
     scoring = config.logit_scale, config.logit_cap
@@ -633,6 +665,9 @@ class ProgramOperations(NamedTuple):
     def mix(self, mixer: RecurrentMixer, normed: ProgramBuffer, projected: ProgramBuffer) -> ProgramBuffer:
         mixer.append_to(self.program, normed, projected, ProgramBuffer.MIXER_GATES, ProgramBuffer.MIXER_OUTPUT)
         return ProgramBuffer.MIXER_OUTPUT
+
+    def attend_images(self, cross: CrossAttention, queries: ProgramBuffer) -> ProgramBuffer:
+        raise NotImplementedError("a program has no layers that attend to images")
 
     def gate(self, gate: Linear, normed: ProgramBuffer, mixed: ProgramBuffer) -> ProgramBuffer:
         gate.append_to(self.program, normed, ProgramBuffer.OUTPUT_GATE)

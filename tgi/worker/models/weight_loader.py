@@ -40,6 +40,7 @@ from tgi.worker.mixers.mamba2 import Mamba2Config
 from tgi.worker.mixers.short_conv import ShortConvConfig
 from tgi.worker.models.decoder_layer import (
     AttentionWeights,
+    CrossAttention,
     DecoderLayer,
     DecoderWeights,
     InputWeights,
@@ -130,8 +131,7 @@ class DecoderWeightLoader:
         if tied:
             head = self._build(self._to_device(embedding_weight), self._head_bias(), "none")
         else:
-            stored = StoredMatrix(HEAD, config.vocab_size, self._shard.vocabulary)
-            head = self._linear(config.head_bias, config.hidden, stored)
+            head = self._untied_head()
         rows = head if tied and self._kernels is not None else embedding_weight
         embedding = Embedding(rows, self._dtype, local if len(local) < config.vocab_size else None)
         norm = self._norm(config.names.last_norm, config.hidden)
@@ -143,6 +143,14 @@ class DecoderWeightLoader:
         footprint = WeightFootprint(self._bytes, self._parameters)
         first = self._norm(config.names.embedding_norm, config.hidden) if config.embedding_norm else None
         return DecoderWeights(embedding, layers, norm, head, positions, first, inputs, streams, footprint)
+
+    def _untied_head(self) -> Linear:
+        config, local = self._config, self._shard.vocabulary
+        if not config.unscored:
+            return self._linear(config.head_bias, config.hidden, StoredMatrix(HEAD, config.vocab_size, local))
+        scored, tokens = config.vocab_size - config.unscored, torch.arange(local.start, local.stop)
+        bias = (tokens >= scored).to(self._dtype) * (torch.finfo(self._dtype).min / 2)
+        return self._build(self._rows(HEAD, scored, tokens.clamp(max=scored - 1)), bias.to(self._device), "none")
 
     def _head_bias(self) -> Tensor | None:
         if not self._config.head_bias:
@@ -254,6 +262,8 @@ class DecoderWeightLoader:
             layer_input=None if config.layer_inputs is None else self._layer_input(prefix, config.layer_inputs),
             streams=None if config.streams is None else self._layer_streams(prefix, config.streams),
             residual=self._residual(prefix, config.residual_rank) if config.residual_rank else None,
+            cross=self._cross_attention(prefix) if layer.sees_images else None,
+            mlp_gate=self._gate(prefix + names.cross_mlp_gate) if layer.sees_images else 1.0,
             scale=float(self._source.tensor(prefix + names.scale, 1)) if config.layer_scales else 1.0,
         )
 
@@ -310,6 +320,24 @@ class DecoderWeightLoader:
             output_gate=gate,
             sinks=self._sinks(prefix + names.sinks) if config.sinks else None,
         )
+
+    def _cross_attention(self, prefix: str) -> CrossAttention:
+        config, names, dim = self._config, self._config.names, self._config.head_dim
+        queries, keys = _head_columns(self._shard.heads, dim), _head_columns(self._shard.kv_heads, dim)
+        heads, kv_heads = config.heads * dim, config.kv_heads * dim
+        key, value = (StoredMatrix(prefix + name, kv_heads, keys) for name in (names.cross_key, names.cross_value))
+        output = StoredMatrix(prefix + names.cross_output, config.hidden, range(config.hidden))
+        return CrossAttention(
+            query=self._linear(False, config.hidden, StoredMatrix(prefix + names.cross_query, heads, queries)),
+            query_norm=self._norm(prefix + names.cross_query_norm, dim),
+            pairs=self._linear(False, config.hidden, key, value),
+            key_norm=self._norm(prefix + names.cross_key_norm, dim),
+            output=self._last_linear(False, heads, queries, output, more_follows=True),  # a factor
+            gate=self._gate(prefix + names.cross_gate),
+        )
+
+    def _gate(self, name: str) -> float:
+        return float(self._source.tensor(name, 1).to(self._dtype).tanh())
 
     def _latent_attention(self, latent: LatentConfig, prefix: str, more_follows: bool) -> AttentionWeights:
         config, names, dim = self._config, self._config.names, self._config.head_dim
@@ -383,7 +411,7 @@ class DecoderWeightLoader:
             (names.gate, names.up, names.down),
             config.inner(number),
             layer_inner(config, self._shard, number),
-            names.mlp_after is not None,
+            names.mlp_after is not None or config.layers[number].sees_images,
             config.layers[number].sparse_above,
         )
 

@@ -31,7 +31,7 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
         for name in (config.names.stream_split, config.names.stream_merge):
             yield MatrixShape(name.format(number), config.hidden, config.hidden, config.hidden, hidden)
     if not config.tied:
-        yield MatrixShape(HEAD, config.vocab_size, config.hidden, vocabulary, hidden)
+        yield MatrixShape(HEAD, config.vocab_size - config.unscored, config.hidden, vocabulary, hidden)
 
 
 def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
@@ -49,6 +49,11 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
             yield from _query_key_norms(config, shard, number, prefix)
             if config.sinks:
                 yield VectorShape(prefix + names.sinks, config.heads, len(shard.heads), True)
+        if layer.sees_images:
+            for name in (names.cross_query_norm, names.cross_key_norm):
+                yield VectorShape(f"{prefix}{name}.weight", config.head_dim, config.head_dim, True)
+            for name in (names.cross_gate, names.cross_mlp_gate):  # kept on the host
+                yield VectorShape(prefix + name, 1, 0, True)
         if layer.recurs:
             assert config.recurrent is not None
             place = shard.recurrent, prefix + names.mixer
@@ -76,6 +81,8 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
         yield from _norm(config, names.embedding_norm)
     if inputs := config.layer_inputs:  # held expanded over the layers
         yield VectorShape(f"{names.input_norm}.weight", inputs.width, inputs.width * len(config.layers), True)
+    if config.unscored:
+        yield VectorShape(f"{HEAD}.bias", 0, len(shard.vocabulary), False)
     if config.head_bias:
         yield VectorShape(f"{HEAD}.bias", config.vocab_size, len(shard.vocabulary), False)
 
@@ -99,6 +106,8 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
         yield from _latent_attention(config, config.latent, shard, prefix)
     elif layer.attends:
         yield from _attention_matrices(config, shard, number, prefix)
+    if layer.sees_images:
+        yield from _cross_matrices(config, shard, prefix)
     if layer.has_mlp:
         yield from _mlp_matrices(config, shard, number, prefix)
     if inputs := config.layer_inputs:
@@ -138,6 +147,16 @@ def _attention_matrices(config: DecoderConfig, shard: Shard, number: int, prefix
             yield keys._replace(name=prefix + names.value)
     queries = range(shard.heads.start * dim, shard.heads.stop * dim)
     yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
+
+
+def _cross_matrices(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:
+    names, hidden, dim = config.names, config.hidden, config.head_dim
+    heads, kv_heads = config.heads * dim, config.kv_heads * dim
+    queries, keys = range(shard.heads.start * dim, shard.heads.stop * dim), len(shard.kv_heads) * dim
+    yield MatrixShape(prefix + names.cross_query, heads, hidden, len(queries), range(hidden))
+    for name in (names.cross_key, names.cross_value):
+        yield MatrixShape(prefix + name, kv_heads, hidden, keys, range(hidden), stack=prefix + "cross")
+    yield MatrixShape(prefix + names.cross_output, hidden, heads, hidden, queries)
 
 
 def _mlp_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:

@@ -119,7 +119,7 @@ class Rank:
     def __init__(self, number: int, actor: Any) -> None:
         self.number = number
         self.actor = actor
-        self.report: RankReport | None = None  # None: it does not run, as far as is known
+        self.report: RankReport | None = None  # None: it is not known to run
         self.question: Any = None  # a reference to the report that was asked for
         self.asked_at = 0.0  # by time.monotonic
         self.sent_order = ""  # of the command that the actor was given last

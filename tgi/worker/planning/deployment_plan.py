@@ -269,7 +269,10 @@ def rank_memory(deployment: PlannedDeployment, shard: Shard, device: Devices, se
         for adapter in deployment.adapters
     )
     state = _state_bytes(local_config(served.config, shard), ITEM_SIZES[served.dtype])
-    reserve = _reserve(deployment, shard, device, settings) + (memory.FEATURE_BYTES if served.tower else 0)
+    reserve = _reserve(deployment, shard, device, settings)
+    if served.tower:
+        largest = local_config(served.config, shard).image_bytes(ITEM_SIZES[served.dtype])
+        reserve += memory.feature_bytes(largest, device.type)
     return RankMemory(weights + served.tower, adapters, reserve, kv_token, state)
 
 

@@ -2,7 +2,7 @@
 
 Read weight.py first: QuantizedWeight, the one representation that all layers and kernels take. Then:
 
-- weight_forms: sizes of weights in each form, without torch,
+- weight_forms: sizes of weights in each form, and what a checkpoint's config says of a layer, without torch,
 - quantize: --quantize int8, int4 and fp8, from plain weights,
 - float8: which devices keep 8-bit floats, and torch's products with them,
 - scheme: what a model directory and --quantize ask for together,

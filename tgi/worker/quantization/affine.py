@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tgi.worker.quantization.weight import QuantizedWeight
-from tgi.worker.quantization.weight_forms import GROUPS
+from tgi.worker.quantization.weight_forms import divided_group
 
 DEQUANTIZED_AT_ONCE = 1 << 17  # elements, few enough for a core's cache
 SCALE_ERROR = 2.0**-10  # maximum relative error of a scale that is rounded to float16
@@ -79,8 +79,7 @@ class AffineWeight(NamedTuple):
     def _group_size(self) -> int | None:
         """The group size in QuantizedWeight: other groups are divided into several with the same scale. None:
         impossible."""
-        size = self.inputs // self.scales.shape[1]
-        return max((group for group in GROUPS if size % group == 0), default=None)
+        return divided_group(self.inputs // self.scales.shape[1])
 
 
 def build_by_rows(outputs: int, inputs: int, piece: Callable[[slice], Tensor]) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor
 from tgi.worker.quantization.affine import AffineWeight, pack_nibbles, unpack_bits
 from tgi.worker.quantization.config import QuantizationConfig
 from tgi.worker.quantization.layer_tensors import FLOATS, WORDS, LayerTensors
-
-BITS = 4
+from tgi.worker.quantization.weight_forms import AWQ_BITS, awq_scheme
 
 
 class AwqFormat:
@@ -22,25 +21,23 @@ class AwqFormat:
     stored_as = ("qweight",)
 
     def __init__(self, config: QuantizationConfig) -> None:
-        bits = config.integer("bits", "w_bit")
-        if bits != BITS:
-            raise config.unfit(f"bits is {bits}, but AWQ with {BITS} bits is read")
+        self._size = awq_scheme(config).size
         layout = config.text("version", config.text("checkpoint_format", "gemm"))
         if layout.lower() != "gemm":
             raise config.unfit(f"version is {layout}, but AWQ in the gemm layout is read")
-        self._size = config.integer("group_size", "q_group_size")
-        self.remarks = (f"the weights are AWQ's, of {bits} bits in groups of {self._size} inputs",)
+        self.remarks = (f"the weights are AWQ's, of {AWQ_BITS} bits in groups of {self._size} inputs",)
 
     def read_weight(self, tensors: LayerTensors) -> AffineWeight:
-        groups, words = tensors.group_count(self._size), tensors.word_count(tensors.outputs, BITS)
-        tensors.word_count(tensors.inputs, BITS)  # QuantizedWeight packs inputs, so they must fill words too
+        groups, words = tensors.group_count(self._size), tensors.word_count(tensors.outputs, AWQ_BITS)
+        tensors.word_count(tensors.inputs, AWQ_BITS)  # QuantizedWeight packs inputs, so they must fill words too
         qweight = tensors.read_checked("qweight", WORDS, tensors.inputs, words)
         qzeros = tensors.read_checked("qzeros", WORDS, groups, words)
         scales = tensors.read_checked("scales", FLOATS, groups, tensors.outputs)
-        return AffineWeight(BITS, tensors.inputs, pack_nibbles(_by_outputs(qweight)), _by_outputs(qzeros), scales.t())
+        codes = pack_nibbles(_by_outputs(qweight))
+        return AffineWeight(AWQ_BITS, tensors.inputs, codes, _by_outputs(qzeros), scales.t())
 
 
 def _by_outputs(words: Tensor) -> Tensor:
     """Unpacks words [rows, n] to numbers uint8 [8 n, rows], in the order of outputs."""
-    even_and_odd = unpack_bits(words, BITS).unflatten(1, (-1, 2, 4))
+    even_and_odd = unpack_bits(words, AWQ_BITS).unflatten(1, (-1, 2, 4))
     return even_and_odd.permute(1, 3, 2, 0).reshape(-1, words.shape[0])

@@ -13,9 +13,6 @@ Groups of layers have schemes. The tensors of the layer NAME, by the format of i
 Scales of integers, NAME.weight_scale, are [1], [outputs, 1] or [outputs, groups].
 """
 
-import re
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -24,24 +21,9 @@ from tgi.worker.quantization.affine import AffineWeight, unpack_bits
 from tgi.worker.quantization.config import QuantizationConfig
 from tgi.worker.quantization.float4 import ACTIVATIONS_REMARK, read_float4
 from tgi.worker.quantization.layer_tensors import FLOATS, WORDS, LayerTensors, StoredWeight
-from tgi.worker.quantization.weight_forms import MX_GROUP, NV_GROUP
+from tgi.worker.quantization.weight_forms import COMPRESSED_FORMATS, LayerScheme, compressed_rules, scheme_of
 
-FLOAT4_GROUPS = {"nvfp4-pack-quantized": NV_GROUP, "mxfp4-pack-quantized": MX_GROUP}  # inputs that share a scale
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *FLOAT4_GROUPS, "dense")
 MIXED = "mixed-precision"  # each scheme has a format of its own
-BITS = (4, 8)
-
-
-class LayerScheme(NamedTuple):
-    """How the weights of some layers are quantized: one entry of config_groups."""
-
-    targets: tuple[str, ...]  # names of layers, "re:" and a regular expression for them, or the class "Linear"
-    bits: int
-    floating: bool
-    symmetric: bool
-    size: int  # inputs of a group; -1: all
-    block: tuple[int, int] | None  # outputs and inputs of a block, of 8-bit floats
-    activations: bool  # whether the scheme quantizes activations too
 
 
 class CompressedTensorsFormat:
@@ -53,9 +35,8 @@ class CompressedTensorsFormat:
     def __init__(self, config: QuantizationConfig) -> None:
         self._config = config
         _require_supported(config)
-        groups = config.within("config_groups")
-        self._schemes = [_read_scheme(groups.within(name)) for name in groups.values]
-        self.remarks = tuple(_remarks(config, self._schemes))
+        self._rules = compressed_rules(config)
+        self.remarks = tuple(_remarks(config, [scheme for _, scheme in self._rules if scheme is not None]))
 
     def read_weight(self, tensors: LayerTensors) -> StoredWeight | Tensor:
         if "weight_packed" in tensors:
@@ -71,31 +52,16 @@ class CompressedTensorsFormat:
         return tensors.plain()
 
     def _scheme_of(self, tensors: LayerTensors, column: str) -> LayerScheme:
-        """The scheme of a layer: targets match by name first, then by regular expression, then by class."""
-        for matches in (_matches_name, _matches_expression, _matches_class):
-            for scheme in self._schemes:
-                if any(matches(target, tensors.name) for target in scheme.targets):
-                    return scheme
+        if (scheme := scheme_of(self._rules, tensors.name)) is not None:
+            return scheme
         raise tensors.unfit(column, f"is quantized, but nothing under config_groups in {self._config.path} is for it")
-
-
-def _matches_name(target: str, name: str) -> bool:
-    return target == name
-
-
-def _matches_expression(target: str, name: str) -> bool:
-    return target.startswith("re:") and re.match(target.removeprefix("re:"), name) is not None
-
-
-def _matches_class(target: str, name: str) -> bool:
-    return target == "Linear"
 
 
 def _require_supported(config: QuantizationConfig) -> None:
     """Raises UserError for formats, sparsity and transforms that are not supported."""
     format = config.text("format", "dense")
-    if format not in (*FORMATS, MIXED):
-        raise config.unfit(f"format is {format}, but {', '.join(FORMATS)} and {MIXED} are read")
+    if format not in (*COMPRESSED_FORMATS, MIXED):
+        raise config.unfit(f"format is {format}, but {', '.join(COMPRESSED_FORMATS)} and {MIXED} are read")
     sparse = config.within("sparsity_config").text("format", "dense")
     if sparse != "dense":
         raise config.unfit(f"its sparsity_config has the format {sparse}, but only dense weights are read")
@@ -103,41 +69,8 @@ def _require_supported(config: QuantizationConfig) -> None:
         raise config.unfit("it has a transform_config, and transforms of activations are not computed")
 
 
-def _read_scheme(config: QuantizationConfig) -> LayerScheme:
-    """Reads one entry of config_groups. Raises UserError if it is not supported."""
-    targets, format = config.values.get("targets"), config.text("format", FORMATS[0])
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise config.unfit(f"the targets of a scheme are {targets!r}, but a list of names is expected")
-    for target in targets:
-        try:
-            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-        except (re.error, OverflowError, RecursionError) as error:
-            raise config.unfit(f"the target {target!r} is no regular expression: {error}") from error
-    if format not in FORMATS:
-        raise config.unfit(f"a scheme has the format {format}, but {', '.join(FORMATS)} are read")
-    weights = config.within("weights")
-    bits, floating = weights.integer("num_bits"), weights.text("type", "int") == "float"
-    grouped = weights.values.get("group_size") is not None
-    float4 = floating and bits == 4 and grouped and weights.integer("group_size") in FLOAT4_GROUPS.values()
-    if bits not in BITS or (floating and bits != 8 and not float4):
-        kind = "floats" if floating else "integers"
-        raise config.unfit(
-            f"weights are {kind} of {bits} bits, but integers of 4 and 8 bits, floats of 8 bits, and floats of 4 bits "
-            f"in groups of {NV_GROUP} (NVFP4) and {MX_GROUP} (MXFP4) are read"
-        )
-    return LayerScheme(
-        tuple(targets),
-        bits,
-        floating,
-        bool(weights.values.get("symmetric", True)),
-        weights.integer("group_size") if grouped else -1,
-        fp8.read_block_size(config, weights.values.get("block_structure")),
-        bool(config.values.get("input_activations")),
-    )
-
-
 def _remarks(config: QuantizationConfig, schemes: list[LayerScheme]) -> list[str]:
-    remarks = [f"the weights are in the format {config.text('format', FORMATS[0])} of compressed-tensors"]
+    remarks = [f"the weights are in the format {config.text('format', COMPRESSED_FORMATS[0])} of compressed-tensors"]
     if any(scheme.floating and scheme.bits == 8 for scheme in schemes):
         remarks.append(fp8.REMARK)
     if any(scheme.floating and scheme.bits == 4 and scheme.activations for scheme in schemes):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tgi.worker.quantization.quantize import MAX_FLOAT8, quantize_weight
 from tgi.worker.quantization.weight import QuantizedWeight
-from tgi.worker.quantization.weight_forms import FLOAT8_MULTIPLE
 
 RowQuantizer: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]  # the signature of `quantize_rows`
 
@@ -33,11 +32,6 @@ def stays_float8_on(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
-
-
-def fits_float8(outputs: int, inputs: int) -> bool:
-    """Whether torch multiplies weights of this size."""
-    return outputs % FLOAT8_MULTIPLE == inputs % FLOAT8_MULTIPLE == 0
 
 
 @cache

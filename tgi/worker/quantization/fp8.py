@@ -12,10 +12,9 @@ from torch import Tensor
 
 from tgi.worker.quantization.affine import build_by_rows
 from tgi.worker.quantization.config import QuantizationConfig
-from tgi.worker.quantization.float8 import fits_float8
 from tgi.worker.quantization.layer_tensors import FLOATS, LayerTensors
 from tgi.worker.quantization.weight import QuantizedWeight
-from tgi.worker.quantization.weight_forms import FLOAT8_MULTIPLE, GROUPS
+from tgi.worker.quantization.weight_forms import FLOAT8_MULTIPLE, GROUPS, fits_float8, fp8_scheme
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
@@ -73,21 +72,10 @@ class Fp8Format:
     remarks = (REMARK,)
 
     def __init__(self, config: QuantizationConfig) -> None:
-        self._block = read_block_size(config, config.values.get("weight_block_size"))
+        self._block = fp8_scheme(config).block
 
     def read_weight(self, tensors: LayerTensors) -> BlockScaledFloats | Tensor:
         return read_floats(tensors, self._block) if tensors.stored("weight").dtype in FLOAT8 else tensors.plain()
-
-
-def read_block_size(config: QuantizationConfig, size: object) -> tuple[int, int] | None:
-    """The outputs and inputs of a block, a list of two in the config; None if the config has none. Raises UserError
-    for anything else."""
-    match size:
-        case None:
-            return None
-        case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
-            return outputs, inputs
-    raise config.unfit(f"blocks are {size!r}, but two sizes are expected")
 
 
 def read_floats(tensors: LayerTensors, block: tuple[int, int] | None) -> BlockScaledFloats:

@@ -9,15 +9,12 @@ The tensors of the layer NAME, with `each` = 32 / bits numbers in a word, low bi
 - NAME.g_idx int32 [inputs], optional: the group of each input.
 """
 
-import re
-
 import torch
 
 from tgi.worker.quantization.affine import AffineWeight, unpack_bits
 from tgi.worker.quantization.config import QuantizationConfig
 from tgi.worker.quantization.layer_tensors import FLOATS, WORDS, LayerTensors
-
-BITS = (4, 8)
+from tgi.worker.quantization.weight_forms import gptq_rules
 
 
 class GptqFormat:
@@ -32,27 +29,14 @@ class GptqFormat:
         if kind not in ("gptq", "gptq_v2"):
             raise config.unfit(f"checkpoint_format is {kind}, but gptq and gptq_v2 are read")
         self._zero_offset = 1 if kind == "gptq" else 0
-        self._default = bits, size = _bits_and_group(config)
+        self._rules = gptq_rules(config)
+        bits, size = config.integer("bits"), config.integer("group_size")
         self.remarks = (f"the weights are GPTQ's, of {bits} bits in groups of {size} inputs",)
-        self._overrides = []
-        dynamic = config.within("dynamic")
-        for pattern in dynamic.values:
-            if pattern.startswith("-:"):
-                continue  # not quantized: the layers have plain tensors
-            try:
-                compiled = re.compile(pattern.removeprefix("+:"))
-            except (re.error, OverflowError, RecursionError) as error:
-                raise config.unfit(f"{pattern!r} under dynamic is no regular expression: {error}") from error
-            self._overrides.append(
-                (
-                    compiled,
-                    _bits_and_group(QuantizationConfig(config.path, config.values | dynamic.within(pattern).values)),
-                )
-            )
 
     def read_weight(self, tensors: LayerTensors) -> AffineWeight:
-        forms = (form for pattern, form in self._overrides if pattern.match(tensors.name))
-        bits, size = next(forms, self._default)
+        # The config may call a layer plain whose tensors show that it is quantized.
+        given = (scheme for is_for, scheme in self._rules if scheme is not None and is_for(tensors.name))
+        bits, size, *_ = next(given)
         groups = tensors.group_count(size)
         qweight = tensors.read_checked("qweight", WORDS, tensors.word_count(tensors.inputs, bits), tensors.outputs)
         qzeros = tensors.read_checked("qzeros", WORDS, groups, tensors.word_count(tensors.outputs, bits))
@@ -67,11 +51,3 @@ class GptqFormat:
             scales.t(),
             tensors.group_order("g_idx", groups),
         )
-
-
-def _bits_and_group(config: QuantizationConfig) -> tuple[int, int]:
-    """Bits and group size."""
-    bits = config.integer("bits")
-    if bits not in BITS:
-        raise config.unfit(f"bits is {bits}, but GPTQ with {' and '.join(map(str, BITS))} bits is read")
-    return bits, config.integer("group_size")

@@ -11,7 +11,7 @@ from tgi.worker.quantization import fp8
 from tgi.worker.quantization.config import QuantizationConfig
 from tgi.worker.quantization.float4 import ACTIVATIONS_REMARK, read_float4
 from tgi.worker.quantization.layer_tensors import LayerTensors, StoredWeight
-from tgi.worker.quantization.weight_forms import MODELOPT_ALGORITHMS, modelopt_algorithm
+from tgi.worker.quantization.weight_forms import modelopt_algorithm
 
 
 class ModeloptFormat:
@@ -22,8 +22,6 @@ class ModeloptFormat:
 
     def __init__(self, config: QuantizationConfig) -> None:
         algorithm = modelopt_algorithm(config)
-        if algorithm not in MODELOPT_ALGORITHMS:
-            raise config.unfit(f"quant_algo is {algorithm}, but {', '.join(MODELOPT_ALGORITHMS)} are read")
         self.remarks: tuple[str, ...] = (f"the weights are in modelopt's {algorithm}",)
         self.remarks += (fp8.REMARK,) if algorithm.startswith("FP8") else (ACTIVATIONS_REMARK,)
 

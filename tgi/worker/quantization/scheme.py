@@ -1,6 +1,7 @@
 """How a model's weights are quantized in its files, and what --quantize makes of them."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.awq import AwqFormat
 from tgi.worker.quantization.compressed_tensors import CompressedTensorsFormat
-from tgi.worker.quantization.config import GGUF_METHOD, find_config
+from tgi.worker.quantization.config import GGUF_METHOD, QuantizationConfig, find_config
 from tgi.worker.quantization.fp8 import Fp8Format
 from tgi.worker.quantization.gptq import GptqFormat
 from tgi.worker.quantization.modelopt import ModeloptFormat
@@ -26,32 +27,24 @@ from tgi.worker.quantization.weight_sources import (
 log = logging.getLogger(__name__)
 
 # By the quant_method that a config declares.
-FORMATS: dict[
-    str,
-    type[GptqFormat]
-    | type[AwqFormat]
-    | type[CompressedTensorsFormat]
-    | type[Fp8Format]
-    | type[Mxfp4Format]
-    | type[ModeloptFormat],
-] = {
+FORMATS: dict[str, Callable[[QuantizationConfig], CheckpointFormat]] = {
     "gptq": GptqFormat,
     "awq": AwqFormat,
     "compressed-tensors": CompressedTensorsFormat,
-    "fp8": Fp8Format,
-    "fbgemm-fp8": Fp8Format,
+    **dict.fromkeys(("fp8", "fbgemm-fp8"), Fp8Format),
     "mxfp4": Mxfp4Format,
-    "modelopt": ModeloptFormat,
-    "modelopt-fp4": ModeloptFormat,
-    "modelopt-mixed": ModeloptFormat,
+    **dict.fromkeys(("modelopt", "modelopt-fp4", "modelopt-mixed"), ModeloptFormat),
 }
 
 # The values of --quantize that name a checkpoint format, and the formats that each accepts. marlin is a kernel for two
 # formats; fp8 is also made from plain weights.
 STORED_FORMATS: dict[str, tuple[type, ...]] = {
-    name: (FORMATS[name],) for name in ("gptq", "awq", "compressed-tensors", "fp8")
+    "gptq": (GptqFormat,),
+    "awq": (AwqFormat,),
+    "compressed-tensors": (CompressedTensorsFormat,),
+    "fp8": (Fp8Format,),
+    "marlin": (GptqFormat, AwqFormat),
 }
-STORED_FORMATS["marlin"] = (FORMATS["gptq"], FORMATS["awq"])
 
 
 class QuantizationScheme(NamedTuple):

@@ -10,12 +10,20 @@ from typing_extensions import override
 
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.quantization import float8
 from tgi.worker.quantization.float4 import Float4Weight
 from tgi.worker.quantization.layer_tensors import LayerTensors, StoredWeight
 from tgi.worker.quantization.quantize import WeightQuantizer, quantize_weight
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain
-from tgi.worker.quantization.weight_forms import EMBEDDING, FACTOR_GROUP, FLOAT8_MULTIPLE, GROUPS, HEAD, MX_GROUP
+from tgi.worker.quantization.weight_forms import (
+    EMBEDDING,
+    FACTOR_GROUP,
+    FLOAT8_MULTIPLE,
+    GROUPS,
+    HEAD,
+    INT8,
+    MX_GROUP,
+    form_made_at_load,
+)
 
 log = logging.getLogger(__name__)
 
@@ -214,17 +222,14 @@ class QuantizingWeightSource(WeightSource):
         if isinstance(found, QuantizedWeight):
             self._log_skipped(name, "quantized already")
             return found
-        if inputs % FACTOR_GROUP:
-            self._log_skipped(name, f"of inputs that are no multiple of {FACTOR_GROUP}")
+        if (form := form_made_at_load(self._form, name, outputs, inputs)) is None:
+            if inputs % FACTOR_GROUP:
+                self._log_skipped(name, f"of inputs that are no multiple of {FACTOR_GROUP}")
+            elif name not in (EMBEDDING, HEAD):
+                self._log_skipped(name, f"of outputs that are no multiple of {FLOAT8_MULTIPLE}")
             return found
-        floats = self._form == "fp8"
-        if floats and name in (EMBEDDING, HEAD):
-            return found
-        if floats and not float8.fits_float8(outputs, inputs):
-            self._log_skipped(name, f"of outputs that are no multiple of {FLOAT8_MULTIPLE}")
-            return found
-        made = self._quantize(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
-        least = 0 if floats else MIN_LARGEST_SCALE
+        made = self._quantize(found, "int8" if form == INT8 else self._form)
+        least = 0 if form.floating else MIN_LARGEST_SCALE
         if not least < float(made.scales.abs().max()) < math.inf:
             self._log_skipped(name, "of numbers too large or too small for its scales")
             return found

@@ -81,7 +81,7 @@ class Watermark:
         return logits
 
 
-class WatermarkVerdict(NamedTuple):
+class WatermarkEvidence(NamedTuple):
     """The evidence for a watermark in a text.
 
     Each distinct pair of neighbouring tokens is counted once, because a repeated pair adds no evidence: of T pairs, g
@@ -109,7 +109,7 @@ class WatermarkVerdict(NamedTuple):
         return self.z > Z_THRESHOLD
 
 
-def detect_watermark(ids: Sequence[int], vocab_size: int, gamma: float = 0.5, device: str = "cpu") -> WatermarkVerdict:
+def detect_watermark(ids: Sequence[int], vocab_size: int, gamma: float = 0.5, device: str = "cpu") -> WatermarkEvidence:
     """Detects the watermark in the token ids of a text. `vocab_size` (the width of the model's logits), `gamma` and the
     kind of device must be those of the server that generated it. Raises UserError for fewer than two tokens."""
     pairs = sorted({pair for pair in pairwise(ids) if max(pair) < vocab_size})
@@ -125,10 +125,10 @@ def detect_watermark(ids: Sequence[int], vocab_size: int, gamma: float = 0.5, de
             green_ids, previous = frozenset(watermark.green_ids(before).tolist()), before
         green += token in green_ids
     z = (green - share * len(pairs)) / sqrt(share * (1 - share) * len(pairs))
-    return WatermarkVerdict(len(pairs), green, z)
+    return WatermarkEvidence(len(pairs), green, z)
 
 
-def detect_watermark_in_text(text: str, directory: Path, gamma: float, device: str) -> WatermarkVerdict:
+def detect_watermark_in_text(text: str, directory: Path, gamma: float, device: str) -> WatermarkEvidence:
     """The same for a text, encoded with the tokenizer of a model directory. Raises UserError."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("There is no CUDA device here, and a watermark that was made on one can only be read on one.")

@@ -1,7 +1,7 @@
 """The images of the requests in the slots, and what they add to a batch."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgi.hub.vision_towers import Bidirectional
 from tgi.microkernel.messages.protocol import UNDIVIDED_IMAGES, UNDIVIDED_PROMPT, ImageSegment
-from tgi.worker.attention.interface import ForwardBatch, ImageBlocks, ImageRows
+from tgi.worker.attention.interface import ForwardBatch, ImageBlocks, ImageRows, SeenImages
 from tgi.worker.device_copies import copy_columns_to_device
 from tgi.worker.vision.feature_cache import FeatureCache
 from tgi.worker.vision.image_file import BadImage, read_image
@@ -36,16 +36,27 @@ class TowerWork(NamedTuple):
     us: int = 0
 
 
+class SeenGroup(NamedTuple):
+    """Positions `first` to before `stop` of a prompt see these images."""
+
+    first: int
+    stop: int
+    images: list[PlacedImage]
+
+
 class SlotImages(NamedTuple):
     """The images of a request, and its rotary positions, if these have several axes."""
 
     images: list[PlacedImage]
     rope: RopePositions | None
     blocks: list[tuple[int, int]]  # positions [first, stop) that see each other, ascending
+    groups: list[SeenGroup] = []  # of cross-attention, ascending
 
     @property
     def end(self) -> int:
-        """The position after the last image token, and the last block."""
+        """The position after the last token that images add something to."""
+        if self.groups:
+            return self.groups[-1].stop
         end = int(self.images[-1].tokens[-1]) + 1
         return max(end, self.blocks[-1][1]) if self.blocks else end
 
@@ -59,14 +70,37 @@ class SlotImages(NamedTuple):
         return found
 
 
+ENDLESS = 1 << 62  # a position after those of any request
+
+
+def _seen_groups(images: list[PlacedImage]) -> list[SeenGroup]:
+    """SlotImages.groups: a position sees the last image token up to it, and those directly before that."""
+    groups: list[SeenGroup] = []
+    for image in images:
+        position, before = int(image.tokens[0]), []
+        if groups:
+            before = groups[-1].images if position == groups[-1].first + 1 else []
+            groups[-1] = groups[-1]._replace(stop=position)
+        groups.append(SeenGroup(position, ENDLESS, [*before, image]))
+    return groups
+
+
 class PromptImages:
     """Keeps the images of each slot, and computes those that a step needs. Their files are in `directory`; at most
-    `cache_bytes` of what the tower computes are kept. Implements PromptParts."""
+    `cache_bytes` of what the tower computes are kept. `make_pairs` makes ImageFeatures.pairs of the tower's result
+    [states, hidden], in a model whose layers attend to images. Implements PromptParts."""
 
     encodes_prompt = False
 
-    def __init__(self, tower: VisionTower, directory: Path, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        tower: VisionTower,
+        directory: Path,
+        cache_bytes: int,
+        make_pairs: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
+    ) -> None:
         self.tower = tower
+        self._make_pairs = make_pairs
         self.cache = FeatureCache(cache_bytes)
         self._directory = directory
         self._slots: dict[int, SlotImages] = {}
@@ -105,7 +139,8 @@ class PromptImages:
                 raise BadImage(f"the ids of an image have no image token, which is {self.tower.image_token_id}")
             placed.append(PlacedImage(image, image.position + tokens))
         rope = None if self.tower.family.rope is None else rope_positions(len(ids), [*map(self._grid, placed)])
-        self._slots[slot] = SlotImages(placed, rope, self._blocks(placed, len(ids)))
+        groups = _seen_groups(placed) if self.tower.family.crosses else []
+        self._slots[slot] = SlotImages(placed, rope, self._blocks(placed, len(ids)), groups)
 
     def concern(self, slots: Ints, starts: Ints) -> bool:
         """Whether `add_to` adds something to a batch with rows of `slots` [R] that begin at positions `starts` [R]."""
@@ -121,6 +156,7 @@ class PromptImages:
             return batch
         where: list[Ints] = []
         features: list[ImageFeatures] = []
+        seen: list[SeenImages] = []
         axes: list[Ints] = []
         last_keys: Ints | None = None
         turned, row_begin = False, 0
@@ -134,7 +170,8 @@ class PromptImages:
                             counts = np.array(batch.query_lens_host)
                             last_keys = np.arange(counts.sum()) + np.repeat(starts + counts - counts.cumsum(), counts)
                         last_keys[row_begin : row_begin + length] = own.last_keys(start, end)
-                    for tokens, found in self._chunk(own, start, end):
+                    seen += self._seen(own.groups, start, end, row_begin)
+                    for tokens, found in () if own.groups else self._chunk(own, start, end):
                         where.append(tokens + (row_begin - start))
                         features.append(found)
                 except BadImage as error:
@@ -146,6 +183,8 @@ class PromptImages:
                 axes.append(np.broadcast_to(np.arange(start, end), (3, length)))
             row_begin += length
         device = batch.tokens.device
+        if seen:
+            batch = batch._replace(seen_images=seen)
         if features:
             (indices,) = copy_columns_to_device((np.concatenate(where),), device)
             deeper = zip(*(one.deeper for one in features), strict=True)
@@ -171,7 +210,7 @@ class PromptImages:
             first, stop = np.searchsorted(image.tokens, (start, end)).tolist()
             if first == stop:
                 continue
-            found = self.cache.get(image.segment.digest, lambda name=image.segment.name: self._compute(name))  # type: ignore[misc]
+            found = self._features(image)
             if len(found.embeddings) != len(image.tokens):
                 raise BadImage(
                     f"an image has {len(image.tokens)} image tokens in the prompt, and {len(found.embeddings)} come "
@@ -183,11 +222,26 @@ class PromptImages:
                 ImageFeatures(found.embeddings[chosen], tuple(level[chosen] for level in found.deeper)),
             )
 
-    def _compute(self, name: str) -> ImageFeatures:
+    def _seen(self, groups: list[SeenGroup], start: int, end: int, row_begin: int) -> Iterator[SeenImages]:
+        """What the positions from `start` to before `end` see, which are tokens of the step from `row_begin` on. Raises
+        BadImage."""
+        for first, stop, images in groups:
+            if (begin := max(first, start)) < (last := min(stop, end)):
+                pairs = tuple(self._features(image).pairs for image in images)
+                yield SeenImages(row_begin + begin - start, row_begin + last - start, pairs)
+
+    def _features(self, image: PlacedImage) -> ImageFeatures:
+        return self.cache.get(image.segment.digest, lambda: self._compute(image))
+
+    def _compute(self, image: PlacedImage) -> ImageFeatures:
         began = time.monotonic()
-        found = self.tower.compute(read_image(self._directory, name, self.tower.family))
+        found = self.tower.compute(read_image(self._directory, image.segment.name, self.tower.family))
+        positions = len(found.embeddings)
+        if self._make_pairs is not None:
+            positions, made = len(image.tokens), self._make_pairs(found.embeddings)
+            found = ImageFeatures(found.embeddings[:0].clone(), pairs=made)
         took, done = int(1e6 * (time.monotonic() - began)), self._work
-        self._work = TowerWork(done.positions + len(found.embeddings), done.us + took)
+        self._work = TowerWork(done.positions + positions, done.us + took)
         return found
 
     def _blocks(self, images: list[PlacedImage], tokens: int) -> list[tuple[int, int]]:

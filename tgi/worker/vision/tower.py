@@ -17,12 +17,14 @@ class ImageFeatures(NamedTuple):
     """What the decoder gets of an image, on the model's device: for each of its image tokens, in order, the embedding,
     and with deepstack (Qwen3-VL, 2025) what is added to the result of each of the first layers."""
 
-    embeddings: Tensor  # [n, hidden]
+    embeddings: Tensor  # [n, hidden]; with `pairs` [0, hidden]
     deeper: tuple[Tensor, ...] = ()  # [n, hidden] each
+    # Where layers attend to images, what each of them attends to: [2, kv_heads, states, head_dim].
+    pairs: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in (self.embeddings, *self.deeper))
+        return sum(one.nbytes for one in (self.embeddings, *self.deeper, *self.pairs))
 
 
 class VisionTower:
@@ -42,6 +44,8 @@ class VisionTower:
         """The features of the image with these tensors of the processor. Raises BadImage if they do not fit."""
         inputs = {name: self._to_device(tensor) for name, tensor in tensors.items()}
         try:
+            if self.family.crosses:
+                return ImageFeatures(self._joined(self._states(**inputs)))
             outputs = self._model.get_image_features(**inputs)
             if not self.family.projected:
                 outputs.pooler_output = self._model.multi_modal_projector(outputs.last_hidden_state)
@@ -55,6 +59,11 @@ class VisionTower:
             self._joined(outputs.pooler_output),
             tuple(self._joined(one) for one in getattr(outputs, "deepstack_features", None) or ()),
         )
+
+    def _states(self, aspect_ratio_mask: Tensor, **inputs: Tensor) -> Tensor:
+        """What layers attend to: [tiles, states, hidden] of the tiles that are not padding."""
+        found = self._model.vision_model(aspect_ratio_mask=aspect_ratio_mask, **inputs).last_hidden_state
+        return self._model.multi_modal_projector(found[aspect_ratio_mask.bool()])
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._dtype if tensor.is_floating_point() else tensor.dtype)

@@ -27,6 +27,6 @@ VARIANTS: dict[str, Variant] = {
 # Multimodal models whose text part computes what a model of text alone does. Their images: hub/vision_towers.py.
 WITH_TEXT_PART = (
     "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "idefics2", "idefics3", "internvl",
-    "kimi_k25", "lfm2_vl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "paligemma",
+    "kimi_k25", "lfm2_vl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "mllama", "paligemma",
     "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip

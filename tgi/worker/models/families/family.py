@@ -48,7 +48,7 @@ class ModelFamily:
     scale_embedding_by_width: bool = False  # the embedding is multiplied by sqrt(hidden)
     interleaved_rope: bool = False  # see RopeConfig.interleaved
     optional_query_key_norm: str = "each"  # the kind of norm that `use_qk_norm` asks for
-    # Reads latent attention from these keys and the whole config.json; None: there is none.
+    # Reads latent attention from these keys and the whole config.json; None: it has no such attention.
     latent: Callable[[Values, Values], LatentConfig] | None = None
     # Reads further fields of DecoderConfig, as `latent`.
     computed: Callable[[Values, Values], Values] | None = None

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tgi.worker.decoder_config import TensorNames
+from tgi.worker.decoder_config import Mixer, TensorNames
 from tgi.worker.models.families.family import BIASES, RMS, RMS5, ModelFamily, Values, Variant
 
 # Each fourth layer attends to all tokens.
@@ -16,6 +16,7 @@ QWEN_WINDOWS = {
 _GLM = {"rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5}
 _COHERE = {"layer_norm_eps": 1e-5, "attention_bias": False, "tie_word_embeddings": True, "logit_scale": 0.0625}
 GRANITE = {"attention_multiplier": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+MLLAMA_IMAGE_IDS = 8
 HUNYUAN_NAMES = TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
 _FUSED_GATE = TensorNames(gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
 NORMS_AFTER = TensorNames(
@@ -25,8 +26,33 @@ NORMS_AFTER = TensorNames(
     mlp_after="post_feedforward_layernorm",
 )
 
+
+def _cross_layers(values: Values, config: Values) -> list[Values]:
+    """ModelFamily.layer_sizes: the layers that attend to images."""
+    crosses: Values = {"mixer": Mixer.IMAGES, "rope": None}
+    numbers = values["cross_attention_layers"] or ()
+    return [crosses if number in numbers else {} for number in range(config["num_hidden_layers"])]
+
+
+def _cross_attention(values: Values, config: Values) -> Values:
+    """ModelFamily.computed. In Llama 3.2 Vision, the embedding has eight more rows than the head, which are for images,
+    and an image has a state for each patch of its tiles, and one more for each tile."""
+    if not values["cross_attention_layers"]:
+        return {}
+    tower = config.get("vision_config") or {}
+    patches = (tower.get("image_size", 448) // tower.get("patch_size", 14)) ** 2 + 1
+    return {
+        "vocab_size": config["vocab_size"] + MLLAMA_IMAGE_IDS,
+        "unscored": MLLAMA_IMAGE_IDS,
+        "tied": False,
+        "image_states": patches * tower.get("max_num_tiles", 4),
+    }
+
+
 FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily(RMS | BIASES),
+    "llama": ModelFamily(
+        RMS | BIASES | {"cross_attention_layers": None}, computed=_cross_attention, layer_sizes=_cross_layers
+    ),
     "mistral": ModelFamily({**RMS, "sliding_window": 4096}),
     "ministral3": ModelFamily({**RMS5, "head_dim": 128, "rope_theta": 1000000.0, "sliding_window": None}),
     "qwen2": ModelFamily(RMS | QWEN_WINDOWS, {"qkv_bias": True}),
@@ -160,5 +186,14 @@ VARIANTS = {
     "glm4v_text": Variant("glm4", {"head_dim": None, "rms_norm_eps": 1e-5}),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), Variant("qwen2")),  # as first published, with no text_config
     **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), Variant("qwen2", {**RMS5, "rope_theta": 1000000.0})),
+    "mllama_text_model": Variant(
+        "llama",
+        {
+            **RMS5,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+        },
+    ),
     "qwen3_vl_text": Variant("qwen3", {"rope_theta": 500000.0}),
 }
