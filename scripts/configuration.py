@@ -48,7 +48,7 @@ Child processes receive the settings in their environment and remove them from i
 |---|---|
 | `TGI_RUN` | the run directory ([processes.md](processes.md)); default: one per user and port |
 | `TGI_CACHE` | directory of imported models; default `$XDG_CACHE_HOME/tgi` |
-| `XDG_CACHE_HOME` | directory of compiled kernels, in `tgi`; default `~/.cache` |
+| `XDG_CACHE_HOME` | directory of compiled kernels and packed weights, in `tgi`; default `~/.cache` |
 | `CXX` | compiler of the CPU kernels; default: the first of `c++`, `g++`, `clang++` found |
 | `TGI_WHEEL_KERNELS` | instruction sets in a wheel that is built ([installation.md](installation.md)) |
 | `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_API_TOKEN` | token for gated and private models of the Hub |

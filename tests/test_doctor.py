@@ -53,7 +53,18 @@ def test_the_report_has_a_line_for_each_finding() -> None:
     command = [sys.executable, "-m", "tgi", "doctor", "--hostname", "127.0.0.1", "--port", str(free_port())]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split("  ")[0].strip() for line in lines if not line.lstrip().startswith("->")] == [
-        *("tgi", "packages", "processor", "CPU kernels", "memory", "GPU", "models", "open files", "run directory"),
+        *(
+            "tgi",
+            "packages",
+            "processor",
+            "CPU kernels",
+            "packed weights",
+            "memory",
+            "GPU",
+            "models",
+            "open files",
+            "run directory",
+        ),
         "port",
     ]
 

@@ -23,6 +23,7 @@ from tgi.worker.cpu_kernels.build import (
     cache_directory,
     compiler_command,
     library_name,
+    packed_weights_directory,
     require_instruction_set,
 )
 from tgi.worker.host_cpu import has_arithmetic, usable_cores
@@ -51,6 +52,7 @@ def examine(hostname: str, port: int) -> Iterator[Finding]:
     yield _packages()
     yield _processor()
     yield _kernels()
+    yield _packed_weights()
     yield _memory()
     yield _gpu()
     yield _disk()
@@ -99,6 +101,16 @@ def _kernels() -> Finding:
     made = sorted(cache_directory().glob(f"kernels-{chosen.name}-*.so"))
     when = f"{len(made)} in {cache_directory()}" if made else "compiled at the first start, for about a minute"
     return Finding("CPU kernels", f"{when}; compiler {compiler[0]}")
+
+
+def _packed_weights() -> Finding:
+    """What is kept for the next start."""
+    try:
+        directory = packed_weights_directory()
+        sizes = [path.stat().st_size for path in directory.glob("*.weights")]
+    except (KernelsUnavailable, OSError) as reason:
+        return Finding("packed weights", f"none: {reason}")
+    return Finding("packed weights", f"{len(sizes)} of {_gb(sum(sizes))} in {directory}" if sizes else "none yet")
 
 
 def _memory() -> Finding:

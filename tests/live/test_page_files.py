@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.live.server import Server
 from tests.live.test_tree import all_streams, token_ids
+from tgi.microkernel.processes.fork_server import adopting_orphans
 
 pytestmark = pytest.mark.live
 
@@ -13,7 +15,8 @@ pytestmark = pytest.mark.live
 def test_streams_go_on_from_pages_on_disk(tiny_llama: Path, tmp_path: Path) -> None:
     directory = tmp_path / "pages"
     flags = "--model-id", str(tiny_llama), "--validation-workers", "1", "--prefix-cache-dir", str(directory)
-    with Server(tmp_path / "run", *flags).start() as server:
+    others = set(psutil.Process().children())
+    with adopting_orphans(), Server(tmp_path / "run", *flags).start() as server:
         server.wait_until_ready()
         undisturbed = [token_ids(events) for events in all_streams(server, 150)]
         found = server.metric("tgi_prefix_cache_hit_tokens")
@@ -21,6 +24,7 @@ def test_streams_go_on_from_pages_on_disk(tiny_llama: Path, tmp_path: Path) -> N
         assert [token_ids(events) for events in disturbed] == undisturbed
         assert server.metric("tgi_prefix_cache_hit_tokens") - found > 8 * 100
         server.stop()
+        assert set(psutil.Process().children()) <= others  # nothing is left of the server, dead or alive
     files = sorted(directory.glob("*/*.page"))
     assert files
     for damaged in files[::9]:

@@ -58,6 +58,9 @@ COMMAND_TICK_SECONDS = 0.05
 # Grace of roles other than the api at shutdown; then they are killed.
 ROLE_GRACE_SECONDS = 5.0
 
+# What ended processes have left behind is waited for at the end, at most so long: memory of many GB takes a while.
+DESCENDANT_GRACE_SECONDS = 10.0
+
 # A process that was told to hand over is killed this long after graceful_termination_timeout, which front ends keep by
 # themselves. The other roles need no more than the step or the text that they are at.
 HAND_OVER_MARGIN_SECONDS = 10.0
@@ -188,6 +191,7 @@ class Supervisor:
             while self._children:
                 self._reap(restart=())
                 time.sleep(0.01)
+            self._reap_descendants()
             signal.set_wakeup_fd(-1)  # `wake` is closed now
         if self._failure:
             raise UserError(self._failure)
@@ -421,6 +425,14 @@ class Supervisor:
                     pass
             except ChildProcessError:
                 self._ended_groups.remove(group)
+
+    def _reap_descendants(self) -> None:
+        """Waits for what ended children had started, such as the fork servers of workers, which were told to end: else
+        another process would have to reap it."""
+        deadline = time.monotonic() + DESCENDANT_GRACE_SECONDS
+        while self._ended_groups and time.monotonic() < deadline:
+            self._reap_groups()
+            time.sleep(0.01)
 
     def _reap(self, restart: Sequence[str]) -> None:
         """Handles ended processes, and schedules restarts of those whose role is in `restart`."""

@@ -121,14 +121,19 @@ def count(value: str) -> int:
     return found
 
 
-def byte_count(value: str) -> int:
+def size(value: str) -> int:
     """A number of bytes >= 1, with or without a unit: 2000000, 2GB, 512MiB."""
+    return count(str(size_or_0(value)))
+
+
+def size_or_0(value: str) -> int:
+    """A number of bytes >= 0, with or without a unit."""
     found = re.fullmatch(r"(\d+) ?(?:([KMGT])(i?))?B?", value, re.ASCII | re.IGNORECASE)
     if found is None:
         raise ValueError(f"{value!r} is not a number of bytes, such as 2000000, 2GB or 512MiB")
     digits, prefix, binary = found.groups("")
     factor: int = (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
-    return count(digits) * factor
+    return int(digits) * factor
 
 
 def counts(value: str) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from tgi.microkernel.settings.options import (
     address,
     batch_sizes,
     boolean,
-    byte_count,
     count,
     endpoint,
     integer,
@@ -28,6 +27,8 @@ from tgi.microkernel.settings.options import (
     seconds,
     setting,
     share,
+    size,
+    size_or_0,
     tcp_address,
     tcp_addresses,
     tcp_port,
@@ -374,7 +375,7 @@ class Settings:
         SERVING,
         1 << 30,
         "Bytes of all files and batches; results of running batches may take as much again.",
-        byte_count,
+        size,
         env=("TGI_BATCH_STORE_BYTES",),
     )
     disable_grammar_support: bool = setting(SERVING, False, "Reject requests with a grammar.", boolean)
@@ -429,9 +430,9 @@ class Settings:
     grammar_compile_limit: float = setting(
         LIMITS, 3.0, "Seconds of computation that compiling a grammar may take; more is a 422.", seconds
     )
-    payload_limit: int = setting(LIMITS, 2_000_000, "Largest request body in bytes.", byte_count)
+    payload_limit: int = setting(LIMITS, 2_000_000, "Largest request body in bytes.", size)
     max_images: int = setting(LIMITS, 16, "Images of one prompt.", count, env=("TGI_MAX_IMAGES",))
-    max_image_fetch_size: int = setting(LIMITS, 33_554_432, "Largest fetched image in bytes.", byte_count)
+    max_image_fetch_size: int = setting(LIMITS, 33_554_432, "Largest fetched image in bytes.", size)
     max_image_pixels: int = setting(
         LIMITS, 40_000_000, "Largest image in pixels.", count, env=("TGI_MAX_IMAGE_PIXELS",)
     )
@@ -483,8 +484,15 @@ class Settings:
         PERFORMANCE,
         16 << 30,
         "Bytes of all files in --prefix-cache-dir; the least recently used are removed.",
-        byte_count,
+        size,
         env=("TGI_PREFIX_CACHE_BYTES",),
+    )
+    packed_weights_bytes: int = setting(
+        PERFORMANCE,
+        16 << 30,
+        "Bytes of all files of packed weights for the CPU kernels, which the next start reads; 0: none are written.",
+        size_or_0,
+        env=("TGI_PACKED_WEIGHTS_BYTES",),
     )
     step_target: float = setting(
         PERFORMANCE,

@@ -164,6 +164,11 @@ def cache_directory() -> Path:
     return path
 
 
+def packed_weights_directory() -> Path:
+    """The directory of weights in the layout of the kernels. Raises KernelsUnavailable as `cache_directory`."""
+    return cache_directory() / "weights"
+
+
 @contextlib.contextmanager
 def _compile_lock(path: Path) -> Iterator[None]:
     """Lets one process compile a library while others wait for it. The kernel releases the lock when a process dies."""

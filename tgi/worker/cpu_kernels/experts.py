@@ -65,6 +65,7 @@ class PackedExperts:
         expert_scales: Tensor | None = None,
     ) -> None:
         """`choice_bias` is that of a `biased` rule, and `expert_scales` Router.expert_scales, float32 [experts]."""
+        self.made_of = kernels, rule, top_k, router, choice_bias, experts, shared, shared_gate, expert_scales
         assert len({expert.shape for expert in experts}) == 1
         assert rule.groups <= MAX_GROUPS
         library = kernels.library
@@ -74,8 +75,7 @@ class PackedExperts:
         gate = None if shared_gate is None else shared_gate.memory
         columns = [column for expert in experts for column in expert.columns]
         columns += [*([None] * 4 if shared is None else shared.columns), router.weight.memory, router.bias, gate]
-        # The library keeps addresses: of the rule's bias and of the memory in `columns`.
-        self._referenced = choice_bias, expert_scales, columns
+        # The library keeps addresses: of the memory of what is in `made_of`.
         sizes = (
             *(len(experts), top_k, rule.groups, rule.top_groups),
             *(_SCORES[rule.score], rule.normalized, rule.group_best, rule.scales_inputs),

@@ -128,6 +128,11 @@ class PackedHeads(NamedTuple):
     addresses: Tensor  # int64 [heads], of their memory
 
 
+def join_heads(heads: list[PackedWeight]) -> PackedHeads:
+    """These weights with their addresses."""
+    return PackedHeads(heads, torch.tensor([one.memory.data_ptr() for one in heads]))
+
+
 class AttentionRows(NamedTuple):
     """The attention batch of a step: addresses and sizes of its columns (AttentionBatch in kv_cache.h)."""
 
@@ -346,8 +351,7 @@ class CpuKernels:
 
     def pack_heads(self, weights: Tensor) -> PackedHeads:
         """Packs weights [heads, outputs, inputs] for `head_products`."""
-        packed = [self.pack_weight(weight.contiguous()) for weight in weights]
-        return PackedHeads(packed, torch.tensor([one.memory.data_ptr() for one in packed]))
+        return join_heads([self.pack_weight(weight.contiguous()) for weight in weights])
 
     def head_products(self, x: Tensor, weights: PackedHeads, kept: int, last: Tensor | None = None) -> Tensor:
         """The product of each head of x [rows, heads * (inputs + kept)] with its weight, followed by the last `kept`

@@ -31,6 +31,7 @@ from tgi.microkernel.observability.progress import WorkerFacts
 from tgi.microkernel.settings.table import MTP, Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, KVCacheSpec, PrefaultingBackend
+from tgi.worker.cpu_kernels.build import KernelsUnavailable, packed_weights_directory
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
 from tgi.worker.distributed.communicator import Communicator, TorchCommunicator
@@ -53,6 +54,7 @@ from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, build_mtp, read_model_spec
 from tgi.worker.models.mtp import MtpModel
+from tgi.worker.models.packed_weights import PackedWeightFiles
 from tgi.worker.models.t5 import T5Model
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
@@ -156,10 +158,11 @@ def start_engine(
                 "its part of the model, from memory of its own",
                 *(nodes, nodes),
             )
+    files = _packed_weight_files(settings)
     if _shared is not None:
         state = _inherit(_shared, settings, keeps_pages(last_exit))
     else:
-        state = _load_state(settings, device, progress, place, shared=share is not None)
+        state = _load_state(settings, device, progress, place, share is not None, files)
         if share is not None and state.models.cpu_kernels is not None:
             _share(state, share)
     models, limits, images = state.models, state.limits, state.images
@@ -184,15 +187,33 @@ def start_engine(
     engine.served = _worker_facts(settings, models, limits, 0 if images is None else images.weight_bytes)
     if device == "cpu":
         release_freed_memory()
+    if files is not None:
+        files.write_behind()
     return engine
 
 
+def _packed_weight_files(settings: Settings) -> PackedWeightFiles | None:
+    """The files of packed weights of this user; None: there are none."""
+    if not settings.packed_weights_bytes:
+        return None
+    try:
+        return PackedWeightFiles(packed_weights_directory(), settings.packed_weights_bytes)
+    except KernelsUnavailable as reason:
+        log.info("packed weights are not kept for the next start: %s", reason)
+        return None
+
+
 def _load_state(
-    settings: Settings, device: str, progress: Progress, place: RankPlace | None, shared: bool
+    settings: Settings,
+    device: str,
+    progress: Progress,
+    place: RankPlace | None,
+    shared: bool,
+    files: PackedWeightFiles | None,
 ) -> EngineState:
     """Loads the models, and makes KV caches of the size for which there is memory. `shared`: so that processes that are
     forked from this one see the same pages, if our CPU kernels compute. Raises UserError as `start_engine`."""
-    models = _load_models(settings, device, progress, place)
+    models = _load_models(settings, device, progress, place, files)
     _require_draft_pages(models)
     images = _load_prompt_parts(settings, models, progress, place)
     progress("sizing the KV cache", 96)
@@ -204,7 +225,8 @@ def _load_state(
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
         step_bytes = _measure_step(settings, models, graphs, progress, images)
-    available = _cache_memory(settings, models.served.device, step_bytes + _feature_bytes(models.served, images))
+    taken, mapped = step_bytes + _feature_bytes(models.served, images), 0 if files is None else files.mapped_bytes
+    available = _cache_memory(settings, models.served.device, taken, mapped)
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
         required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
@@ -344,7 +366,9 @@ def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLi
     )
 
 
-def _load_models(settings: Settings, device: str, progress: Progress, place: RankPlace | None) -> LoadedModels:
+def _load_models(
+    settings: Settings, device: str, progress: Progress, place: RankPlace | None, files: PackedWeightFiles | None
+) -> LoadedModels:
     """Loads the models. Checks first that the draft model has the tokenizer of the served model."""
     if settings.draft_model_dir is not None:
         require_same_tokenizer(settings.model_dir, settings.draft_model_dir)
@@ -390,8 +414,9 @@ def _load_models(settings: Settings, device: str, progress: Progress, place: Ran
         trusted = settings.trust_remote_code
         dummy = not settings.needs_weights
         return build_model(
-            directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow, communicator, dummy
-        )
+            directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow, communicator, dummy,
+            files,
+        )  # fmt: skip
 
     served = build(settings.model_dir, progress, communicator)
     if settings.draft_model_id == MTP:
@@ -617,10 +642,13 @@ def _write_choice(path: Path, *words: str) -> None:
     path.write_text(" ".join((str(os.getppid()), *words)))
 
 
-def _cache_memory(settings: Settings, device: torch.device, step_bytes: int) -> memory.CacheMemory:
-    """The memory for the KV cache."""
+def _cache_memory(
+    settings: Settings, device: torch.device, step_bytes: int, mapped_bytes: int = 0
+) -> memory.CacheMemory:
+    """The memory for the KV cache. `mapped_bytes`: of weights in the file cache, which the system counts as
+    available."""
     if device.type != "cuda":
-        return memory.cache_memory_on_host(available_memory() // settings.replicas)
+        return memory.cache_memory_on_host(max(0, available_memory() - mapped_bytes) // settings.replicas)
     free, total = torch.cuda.mem_get_info(device)
     return memory.cache_memory_on_cuda(free, total, settings, step_bytes)
 

@@ -297,7 +297,7 @@ def choose_row_counts(layers: Iterable[Linear]) -> RowCounts:
     seed, so that a restart chooses the same.
     """
     layers = list(layers)
-    if any(layer.row_counts is ANY_ROWS for layer in layers):
+    if any(layer.row_counts == ANY_ROWS for layer in layers):
         return ANY_ROWS
     shapes = {(layer.inputs, layer.outputs, layer.epilogue, layer.dtype): layer for layer in layers}
     agreed = set(SMALL_ROW_COUNTS + LARGE_ROW_COUNTS)

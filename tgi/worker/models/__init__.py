@@ -6,6 +6,7 @@ dtype                the dtype in which a model computes
 families             the supported model families, as data, by kinship; add a family here
 config_reader        config.json -> DecoderConfig (decoder_config.py of the worker)
 weight_loader        checkpoint -> weights of a decoder
+packed_weights       these weights in files, as the CPU kernels take them, for the next start
 stacked_experts      a name for each expert's part of a checkpoint's joint tensors
 weight_shapes        DecoderConfig -> shapes of these weights, without torch
 decoder              DecoderModel, which computes all families

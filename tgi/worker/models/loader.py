@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tgi.hub.model_config import T5_FAMILY
+from tgi.hub.weight_files import weights_identity
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint, RandomCheckpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels
@@ -16,12 +17,15 @@ from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.layers.embedding import Embedding
 from tgi.worker.models.config_reader import IS_PART, read_config, read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.decoder_layer import DecoderWeights
 from tgi.worker.models.dtype import resolve_dtype, warn_of_emulation
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.interface import Model
 from tgi.worker.models.mtp import MtpModel, find_names, layer_config
+from tgi.worker.models.packed_weights import PackedWeightFiles
 from tgi.worker.models.stacked_experts import open_checkpoint
 from tgi.worker.models.t5 import build_t5_model
 from tgi.worker.models.weight_loader import DecoderWeightLoader, read_kv_scales, stored_embedding
@@ -114,14 +118,15 @@ def build_model(
     quantized_cache: bool = False,
     communicator: Communicator | None = None,
     dummy: bool = False,
+    files: PackedWeightFiles | None = None,
 ) -> Model:
     """Loads the model of a directory onto `device` ("cpu", "cuda"). `dtype` and `quantize` as in read_model_spec.
 
     `trust_code` allows Python code in the directory to run. `kernels` are our CPU kernels, which must support this
     model, and `gpu` our GPU kernels; None = torch's. `quantized_cache`: the KV cache will have an 8-bit type, so its
     scales are loaded. `communicator`: this is one rank of several, each with a part of the model. `dummy`: random
-    weights instead of those of the directory. `progress` is called with a stage and a percentage. Raises UserError if
-    the model cannot be served.
+    weights instead of those of the directory. `files` has weights that were packed before. `progress` is called with a
+    stage and a percentage. Raises UserError if the model cannot be served.
     """
     spec = read_model_spec(directory, dtype, quantize)
     if device == "cpu" and kernels is None:
@@ -129,7 +134,7 @@ def build_model(
     if spec.decoder is not None:
         return _build_decoder(
             directory, spec.decoder, spec, torch.device(device), progress, kernels, gpu, quantized_cache, communicator,
-            dummy,
+            dummy, files,
         )  # fmt: skip
     if spec.encoder_decoder:
         for option, given in (
@@ -195,6 +200,7 @@ def _build_decoder(
     quantized_cache: bool,
     communicator: Communicator | None,
     dummy: bool,
+    files: PackedWeightFiles | None,
 ) -> DecoderModel:
     progress("loading weights", 0)
     dtype, scheme = spec.dtype, spec.scheme
@@ -209,11 +215,29 @@ def _build_decoder(
     def stored() -> Checkpoint:
         return RandomCheckpoint(device, directory) if dummy else open_checkpoint(directory, config)
 
-    with stored() as checkpoint, torch.inference_mode():
+    def load(checkpoint: Checkpoint) -> DecoderWeights:
         quantize = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
         source = scheme.source(checkpoint, quantize, float8.stays_float8_on(device), exact=exact)
         reader = DecoderWeightLoader(source, config, shard, dtype, device, kernels, gpu)
-        weights = reader.load(lambda percent: progress("loading weights", percent * 9 // 10))
+        return reader.load(lambda percent: progress("loading weights", percent * 9 // 10))
+
+    with stored() as checkpoint, torch.inference_mode():
+        if (
+            files is None or kernels is None or dummy or config.layer_inputs is not None
+        ):  # which stay in the mapped file
+            weights = load(checkpoint)
+        else:
+            identity = {
+                "files": weights_identity(directory), "config": repr(config), "rank": [rank, ranks],
+                "scheme": repr(scheme), "dtype": str(dtype),
+            }  # fmt: skip
+            if (found := files.read(identity, kernels)) is None:
+                weights = load(checkpoint)
+                nothing = Embedding(torch.empty(0), dtype)  # which is read from the checkpoint
+                own = weights if weights.embedding.shared else weights._replace(embedding=nothing)
+                files.keep(identity, own, kernels)
+            else:
+                weights = found
         scales = read_kv_scales(checkpoint, config.attention_layers) if quantized_cache else ()
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Maps the file again for the embedding, which releases the pages read so far; lookups read only their rows.
