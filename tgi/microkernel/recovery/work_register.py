@@ -14,7 +14,7 @@ from tgi.microkernel.messages.protocol import RequestContext
 FINGERPRINT_BYTES = 8
 # Words of the register, of 8 bytes each: the process's boot id, what its threads work on, whether it works on the
 # batch, and the batch.
-_BOOT, _UNITS, _BATCH_IN_HAND, _SLOTS, _WORDS = 0, 1, 15, 16, 4096
+_BOOT, _UNITS, _BATCH_IN_PROGRESS, _SLOTS, _WORDS = 0, 1, 15, 16, 4096
 
 
 class Named(Protocol):
@@ -39,9 +39,9 @@ class WorkRegister:
         """`buffer`: writable, as large as a register; None: memory of this process, for code that runs without one."""
         words = memoryview(bytearray(FINGERPRINT_BYTES * _WORDS) if buffer is None else buffer).cast("B").cast("Q")
         self._words = words
-        self.units = words[_UNITS:_BATCH_IN_HAND]
+        self.units = words[_UNITS:_BATCH_IN_PROGRESS]
         self.slots = words[_SLOTS:]
-        self._end = [_EndOfWork(words, word) for word in range(_BATCH_IN_HAND + 1)]
+        self._end = [_EndOfWork(words, word) for word in range(_BATCH_IN_PROGRESS + 1)]
 
     @classmethod
     def open(cls, path: Path) -> "WorkRegister":
@@ -70,13 +70,13 @@ class WorkRegister:
 
     def working_on_batch(self) -> "_EndOfWork":
         """`with register.working_on_batch():` states that the process works on the batch as a whole."""
-        self._words[_BATCH_IN_HAND] = 1
-        return self._end[_BATCH_IN_HAND]
+        self._words[_BATCH_IN_PROGRESS] = 1
+        return self._end[_BATCH_IN_PROGRESS]
 
     def in_progress(self) -> bytes:
         """The fingerprints in progress, 8 bytes each, each once."""
         words: Iterable[int] = self.units
-        if self._words[_BATCH_IN_HAND]:
+        if self._words[_BATCH_IN_PROGRESS]:
             words = [*self.units, *self.slots]
         return b"".join(dict.fromkeys(_fingerprint(word) for word in words if word))
 
