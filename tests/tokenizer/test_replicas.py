@@ -306,6 +306,26 @@ def test_a_change_that_one_replica_cannot_make_is_taken_back_at_the_others(previ
     assert taken_back.replaces(carried_out)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_taking_a_change_back_leaves_what_other_tokenizers_have_changed(order: int) -> None:
+    """A change with an earlier stamp that the pool hears of only when its own is with the schedulers, and one with a
+    later stamp that it has not heard of."""
+    harness = ReplicaHarness()
+    harness.pool.handle(API, UpdateAdapter(7, "name", "/path"))
+    (update,) = harness.received_by(A)
+    earlier, later = [update._replace(rid=0, path="/other", stamp=update.stamp + one) for one in (-1, 2)]
+    statuses = [(A, update._replace(rid=0)), (B, earlier)]
+    for peer, change in statuses[::order]:
+        harness.pool.handle(peer, READY._replace(adapter_changes=[change]))
+    harness.pool.handle(A, AdapterUpdated(update.rid))
+    harness.received_by(A)
+    harness.pool.handle(B, AdapterUpdated(update.rid, "no memory"))
+    (taken_back,) = harness.received_by(A)
+    assert (taken_back.rid, taken_back.path) == (0, earlier.path)
+    assert taken_back.replaces(update)
+    assert later.replaces(taken_back)
+
+
 def test_requests_may_name_an_adapter_while_it_is_loaded_again() -> None:
     harness = ReplicaHarness()
     adapter = LoadedAdapter("name", "/path", b"digest")

@@ -19,7 +19,7 @@ class RequestedUpdate:
     api: PeerId | None  # None: it has disconnected
     api_rid: int
     update: UpdateAdapter  # as the schedulers get it, with the tokenizer's rid
-    previous: str = ""  # the path of the adapter that had its name before; "": none had it
+    previous: UpdateAdapter  # the change of its name before this one
     answers: dict[ReplicaId, AdapterUpdated] = field(default_factory=dict)  # by scheduler
 
 
@@ -69,7 +69,8 @@ class AdapterDirectory:
         return ""
 
     def add_update(self, rid: int, api: PeerId, update: UpdateAdapter) -> None:
-        self._waiting.append(RequestedUpdate(api, update.rid, update._replace(rid=rid)))
+        previous = UpdateAdapter(0, update.name, "")  # known when it begins
+        self._waiting.append(RequestedUpdate(api, update.rid, update._replace(rid=rid), previous))
 
     def begin_next(self) -> UpdateAdapter | None:
         """The next update for all schedulers; None if one is with them, or there is none."""
@@ -78,17 +79,23 @@ class AdapterDirectory:
         self._current = current = self._waiting.popleft()
         name = current.update.name
         loaded = next((adapter.path for adapter in self.loaded if adapter.name == name), "")
-        current.previous = self.changes[name].path if name in self.changes else loaded
+        current.previous = self.changes.get(name, UpdateAdapter(0, name, loaded))
         current.update = current.update._replace(stamp=self._next_stamp())
         return current.update
 
     def _next_stamp(self) -> int:
+        """The stamp of an update. The next number is left for the change that takes it back: later ones hold."""
         known = max((change.stamp for change in self.changes.values()), default=0)
-        self._last_stamp = min(MAX_STAMP, max(int(1e6 * time.time()), 1 + max(self._last_stamp, known)))
+        self._last_stamp = min(MAX_STAMP - 1, max(int(1e6 * time.time()), 2 + max(self._last_stamp, known)))
         return self._last_stamp
 
     def record_changes(self, changes: list[UpdateAdapter]) -> list[UpdateAdapter]:
         """Takes the changes that a scheduler has carried out. Returns those that are new here."""
+        if (current := self._current) is not None:
+            for change in changes:  # one that was stamped earlier may be carried out after the update began
+                of_name = change.name == current.update.name
+                if of_name and current.update.replaces(change) and change.replaces(current.previous):
+                    current.previous = change
         return [change for change in changes if record_change(self.changes, change)]
 
     def missed_update(self, scheduler: ReplicaId) -> list[UpdateAdapter]:
@@ -111,7 +118,7 @@ class AdapterDirectory:
         errors = [one.error for one in current.answers.values()]
         error = next(filter(None, errors), "")
         if error and "" in errors:
-            taken_back = [current.update._replace(rid=0, path=current.previous, stamp=self._next_stamp())]
+            taken_back = [current.previous._replace(rid=0, stamp=current.update.stamp + 1)]
         return CompletedUpdate(current.api, AdapterUpdated(current.api_rid, error), self.record_changes(taken_back))
 
     def remove_api(self, api: PeerId) -> None:

@@ -295,7 +295,8 @@ class UpdateAdapter(NamedTuple):
     unloaded adapter finish with it. The worker applies it when it has begun all steps that were sent before.
 
     A tokenizer stamps each change, so that all schedulers come to the same state: of two changes of a name the later
-    one holds. With rid 0 it tells a scheduler of a change that it may not know, which is not answered.
+    one holds. The change that takes one back has the next stamp, so that it replaces no other. With rid 0 it tells a
+    scheduler of a change that it may not know, which is not answered.
     """
 
     rid: int
