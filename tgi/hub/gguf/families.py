@@ -337,7 +337,7 @@ _OLMO3 = replace(
     fixed=_NO_PADDING,
     further=("attention.sliding_window_pattern", "rope.freq_base_swa"),
 )
-# Falcon 7B. The configuration of later ones says the same of it.
+# Falcon 7B, in the configuration form of later Falcon models (new_decoder_architecture), with one norm a block.
 _FALCON = GGUFArchitecture(
     "falcon",
     "FalconForCausalLM",
