@@ -19,20 +19,29 @@ from tests.models import model
 pytestmark = pytest.mark.live
 
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--api-workers", "2", "--resume-window")
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "stream": True}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "min_tokens": 12, "stream": True}
 
-# Route and body of each kind of stream. Seeds are drawn by the server where the body has none.
+# Route and body of each kind of stream. Seeds are drawn by the server where the body has none. Whatever the seed, there
+# are at least twelve tokens: the tests choose events by number.
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "native": (
         "/generate_stream",
-        {"inputs": "Hi", "parameters": {"max_new_tokens": 60, "do_sample": True, "details": True, "top_n_tokens": 3}},
+        {
+            "inputs": "Hi",
+            "parameters": {
+                "max_new_tokens": 60, "min_new_tokens": 12, "do_sample": True, "details": True, "top_n_tokens": 3,
+            },
+        },
     ),
-    "completion": ("/v1/completions", {"prompt": "Hello", "max_tokens": 40, "stop": ["qqq"], "stream": True}),
+    "completion": (
+        "/v1/completions",
+        {"prompt": "Hello", "max_tokens": 40, "min_tokens": 12, "stop": ["qqq"], "stream": True},
+    ),
     "completions": (
         "/v1/completions",
         {
-            "prompt": ["Hello", "Good morning"], "n": 2, "max_tokens": 40, "logprobs": 2, "echo": True, "stream": True,
-            "stream_options": {"include_usage": True},
+            "prompt": ["Hello", "Good morning"], "n": 2, "max_tokens": 40, "min_tokens": 12, "logprobs": 2,
+            "echo": True, "stream": True, "stream_options": {"include_usage": True},
         },
     ),
     "chat": ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}),
