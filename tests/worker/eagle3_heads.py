@@ -140,6 +140,8 @@ class Eagle3Head(nn.Module):
 
 def trained_head(model: Any, form: Form, texts: list[list[int]], steps: int) -> Eagle3Head:
     """A head that has learned these texts of the model, of one length, at two tokens ahead and three."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would spend their time on waiting for each other
     head = Eagle3Head(form, model)
     with torch.no_grad():
         states = [hidden_states(model, ids) for ids in texts]
@@ -157,6 +159,7 @@ def trained_head(model: Any, form: Form, texts: list[list[int]], steps: int) -> 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    torch.set_num_threads(threads)
     return head.eval()
 
 

@@ -271,12 +271,19 @@ def test_mtp_layers_that_know_the_text_are_accepted(kind: str, part: str, tmp_pa
     assert steps_taken(make_engine(served, draft=head), [7, 100, 300, 505], 16, 4) == 4 * 3
 
 
-def test_a_trained_eagle3_head_is_accepted(tmp_path: Path) -> None:
-    """By chance one of 512 drafts would be. The head was trained without this server's code."""
-    directory = counting(make("llama", layers=6), tmp_path / "model")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model that counts, and a head that was trained for it, without this server's code."""
+    directory = tmp_path_factory.mktemp("trained")
+    model = counting(make("llama", layers=6), directory / "model")
     texts = [[(at + n) % VOCAB for n in range(32)] for at in range(0, VOCAB, 16)]
-    trained = trained_head(transformers_model(directory), Form(scored=VOCAB - 12), texts, 400)
-    served, head = build(directory, True, eagle3=trained.save(tmp_path / "head"))
+    head = trained_head(transformers_model(model), Form(scored=VOCAB - 12), texts, 300)
+    return model, head.save(directory / "head")
+
+
+def test_a_trained_eagle3_head_is_accepted(trained: tuple[Path, Path]) -> None:
+    """By chance one of 512 drafts would be."""
+    served, head = build(trained[0], True, eagle3=trained[1])
     starts = list(range(3, VOCAB, 40))
     without = len(starts) * 20
     assert steps_taken(make_engine(served, draft=head), starts, 21, 2) < 0.6 * without
@@ -304,14 +311,11 @@ def test_drafts_change_no_token(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "llama"])
-def test_scheduled_requests_are_as_without_drafts(kind: str, tmp_path: Path) -> None:
+def test_scheduled_requests_are_as_without_drafts(kind: str, trained: tuple[Path, Path], tmp_path: Path) -> None:
     """In batches and chunks, preempted, with prefix hits, and resumed by another scheduler and worker; to the bit. The
     model counts, so that drafts are accepted."""
     if kind == "llama":
-        directory = counting(make("llama", layers=6), tmp_path / "model")
-        texts = [[(at + n) % VOCAB for n in range(32)] for at in range(0, VOCAB, 16)]
-        trained = trained_head(transformers_model(directory), Form(scored=VOCAB), texts, 300)
-        served, head = build(directory, True, eagle3=trained.save(tmp_path / "head"))
+        served, head = build(trained[0], True, eagle3=trained[1])
     else:
         source = counting(deeper(kind), tmp_path / "deeper", centred=True)
         projection = torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), 1)
