@@ -296,7 +296,7 @@ def start(file: Path, rows: int, tokens: int, run: Path) -> TorchEngine:
         max_batch_size=rows,
         max_total_tokens=tokens,
         max_batch_total_tokens=2 * rows * tokens,
-        max_batch_prefill_tokens=2048,
+        max_batch_prefill_tokens=min(2048, 2 * rows * tokens),
     )
     return start_engine(settings, lambda stage, percent: None)
 

@@ -19,14 +19,15 @@
 
 namespace tgi {
 
-// The rows of a call. Those that are multiplied as bytes have `planes`, the others `numbers`.
+// The rows of a call. Those that are multiplied as bytes have `planes` in the memory that has `numbers` of the others.
 struct Mxfp4Rows {
     Mxfp4Rows from(int64_t row) const {
-        return {planes + row * 2 * inputs, numbers + row * inputs, units + row * (inputs / 32),
-            offsets + row * (inputs / 32), inputs};
+        return {numbers + row * inputs, units + row * (inputs / 32), offsets + row * (inputs / 32), inputs};
     }
 
-    int8_t* planes;  // [rows][2][inputs]: the upper bytes of the integers, then the lower ones, both signed
+    // Of row `row`, [2][inputs]: the upper bytes of the integers, then the lower ones, both signed.
+    int8_t* planes(int64_t row) const { return (int8_t*)(numbers + row * inputs); }
+
     bf16* numbers;  // [rows][inputs]: the rounded activations
     float* units;  // [rows][inputs / 32]
     int32_t* offsets;  // [rows][inputs / 32]: what makes up for the offset of Float4Bytes
@@ -62,7 +63,8 @@ struct Mxfp4RoundJob final : Job {
             const int64_t at = 32 * group + 16 * half;
             if (bytes) {
                 const Int upper = shift_right(number + broadcast(0x8080), 8) - broadcast(0x80);
-                store(row.planes + at, upper), store(row.planes + row.inputs + at, number - shift_left(upper, 8));
+                store(row.planes(0) + at, upper);
+                store(row.planes(0) + row.inputs + at, number - shift_left(upper, 8));
                 sum = sum + number;
             } else
                 store(row.numbers + at, to_float(number) * broadcast(unit));
@@ -91,6 +93,9 @@ struct Mxfp4RoundJob final : Job {
     const bool bytes;
 };
 
+// Prefetch distance in bytes: here they are read faster than elsewhere.
+constexpr int64_t FURTHER = 2560;
+
 // The sums [M][32] of M rows times a panel. Not inlined, since it needs all registers.
 template <int M>
 __attribute__((noinline)) void mxfp4_dot_rows(const Mxfp4Rows& x, const uint8_t* scales, const uint8_t* codes,
@@ -99,7 +104,7 @@ __attribute__((noinline)) void mxfp4_dot_rows(const Mxfp4Rows& x, const uint8_t*
     const int64_t groups = x.inputs / 32;
     Float found[M][2] = {};
     for (int64_t group = 0; group < groups; group++, scales += PANEL, codes += 512) {
-        for (int64_t line = 0; line < 512; line += CACHE_LINE) prefetch_l1(codes + PREFETCH_DISTANCE + line);
+        for (int64_t line = 0; line < 512; line += CACHE_LINE) prefetch_l1(codes + FURTHER + line);
         const auto add_half = [&](auto half) TGI_INLINE_LAMBDA {
             Int upper[M], lower[M];
             for (int m = 0; m < M; m++) upper[m] = Int{}, lower[m] = broadcast(x.offsets[m * groups + group]);
@@ -107,7 +112,7 @@ __attribute__((noinline)) void mxfp4_dot_rows(const Mxfp4Rows& x, const uint8_t*
             for (int four = 0; four < 2; four++) {
                 RowPairs high[M], low[M];
                 for (int m = 0; m < M; m++) {
-                    const int8_t* const planes = x.planes + m * 2 * x.inputs + 32 * group + 16 * four;
+                    const int8_t* const planes = x.planes(m) + 32 * group + 16 * four;
                     high[m].set((const bf16*)planes), low[m].set((const bf16*)(planes + x.inputs));
                 }
                 const auto add_row = [&](auto j) TGI_INLINE_LAMBDA {
@@ -135,8 +140,8 @@ __attribute__((noinline)) void mxfp4_dot_rows(const Mxfp4Rows& x, const uint8_t*
         for (int half = 0; half < 2; half++) store(sums + PANEL * m + 16 * half, found[m][half]);
 }
 
-// Whether so many rows are multiplied as bytes.
-constexpr int64_t MAX_MXFP4_DOT_ROWS = REGISTERS == 1 ? 6 : 2;
+// Whether so many rows are multiplied as bytes. AMX takes as long for 16 rows as the bytes of three to four.
+constexpr int64_t MAX_MXFP4_DOT_ROWS = HAS_AMX ? 3 : REGISTERS == 1 ? 6 : 2;
 inline bool multiplied_as_bytes(int64_t rows) { return !HAS_AMX || rows <= MAX_MXFP4_DOT_ROWS; }
 
 struct Mxfp4LinearJob final : DotLinearJob<BfloatOperands<FormatKind::mxfp4>> {
@@ -164,14 +169,13 @@ struct Mxfp4LinearJob final : DotLinearJob<BfloatOperands<FormatKind::mxfp4>> {
 
 // Memory for the rows of a call, valid until the next call.
 inline Mxfp4Rows mxfp4_rows(const LinearCall& call) {
-    static thread_local std::vector<int8_t> planes;
     static thread_local std::vector<bf16> numbers;
     static thread_local std::vector<float> units;
     static thread_local std::vector<int32_t> offsets;
     const int64_t inputs = call.weight.inputs, all = call.rows * inputs;
     if ((int64_t)numbers.size() < all)
-        planes.resize(2 * all), numbers.resize(all), units.resize(all / 32), offsets.resize(all / 32);
-    return {planes.data(), numbers.data(), units.data(), offsets.data(), inputs};
+        numbers.resize(all), units.resize(all / 32), offsets.resize(all / 32);
+    return {numbers.data(), units.data(), offsets.data(), inputs};
 }
 
 template <>
