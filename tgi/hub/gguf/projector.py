@@ -4,6 +4,8 @@ Hugging Face: configuration, tensors, and the files of its processor."""
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tgi.hub.gguf.architecture import MAX_LAYERS, Metadata, TargetTensor
 from tgi.hub.gguf.projector_families import DEEPSTACK, FAMILIES, ProjectorFamily, VisionTensor
 from tgi.hub.gguf.reader import GGUFFile
@@ -70,7 +72,7 @@ def plan_vision(file: GGUFFile, source: GGUFFile, text: Entries) -> VisionPlan:
         **_numbers(family.processing_sizes, sizes),
     }
     if (add := _ADDITIONS.get(family.model_type)) is not None:
-        add(metadata, sizes, _Parts(config, vision, part, images))
+        add(metadata, sizes, _Parts(config, vision, part, images, Metadata(source)))
     files = {"preprocessor_config.json": images, "processor_config.json": processor}
     whole = config | {"text_config": part, "vision_config": vision}
     return VisionPlan(whole, tensors, files, dict(family.tokens), family.text_prefixes)
@@ -214,7 +216,7 @@ def _three(metadata: Metadata, key: str) -> list[float]:
         raise metadata.wrong(key, value, "a list of three numbers")
     if not all(math.isfinite(one) for one in value) or (key.endswith("std") and min(value) <= 0):
         raise metadata.wrong(key, value, "finite numbers, and positive deviations,")
-    return [float(f"{one:.7g}") for one in value]
+    return [float(str(np.float32(one))) for one in value]  # the fewest digits that are this number
 
 
 def _activation(metadata: Metadata, family: ProjectorFamily) -> str:
@@ -247,6 +249,7 @@ class _Parts(NamedTuple):
     vision: Entries
     text: Entries
     images: Entries
+    source: Metadata  # of the text part
 
 
 def _add_qwen2(metadata: Metadata, sizes: dict[str, int], parts: _Parts) -> None:
@@ -308,7 +311,10 @@ def _add_gemma4(metadata: Metadata, sizes: dict[str, int], parts: _Parts) -> Non
         use_clipped_linears="v.blk.0.attn_q.input_min" in tensors,
     )
     sees = parts.text["hidden_size"] not in CAUSAL_GEMMA4
-    parts.text["use_bidirectional_attention"] = "vision" if sees else None
+    padding = parts.source.integer(key := "tokenizer.ggml.padding_token_id", 0)  # which images have as further input
+    if padding >= parts.text["vocab_size"]:
+        raise parts.source.wrong(key, padding, f"less than {parts.text['vocab_size']}")
+    parts.text.update(use_bidirectional_attention="vision" if sees else None, pad_token_id=padding)
 
 
 def _add_gemma4_unified(metadata: Metadata, sizes: dict[str, int], parts: _Parts) -> None:
@@ -351,6 +357,7 @@ def _add_llama4(metadata: Metadata, sizes: dict[str, int], parts: _Parts) -> Non
 
 
 _ADDITIONS = {
+    **dict.fromkeys(("glm4v", "glm4v_moe"), _add_pixels),
     "gemma4": _add_gemma4,
     "gemma4_unified": _add_gemma4_unified,
     "idefics3": _add_idefics3,

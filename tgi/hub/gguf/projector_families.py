@@ -496,7 +496,12 @@ _INTERNVL = ProjectorFamily(
         *_linear("mm.model.mlp.1", "multi_modal_projector.linear_1", "T S*H"),
         *_linear("mm.model.mlp.3", "multi_modal_projector.linear_2", "T T"),
     ),
-    {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+    {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "</img>",  # which the processor asks for, and does not meet
+    },
     {"image_token_id": "<IMG_CONTEXT>"},
     "GotOcr2ImageProcessor",
     "InternVLProcessor",
