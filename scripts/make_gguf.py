@@ -723,7 +723,7 @@ def vision_tensor_name(part: VisionPart, name: str, vision: dict[str, Any]) -> s
     plain = name.removeprefix("model.").removeprefix("visual.")
     for pattern, own in part.names:
         if match := re.fullmatch(rf"{pattern}(\.weight|\.bias)?", plain):
-            stored = match.expand(own) + (match[match.lastindex or 0] if match.group(0).endswith(("weight", "bias")) else "")
+            stored = match.expand(own) + (match[match.re.groups] or "")
             deeper = re.match(r"v\.deepstack\.(\d+)", stored)
             if deeper is None:
                 return stored
@@ -736,9 +736,10 @@ def vision_tensor_name(part: VisionPart, name: str, vision: dict[str, Any]) -> s
         f"model.{whole}",
         whole.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.", "."),
     )
-    stored = next((found for one in others if (found := names.get_name(one, (".weight", ".bias")))), None)
-    assert stored is not None, name
-    return stored if stored.endswith(("weight", "bias", "class_embd", "std_bias", "std_scale")) else f"{stored}.weight"
+    mapped = next((found for one in others if (found := names.get_name(one, (".weight", ".bias")))), None)
+    assert mapped is not None, name
+    ends = ("weight", "bias", "class_embd", "std_bias", "std_scale")
+    return str(mapped) if mapped.endswith(ends) else f"{mapped}.weight"
 
 
 def of_experts(joint: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

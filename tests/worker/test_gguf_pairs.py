@@ -22,13 +22,15 @@ from tgi.hub.resolver import import_gguf, model_directory
 from tgi.hub.vision import read_vision_config
 from tgi.media.processor import ImageProcessor
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.settings.table import Settings
+from tgi.worker.planning.deployment_plan import read_planned_model
 
 pytestmark = pytest.mark.slow
 
 PREPROCESSOR = "preprocessor_config.json"
 
-# What llama.cpp has in its code, so that files do not contain it: entries of config.json. Of Gemma 3 a full layer is the
-# sixth one.
+# What llama.cpp has in its code, so that files do not contain it: entries of config.json. A full layer of Gemma 3 is
+# the sixth one.
 ASSUMED: dict[str, dict[str, dict[str, Any]]] = {
     "gemma3": {
         "text_config": {
@@ -40,7 +42,8 @@ ASSUMED: dict[str, dict[str, dict[str, Any]]] = {
 # The same of preprocessor_config.json, where None is the default.
 _TILES = dict.fromkeys(("tile_size", "min_image_tokens", "max_image_tokens", "max_tiles"))
 ASSUMED_OF_IMAGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("gemma4", "gemma4_unified"), {"max_soft_tokens": None}),
+    "gemma4": {"max_soft_tokens": None},
+    "gemma4_unified": {"max_soft_tokens": None},
     "lfm2_vl": _TILES,
 }
 # Settings of the text part, without which files cannot describe the small models.
@@ -118,3 +121,79 @@ def load_pair(file: Path, directory: Path) -> None:
     model = transformers.AutoModelForImageTextToText
     _, report = model.from_pretrained(directory, output_loading_info=True)
     assert not any(report.values())
+
+
+def test_vision_part_by_its_name(tmp_path: Path) -> None:
+    """--mmproj names a file anywhere; without it one next to the model's file is found. The plan counts it."""
+    directory, file, elsewhere = make("gemma3", tmp_path), tmp_path / "model.gguf", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    mmproj = elsewhere / "seen.gguf"
+    for swapped in (False, True):  # of which files have the two matrices of an MLP under each other's names
+        write_gguf_pair(directory, file, mmproj, swapped=swapped)
+        made = model_directory(str(file), cache=tmp_path / "cache", mmproj=str(mmproj))
+        serve(made, directory, "gemma3", tmp_path)
+        see_the_same(made, directory)
+    planned = [read_planned_model(path, Settings(mmproj=str(mmproj))).tower for path in (file, made)]
+    assert planned[0] == planned[1] > 0
+    assert read_planned_model(file, Settings(mmproj=str(mmproj), media_workers=0)).tower == 0
+    assert read_planned_model(file, Settings()).tower == 0
+
+    shutil.copy(mmproj, tmp_path / "mmproj-model.gguf")
+    assert model_directory(str(file), cache=tmp_path / "cache") != made  # that file has another time
+    load_pair(file, tmp_path / "plain")
+    shutil.copy(mmproj, tmp_path / "mmproj-other.gguf")
+    with pytest.raises(UserError, match=r"several vision parts: mmproj-model\.gguf, mmproj-other\.gguf.*--mmproj"):
+        model_directory(str(file), cache=tmp_path / "cache")
+    with pytest.raises(UserError, match="--mmproj seen.gguf is for a model in a GGUF file, and 'gpt2' is not one"):
+        model_directory("gpt2", mmproj="seen.gguf")
+    with pytest.raises(UserError, match=r"--mmproj .*/nowhere\.gguf does not exist"):
+        model_directory(str(file), cache=tmp_path / "cache", mmproj=str(tmp_path / "nowhere.gguf"))
+
+
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"clip.projector_type": "resampler"}, "has a projector of type 'resampler' for a model of type 'gemma3_text'"),
+    ({"clip.projector_type": "qwen2vl_merger"}, "has a projector of type 'qwen2vl_merger' for a model of type"),
+    ({"clip.projector_type": None}, "is no vision part"),
+    ({"clip.vision.block_count": 3}, r"no tensor 'v\.blk\.2\.ln1\.weight'"),
+    ({"clip.vision.block_count": 1}, r"does not use, such as 'v\.blk\.1\."),
+    ({"clip.vision.block_count": 1 << 30}, "at most 1024 was expected"),
+    ({"clip.vision.image_size": 1 << 20}, "at most 16384 was expected"),
+    ({"clip.vision.image_size": 85}, "a divisor of 85"),
+    ({"clip.vision.attention.head_count": 5}, "a divisor of 32"),
+    ({"clip.vision.image_mean": [0.5, 0.5]}, "a list of three numbers"),
+    ({"clip.vision.image_std": [0.5, 0.0, 0.5]}, "positive deviations"),
+)
+
+
+def test_refused_vision_parts(tmp_path: Path) -> None:
+    directory, file, mmproj = make("gemma3", tmp_path), tmp_path / "model.gguf", tmp_path / "seen.gguf"
+    for number, (metadata, words) in enumerate(REFUSED):
+        write_gguf_pair(directory, file, mmproj, metadata)
+        with pytest.raises(UserError, match=words):
+            refuse(file, mmproj, tmp_path / str(number))
+    with pytest.raises(UserError, match=r"model\.gguf is no vision part \(mmproj\): its architecture is 'gemma3'"):
+        refuse(file, file, tmp_path / "text")
+    wide = vision_model("gemma3", text_part=(("hidden_size", 96),))
+    write_gguf_pair(wide, tmp_path / "wide.gguf", tmp_path / "other.gguf")
+    with pytest.raises(UserError, match=r"other\.gguf is the vision part of another model: .*\[32, 96\], and .* 64"):
+        refuse(file, tmp_path / "other.gguf", tmp_path / "other")
+
+
+def refuse(file: Path, mmproj: Path, made: Path) -> None:
+    made.mkdir()
+    convert(file, made, lambda *_: None, packed=True, mmproj=mmproj)
+
+
+def test_refused_tiles_and_axes(tmp_path: Path) -> None:
+    """Numbers of the processor, and of the text part, that mean work."""
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("internvl", {"clip.vision.preproc_max_tiles": 10**6}, "1 to 256 was expected"),
+        ("llava_next", {"clip.vision.image_grid_pinpoints": [56, 112, 56]}, "pairs of pixels was expected"),
+        ("llava", {"clip.vision.feature_layer": [0, 1]}, "the last layer, 1, was expected"),
+        ("qwen2_vl", {"clip.vision.image_max_pixels": 1 << 31}, "at most 268435456 was expected"),
+        ("qwen3_vl", {"clip.vision.is_deepstack_layers": [True]}, "a list of 3 truth values"),
+    )
+    for kind, metadata, words in cases:
+        write_gguf_pair(vision_model(kind), tmp_path / f"{kind}.gguf", tmp_path / "seen.gguf", metadata)
+        with pytest.raises(UserError, match=words):
+            refuse(tmp_path / f"{kind}.gguf", tmp_path / "seen.gguf", tmp_path / kind)

@@ -18,16 +18,11 @@ from torch import Tensor
 
 from scripts.make_vision_model import IMAGE_TOKEN_ID
 from tests.families import in_depth, with_variants
-from tests.media.pictures import noise
 from tests.models import vision_model as make
 from tests.references import reference
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.scheduled import ScheduledEngine, Served
-from tgi.hub.model_config import read_model_config
-from tgi.hub.resolver import import_gguf, model_directory
-from tgi.hub.vision import read_vision_config
 from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
-from tgi.media.processor import ImageProcessor
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups
 from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment

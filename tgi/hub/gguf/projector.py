@@ -37,7 +37,7 @@ def plan_vision(file: GGUFFile, source: GGUFFile, text: Entries) -> VisionPlan:
     family = _family(metadata, text["model_type"])
     sizes = _sizes(metadata, family, text["hidden_size"])
     tensors = _tensors(file, family, sizes)
-    part = text | {"model_type": family.text_type or text["model_type"]}
+    part: Entries = text | {"model_type": family.text_type or text["model_type"]}
     if family.rope:
         part["rope_parameters"] = text["rope_parameters"] | {"mrope_section": _sections(Metadata(source))}
     vocabulary = {token: number for number, token in enumerate(source.metadata["tokenizer.ggml.tokens"])}
@@ -48,12 +48,12 @@ def plan_vision(file: GGUFFile, source: GGUFFile, text: Entries) -> VisionPlan:
         vision["hidden_act"] = act
     if family.epsilon:
         vision[family.epsilon] = metadata.number("clip.vision.attention.layer_norm_epsilon")
-    config = {
+    config: Entries = {name: text[name] for name in ("bos_token_id", "eos_token_id") if name in text}
+    config |= {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "dtype": text["dtype"],
         "tie_word_embeddings": text["tie_word_embeddings"],
-        **{name: text[name] for name in ("bos_token_id", "eos_token_id") if name in text},
         **family.config,
         **_numbers(family.config_sizes, sizes),
         **{key: vocabulary[token] for key, token in family.token_ids.items()},
