@@ -54,8 +54,8 @@ TEXT_PARTS: dict[str, tuple[tuple[str, Any], ...]] = {
     ),
     "qwen3_vl_moe": (("mlp_only_layers", []),),
 }
-# One of each kind: as Gemma 3, matrices in three tensors and windows, layers whose states go to the text part, tiles, permuted
-# rows, layers left out, patches with channels last, pairs of rows.
+# One of each kind: as Gemma 3, matrices in three tensors and windows, layers whose states go to the text part, tiles,
+# permuted rows, layers left out, patches with channels last, pairs of rows.
 EACH = ("idefics3", "qwen2_5_vl", "qwen3_vl", "internvl", "mistral3", "llava_next", "lfm2_vl", "glm4v")
 
 
