@@ -209,8 +209,16 @@ PLACEHOLDERS = {"gemma3": 1, "llama4": 1}  # in the image tokens, where it is no
 MODEL_TYPES = {"pixtral": "llava"}  # of kinds that are named otherwise
 
 
-def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype: str = "float32") -> Path:
-    """Writes a model of `kind` (one of KINDS) to `directory` and returns it."""
+def make_vision_model(
+    kind: str,
+    directory: Path | str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    text_part: tuple[tuple[str, Any], ...] = (),
+) -> Path:
+    """Writes a model of `kind` (one of KINDS) to `directory` and returns it. `text_part` are further settings of its
+    text part."""
     import torch
     import transformers
 
@@ -218,7 +226,7 @@ def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype:
     directory.mkdir(parents=True, exist_ok=True)
     text, tower, more, text_more = KINDS[kind]
     shape = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": None, "intermediate": 128}
-    made = make_config(text, shape | {"vocab": VOCAB, "context": 2048, "tie": False}, text_more)
+    made = make_config(text, shape | {"vocab": VOCAB, "context": 2048, "tie": False}, text_more | dict(text_part))
     part = made.to_dict()
     if name := more.get("text_type"):
         part["model_type"] = name

@@ -697,7 +697,7 @@ def keys_new(directory: Path) -> None:
 
 # Settings of `tgi plan`.
 PLANNED = (
-    "model_id", "revision", "dtype", "num_shard", "replicas", "quantize", "kv_cache_dtype", "lora_adapters",
+    "model_id", "revision", "mmproj", "dtype", "num_shard", "replicas", "quantize", "kv_cache_dtype", "lora_adapters",
     "draft_model_id", "draft_model_revision", "max_total_tokens", "max_batch_size", "max_batch_prefill_tokens",
     "max_batch_total_tokens", "memory_fraction", "cuda_memory_fraction",
 )  # fmt: skip

@@ -348,7 +348,10 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     has_worker = "worker" in roles and settings.ray is None
     reads_weights = has_worker and settings.needs_weights  # no other role does
     directory = fetch(
-        settings.model_id, settings.revision, weights=reads_weights and settings.weights_cache_override is None
+        settings.model_id,
+        settings.revision,
+        mmproj=settings.mmproj,
+        weights=reads_weights and settings.weights_cache_override is None,
     )
     known = replace(
         named,

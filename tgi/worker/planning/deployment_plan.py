@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tgi.hub.gguf_import import vision_part
 from tgi.hub.model_config import T5_FAMILY, is_draft_head
 from tgi.hub.vision_towers import vision_family
 from tgi.hub.weight_files import OF_AUDIO, OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
@@ -221,11 +222,11 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
     Raises UserError if its sizes do not follow from them."""
     with reading(path):
         if path.suffix.lower() == ".gguf" and not path.is_dir():
-            config, tensors = _read_gguf(path)
+            config, tensors, tower = _read_gguf(path, settings)
             found = None
         else:
             config = read_config(path)
-            found, tensors = find_config(path, config), None
+            found, tensors, tower = find_config(path, config), None, None
             if found is not None and found.method == GGUF_METHOD:  # a directory that was imported
                 found, tensors = None, stored_tensors(path)
     stored = stored_dtype(config)
@@ -243,29 +244,34 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
             f"--quantize {asked} is for weights that are quantized already, and those in {path} are not. Choose "
             "int8 or int4, which are made at load, or leave out --quantize."
         )
-    return PlannedModel(decoder, dtype, stored, made, found, tensors, _tower_bytes(path, dtype, settings))
+    numbers = _tower_numbers(path, settings) if tower is None else tower
+    return PlannedModel(decoder, dtype, stored, made, found, tensors, numbers * ITEM_SIZES[dtype])
 
 
-def _tower_bytes(path: Path, dtype: str, settings: Settings) -> int:
-    """Bytes of the vision tower of a model directory, by its weight files."""
-    if path.is_file() or not settings.media_workers or vision_family(path) is None:
+def _tower_numbers(path: Path, settings: Settings) -> int:
+    """Of the vision tower of a model directory, by its weight files."""
+    if not settings.media_workers or vision_family(path) is None:
         return 0
     if not choose_weight_files([one.name for one in path.iterdir()]):
         return 0
     others = (tensor for name, tensor in stored_tensors(path).items() if not name.startswith((*OF_DECODER, *OF_AUDIO)))
-    return sum(math.prod(tensor.shape) * ITEM_SIZES[dtype] for tensor in others)
+    return sum(math.prod(tensor.shape) for tensor in others)
 
 
-def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """The config.json of the model that the import of a GGUF file makes, and its tensors."""
+def _read_gguf(path: Path, settings: Settings) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
+    """The config.json of the text model that the import of a GGUF file makes, its tensors, and how many numbers its
+    vision part has."""
     require_packages(GGUF_PACKAGES, "Planning with a GGUF file")
     from tgi.hub.gguf.architecture import plan_conversion
+    from tgi.hub.gguf.projector import plan_vision
     from tgi.hub.gguf.reader import read_gguf
     from tgi.hub.gguf.weights import packed_tensors
 
     file = read_gguf(path)
     plan = plan_conversion(file)
-    return plan.config, packed_tensors(file, plan.tensors)
+    images = vision_part(path, settings.mmproj) if settings.media_workers else None
+    vision = [] if images is None else plan_vision(read_gguf(images), file, plan.config).tensors
+    return plan.config, packed_tensors(file, plan.tensors), sum(math.prod(tensor.shape) for tensor in vision)
 
 
 def _parameters(model: PlannedModel) -> int:
