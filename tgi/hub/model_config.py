@@ -157,7 +157,7 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
         eos_token=_token_text(tokenizer_config.get("eos_token")),
         weights=weight_files(directory) if weights else (),
         decoder_start=_decoder_start(directory, config) if config["model_type"] in T5_FAMILY else None,
-        content_hash=_content_hash(directory),
+        content_hash=content_hash(directory),
     )
 
 
@@ -340,7 +340,8 @@ def _chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[s
     return found
 
 
-def _content_hash(directory: Path) -> str:
+def content_hash(directory: Path) -> str:
+    """`ModelConfig.content_hash` of a model directory, without the rest of it."""
     digest = hashlib.sha256()
     for name in HASHED_FILES:
         path = directory / name
