@@ -98,8 +98,8 @@ class ForkServer:
         """Starts `run_role` with these arguments in a child of this process, with nothing else in its environment than
         this one and `descriptors`: variables with the number that a file descriptor has there.
 
-        Waits for at most `timeout` seconds, for its imports too. Raises ForkServerLost, and OSError if the system has no
-        process left.
+        Waits for at most `timeout` seconds, for its imports too. Raises ForkServerLost, and OSError if the system has
+        no process left.
         """
         request = json.dumps([*arguments, dict(environment), list(descriptors)]).encode()
         self._connection.settimeout(timeout)

@@ -249,9 +249,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     shared = {name: getattr(settings, name) for name in SHARED_SETTINGS}
     shared["lora_adapters"] = [(name, adapter_digest(Path(path)).hex()) for name, path in settings.adapters]
     draft = settings.draft_model_dir
-    shared["draft_model_id"] = (
-        None if draft is None else content_hash(draft)
-    )
+    shared["draft_model_id"] = None if draft is None else content_hash(draft)
     decoded: dict[str, Any] = json.loads(json.dumps(shared))  # lists for tuples, as the other side reads them
     return decoded
 
