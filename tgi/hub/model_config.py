@@ -364,7 +364,7 @@ def _chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[s
 
 
 def content_hash(directory: Path) -> str:
-    """The same for directories with the same configuration and tokenizer."""
+    """`ModelConfig.content_hash` of a model directory, without the rest of it."""
     digest = hashlib.sha256()
     for name in HASHED_FILES:
         path = directory / name

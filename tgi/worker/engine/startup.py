@@ -28,6 +28,7 @@ from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGrou
 from tgi.microkernel.messages.protocol import DeploymentLimits, LastExit, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
+from tgi.microkernel.recovery.exit_causes import OUT_OF_MEMORY
 from tgi.microkernel.settings.table import MTP, Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, KVCacheSpec, PrefaultingBackend
@@ -104,11 +105,13 @@ class Caches(NamedTuple):
     served: AttentionBackend
     draft: AttentionBackend | None
 
-    def discard_pages(self) -> None:
-        """Gives the memory of all pages back to the system."""
+    def discard(self) -> None:
+        """Gives the memory of all pages and states back to the system."""
         for one in self:
             if isinstance(one, PrefaultingBackend):
                 one.discard_pages()
+            if one is not None and one.state is not None:
+                one.state.discard()
 
 
 class EngineState(NamedTuple):
@@ -128,8 +131,9 @@ _shared: EngineState | None = None
 
 
 def keeps_pages(last_exit: LastExit | None) -> bool:
-    """Whether this process has the pages that its predecessor, which ended like this, had computed."""
-    return _shared is not None and last_exit is not None and last_exit.outside
+    """Whether this process has the pages that its predecessor, which ended like this, had computed. Not where memory
+    was short, which they take."""
+    return _shared is not None and last_exit is not None and last_exit.outside and last_exit.cause != OUT_OF_MEMORY
 
 
 def start_engine(
@@ -261,7 +265,7 @@ def _inherit(shared: EngineState, settings: Settings, keep_pages: bool) -> Engin
     assert shared.models.cpu_kernels is not None
     shared.models.cpu_kernels.restart_threads(threads_from_environment() or usable_cores())
     if not keep_pages:
-        shared.caches.discard_pages()
+        shared.caches.discard()
     return shared
 
 
