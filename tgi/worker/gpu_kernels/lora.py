@@ -33,15 +33,15 @@ RANKS = 64  # of an item at most
 # Columns of an item, and numbers of a tile of A and of x at most, by the bytes of a number: products in 32 bits take
 # registers for each element of their operands.
 OUTPUTS, NUMBERS = {2: 128, 4: 64}, {2: 8192, 4: 2048}
-# Programs that keep a GPU busy. The inputs are divided into slices while there are fewer items.
-PROGRAMS = 512
+PROGRAMS = 512  # at most: as many as a GPU runs at a time
+BUSY = 256  # items that keep a GPU busy: the inputs are divided into slices while there are fewer
 MOST_SLICES, INVARIANT_SLICES = 16, 4
 SLICED = tl.constexpr(256)  # inputs of a slice: a multiple
 
 
 def slices_for(tiles: int, projections: int, inputs: int) -> int:
     """The number of slices of the inputs, a power of two, in a step of at least this number of tiles."""
-    wanted = PROGRAMS // 2 // (tiles * projections)
+    wanted = BUSY // (tiles * projections)
     return min(MOST_SLICES, 1 << max(0, wanted.bit_length() - 1), triton.next_power_of_2(triton.cdiv(inputs, SLICED.value)))
 
 
@@ -55,22 +55,24 @@ def add_lora(
 ) -> None:
     """Adds x @ A @ B to columns of y [T, columns] for x [T, inputs], whose rows are contiguous. `projections`, up to
     three: index into the table, first column, and number of columns. No two calls of a layer and a step begin with the
-    same projection. `batch_invariant`: the slices do not depend on the number of tokens; see PlanShape too."""
+    same projection. `batch_invariant`: the order of a token's sums does not depend on the number of tokens, nor on the ranks of
+    other adapters; see PlanShape too."""
     inputs, count = x.shape[1], len(projections)
-    ranks, shape = min(tiles.rank, RANKS), tiles.shape
+    ranks, shape = RANKS if batch_invariant else min(tiles.rank, RANKS), tiles.shape
+    whole = max(tiles.rank, ranks)
     slices = INVARIANT_SLICES if batch_invariant else slices_for(triton.cdiv(shape.tokens, shape.size), count, inputs)
-    sums = torch.empty(shape.tokens * count * slices * tiles.rank, dtype=torch.float32, device=x.device)
+    sums = torch.empty(shape.tokens * count * slices * whole, dtype=torch.float32, device=x.device)
     numbers, starts, widths = zip(*projections, strict=True)
     more = (0,) * (3 - count)
     numbers, starts, widths = (*numbers, *more), (*starts, *more), (*widths, *more)
-    shares = tiles.rank // ranks * count * slices
+    shares = whole // ranks * count * slices
     size = tiles.dtype.itemsize
     outputs = OUTPUTS[size]
     items = shape.most * (shares + sum(triton.cdiv(width, outputs) for width in widths))
     _add_lora[min(PROGRAMS, items),](
         *(x, y, sums, tiles.table, tiles.plan, tiles.counters),
         *(layer, tiles.table.stride(0), tiles.table.stride(1), *numbers, *starts, *widths),
-        *(inputs, x.stride(0), y.stride(0), tiles.rank, shape.most),
+        *(inputs, x.stride(0), y.stride(0), whole, shape.most),
         DTYPE=_POINTERS[tiles.dtype],
         NUMBERED=tiles.table.shape[2],
         PROJECTIONS=count,

@@ -17,8 +17,6 @@ from torch import Tensor
 # Tokens of a tile: the smallest side of a matrix of tl.dot, and where each adapter of a step may have many.
 FEW_TOKENS, MANY_TOKENS = 16, 64
 MANY = 256  # tokens of a step
-# The ranks of stored matrices are padded with zeros to multiples of it, so that rows begin at multiples of 16 bytes.
-RANK_MULTIPLE = 8
 
 
 class PlanShape(NamedTuple):
@@ -45,7 +43,7 @@ class AdapterTiles(NamedTuple):
     """The adapters of a step's tokens. Tensors are on the device."""
 
     # int64 [adapters, layers, projections, 3]: the addresses of A [inputs, rank] and B [rank, outputs], and the rank, a
-    # multiple of RANK_MULTIPLE, which is 0 where the adapter does not change the projection.
+    # multiple of lora.projections.RANK_MULTIPLE, which is 0 where the adapter does not change the projection.
     table: Tensor
     plan: Tensor  # int64 [shape.length]
     counters: Tensor  # int32 [layers, projections, 1 + shape.most]: zeros, of this step alone

@@ -16,17 +16,11 @@ from torch import Tensor
 
 from tgi.worker.device_copies import copy_to_device
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.gpu_kernels.lora_arguments import (
-    RANK_MULTIPLE,
-    AdapterTiles,
-    PlanShape,
-    padded_rank,
-    write_plan,
-)
+from tgi.worker.gpu_kernels.lora_arguments import AdapterTiles, PlanShape, padded_rank, write_plan
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Mlp
 from tgi.worker.lora.deltas import AdapterSpan
-from tgi.worker.lora.projections import PROJECTION_GROUPS, Columns, ProjectionShapes, group_columns
+from tgi.worker.lora.projections import PROJECTION_GROUPS, RANK_MULTIPLE, Columns, ProjectionShapes, group_columns
 from tgi.worker.lora.weights import LoraPair, LoraWeights
 
 
