@@ -29,9 +29,7 @@ def planned(owners: NDArray[np.int64], shape: PlanShape) -> NDArray[np.int64]:
     return plan
 
 
-@each_case(
-    ("tokens", "adapters"), [(1, 1), (5, 3), (40, 40), (256, 1), (256, 256), (300, 2), (2000, 90), (7, 0)]
-)
+@each_case(("tokens", "adapters"), [(1, 1), (5, 3), (40, 40), (256, 1), (256, 256), (300, 2), (2000, 90), (7, 0)])
 def test_each_token_with_an_adapter_is_in_one_tile_of_it(tokens: int, adapters: int) -> None:
     """Rows of any length, the longest possible plan included."""
     generator = np.random.default_rng(tokens)

@@ -129,7 +129,7 @@ class StepColumns(NamedTuple):
         ):
             views.append(column[start : start + length])
             start += length
-        return StepColumns(*views, column[start:])
+        return StepColumns(*views, plan=column[start:])
 
     @staticmethod
     def length(key: GraphKey, sampled: int) -> int:

@@ -42,7 +42,9 @@ SLICED = tl.constexpr(256)  # inputs of a slice: a multiple
 def slices_for(tiles: int, projections: int, inputs: int) -> int:
     """The number of slices of the inputs, a power of two, in a step of at least this number of tiles."""
     wanted = BUSY // (tiles * projections)
-    return min(MOST_SLICES, 1 << max(0, wanted.bit_length() - 1), triton.next_power_of_2(triton.cdiv(inputs, SLICED.value)))
+    return min(
+        MOST_SLICES, 1 << max(0, wanted.bit_length() - 1), triton.next_power_of_2(triton.cdiv(inputs, SLICED.value))
+    )
 
 
 def add_lora(
@@ -55,8 +57,8 @@ def add_lora(
 ) -> None:
     """Adds x @ A @ B to columns of y [T, columns] for x [T, inputs], whose rows are contiguous. `projections`, up to
     three: index into the table, first column, and number of columns. No two calls of a layer and a step begin with the
-    same projection. `batch_invariant`: the order of a token's sums does not depend on the number of tokens, nor on the ranks of
-    other adapters; see PlanShape too."""
+    same projection. `batch_invariant`: the order of a token's sums does not depend on the number of tokens, nor on the
+    ranks of other adapters; see PlanShape too."""
     inputs, count = x.shape[1], len(projections)
     ranks, shape = RANKS if batch_invariant else min(tiles.rank, RANKS), tiles.shape
     whole = max(tiles.rank, ranks)
@@ -226,7 +228,11 @@ def _add_lora(
 def self_test(device: torch.device) -> None:
     """Tokens of two adapters and of none in any order; one adapter has other ranks for its two projections, one changes
     one projection alone. Raises SelfTestFailed if the result differs from torch's."""
-    for dtype, tolerance, tokens in ((torch.bfloat16, 0.02, 43), (torch.bfloat16, 0.02, 300), (torch.float32, 1e-5, 43)):
+    for dtype, tolerance, tokens in (
+        (torch.bfloat16, 0.02, 43),
+        (torch.bfloat16, 0.02, 300),
+        (torch.float32, 1e-5, 43),
+    ):
         sizes = {0: (8, 72), 1: (24, None)}  # ranks of the projections
         pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         table = torch.zeros(3, 2, 2, 3, dtype=torch.int64)
@@ -243,9 +249,7 @@ def self_test(device: torch.device) -> None:
         shape = PlanShape.of(tokens, tokens, dtype, False)
         plan = np.zeros(shape.length, np.int64)
         write_plan(plan, owners, shape)
-        tiles = AdapterTiles.of(
-            table.to(device), torch.from_numpy(plan).to(device), shape, padded_rank(72), dtype
-        )
+        tiles = AdapterTiles.of(table.to(device), torch.from_numpy(plan).to(device), shape, padded_rank(72), dtype)
         x, y = random_tensor(device, tokens, 300, dtype=dtype), random_tensor(device, tokens, 280, dtype=dtype, seed=3)
         expected = y.float()
         for adapter in sizes:
