@@ -129,7 +129,8 @@ class StepColumns(NamedTuple):
         ):
             views.append(column[start : start + length])
             start += length
-        return StepColumns(*views, plan=column[start:])
+        views.append(column[start:])
+        return StepColumns(*views)
 
     @staticmethod
     def length(key: GraphKey, sampled: int) -> int:
