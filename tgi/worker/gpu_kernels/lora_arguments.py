@@ -66,15 +66,20 @@ def write_plan(plan: NDArray[np.int64], adapters: NDArray[Any], shape: PlanShape
     """Writes the plan of tokens with these adapters [tokens]; -1: none."""
     _, most, size = shape
     order = np.argsort(adapters, kind="stable")
-    order = order[np.searchsorted(adapters[order], 0) :]
-    owners, starts, counts = np.unique(adapters[order], return_index=True, return_counts=True)
+    order = order[np.searchsorted(adapters, 0, sorter=order) :]
+    plan[0] = 0
+    if not len(order):
+        return
+    owners = adapters[order]
+    bounds = np.concatenate(((0,), np.flatnonzero(owners[1:] != owners[:-1]) + 1, (len(order),)))
+    starts, counts = bounds[:-1], np.diff(bounds)
     tiles = -(-counts // size)
     count = int(tiles.sum())
     number = np.arange(count) - np.repeat(tiles.cumsum() - tiles, tiles)  # of a tile among those of its adapter
     first = np.repeat(starts, tiles) + number * size
     plan[0] = count
     columns = plan[1 : 1 + 3 * count].reshape(count, 3)
-    columns[:, 0], columns[:, 1] = np.repeat(owners, tiles), first
+    columns[:, 0], columns[:, 1] = np.repeat(owners[starts], tiles), first
     columns[:, 2] = np.minimum(first + size, np.repeat(starts + counts, tiles))
     plan[1 + 3 * most :][: len(order)] = order
 
