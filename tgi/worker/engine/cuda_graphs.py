@@ -242,7 +242,7 @@ class AdapterTable:
 class DecodeGraphs:
     """The captured steps of an engine. Requests have at most `max_total_tokens` tokens. Steps with prompt chunks of up
     to `chunk_tokens` tokens, and with drafts, are captured too; 0: neither. `shifts`: PromptParts.shifts of the
-    model."""
+    model. `adapted`: rows have the adapters of their slots; a draft model computes without."""
 
     def __init__(
         self,
@@ -254,8 +254,10 @@ class DecodeGraphs:
         capturer: GraphCapturer,
         chunk_tokens: int = 0,
         shifts: bool = False,
+        adapted: bool = True,
     ) -> None:
         self._shifts = shifts
+        self._adapted = adapted
         self._model = model
         self._attention = attention
         self._slots = slots
@@ -318,7 +320,7 @@ class DecodeGraphs:
         if not plain and not self._lead_sizes:
             return None
         rank = 0
-        if adapters and not adapters.keys().isdisjoint(rows.slots.tolist()):
+        if self._adapted and adapters and not adapters.keys().isdisjoint(rows.slots.tolist()):
             rank = self._adapters.update(adapters)
         if not plain:
             return self._find_ragged(rows, rank)
