@@ -201,15 +201,16 @@ class AdapterTable:
         for which a step has to be captured, at least that of any adapter so far."""
         if adapters == self._held:
             return self._rank
-        self._held = dict(adapters)
         running = dict.fromkeys(adapters.values())
         self._numbers = {adapter: number for adapter, number in self._numbers.items() if adapter in running}
         free = iter(sorted(set(range(self._slots)) - set(self._numbers.values())))
         for adapter in running.keys() - self._numbers.keys():
-            self._numbers[adapter] = next(free)
-            self._write(adapter)
+            number = next(free)
+            self._write(number, adapter)
+            self._numbers[adapter] = number
         self._of_slots.fill(-1)
         self._of_slots[list(adapters)] = [self._numbers[adapter] for adapter in adapters.values()]
+        self._held = dict(adapters)
         return self._rank
 
     def write_plan(self, to: StepColumns, key: GraphKey) -> None:
@@ -229,13 +230,13 @@ class AdapterTable:
         assert self._table is not None
         return AdapterTiles.of(self._table, plan, shape, key.rank, self._dtype, PROJECTION_GROUPS)
 
-    def _write(self, adapter: LoraWeights) -> None:
+    def _write(self, number: int, adapter: LoraWeights) -> None:
         assert adapter.table is not None
         if self._table is None:
             shape, device = adapter.table.shape, adapter.table.device
             self._table = torch.zeros(self._slots, *shape, dtype=torch.int64, device=device)
             self._dtype = adapter.dtype
-        self._table[self._numbers[adapter]].copy_(adapter.table)
+        self._table[number].copy_(adapter.table)
         self._rank = max(self._rank, padded_rank(adapter.rank))
 
 
