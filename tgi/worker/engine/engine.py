@@ -149,7 +149,7 @@ class TorchEngine:
     def _make_graphs(self, model: Model, attention: CapturableBackend, config: GraphCaptureConfig) -> DecodeGraphs:
         rest = config.batch_sizes, self.limits.max_total_tokens, config.capturer, config.chunk_tokens
         shifted = model is self._model and self._images is not None and self._images.shifts
-        return DecodeGraphs(model, attention, self._slots, *rest, shifted)
+        return DecodeGraphs(model, attention, self._slots, *rest, shifted, adapted=model is self._model)
 
     def _make_draft_runner(
         self, model: Model | DraftHead, attention: AttentionBackend

@@ -43,7 +43,7 @@ from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LoraDeltas
-from tgi.worker.lora.launched_deltas import LaunchedDeltas, adapter_table, runs_of_spans
+from tgi.worker.lora.launched_deltas import LaunchedDeltas, adapter_table, padded_weights, tiles_of_spans
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
 from tgi.worker.lora.projections import projection_parts, projection_shapes
 from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
@@ -241,6 +241,7 @@ class DecoderModel:
             choose_row_counts([linear for linear in bare if linear is not None])
             self._without_epilogue = bare
         if self._gpu is not None:
+            weights = padded_weights(weights)
             weights.table = adapter_table(weights, self.device)
         return weights
 
@@ -276,7 +277,7 @@ class DecoderModel:
         layer_inputs = None if self._weights.layer_inputs is None else self._weights.layer_inputs(tokens, hidden)
         tapped = hidden.new_empty(len(hidden), len(self._taps) * self.hidden_size) if self._taps else None
         plan = attention.plan(batch)
-        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
+        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.adapter_tiles is not None else None
         deeper = () if batch.images is None else batch.images.deeper
         layered = bool(deeper or batch.seen_images)
         if self._program is not None and not layered and isinstance(attention, CpuKernelAttention):
@@ -401,8 +402,10 @@ class DecoderModel:
             return PackedDeltas(batch.lora_spans, rows, shapes, kernels)
         bare = self._without_epilogue
         if self._gpu is not None:
-            runs = batch.lora_runs or runs_of_spans(batch.lora_spans, self._adapter_dtype, self.device)
-            return LaunchedDeltas(runs, shapes, bare, self._gpu)
+            tiles = batch.adapter_tiles or tiles_of_spans(
+                batch.lora_spans, rows, self._adapter_dtype, self.device, self._gpu.batch_invariant
+            )
+            return LaunchedDeltas(tiles, shapes, bare, self._gpu)
         return LoraDeltas(batch.lora_spans, shapes, bare, self._adapter_dtype, self.device)
 
     def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
