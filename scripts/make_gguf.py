@@ -499,10 +499,17 @@ def write_gguf(
 
 
 def write_gguf_pair(
-    model: Path, path: Path, mmproj: Path, metadata: dict[str, Any] | None = None, *, swapped: bool = False
+    model: Path,
+    path: Path,
+    mmproj: Path,
+    metadata: dict[str, Any] | None = None,
+    *,
+    swapped: bool = False,
+    half: bool = False,
 ) -> None:
     """Writes a model of Gemma 3 or Idefics 3 as the file of its text part and that of its vision part, whose keys
-    `metadata` overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had."""
+    `metadata` overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had. `half`:
+    matrices of the vision part are float16, as published ones are; else float32."""
     config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     vision, images = config["vision_config"], json.loads((model / "preprocessor_config.json").read_text())
     text = {name: one for name, one in tensors.items() if name.startswith(OF_DECODER) or text_name(name) != name}
@@ -543,7 +550,8 @@ def write_gguf_pair(
         whole = name.replace("_projection_weight", "_projection.weight").replace("tower.", "tower.vision_model.")
         stored = names.get_name(whole, (".weight", ".bias"))
         assert stored is not None, name
-        writer.add_tensor(stored, values + 1 if "soft_emb_norm" in name else values)
+        values = values + 1 if "soft_emb_norm" in name else values
+        writer.add_tensor(stored, values.astype(np.float16) if half and values.ndim == 2 else values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
