@@ -2,9 +2,10 @@
 
     scripts/bench images [--against llama.cpp,transformers] [--requests 1,8] [--rounds 3]
 
-A model of Gemma 3's kind with random weights in bfloat16: a SigLIP tower of about 100 million parameters that sees 448 *
-448 pixels as 1,024 patches, 256 tokens of them, and a text part with the layers of SmolLM2-135M. llama.cpp reads it as
-a pair of GGUF files, its vision part in float16; `transformers serve` and this server read its directory.
+A model of Gemma 3's kind with random weights in bfloat16: a SigLIP tower of about 100 million parameters, which sees
+1,024 patches of 448 x 448 pixels and makes 256 tokens of them, and a text part with the layers of SmolLM2-135M.
+llama.cpp reads it as a pair of GGUF files, its vision part in float16; `transformers serve` and this server read its
+directory.
 
 In each round each server in turn gets `--requests` requests at once, each with an image of its own and a short
 question, and answers one token. Prints medians over the rounds: of the time to the first token, to the last of the
@@ -79,9 +80,9 @@ def llama_cpp(port: int, requests: int) -> tuple[list[str | Path], dict[str, str
 def transformers(port: int, requests: int) -> tuple[list[str | Path], dict[str, str]]:
     """The same of transformers serve."""
     python = peers.environment("transformers")
-    how = ("--dtype", "bfloat16", "--device", "cpu", "--attn-implementation", "sdpa")
-    command = [python.parent / "transformers", "serve", model(), *how]
-    return [*command, "--host", "127.0.0.1", "--port", str(port)], {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+    how = ("--dtype", "bfloat16", "--device", "cpu", "--attn-implementation", "sdpa", "--host", "127.0.0.1")
+    command: list[str | Path] = [python.parent / "transformers", "serve", model(), *how, "--port", str(port)]
+    return command, {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
 
 
 SERVERS: dict[str, Callable[[int, int], tuple[list[str | Path], dict[str, str]]]] = {
@@ -172,7 +173,8 @@ def main() -> None:
                         found.setdefault((name, requests), []).append(measure(server, requests, draw))
                     except BadStream as error:
                         print(f"{name} with {requests} requests: {error}", file=sys.stderr)
-    print("| server | requests | TTFT, ms | last, ms | CPU s per request | of the best other |\n|---|---|---|---|---|---|")
+    print("| server | requests | TTFT, ms | last, ms | CPU s per request | of the best other |")
+    print("|---|---|---|---|---|---|")
     for requests in options.requests:
         others = [
             [statistics.median(column) for column in zip(*found[name, requests], strict=True)]

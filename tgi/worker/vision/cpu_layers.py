@@ -1,6 +1,6 @@
-"""Layers of a vision tower on our CPU kernels, in place of torch's: transformers' code, which calls them, stays as it is.
+"""Layers of a vision tower on our CPU kernels, in place of torch's. The code of transformers that calls them is kept.
 
-Replaced are linear layers, with the activation that follows, convolutions whose patches do not overlap, layer norms, and
+Replaced are linear layers, with the activation that follows, convolutions whose patches do not overlap, layer norms and
 attention that hides nothing. What else a tower has is computed by torch.
 """
 
@@ -19,7 +19,7 @@ from tgi.worker.layers.norm import Norm
 
 IMPLEMENTATION = "tgi_vision"  # of transformers' attention interface
 # Linear layers whose result is the argument of an activation: names of both in a module of transformers.
-ACTIVATED = {
+ACTIVATED: dict[str, tuple[str, ...]] = {
     "fc1": ("activation_fn", "act"),
     "linear_fc1": ("act_fn",),
     "linear_1": ("act",),
@@ -63,18 +63,17 @@ def replace_layers(model: nn.Module, kernels: CpuKernels) -> None:
                 setattr(parent, name, _Patches(child, kernels))
             elif type(child) is nn.LayerNorm and len(child.normalized_shape) == 1:
                 setattr(parent, name, _LayerNorm(child, kernels))
-    model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]  # of a PreTrainedModel
+    model.set_attn_implementation(IMPLEMENTATION)
 
 
 def _activations(parent: nn.Module) -> Iterator[tuple[str, str]]:
     """Children of a module that are linear layers, and the activations of their results, which our kernels have."""
     if type(parent).__name__ in ACTIVATED_TWICE:
         return
+    pairs: dict[str, tuple[str, ...]] = ACTIVATED
     if isinstance(parent, nn.Sequential):
-        pairs = [(str(number), (str(number + 1),)) for number in range(len(parent) - 1)]
-    else:
-        pairs = [*ACTIVATED.items()]
-    for name, followers in pairs:
+        pairs = {str(number): (str(number + 1),) for number in range(len(parent) - 1)}
+    for name, followers in pairs.items():
         after = next((one for one in followers if _epilogue(parent, one)), None)
         if after is not None and type(getattr(parent, name, None)) is nn.Linear:
             yield name, after
