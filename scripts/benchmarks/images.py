@@ -170,9 +170,12 @@ def main() -> None:
             for requests in options.requests:
                 for name, server in servers.items():
                     try:
-                        found.setdefault((name, requests), []).append(measure(server, requests, draw))
+                        one = measure(server, requests, draw)
+                        found.setdefault((name, requests), []).append(one)
+                        said = f"{1e3 * one.first:.0f} ms, {one.cpu:.2f} CPU s per request"
                     except BadStream as error:
-                        print(f"{name} with {requests} requests: {error}", file=sys.stderr)
+                        said = str(error)
+                    print(f"{name}, requests at once: {requests}: {said}", file=sys.stderr, flush=True)
     print("| server | requests | TTFT, ms | last, ms | CPU s per request | of the best other |")
     print("|---|---|---|---|---|---|")
     for requests in options.requests:
