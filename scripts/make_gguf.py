@@ -610,10 +610,17 @@ VISION_NUMBERS = {
 
 
 def write_gguf_pair(
-    model: Path, path: Path, mmproj: Path, metadata: dict[str, Any] | None = None, *, swapped: bool = False
+    model: Path,
+    path: Path,
+    mmproj: Path,
+    metadata: dict[str, Any] | None = None,
+    *,
+    swapped: bool = False,
+    half: bool = False,
 ) -> None:
     """Writes a multimodal model as the file of its text part and that of its vision part, whose keys `metadata`
-    overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had."""
+    overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had. `half`: matrices of the
+    vision part are float16, as published ones are; else float32."""
     config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     vision, images = config["vision_config"], json.loads((model / "preprocessor_config.json").read_text())
     kind = "pixtral" if vision.get("model_type") == "pixtral" and config["model_type"] == "llava" else ""
@@ -685,7 +692,8 @@ def write_gguf_pair(
         for stored, one in stored_vision(part, name, values, vision):
             layer = re.match(r"v\.blk\.(\d+)", stored)
             if layer is None or int(layer[1]) < keys["clip.vision.block_count"]:
-                writer.add_tensor(stored, np.ascontiguousarray(one))
+                one = np.ascontiguousarray(one)
+                writer.add_tensor(stored, one.astype(np.float16) if half and one.ndim == 2 else one)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -245,7 +245,8 @@ class Harness:
         family = vision_family(directory)
         assert family is not None
         make_pairs = model.image_pairs if family.crosses and isinstance(model, DecoderModel) else None
-        self.images = PromptImages(load_tower(directory, family, torch.float32, CPU), media, kept, make_pairs)
+        tower = load_tower(directory, family, torch.float32, CPU, kernels=kernels)
+        self.images = PromptImages(tower, media, kept, make_pairs)
         groups, slots = kv_groups(model), 4
         attention: Any = build_attention(
             model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS
@@ -387,6 +388,40 @@ def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
     running.run()
     for served, answer in zip(answers, wanted, strict=True):
         agrees(served, answer)
+
+
+@pytest.mark.parametrize("kind", in_depth(PICTURES, (*EACH, "pixtral", "internvl")))
+def test_tower_on_our_kernels(kind: str) -> None:
+    """It computes what torch does, keeps each weight once, and an image does not depend on those before it."""
+    directory, family = make(kind), VISION_FAMILIES.get(kind, VISION_FAMILIES["llava"])
+    kernels = our_kernels(read_model_spec(directory, "float32"))
+    ours, torchs = (load_tower(directory, family, torch.float32, CPU, kernels=one) for one in (kernels, None))
+    plain = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.LayerNorm)
+    replaced = [name for name, layer in torchs._model.named_modules() if type(layer) in plain]
+    layers = [ours._model.get_submodule(name) for name in replaced]
+    assert replaced
+    assert not any(type(layer) in plain for layer in layers)
+    assert all(layer.weight.untyped_storage().nbytes() == 4 for layer in layers)
+    assert ours.nbytes == torchs.nbytes
+    first, second = (PICTURES[kind](number).tensors for number in (1, 2))
+    computed = [ours.compute(tensors) for tensors in (first, second, first)]
+    for found, tensors in zip(computed, (first, second), strict=False):
+        wanted = torchs.compute(tensors)
+        for one, other in zip((found.embeddings, *found.deeper), (wanted.embeddings, *wanted.deeper), strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+    assert torch.equal(computed[0].embeddings, computed[2].embeddings)
+
+
+def test_tower_in_bfloat16() -> None:
+    """It is as close to float32 as torch is."""
+    directory, family, given = make("gemma3"), VISION_FAMILIES["gemma3"], PICTURES["gemma3"](1).tensors
+    kernels = our_kernels(read_model_spec(directory, "bfloat16"))
+    exact = load_tower(directory, family, torch.float32, CPU).compute(given).embeddings
+    errors = []
+    for chosen in (kernels, None):
+        tower = load_tower(directory, family, torch.bfloat16, CPU, kernels=chosen)
+        errors.append(float((tower.compute(given).embeddings.float() - exact).square().mean()))
+    assert 0 < errors[0] < 1.5 * errors[1]
 
 
 def test_images_that_follow_each_other(tmp_path: Path) -> None:

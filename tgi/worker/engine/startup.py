@@ -326,7 +326,7 @@ def _load_prompt_parts(
     if fault := _image_obstacle(settings, family, place):
         raise UserError(f"The images of {settings.model_dir} cannot be served: {fault}. {TEXT_ALONE}")
     served = models.served
-    tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress)
+    tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress, served.kv.cpu_kernels)
     kept = memory.feature_bytes(_image_bytes(served), served.device.type)
     make_pairs = served.image_pairs if family.crosses and isinstance(served, DecoderModel) else None
     return PromptImages(tower, media_directory(settings.run_dir), kept, make_pairs)
