@@ -187,7 +187,6 @@ def _described(identity: dict[str, Any], kernels: CpuKernels) -> str:
 
 CODE = "tgi.worker."  # where the classes of weights are
 OTHER_CODE = {("builtins", "range"), ("torch", "device")}
-DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
 
 
 class _Pickler(pickle.Pickler):
@@ -239,13 +238,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """A class or function of weights, or a dtype. Raises UnpicklingError for anything else."""
-        if module.startswith(CODE):
-            found = super().find_class(module, name)
-            if found.__module__ == module:  # neither what this has imported, nor a part of it
-                return found
-        elif (module, name) in OTHER_CODE or (module == "torch" and name in DTYPES):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"weights have no {module}.{name}")
+        is_known = module.startswith(CODE) or (module, name) in OTHER_CODE
+        if not is_known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise pickle.UnpicklingError(f"weights have no {module}.{name}")
+        return super().find_class(module, name)
 
 
 def _aligned(size: int) -> int:
