@@ -1,10 +1,10 @@
 """The weights of a decoder as our CPU kernels take them, in files: a start from the second one on reads what the first
 one has quantized and packed.
 
-A file has a header, the structure of the weights, pickled, and their bytes. It is named by a digest of all that these
-depend on. It is written by a thread when the worker is ready, and mapped, so workers of a host share the pages of the
-file cache. Where these are small, it is read into memory in huge pages, since decoding from small pages is 4 to 8 %
-slower. A file that is not as its header and sums say is removed and never used.
+A file has a header, the structure of the weights, pickled, and their bytes. It is named by a digest of all that these depend on.
+It is written by a thread when the worker is ready, and mapped, so workers of a host share the pages of the file cache.
+Where these are small, it is read into memory in huge pages, since decoding from small pages is 4 to 8 % slower. A file
+that is not as its header and sums say is removed and never used.
 """
 
 import fcntl
