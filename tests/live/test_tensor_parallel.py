@@ -102,4 +102,5 @@ def test_all_ranks_end_with_the_server(server: Server) -> None:
     running = server.processes()
     server.commands["up"].terminate()
     assert server.commands["up"].wait(60) == 0
-    assert not any(running[state.name].is_running() for state in ranks)
+    _, left = psutil.wait_procs([running[state.name] for state in ranks], timeout=60)
+    assert not left
