@@ -44,6 +44,7 @@ from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.planning.deployment_plan import read_planned_model
+from tgi.worker.vision.image_file import ImageFiles
 from tgi.worker.vision.prompt_images import PromptImages
 from tgi.worker.vision.rope_positions import PlacedGrid, rope_positions
 from tgi.worker.vision.tower import load_tower
@@ -251,7 +252,9 @@ class Harness:
         family = vision_family(directory)
         assert family is not None
         make_pairs = model.image_pairs if family.crosses and isinstance(model, DecoderModel) else None
-        self.images = PromptImages(load_tower(directory, family, torch.float32, CPU), media, kept, make_pairs)
+        self.images = PromptImages(
+            load_tower(directory, family, torch.float32, CPU), ImageFiles(media), kept, make_pairs
+        )
         groups, slots = kv_groups(model), 4
         attention: Any = build_attention(
             model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS
