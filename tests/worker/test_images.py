@@ -411,6 +411,19 @@ def test_images_that_follow_each_other(tmp_path: Path) -> None:
         agrees(served, expected(directory, Prompt(ids, images, given.pictures)))
 
 
+def test_logprobs_of_prompts_with_images_that_are_not_scored(tmp_path: Path) -> None:
+    """The head of mllama has no rows for its image token, whose logprob in a prompt is therefore none. All others are
+    those of transformers."""
+    directory, given = make("mllama"), prompt("mllama", tmp_path, 1, 1)
+    running = Harness(directory, tmp_path).start()
+    served = running.add(given.ids, 1, given.images, logprobs_from=1)
+    running.run()
+    logprobs = dict(zip(range(1, len(given.ids)), served.prompt_logprobs, strict=True))
+    place = given.images[0].position
+    assert math.isnan(logprobs.pop(place))
+    assert all(-100 < one < 0 for one in logprobs.values())
+
+
 def test_faulty_files(tmp_path: Path) -> None:
     """End their request with the reason, and no other one."""
     directory = make("qwen2_vl")

@@ -931,7 +931,7 @@ class PromptTokens(NamedTuple):
 
     Logprobs are the model's, before the request's sampling parameters apply. Each token has min(prompt_top_n,
     vocabulary) alternatives: highest logprob first, then lowest id. The first token of a prompt has none, and a logprob
-    of NaN.
+    of NaN. So has a token that the model does not score (the image token of mllama), which has alternatives.
     """
 
     rid: int

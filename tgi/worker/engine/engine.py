@@ -406,7 +406,9 @@ class TorchEngine:
         if positions is None:
             return None
         logits_indices, next_indices = self._batch_builder.to_device(positions.logits_indices, positions.next_indices)
-        return PromptLogprobReader(positions, logits_indices, self._slots.ids.view(-1)[next_indices].long())
+        next_ids = self._slots.ids.view(-1)[next_indices].long()
+        unscored = self._model.config.unscored if isinstance(self._model, DecoderModel) else 0
+        return PromptLogprobReader(positions, logits_indices, next_ids, self._model.vocab_size - unscored)
 
 
 def _find_bad_word_rows(rows: StepRows, batch: SamplingBatch) -> Ints | None:
