@@ -1,4 +1,4 @@
-"""Trains the model of scripts/train_picture_model.py, unless that is done, serves it, and runs the checks of clients."""
+"""Trains the model of scripts/train_picture_model.py, unless that is done, serves it, and runs the clients' checks."""
 
 import sys
 import tempfile

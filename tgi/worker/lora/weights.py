@@ -138,9 +138,8 @@ def read_adapter(directory: Path, config: DecoderConfig, dtype: torch.dtype, dev
                 if lora.lists_modules and lora.targets(_spelled(name, prefix), layer):
                     raise UserError(f"{path} has no tensors for {name}, which {lora.path} names. {_FETCH_AGAIN}")
                 continue
-            for projection, pair in _split_projections(
-                path, _spelled(name, prefix), sides, projections, lora, config
-            ).items():
+            pairs = _split_projections(path, _spelled(name, prefix), sides, projections, lora, config)
+            for projection, pair in pairs.items():
                 layers[layer][PROJECTIONS.index(projection)] = LoraPair(*(side.to(device, dtype) for side in pair))
         return LoraWeights(layers)
 
