@@ -48,10 +48,10 @@ CONTEXT = 2048
 SIZE, PATCH, HIDDEN = 48, 16, 64  # pixels of a picture, as the tower sees it, and of a patch, which has one figure
 GRID = SIZE // PATCH
 TOWER_LAYERS, TEXT_LAYERS = 1, 2
-MASKS, STEPS, BATCH = 1500, 90, 32
+MASKS, STEPS, BATCH = 1500, 130, 32
 LEARNING_RATE, MATRIX_LEARNING_RATE = 3e-3, 0.03  # of AdamW, and of Muon
 MAX_QUESTION_TOKENS = 12
-HELD_OUT = 60
+HELD_OUT = 100
 BAR = 0.95
 Place = tuple[float, float, float]  # x and y of the centre, radius
 
