@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.clients.seeing import CLIENTS, check, draw_pictures
+from tests.clients.seeing.asking import CLIENTS, check, draw_pictures
 from tests.live.server import Server
 from tests.live.test_hosts import Hosts
 from tests.models import picture_model

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.clients.seeing import CLIENTS, check, draw_pictures
+from tests.clients.seeing.asking import CLIENTS, check, draw_pictures
 from tests.live.server import Server
 from tests.models import picture_model
 
