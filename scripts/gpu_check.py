@@ -9,7 +9,7 @@ directory); the table of all sections comes last.
 
     tests     what needs a GPU: kernels, CUDA graphs, copies
     families  every family's tiny model against transformers on the device
-    SHAPE     decode and prefill of a known shape, next to the device's own rates
+    SHAPE     decode and prefill of a known shape, next to the device's own rates; also with LoRA adapters
     quantized products with all kinds of quantized weights
     profile   the host's functions and the kernels of decode steps
     stack     all processes: start to first token, throughput next to the engine alone, kill -9 to next token
@@ -72,7 +72,7 @@ def sections(device: str, shapes: list[str]) -> list[Section]:
             Section(
                 shape,
                 bench("gpu", *place, "--shape", shape, *SIZES.get(shape, ROUNDS), "--json", f"{{out}}/{shape}.json"),
-                100,
+                120,
                 _shape,
             )
             for shape in shapes
@@ -125,9 +125,15 @@ def _shape(found: Any) -> str:
         f"{one['name']} {one['computed'] if one['recorded'] is None else one['recorded']:.1f} ms"
         for one in found["mixed"]
     ]
+    adapted = [
+        f"{one['rows']} rows of {one['tokens']} with {one['adapters']} of rank {one['rank']} "
+        f"{one['step'] / one['plain'] - 1:+.0%}"
+        for one in found["adapted"]
+    ]
     return (
         f"copy {peaks['read'] / 1e12:.2f} TB/s, product {peaks['product'] / 1e12:.0f} TFLOP/s; {', '.join(steps)}; "
-        f"prefill {', '.join(prefill)}; launch without graphs {launch:.1f} ms; {', '.join(mixed)}"
+        f"prefill {', '.join(prefill)}; launch without graphs {launch:.1f} ms; {', '.join(mixed)}; "
+        f"adapters: {', '.join(adapted)}"
     )
 
 

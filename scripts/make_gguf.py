@@ -8,11 +8,11 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import NormalDist
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -498,56 +498,278 @@ def write_gguf(
     return path
 
 
+class VisionPart(NamedTuple):
+    """A multimodal model_type, as llama.cpp's converter writes it."""
+
+    projector: str
+    text: tuple[str, str] = ("", "")  # the text part's model_type where it is alone, and its architecture in a file
+    names: tuple[tuple[str, str], ...] = ()  # of tensors that the gguf package does not map
+    tokens: dict[str, str] = {}  # of small models: published ones
+    numbers: dict[str, str] = {}  # metadata keys: those of config.json that are not in each vision_config
+    # What processors have by default.
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+
+_QWEN_TOKENS = {"<image>": "<|image_pad|>", "<|video|>": "<|video_pad|>"}
+_QWEN3_NAMES = (
+    (r"merger\.linear_fc1", "mm.0"),
+    (r"merger\.linear_fc2", "mm.2"),
+    (r"merger\.norm", "v.post_ln"),
+    (r"deepstack_merger_list\.(\d+)\.(?:linear_)?(\w+)", r"v.deepstack.\1.\2"),
+)
+_QWEN3 = VisionPart("qwen3vl_merger", ("qwen3", "qwen3vl"), _QWEN3_NAMES, _QWEN_TOKENS)
+_LLAVA_NAMES = (
+    (r"multi_modal_projector\.linear_1", "mm.0"),
+    (r"multi_modal_projector\.linear_2", "mm.2"),
+    ("image_newline", "model.image_newline"),
+)
+_PIXTRAL_TOKENS = {"<image>": "[IMG]", "<row>": "[IMG_BREAK]", "<|vision_end|>": "[IMG_END]"}
+_GEMMA4_TOKENS = {
+    **{"<image>": "<|image|>", "<|vision_start|>": "<|image>", "<|vision_end|>": "<image|>", "<row>": "<|audio|>"},
+    **{"<fake_token_around_image>": "<|audio>", "<global-img>": "<audio|>"},
+}
+_GLM_TOKENS = {
+    **{"<image>": "<|image|>", "<|vision_start|>": "<|begin_of_image|>", "<|vision_end|>": "<|end_of_image|>"},
+    **{"<fake_token_around_image>": "<|begin_of_video|>", "<end_of_utterance>": "<|end_of_video|>"},
+}
+_HALF, _ZERO, _ONE = (0.5, 0.5, 0.5), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+_POOLED = {"clip.vision.projector.scale_factor": "pooling_kernel_size"}
+VISION_PARTS = {
+    "gemma3": VisionPart("gemma3", mean=_HALF, deviation=_HALF),
+    "gemma4": VisionPart("gemma4v", tokens=_GEMMA4_TOKENS, numbers=_POOLED, mean=_ZERO, deviation=_ONE),
+    "gemma4_unified": VisionPart(
+        "gemma4uv",
+        ("gemma4_text", ""),
+        (
+            (r"vision_embedder\.patch_dense", "v.patch_embd"),
+            (r"vision_embedder\.patch_ln(\d)", r"v.patch_norm.\1"),
+            (r"vision_embedder\.pos_norm", "v.patch_norm.3"),
+            (r"vision_embedder\.pos_embedding", "v.position_embd.weight"),
+        ),
+        _GEMMA4_TOKENS,
+        {**_POOLED, "clip.vision.embedding_length": "mm_embed_dim"},
+        _ZERO,
+        _ONE,
+    ),
+    "glm4v": VisionPart("glm4v", ("glm4", ""), tokens=_GLM_TOKENS),
+    "glm4v_moe": VisionPart("glm4v", ("glm4_moe", ""), tokens=_GLM_TOKENS),
+    "idefics3": VisionPart(
+        "idefics3", numbers={"clip.vision.projector.scale_factor": "scale_factor"}, mean=_HALF, deviation=_HALF
+    ),
+    "internvl": VisionPart(
+        "internvl",
+        names=(
+            (r"multi_modal_projector\.layer_norm", "mm.model.mlp.0"),
+            (r"multi_modal_projector\.linear_1", "mm.model.mlp.1"),
+            (r"multi_modal_projector\.linear_2", "mm.model.mlp.3"),
+        ),
+        tokens={"<image>": "<IMG_CONTEXT>", "<|vision_start|>": "<img>", "<|vision_end|>": "</img>"},
+    ),
+    "lfm2_vl": VisionPart(
+        "lfm2",
+        tokens={
+            **{"<|vision_start|>": "<|image_start|>", "<|vision_end|>": "<|image_end|>"},
+            "<global-img>": "<|img_thumbnail|>",
+        },
+        numbers={"clip.vision.projector.scale_factor": "downsample_factor"},
+        mean=_HALF,
+        deviation=_HALF,
+    ),
+    "llama4": VisionPart(
+        "llama4",
+        names=((r"multi_modal_projector\.linear_1", "mm.model.fc"),),
+        numbers={"clip.vision.attention.layer_norm_epsilon": "norm_eps"},
+        mean=_HALF,
+        deviation=_HALF,
+    ),
+    "llava": VisionPart("mlp", names=_LLAVA_NAMES),
+    "llava_next": VisionPart("mlp", names=_LLAVA_NAMES),
+    "mistral3": VisionPart(
+        *("pixtral", ("llama", "mistral3"), (), _PIXTRAL_TOKENS),
+        {"clip.vision.spatial_merge_size": "spatial_merge_size"},
+    ),
+    "pixtral": VisionPart("pixtral", ("llama", ""), tokens=_PIXTRAL_TOKENS),
+    "qwen2_5_vl": VisionPart("qwen2.5vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS),
+    "qwen2_vl": VisionPart("qwen2vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS),
+    "qwen3_5": _QWEN3._replace(text=("", "")),
+    "qwen3_5_moe": _QWEN3._replace(text=("", "")),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3._replace(text=("qwen3_moe", "qwen3vlmoe")),
+}
+# Metadata keys: names in a vision_config, of which one is there.
+VISION_NUMBERS = {
+    "image_size": ("image_size",),
+    "patch_size": ("patch_size",),
+    "embedding_length": ("embed_dim", "hidden_size"),
+    "feed_forward_length": ("intermediate_size", "hidden_size"),
+    "block_count": ("num_hidden_layers", "depth"),
+    "attention.head_count": ("num_attention_heads", "num_heads"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "rms_norm_eps"),
+}
+
+
 def write_gguf_pair(
-    model: Path, path: Path, mmproj: Path, metadata: dict[str, Any] | None = None, *, swapped: bool = False
+    model: Path,
+    path: Path,
+    mmproj: Path,
+    metadata: dict[str, Any] | None = None,
+    *,
+    swapped: bool = False,
+    half: bool = False,
 ) -> None:
-    """Writes a model of Gemma 3 or Idefics 3 as the file of its text part and that of its vision part, whose keys
-    `metadata` overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had."""
+    """Writes a multimodal model as the file of its text part and that of its vision part, whose keys `metadata`
+    overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had. `half`: matrices of the
+    vision part are float16, as published ones are; else float32."""
     config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     vision, images = config["vision_config"], json.loads((model / "preprocessor_config.json").read_text())
+    kind = "pixtral" if vision.get("model_type") == "pixtral" and config["model_type"] == "llava" else ""
+    part = VISION_PARTS[kind or config["model_type"]]
     text = {name: one for name, one in tensors.items() if name.startswith(OF_DECODER) or text_name(name) != name}
     with TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        save_file({text_name(name): one for name, one in text.items()}, directory / "model.safetensors")
-        (directory / "config.json").write_text(json.dumps(config["text_config"]))
+        of_text = {"hidden_size_per_layer_input": 0} | config["text_config"]
+        of_text["model_type"] = part.text[0] or of_text["model_type"]
+        sections = (of_text.get("rope_parameters") or {}).get("mrope_section")
+        plain = {text_name(name): one for name, one in text.items()}
+        if sections and of_text["model_type"] == "glm4":
+            plain = {name: sorted_pairs(one, name, of_text) for name, one in plain.items()}
+        if of_text["model_type"] == "qwen3_moe":
+            plain = {name: one for joint, tensor in plain.items() for name, one in of_experts(joint, tensor)}
+        save_file(plain, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(of_text))
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            (directory / name).write_text((model / name).read_text())
-        write_gguf(directory, path)
-    writer = GGUFWriter(mmproj, "clip")
-    sizes = {
-        "image_size": "image_size",
-        "patch_size": "patch_size",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "block_count": "num_hidden_layers",
-        "attention.head_count": "num_attention_heads",
-        "attention.layer_norm_epsilon": "layer_norm_eps",
+            given = (model / name).read_text()
+            for old, new in part.tokens.items():
+                given = re.sub(re.escape(json.dumps(old)[1:-1]), new, given)
+            (directory / name).write_text(given)
+        arch = part.text[1] or MODEL_ARCH_NAMES[architecture(of_text["model_type"])]
+        more = {f"{arch}.rope.dimension_sections": [*sections, 0]} if sections else {}
+        if arch == "gemma4":
+            more["tokenizer.ggml.padding_token_id"] = of_text["pad_token_id"]
+        write_gguf(directory, path, metadata=more, name_of_architecture=part.text[1])
+    found = {key: next((vision[one] for one in names if one in vision), 0) for key, names in VISION_NUMBERS.items()}
+    keys: dict[str, Any] = {
+        f"clip.vision.{key}": one[0] if isinstance(one, list) else one for key, one in found.items() if one is not None
     }
-    keys = {f"clip.vision.{key}": vision[name] for key, name in sizes.items()}
-    keys |= {"clip.has_vision_encoder": True, "clip.projector_type": config["model_type"], "clip.use_gelu": True}
+    keys |= {key: config.get(name, vision.get(name)) for key, name in part.numbers.items()}
+    keys |= {"general.architecture": None, "clip.has_vision_encoder": True, "clip.projector_type": part.projector}
+    keys["clip.vision.image_mean"] = images.get("image_mean", [*part.mean])
+    keys["clip.vision.image_std"] = images.get("image_std", [*part.deviation])
+    if "merge_size" in images:  # as llama.cpp reads them
+        keys["clip.vision.image_min_pixels"] = images["size"]["shortest_edge"]
+        keys["clip.vision.image_max_pixels"] = images["size"]["longest_edge"]
+    keys |= {f"clip.use_{act}": True for act in ("gelu", "silu") if act == vision.get("hidden_act")}
     if config["model_type"] == "gemma3":
         side = int(config["mm_tokens_per_image"] ** 0.5)
         keys["clip.vision.projector.scale_factor"] = vision["image_size"] // vision["patch_size"] // side
-    else:
-        keys["clip.vision.projector.scale_factor"] = config["scale_factor"]
+    if config["model_type"] == "idefics3":
         keys["clip.vision.preproc_image_size"] = images["size"]["longest_edge"]
-    keys |= {f"clip.vision.{name}": images.get(name, [0.5, 0.5, 0.5]) for name in ("image_mean", "image_std")}
+    if config["model_type"] == "qwen2_vl":
+        keys["clip.vision.feed_forward_length"] = vision["embed_dim"] * vision["mlp_ratio"]
+    if "fullatt_block_indexes" in vision:
+        keys["clip.vision.n_wa_pattern"] = vision["fullatt_block_indexes"][0] + 1
+    if indexes := vision.get("deepstack_visual_indexes"):
+        keys["clip.vision.is_deepstack_layers"] = [layer in indexes for layer in range(vision["depth"])]
+    if "num_position_embeddings" in vision:
+        keys["clip.vision.image_size"] = int(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"]
+    if part.projector == "mlp":
+        keys["clip.vision.block_count"] += config["vision_feature_layer"] + 1
+    if pairs := config.get("image_grid_pinpoints"):
+        keys["clip.vision.image_grid_pinpoints"] = [side for pair in pairs for side in pair]
+    if part.projector == "internvl":
+        keys["clip.vision.preproc_max_tiles"] = images["max_patches"]
+    keys.setdefault("clip.vision.image_size", 224)  # as the converter has it where it means nothing
+    keys["clip.vision.image_size"] = keys["clip.vision.image_size"] or 224
+    writer = GGUFWriter(mmproj, "clip")
     for key, value in (keys | (metadata or {})).items():
         add(writer, key, value)
-    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
     for name, values in joined({name: one for name, one in tensors.items() if name not in text}).items():
-        if ".head." in name:
+        if ".head." in name or (part.projector == "mlp" and "post_layernorm" in name):
             continue
         if swapped:
             name = re.sub("mlp.fc([12])", lambda found: f"mlp.fc{3 - int(found[1])}", name)
-        whole = name.replace("_projection_weight", "_projection.weight").replace("tower.", "tower.vision_model.")
-        stored = names.get_name(whole, (".weight", ".bias"))
-        assert stored is not None, name
-        writer.add_tensor(stored, values + 1 if "soft_emb_norm" in name else values)
+        for stored, one in stored_vision(part, name, values, vision):
+            layer = re.match(r"v\.blk\.(\d+)", stored)
+            if layer is None or int(layer[1]) < keys["clip.vision.block_count"]:
+                one = np.ascontiguousarray(one)
+                writer.add_tensor(stored, one.astype(np.float16) if half and one.ndim == 2 else one)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def stored_vision(
+    part: VisionPart, name: str, values: np.ndarray, vision: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a file that a tensor of a vision part becomes."""
+    stored = vision_tensor_name(part, name, vision)
+    if values.ndim == 5:  # of two frames
+        yield from ((stored, values[:, :, 0]), (f"{stored}.1", values[:, :, 1]))
+        return
+    if "attn_qkv" in stored and part.projector.startswith("qwen2"):
+        yield from ((stored.replace("qkv", one), rows) for one, rows in zip("qkv", np.split(values, 3), strict=True))
+        return
+    if "soft_emb_norm" in name:
+        values = values + 1
+    if part.projector == "pixtral" and re.search("attn_[qk]", stored):
+        values = permute(values, vision["num_attention_heads"])
+    side = vision["patch_size"]
+    if part.projector in ("gemma4v", "lfm2") and stored == "v.patch_embd.weight":
+        values = values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+    if part.projector == "gemma4uv" and stored.startswith(("v.patch_embd.weight", "v.patch_norm.1.")):
+        side *= vision["pooling_kernel_size"]
+        values = values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2).reshape(values.shape)
+    if part.projector == "gemma4uv" and stored.startswith("v.position"):
+        values = values.transpose(1, 0, 2)
+    yield stored, values.squeeze() if values.ndim == 1 or values.shape[0] == 1 else values
+
+
+def vision_tensor_name(part: VisionPart, name: str, vision: dict[str, Any]) -> str:
+    """The name in a file."""
+    plain = name.removeprefix("model.").removeprefix("visual.")
+    for pattern, own in part.names:
+        if match := re.fullmatch(rf"{pattern}(\.weight|\.bias)?", plain):
+            stored = match.expand(own) + (match[match.re.groups] or "")
+            deeper = re.match(r"v\.deepstack\.(\d+)", stored)
+            if deeper is None:
+                return stored
+            return stored.replace(deeper[1], str(vision["deepstack_visual_indexes"][int(deeper[1])]), 1)
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 1 + vision.get("depth", vision.get("num_hidden_layers", 0)))
+    whole = name.replace("_projection_weight", "_projection.weight")
+    others = (
+        *(whole, whole.removeprefix("model."), whole.replace("tower.", "tower.vision_model.")),
+        whole.removeprefix("model.").replace("tower.", "tower.vision_model."),
+        f"model.{whole}",
+        whole.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.", "."),
+    )
+    mapped = next((found for one in others if (found := names.get_name(one, (".weight", ".bias")))), None)
+    assert mapped is not None, name
+    ends = ("weight", "bias", "class_embd", "std_bias", "std_scale")
+    return str(mapped) if mapped.endswith(ends) else f"{mapped}.weight"
+
+
+def of_experts(joint: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The matrices of each expert; those of Qwen3-VL are one tensor, with the inputs first."""
+    stem, _, end = joint.rpartition(".experts.")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(end if stem else "")
+    if parts is None:
+        yield joint, tensor
+        return
+    for number, expert in enumerate(tensor.transpose(1, 2)):
+        for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{stem}.experts.{number}.{part}.weight", rows.contiguous()
+
+
+def sorted_pairs(tensor: torch.Tensor, name: str, config: dict[str, Any]) -> torch.Tensor:
+    """With the first rows of rotary pairs before the second ones, as llama.cpp rotates with three axes."""
+    if "q_proj" not in name and "k_proj" not in name:
+        return tensor
+    heads = tensor.reshape(-1, config["head_dim"], *tensor.shape[1:])
+    turned = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
+    rows = heads[:, :turned]
+    return torch.cat((rows[:, ::2], rows[:, 1::2], heads[:, turned:]), 1).reshape(tensor.shape).contiguous()
 
 
 def add(writer: GGUFWriter, key: str, value: Any) -> None:

@@ -209,16 +209,56 @@ PLACEHOLDERS = {"gemma3": 1, "llama4": 1}  # in the image tokens, where it is no
 MODEL_TYPES = {"pixtral": "llava"}  # of kinds that are named otherwise
 
 
-def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype: str = "float32") -> Path:
-    """Writes a model of `kind` (one of KINDS) to `directory` and returns it."""
+TINY = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": None, "intermediate": 128}
+
+
+class Larger(NamedTuple):
+    """Sizes that differ from those of KINDS."""
+
+    shape: dict[str, Any]  # of the text part
+    tower: dict[str, Any]
+    more: dict[str, Any]  # of the model's own configuration
+    processor: tuple[dict[str, Any], dict[str, Any]]  # preprocessor_config.json, processor_config.json
+
+
+# About 100 million parameters in SigLIP's base shape, which see 448 * 448 pixels as 1,024 patches and 256 tokens; the
+# text part has the layers of SmolLM2-135M.
+GEMMA3_448 = Larger(
+    {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "head_dim": 64, "intermediate": 1536},
+    {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 448,
+        "vision_use_head": False,
+    },
+    {"mm_tokens_per_image": 256},
+    ({"size": {"height": 448, "width": 448}, "image_seq_length": 256}, {"image_seq_length": 256}),
+)
+
+
+def make_vision_model(
+    kind: str,
+    directory: Path | str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    text_part: tuple[tuple[str, Any], ...] = (),
+    larger: Larger | None = None,
+) -> Path:
+    """Writes a model of `kind` (one of KINDS) to `directory` and returns it. `text_part` are further settings of its
+    text part."""
     import torch
     import transformers
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     text, tower, more, text_more = KINDS[kind]
-    shape = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": None, "intermediate": 128}
-    made = make_config(text, shape | {"vocab": VOCAB, "context": 2048, "tie": False}, text_more)
+    shape = TINY
+    if larger is not None:
+        shape, tower, more = larger.shape, tower | larger.tower, more | larger.more
+    made = make_config(text, shape | {"vocab": VOCAB, "context": 2048, "tie": False}, text_more | dict(text_part))
     part = made.to_dict()
     if name := more.get("text_type"):
         part["model_type"] = name
@@ -235,7 +275,7 @@ def make_vision_model(kind: str, directory: Path | str, *, seed: int = 0, dtype:
         _transpose_experts(directory / "model.safetensors")
     make_tokenizer(text, directory, VOCAB - len(IMAGE_TOKENS), 2048)
     _add_image_tokens(kind, directory)
-    write_processor(kind, directory)
+    write_processor(kind, directory, *(() if larger is None else larger.processor))
     return directory
 
 

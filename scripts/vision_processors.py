@@ -140,8 +140,12 @@ def tokenizer_entries(kind: str) -> dict[str, Any]:
     return TOKENIZERS.get("qwen3" if kind.startswith("qwen3") else kind, {})
 
 
-def write_processor(kind: str, directory: Path) -> None:
-    """Writes the files of a kind's processor."""
-    image_processor, name, more = PROCESSORS[kind]
-    (directory / "preprocessor_config.json").write_text(json.dumps(image_processor, indent=2) + "\n")
-    (directory / "processor_config.json").write_text(json.dumps({"processor_class": name, **more}, indent=2) + "\n")
+def write_processor(
+    kind: str, directory: Path, images: dict[str, Any] | None = None, more: dict[str, Any] | None = None
+) -> None:
+    """Writes the files of a kind's processor: preprocessor_config.json with `images` and processor_config.json with
+    `more` besides."""
+    image_processor, name, own = PROCESSORS[kind]
+    whole = {"processor_class": name} | own | (more or {})
+    for file, values in {"preprocessor": image_processor | (images or {}), "processor": whole}.items():
+        (directory / f"{file}_config.json").write_text(json.dumps(values, indent=2) + "\n")

@@ -42,10 +42,13 @@ def test_what_is_missing_is_named_with_advice(tmp_path: Path) -> None:
     exposed.chmod(0o777)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, found = doctor("--port", str(port), CXX="/no/compiler", TGI_CACHE=str(tmp_path), TGI_RUN=str(exposed))
+        environment = {"CXX": "/no/compiler", "TGI_CACHE": str(tmp_path), "TGI_RUN": str(exposed)}
+        environment |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+        status, found = doctor("--port", str(port), **environment)
     assert status == 1
     assert "/no/compiler" in found["CPU kernels"]["advice"]
     assert "--port" in found["port"]["advice"]
+    assert "compileall" in found["bytecode"]["advice"]
     assert {name for name, one in found.items() if one["prevents"]} == {"port", "run directory"}
 
 
@@ -56,6 +59,7 @@ def test_the_report_has_a_line_for_each_finding() -> None:
         *(
             "tgi",
             "packages",
+            "bytecode",
             "processor",
             "CPU kernels",
             "packed weights",

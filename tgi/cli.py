@@ -697,7 +697,7 @@ def keys_new(directory: Path) -> None:
 
 # Settings of `tgi plan`.
 PLANNED = (
-    "model_id", "revision", "dtype", "num_shard", "replicas", "quantize", "kv_cache_dtype", "lora_adapters",
+    "model_id", "revision", "mmproj", "dtype", "num_shard", "replicas", "quantize", "kv_cache_dtype", "lora_adapters",
     "draft_model_id", "draft_model_revision", "max_total_tokens", "max_batch_size", "max_batch_prefill_tokens",
     "max_batch_total_tokens", "memory_fraction", "cuda_memory_fraction",
 )  # fmt: skip
@@ -734,19 +734,13 @@ def plan(devices: str, requests: int, tokens: int, as_json: bool, **given: Any) 
     except ValueError as error:
         raise UserError(f"{error}.", code=2) from error
     draft = settings.draft_model_id
-    if draft == MTP:
-        raise UserError(
-            f"--draft-model-id {MTP} is not planned: a layer for multi-token prediction takes as much as the last "
-            "layer of the model. Plan without it.",
-            code=2,
-        )
     request = PlanRequest(
         plannable_model(settings.model_id, settings.revision),
         settings,
         wanted,
         tokens,
         requests,
-        draft=None if draft is None else plannable_model(draft, settings.draft_model_revision),
+        draft=None if draft in (None, MTP) else plannable_model(draft, settings.draft_model_revision),
         adapters=tuple(adapter_directory(adapter, weights=False) for adapter in adapters),
         replicas=chosen.pop("replicas", None),
         arguments=tuple(

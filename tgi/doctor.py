@@ -1,5 +1,6 @@
 """What `tgi doctor` tells: what this machine can do, and what to change."""
 
+import os
 import platform
 import resource
 import shutil
@@ -8,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from tgi import __version__
@@ -50,6 +52,7 @@ def examine(hostname: str, port: int) -> Iterator[Finding]:
     system = f"{platform.system()} {platform.machine()}"
     yield Finding("tgi", f"{__version__} on Python {platform.python_version()}, {system}")
     yield _packages()
+    yield _bytecode()
     yield _processor()
     yield _kernels()
     yield _packed_weights()
@@ -72,6 +75,29 @@ def _packages() -> Finding:
     if missing:
         advice = f"{', '.join(missing)} missing: only roles that do without can run here (docs/installation.md)."
     return Finding("packages", ", ".join(f"{name} {version}" for name, version in found.items()), advice)
+
+
+def _bytecode() -> Finding:
+    """Whether processes find torch as Python has compiled it: to compile it takes longer than to import it."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return Finding("bytecode", "torch is missing")
+    stored = Path(cache_from_source(spec.origin))
+    if stored.exists():
+        return Finding("bytecode", "stored")
+    directory = next(path for path in stored.parents if path.exists())
+    if sys.dont_write_bytecode:
+        reason = "PYTHONDONTWRITEBYTECODE is set"
+    elif not os.access(directory, os.W_OK):
+        reason = f"{directory} cannot be written"
+    else:
+        return Finding("bytecode", "stored by the first start")
+    packages = Path(spec.origin).parents[1]
+    return Finding(
+        "bytecode",
+        "missing",
+        f"{reason}, so each start compiles torch's modules. Run `python -m compileall -q {packages}` once.",
+    )
 
 
 def _processor() -> Finding:

@@ -21,6 +21,7 @@ MEASUREMENTS = {
     "kernels": ("kernels", "matrix products of the CPU kernels and of oneDNN"),
     "step": ("step", "the parts of a decode step on the CPU kernels, next to the memory floor"),
     "architectures": ("architectures", "decode of experts, latent attention and recurrent layers, next to llama.cpp"),
+    "images": ("images", "time to first token of requests with an image, next to llama.cpp and transformers"),
     "lora": ("lora", "decode steps with LoRA adapters"),
     "ranks": ("ranks", "decode steps of a model that is divided among several ranks on CPU"),
     "gpu": ("gpu", "decode and prefill on a GPU, next to its peaks"),

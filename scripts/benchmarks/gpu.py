@@ -15,6 +15,7 @@ rounds, and shares are relative to what this device has just reached:
   events; "idle" is 1 - device / step, which includes waits within steps;
 - steps with prompt chunks or drafts are measured with CUDA graphs and without, so that a step with decode rows and a
   chunk can be compared with its parts;
+- steps with LoRA adapters are measured next to the same ones without;
 - a prefill of T tokens is 2 W T + 2 L H T (T + 1) + 2 H V floating point operations: W weights in the matrices of L
   layers of width H, each of whose queries attends to all previous keys, and V logits once.
 """
@@ -40,6 +41,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.benchmarks.engine_driver import Alone, Flow, Requests, collected, flow, joined
+from scripts.benchmarks.lora import add_adapters
 from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored, write_config
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.codec import INT32, pack_column
@@ -192,6 +194,62 @@ def mixed_steps(engine: TorchEngine, context: int, rounds: int) -> list[Mixed]:
     mixed = [Mixed(name, recorded, works[name]()) for name, recorded in found.items()]
     engine._decode_graphs = graphs
     return mixed
+
+
+# Rows that decode (0: one long prompt), adapters that they share, and their rank.
+ADAPTED = (0, 1, 16), (1, 1, 16), (1, 1, 64), (64, 1, 16), (64, 16, 16), (64, 16, 64), (256, 32, 16)
+ADAPTED_PROMPT = 2048
+
+
+class Adapted(NamedTuple):
+    """Decode steps whose rows share some LoRA adapters in turn, or a prompt with one, in milliseconds."""
+
+    rows: int
+    tokens: int  # of each row
+    adapters: int
+    rank: int
+    step: float
+    plain: float  # of the same step without adapters
+
+
+def adapted_steps(engine: TorchEngine, context: int, rounds: int) -> list[Adapted]:
+    """Steps with adapters of all projections next to those without. Everything else is as without, also the graphs."""
+    engine.reset()
+    limits, plain, found = engine.limits, dict[int, float](), []
+    cases = [case for case in ADAPTED if case[0] <= limits.max_batch_size]
+    samplings = {
+        rank: add_adapters(engine, rank, max(number for _, number, of in cases if of == rank))
+        for rank in {rank for _, _, rank in cases}
+    }
+    prompt = min(ADAPTED_PROMPT, limits.max_batch_prefill_tokens, limits.max_total_tokens - 2)
+    for rows, number, rank in cases:
+        few = max(1, rows)
+        measure = partial(_decode_flow if rows else _prompt_flow, engine, context if rows else prompt, rounds)
+        if rows not in plain:
+            plain[rows] = measure([SamplingParams(0)] * few)
+        step = measure([samplings[rank][row % number] for row in range(few)])
+        found.append(Adapted(few, 1 if rows else prompt, number, rank, step, plain[rows]))
+    engine.reset()
+    for each in samplings.values():
+        for params in each:
+            engine.adapters.remove_adapter(params.adapter)
+    return found
+
+
+def _decode_flow(engine: TorchEngine, context: int, rounds: int, each: list[SamplingParams]) -> float:
+    engine.reset()
+    requests = Requests(engine, range(len(each)), context, longest(0, rounds), each)
+    flow(engine, requests.prompts())
+    flow(engine, requests.steps(WARM))
+    return flow(engine, requests.steps(rounds)).step
+
+
+def _prompt_flow(engine: TorchEngine, tokens: int, rounds: int, each: list[SamplingParams]) -> float:
+    times = []
+    for _ in range(rounds + 1):
+        engine.reset()
+        times.append(flow(engine, Requests(engine, range(1), tokens, 1, each).prompts()).whole)
+    return statistics.median(times[1:])
 
 
 def _flow_of(engine: TorchEngine, rows: int, tokens: int, context: int, rounds: int) -> float:
@@ -461,6 +519,12 @@ def report(engine: TorchEngine, config: dict[str, Any], options: argparse.Namesp
     mixed = mixed_steps(engine, options.context, options.rounds // 2)
     for step in mixed:
         print(f"| {step.name} | {'–' if step.recorded is None else f'{step.recorded:.3f}'} | {step.computed:.3f} |")
+    print("\nSteps with LoRA adapters of all projections\n")
+    print("| rows | tokens | adapters | rank | step ms | without ms | ratio |\n|---|---|---|---|---|---|---|")
+    adapted = adapted_steps(engine, options.context, options.rounds // 2)
+    for with_adapters in adapted:
+        *sizes, step_ms, plain = with_adapters
+        print(f"| {' | '.join(map(str, sizes))} | {step_ms:.3f} | {plain:.3f} | {step_ms / plain:.3f} |")
     if options.json:
         figures = {
             "machine": machine(device),
@@ -469,6 +533,7 @@ def report(engine: TorchEngine, config: dict[str, Any], options: argparse.Namesp
             "sampling": [one._asdict() | {"flow": one.flow._asdict()} for one in sampled],
             "prefill": prefills,
             "mixed": [one._asdict() for one in mixed],
+            "adapted": [one._asdict() for one in adapted],
         }
         options.json.write_text(json.dumps(figures, indent=1))
     if options.trace:

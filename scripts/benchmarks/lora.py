@@ -41,15 +41,31 @@ ADAPTERS = 4  # of each rank
 CPU = torch.device("cpu")
 
 
-def make_adapter(config: DecoderConfig, rank: int) -> LoraWeights:
-    """An adapter of every projection."""
-    sizes = [projection_shapes(config)[name] for name in PROJECTIONS]
-    return LoraWeights(
-        [
-            [LoraPair(torch.randn(size.inputs, rank) / 100, torch.randn(rank, size.outputs) / 100) for size in sizes]
-            for _ in config.layers
-        ]
-    )
+def make_adapter(
+    config: DecoderConfig, rank: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32
+) -> LoraWeights:
+    """An adapter of every projection that is not an expert's."""
+    shapes = projection_shapes(config)
+
+    def pair(name: str, routed: bool) -> LoraPair | None:
+        if name not in shapes or (routed and name in ("gate", "up", "down")):
+            return None
+        sizes = (shapes[name].inputs, rank), (rank, shapes[name].outputs)
+        return LoraPair(*(torch.randn(size, device=device, dtype=dtype) / 100 for size in sizes))
+
+    return LoraWeights([[pair(name, layer.routed) for name in PROJECTIONS] for layer in config.layers])
+
+
+def add_adapters(engine: TorchEngine, rank: int, count: int) -> list[SamplingParams]:
+    """Registers adapters of this rank for the engine's model. Returns the parameters of a greedy request with each."""
+    model = engine._model
+    assert isinstance(model, DecoderModel)
+    for number in range(count):
+        name = f"{rank}-{number}"
+        made = make_adapter(model._config, rank, model.device, model._adapter_dtype)
+        engine.adapters.add_adapter(FetchedAdapter(LoadedAdapter(name, "", name.encode()), model.prepare_adapter(made)))
+    names = [f"{rank}-{number}" for number in range(count)]
+    return [SamplingParams(0, adapter=name, adapter_digest=name.encode()) for name in names]
 
 
 class Bench:
@@ -95,11 +111,7 @@ class Bench:
         )
         self.engine = TorchEngine(model, build_attention(model.kv, pages, CPU), limits)
         for rank in sorted({rank for _, rank in kinds}):
-            for number in range(ADAPTERS):
-                named = LoadedAdapter(f"{rank}-{number}", "", f"{rank}-{number}".encode())
-                self.engine.adapters.add_adapter(
-                    FetchedAdapter(named, model.prepare_adapter(make_adapter(config, rank)))
-                )
+            add_adapters(self.engine, rank, ADAPTERS)
         samplings = [[SamplingParams(0)] * rows]
         for spread, rank in kinds:
             adapted, _, _ = spread.partition("+")

@@ -95,8 +95,8 @@ class Bench(NamedTuple):
             params.assign(row, sampling._replace(seed=row), PROMPT)
         ids = torch.randint(vocab, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
 
-        def history(chosen: NDArray[np.int64], begins: NDArray[np.int64]) -> torch.Tensor:
-            return ids[torch.from_numpy(chosen), int(begins[0]) :]
+        def history(chosen: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> torch.Tensor:
+            return ids[torch.from_numpy(chosen), int(begins[0]) : int(ends[0])]
 
         words = np.random.default_rng(1).integers(-(2**31), 2**31, (rows, -(-vocab // BITS_PER_WORD)), np.int32)
         masks = GrammarBitmask(np.arange(rows), words, [""] * rows) if sampling.grammar else None

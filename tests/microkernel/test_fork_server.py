@@ -113,7 +113,7 @@ fork_server.run_role = role
 supervisor, loaded = os.getpid(), "nothing"
 connection, requests = socket.socketpair()
 server = ForkServer(None, connection)
-assert not server.is_left()
+assert not server.is_ready()
 with adopting_orphans():
     if (worker := os.fork()) == 0:
         connection.close()
@@ -124,17 +124,18 @@ with adopting_orphans():
         loaded = "changed later"
         time.sleep(600)
     requests.close()
-    while not server.is_left():
+    while not server.is_ready():
         time.sleep(0.005)
     os.kill(worker, signal.SIGKILL)
     os.waitpid(worker, 0)
-    assert server.is_left()
+    assert server.is_ready()
     read, write = os.pipe()
     for _ in range(2):
         assert wait(server.start(["worker", "0"], {}, {"OUTPUT": write}, 60)) == 7
         print(os.read(read, 1000).decode())
+        assert server.is_ready()
     server.close()
-    assert not server.is_left()
+    assert not server.is_ready()
     assert os.waitstatus_to_exitcode(os.waitpid(-worker, 0)[1]) == 0, "it ends with its connection"
 """
 
@@ -166,7 +167,7 @@ def test_without_its_fork_server_a_process_is_a_new_interpreter(
     requests.close()
     server = ForkServer(subprocess.Popen(["sleep", "600"]).pid, connection)
     for _ in range(2):
-        child = start_forked(server, 60.0, ["worker", "0"], os.environ, {})
+        child = start_forked(server, ["worker", "0"], os.environ, {})
         assert isinstance(child, subprocess.Popen)
         child.kill()
         child.wait()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.host import rundir
 from tgi.microkernel.host.terminal import ControllingTerminal
 from tgi.microkernel.observability import metrics
+from tgi.microkernel.processes.child import ProcessSpec
+from tgi.microkernel.processes.fork_server import ForkServer
 from tgi.microkernel.processes.rollout import scale
 from tgi.microkernel.processes.supervisor import (
     MAX_BACKOFF_SECONDS,
@@ -125,3 +128,45 @@ def test_a_kill_for_lack_of_memory_names_what_to_lower(
     killed, advised = caplog.messages
     assert killed == f"worker-0 (pid {child.pid}) was killed for lack of memory; restarting it"
     assert advice in advised
+
+
+def test_processes_are_supervised_while_a_fork_server_of_others_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that ends is replaced before the worker can be forked. Then a lost fork server delays nothing."""
+    rundir.create_run_dir(tmp_path)
+    metrics.use_directory(tmp_path / "metrics")
+    monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: ["sleep", "600"])
+    connection, requests = socket.socketpair()
+    importing = ForkServer(None, connection)
+    specs = [ProcessSpec("worker", 0), ProcessSpec("scheduler", 0)]
+    settings = Settings(run_dir=tmp_path, graceful_termination_timeout=0.0)
+    seen: list[str] = []  # steps of the test, in order
+    pids: dict[str, int] = {}
+
+    def on_tick() -> None:
+        running = {name: child.pid for name, child in supervisor._children.items()}
+        if not seen:
+            assert running.keys() == {"scheduler-0"}
+            pids.update(running)
+            os.kill(running["scheduler-0"], signal.SIGKILL)
+            seen.append("killed")
+        elif seen == ["killed"] and running.get("scheduler-0", pids["scheduler-0"]) != pids["scheduler-0"]:
+            seen.append("replaced")
+            assert "worker-0" not in running
+            requests.close()  # the fork server ends: a new interpreter is the worker
+        elif "worker-0" in running:
+            seen.append("worker")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    supervisor = Supervisor(
+        settings, specs, ControllingTerminal(), on_tick, lambda role, _: importing if role == "worker" else None
+    )
+    changed = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD
+    handlers = {number: signal.getsignal(number) for number in changed}
+    try:
+        supervisor.run(lambda *_: iter(()))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert seen == ["killed", "replaced", "worker"]

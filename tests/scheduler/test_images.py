@@ -14,6 +14,7 @@ from tgi.microkernel.messages.protocol import (
     Hello,
     ImageSegment,
     PageExtra,
+    RequestContext,
     Status,
     Step,
     StepResult,
@@ -151,6 +152,44 @@ def test_what_an_image_costs() -> None:
     budget.record_images(10, 8000)
     budget.record_step(0, 10, 2000)
     assert (budget.encoder_cost, budget.encoder_measured) == (4.0, True)
+
+
+def test_text_shares_no_step_with_the_tower() -> None:
+    """Next to a flood of images: the step that computes a prompt of another client computes no image, which would take
+    several times as long, and each image has its turn."""
+    running, flood, text = (
+        scheduler(max_batch_prefill_tokens=16),
+        RequestContext(client="a"),
+        RequestContext(client="b"),
+    )
+    worker = FakeWorker(FakeWorkerConfig(page_size=4, max_batch_prefill_tokens=16))
+
+    def ask(rid: int, count: int, images: list[ImageSegment], context: RequestContext) -> None:
+        images = [one._replace(digest=b"%016d" % rid) for one in images]
+        ids = pack_column(INT32, range(100 * rid, 100 * rid + count))
+        message = Add(rid, ids, 1, encode(SamplingParams(0)), context=context, images=images, extras=extras(*images))
+        running.handle(message, TOKENIZER, 0.0)
+
+    for rid in range(1, 7):
+        ask(rid, 20, [FIRST], flood)
+    texts = computed = 0
+    for number in range(30):
+        if number in (2, 5, 8):
+            ask(10 + number, 5, [], text)
+        if (step := running.plan(0.0)) is None:
+            break
+        planned = running.pipeline.latest
+        assert planned is not None
+        positions, counts = planned.encoder_positions, unpack_int32(step.counts)
+        computed += positions
+        if 5 in counts and len(step.slots) and not step.slots[0].images:
+            texts += 1
+            assert not positions
+        times = {"encoder_positions": positions, "encoder_us": 4000 * positions}
+        result = worker.run_step(step)._replace(**times, forward_us=1000 * sum(counts) + 4000 * positions)
+        running.handle(result, WORKER, 0.0)
+        running.commit()
+    assert (texts, computed) == (3, 6 * FIRST.length)
 
 
 def test_images_travel_with_the_slot_and_pay_for_the_tower() -> None:

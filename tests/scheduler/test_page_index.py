@@ -71,6 +71,27 @@ def test_pages_before_a_lost_file_are_read() -> None:
     assert finish(sim) == 36
 
 
+@pytest.mark.parametrize("transfer", ["written", "read"])
+def test_pages_in_memory_outlive_the_worker_whatever_it_was_transferring(transfer: str) -> None:
+    sim = simulation()
+    sim.add(PROMPT, 9)
+    if transfer == "read":
+        finish(sim)
+        sim.worker_up()
+        sim.add(PROMPT, 9)
+    for _ in range(5):
+        sim.plan()
+        sim.compute()
+        sim.deliver()
+        sim.begin_others()
+    assert {message.load for message in sim.transfers} == {transfer == "read"}
+    sim.worker_up(keeps_pages=True)
+    assert sim.scheduler._planner is not None
+    assert sim.scheduler._planner.kv_cache.pool.available == CONFIG.pages
+    sim.add(PROMPT, 9)
+    assert finish(sim) >= 36
+
+
 def test_files_are_bounded_and_the_end_of_a_prefix_goes_first() -> None:
     sim = simulation(most_files=12)
     sim.add(PROMPT, 1)

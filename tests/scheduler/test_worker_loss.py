@@ -20,14 +20,12 @@ from tgi.microkernel.messages.protocol import (
     Status,
     Step,
     StepResult,
-    StoredPages,
     UpdateAdapter,
 )
 from tgi.microkernel.recovery.crash_isolation import MEMORY_SECONDS, TRIAL_TOKENS
 from tgi.microkernel.recovery.work_register import split_in_progress
 from tgi.scheduler.estimators import GROWTH_STEPS
 from tgi.scheduler.main import SuccessorFile
-from tgi.scheduler.page_index import PageIndex
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(
@@ -728,17 +726,13 @@ def test_the_next_worker_goes_on_from_the_pages_of_one_that_was_killed() -> None
         assert_as_if_alone(request, WORKER_CONFIG)
 
 
-@pytest.mark.parametrize("case", ["crashed", "of another life", "connected again", "files"])
+@pytest.mark.parametrize("case", ["crashed", "of another life", "connected again"])
 def test_pages_are_computed_again_that_another_worker_may_not_have(case: str) -> None:
     sim = running_simulation()
     for _ in range(10):
         sim.step()
     assert sim.worker is not None
     sent, worker = len(sim.sent), sim.worker
-    if case == "files":
-        planner = sim.scheduler._planner
-        assert planner is not None
-        planner.kv_cache.index = PageIndex(StoredPages(b"", 0), WORKER_CONFIG.pages, WORKER_CONFIG.page_size)
     sim.worker_down(outside=case != "crashed")
     assert sim.last_exit is not None
     if case == "of another life":

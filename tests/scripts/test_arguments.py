@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
         ("gpu", "--quantize", "int3", "'int3' is not one of int8, int4"),
         ("gpu", "--cuda-graphs", "0,1", "'0' is not above 0; give numbers above 0"),
         ("gpu", "--trace", "nowhere/trace.json", "'nowhere/trace.json' is not a file in a directory"),
+        ("images", "--requests", "0", "invalid counts value: '0'"),
         ("kernels", "--shape", "4864", "invalid shape value: '4864'"),
     ],
 )

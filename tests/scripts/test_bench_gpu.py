@@ -35,11 +35,14 @@ def test_tables_contain_the_measurements(
     monkeypatch.setattr(sys, "argv", ["bench_gpu", *arguments.split(), *more.split(), str(file)])
     gpu.main()
     printed = capsys.readouterr().out
-    decode, sampled, prefill, mixed, kernels = tables(printed)
+    decode, sampled, prefill, mixed, adapted, kernels = tables(printed)
     assert [row["step"] for row in mixed] == [
         "2 rows", "a chunk of 64", "2 rows, a chunk of 64", "3 rows with 3 drafts",
     ]  # fmt: skip
     assert all(float(row["without ms"]) > 0 and row["with CUDA graphs ms"] == "–" for row in mixed)
+    sizes = [tuple(row[title] for title in ("rows", "tokens", "adapters", "rank")) for row in adapted]
+    assert sizes == [("1", "128", "1", "16"), ("1", "1", "1", "16"), ("1", "1", "1", "64")]
+    assert all(float(row["step ms"]) > 0 and float(row["without ms"]) > 0 for row in adapted)
     read_rate = float(printed.partition("It reads ")[2].partition(" GB/s")[0].replace(",", ""))
     assert [row["rows"] for row in decode] == ["1", "3"]
     for row in decode:

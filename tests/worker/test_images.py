@@ -16,19 +16,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scripts.make_gguf import write_gguf_pair
 from scripts.make_vision_model import IMAGE_TOKEN_ID
 from tests.families import in_depth, with_variants
-from tests.media.pictures import noise
 from tests.models import vision_model as make
 from tests.references import reference
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.scheduled import ScheduledEngine, Served
-from tgi.hub.model_config import read_model_config
-from tgi.hub.resolver import import_gguf, model_directory
-from tgi.hub.vision import read_vision_config
 from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
-from tgi.media.processor import ImageProcessor
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups
 from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
@@ -252,9 +246,8 @@ class Harness:
         family = vision_family(directory)
         assert family is not None
         make_pairs = model.image_pairs if family.crosses and isinstance(model, DecoderModel) else None
-        self.images = PromptImages(
-            load_tower(directory, family, torch.float32, CPU), ImageFiles(media), kept, make_pairs
-        )
+        tower = load_tower(directory, family, torch.float32, CPU, kernels=kernels)
+        self.images = PromptImages(tower, ImageFiles(media), kept, make_pairs)
         groups, slots = kv_groups(model), 4
         attention: Any = build_attention(
             model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS
@@ -398,6 +391,40 @@ def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
         agrees(served, answer)
 
 
+@pytest.mark.parametrize("kind", in_depth(PICTURES, (*EACH, "pixtral", "internvl")))
+def test_tower_on_our_kernels(kind: str) -> None:
+    """It computes what torch does, keeps each weight once, and an image does not depend on those before it."""
+    directory, family = make(kind), VISION_FAMILIES.get(kind, VISION_FAMILIES["llava"])
+    kernels = our_kernels(read_model_spec(directory, "float32"))
+    ours, torchs = (load_tower(directory, family, torch.float32, CPU, kernels=one) for one in (kernels, None))
+    plain = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.LayerNorm)
+    replaced = [name for name, layer in torchs._model.named_modules() if type(layer) in plain]
+    layers = [ours._model.get_submodule(name) for name in replaced]
+    assert replaced
+    assert not any(type(layer) in plain for layer in layers)
+    assert all(layer.weight.untyped_storage().nbytes() == 4 for layer in layers)
+    assert ours.nbytes == torchs.nbytes
+    first, second = (PICTURES[kind](number).tensors for number in (1, 2))
+    computed = [ours.compute(tensors) for tensors in (first, second, first)]
+    for found, tensors in zip(computed, (first, second), strict=False):
+        wanted = torchs.compute(tensors)
+        for one, other in zip((found.embeddings, *found.deeper), (wanted.embeddings, *wanted.deeper), strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+    assert torch.equal(computed[0].embeddings, computed[2].embeddings)
+
+
+def test_tower_in_bfloat16() -> None:
+    """It is as close to float32 as torch is."""
+    directory, family, given = make("gemma3"), VISION_FAMILIES["gemma3"], PICTURES["gemma3"](1).tensors
+    kernels = our_kernels(read_model_spec(directory, "bfloat16"))
+    exact = load_tower(directory, family, torch.float32, CPU).compute(given).embeddings
+    errors = []
+    for chosen in (kernels, None):
+        tower = load_tower(directory, family, torch.bfloat16, CPU, kernels=chosen)
+        errors.append(float((tower.compute(given).embeddings.float() - exact).square().mean()))
+    assert 0 < errors[0] < 1.5 * errors[1]
+
+
 def test_images_that_follow_each_other(tmp_path: Path) -> None:
     """Tokens see those directly before the last image, too, by cross-attention; here from the first position on."""
     directory, given = make("mllama"), prompt("mllama", tmp_path, 1, 1, 2, 3)
@@ -457,63 +484,6 @@ def test_faulty_files(tmp_path: Path) -> None:
             assert reason in served.end.message
         for served, one in zip(answers, good, strict=True):
             agrees(served, expected(directory, one))
-
-
-def serve_pair(file: Path, directory: Path, given: Prompt, tmp_path: Path) -> None:
-    """The import of a GGUF file, with the vision part next to it, gives the answers, the pixels and the ids of the
-    model that it was made of."""
-    made = model_directory(str(file), cache=tmp_path / "cache")
-    running = Harness(made, tmp_path).start()
-    served = running.add(given.ids, COUNT, given.images)
-    running.run()
-    agrees(served, expected(directory, given))
-    shown = [
-        ImageProcessor(path, read_vision_config(read_model_config(path, weights=False))).process(noise(90, 70))
-        for path in (made, directory)
-    ]
-    assert shown[0].prompt_ids == shown[1].prompt_ids
-    assert all((shown[0].tensors[name] == one).all() for name, one in shown[1].tensors.items())
-
-
-def load_pair(file: Path, directory: Path) -> None:
-    """transformers finds all tensors in the import."""
-    import_gguf(file, directory, lambda stage, percent, size=0: None)
-    model = transformers.AutoModelForImageTextToText
-    _, report = model.from_pretrained(directory, output_loading_info=True)
-    assert not any(report.values())
-
-
-def test_pair_of_gguf_files_of_idefics3(tmp_path: Path) -> None:
-    directory, given = make("idefics3"), prompt("idefics3", tmp_path, 1, 1)
-    file = tmp_path / "model.gguf"
-    write_gguf_pair(directory, file, tmp_path / "mmproj-model.gguf")
-    serve_pair(file, directory, given, tmp_path)
-    load_pair(file, tmp_path / "plain")
-
-
-def test_pair_of_gguf_files(tmp_path: Path) -> None:
-    """The vision part lies next to the model's file. Its two matrices of an MLP may have each other's names."""
-    directory, given = Path(shutil.copytree(make("gemma3"), tmp_path / "original")), prompt("gemma3", tmp_path, 1, 1)
-    config = json.loads((directory / "config.json").read_text())
-    # Which llama.cpp assumes, so that files do not contain it: a full layer is the sixth one.
-    assumed = {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "layer_types": 3 * ["sliding_attention"]}
-    config["text_config"] |= assumed
-    (directory / "config.json").write_text(json.dumps(config))
-    file, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model.gguf"
-    for swapped in (False, True):
-        write_gguf_pair(directory, file, mmproj, swapped=swapped)
-        serve_pair(file, directory, given, tmp_path)
-    load_pair(file, tmp_path / "plain")
-
-    write_gguf_pair(directory, file, mmproj, {"clip.projector_type": "merger"})
-    with pytest.raises(UserError, match="has a projector of type 'merger' for a model of type 'gemma3_text'"):
-        model_directory(str(file), cache=tmp_path / "cache")
-    write_gguf_pair(directory, file, mmproj, {"clip.vision.block_count": 3})
-    with pytest.raises(UserError, match=r"no tensor 'v\.blk\.2\.ln1\.weight'"):
-        model_directory(str(file), cache=tmp_path / "cache")
-    shutil.copy(mmproj, tmp_path / "mmproj-other.gguf")
-    with pytest.raises(UserError, match=r"several vision parts: mmproj-model\.gguf, mmproj-other\.gguf"):
-        model_directory(str(file), cache=tmp_path / "cache")
 
 
 def test_the_plan_counts_the_tower() -> None:

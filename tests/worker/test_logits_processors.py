@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tests.cases import each_case
 from tests.worker.test_sampling import bias, processed, run, sampling_batch
 from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.worker.sampling import logits_processors
 from tgi.worker.sampling.logits_processors import (
     LOGITS_PROCESSORS,
     TOP_P_WIDTHS,
@@ -332,3 +333,26 @@ def test_the_largest_counts_are_exact() -> None:
     ids = [1] * 100_001
     made = one(SamplingParams(0, count_penalty=0.001, presence_penalty=1.0), ids, 1)
     assert made[1] == pytest.approx(-(100_000 * np.float32(0.001)) - 1.0, abs=1e-5)
+
+
+PENALIZED = [
+    SamplingParams(0, repetition_penalty=1.5),
+    SamplingParams(0, frequency_penalty=3.0),
+    SamplingParams(0, count_penalty=0.7, presence_penalty=-1.0),
+]
+
+
+@pytest.mark.parametrize("sampling", PENALIZED, ids=["repetition", "frequency", "count"])
+def test_a_history_in_parts_gives_the_same_bits(sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows of all lengths, some of which end parts before others do, with ids that occur in several parts."""
+    generator = torch.Generator().manual_seed(2)
+    histories = [torch.randint(20, (length,), generator=generator).tolist() for length in (1, 5, 6, 18, 40)]
+    batch = sampling_batch([sampling] * len(histories), histories, [0] * len(histories))
+    logits = torch.randn(len(histories), 24, generator=generator) * 4
+    found = []
+    for part in (5, 100):
+        monkeypatch.setattr(logits_processors, "HISTORY_TOKENS", part)
+        found.append(logits.clone())
+        logits_processors.apply_logits_processors(found[-1], batch)
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], logits)

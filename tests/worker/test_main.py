@@ -25,6 +25,7 @@ from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.observability.progress import WorkerFacts
 from tgi.microkernel.processes.child import ChildProcess, ProcessSpec
 from tgi.microkernel.processes.process import fatal_error_path
+from tgi.microkernel.recovery.exit_causes import OUT_OF_MEMORY
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.engine import startup
 from tgi.worker.engine.startup import PAGES_FILE, start_engine
@@ -156,10 +157,13 @@ def test_the_kv_cache_on_cpu_may_have_another_type(stored: str, tmp_path: Path) 
         start_engine(torchs, lambda stage, percent: None)
 
 
-def test_a_worker_starts_with_the_models_of_its_predecessor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_a_worker_starts_with_the_models_of_its_predecessor(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library()
     monkeypatch.setattr(startup, "_shared", None)
-    directory = shutil.copytree(model("llama"), tmp_path / "model")
+    directory = shutil.copytree(model(family), tmp_path / "model")
     settings = Settings(model_dir=directory, run_dir=tmp_path, device="cpu")
     stages: list[str] = []
     left = []
@@ -167,7 +171,8 @@ def test_a_worker_starts_with_the_models_of_its_predecessor(tmp_path: Path, monk
     assert left == [stages.index("warming up")]
     (want,) = drive(first, [PROMPT], 6)
     stages.clear()
-    for cause, outside, kept in (("was killed by SIGKILL", True, True), ("was killed by SIGSEGV", False, False)):
+    causes = (("was killed by SIGKILL", True, True), ("was killed by SIGSEGV", False, False))
+    for cause, outside, kept in (*causes, (OUT_OF_MEMORY, True, False)):
         last_exit = LastExit(b"boot", cause, outside)
         next_one = start_engine(
             settings, lambda stage, percent: stages.append(stage), share=lambda: left.append(0), last_exit=last_exit
@@ -175,6 +180,9 @@ def test_a_worker_starts_with_the_models_of_its_predecessor(tmp_path: Path, monk
         assert startup.keeps_pages(last_exit) is kept
         assert next_one.page_memory is not None
         assert any(part.any() for part in next_one.page_memory) is kept
+        state = next_one._attention.state
+        assert (state is None) == (family == "llama")
+        assert state is None or any(part.any() for part in state.tensors) is kept
         assert drive(next_one, [PROMPT], 6) == [want]
     assert (len(left), stages) == (1, [])
     (directory / "config.json").write_text((directory / "config.json").read_text() + " ")

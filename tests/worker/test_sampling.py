@@ -36,10 +36,10 @@ def sampling_batch(
     for row, (sampling, prompt) in enumerate(zip(samplings, position if prompts is None else prompts, strict=True)):
         params.assign(row, sampling, int(prompt))
 
-    def history(rows: NDArray[np.int64], begins: NDArray[np.int64]) -> torch.Tensor:
-        parts = [histories[row][begin:] for row, begin in zip(rows, begins, strict=True)]
+    def history(rows: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> torch.Tensor:
+        parts = [histories[row][begin:end] for row, begin, end in zip(rows, begins, ends, strict=True)]
         longest = max(map(len, parts))
-        filled = [ids + histories[row][:1] * (longest - len(ids)) for row, ids in zip(rows, parts, strict=True)]
+        filled = [ids + ids[:1] * (longest - len(ids)) for ids in parts]
         return torch.tensor(filled, dtype=torch.int64)
 
     return SamplingBatch(params, position, history)

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.cases import each_case
 from tests.worker.test_sampling import bad_words, bias
@@ -12,12 +14,14 @@ from tgi.hub.llguidance_tables import piece_table
 from tgi.microkernel.messages.codec import FLOAT32, INT32, pack_column
 from tgi.microkernel.messages.protocol import MAX_TOP_TOKENS, SlotAssignment, Step, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.worker.engine.input_batch import Slots
+from tgi.worker.engine.input_batch import BatchBuilder, Slots
 from tgi.worker.engine.interface import BadStep
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS
 from tgi.worker.lora.registry import AdapterRegistry, FakeAdapter
 from tgi.worker.sampling.grammar import GrammarManager
+from tgi.worker.sampling.logits_processors import HISTORY_TOKENS, apply_logits_processors
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS, KERNEL_FIELDS, SamplingColumns
+from tgi.worker.sampling.watermark import Watermark
 
 pytestmark = pytest.mark.slow
 
@@ -26,11 +30,18 @@ COLUMNS = {"bias_ids", "biases", "end_ids", "bad_word_ids", "bad_word_lengths"}
 LARGEST_FLOAT = 3.4028234663852886e38
 
 
-def occupy(sampling: SamplingParams, prompt_tokens: int = 2) -> Slots:
+def occupy(sampling: SamplingParams, prompt_tokens: int = 2, length: int = 3) -> Slots:
     slots = Slots(
-        4, 32, 8, 16, 64, torch.device("cpu"), GrammarManager(lambda: piece_table([b"a"])), AdapterRegistry(FakeAdapter)
+        4,
+        max(32, length),
+        8,
+        16,
+        64,
+        torch.device("cpu"),
+        GrammarManager(lambda: piece_table([b"a"])),
+        AdapterRegistry(FakeAdapter),
     )
-    new = SlotAssignment(1, pack_column(INT32, [1, 2, 3]), prompt_tokens, encode(sampling))
+    new = SlotAssignment(1, pack_column(INT32, [1 + at % 3 for at in range(length)]), prompt_tokens, encode(sampling))
     slots.apply_step(Step(1, 1, [new], b"", b"", b"", b"", b"", b""))
     return slots
 
@@ -72,6 +83,42 @@ def test_the_warm_up_runs_each_logits_processor() -> None:
         name for name, off in SamplingParams._field_defaults.items() if getattr(WARMUP_SAMPLING_PARAMS, name) == off
     }
     assert idle <= choosing
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the number of elements of the largest result of an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(one.numel() for one in tree_leaves(result) if torch.is_tensor(one))])
+        return result
+
+
+@each_case(
+    "sampling",
+    [
+        SamplingParams(0, repetition_penalty=1.5),
+        SamplingParams(0, frequency_penalty=3.0),
+        SamplingParams(0, count_penalty=0.7, presence_penalty=-1.0),
+    ],
+)
+def test_penalties_over_long_contexts_take_no_more_memory(sampling: SamplingParams) -> None:
+    """The warm-up measures the memory of a step with short contexts."""
+    largest = []
+    for length in (HISTORY_TOKENS + 1, 7 * HISTORY_TOKENS):
+        slots = occupy(sampling, 1, length)
+        builder = BatchBuilder(slots, Watermark(64, torch.device("cpu")))
+        batch = builder.build_sampling_batch(np.array([1]), np.array([length]), None)
+        logits = torch.zeros(1, 64)
+        with LargestTensor() as mode:
+            apply_logits_processors(logits, batch)
+        largest.append(mode.elements)
+        assert logits.count_nonzero() == (0 if sampling.repetition_penalty != 1 else 3)
+    assert largest == [HISTORY_TOKENS, HISTORY_TOKENS]
 
 
 @pytest.mark.parametrize(

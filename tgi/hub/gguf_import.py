@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from tgi.microkernel.errors import UserError
+from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.host import interpreter
 
 
@@ -119,30 +119,41 @@ def import_gguf(file: Path, directory: Path, progress: ProgressCallback) -> None
     `directory` must be absent or empty. It appears complete; otherwise UserError is raised and it does not appear.
     """
     with new_directory(Path(directory)) as temporary:
-        convert_in_child(Path(file), temporary, progress, packed=False)
+        convert_in_child(Path(file), temporary, progress, packed=False, mmproj=vision_part(Path(file)))
 
 
-def find_mmproj(file: Path) -> Path | None:
-    """The file of the vision part of a model, next to the model's file: mmproj*.gguf, as llama.cpp's converter calls
-    it. Raises UserError if there are several."""
+def vision_part(file: Path, mmproj: str | None = None) -> Path | None:
+    """The file of the vision part of a model: `mmproj`, or the one next to the model's file, mmproj*.gguf, as
+    llama.cpp's converter calls it. Raises UserError if there are several, or `mmproj` is no file."""
+    file = file.absolute()
+    if mmproj is not None:
+        named = Path(mmproj).expanduser().absolute()
+        with reading(named):
+            if not named.is_file():
+                raise UserError(
+                    f"--mmproj {named} does not exist, or is no file; name the GGUF file of the vision part."
+                )
+        return named
     found = [path for path in sorted(file.parent.glob("*.gguf")) if path.name.lower().startswith("mmproj")]
     if file in found or not found:
         return None
     if len(found) > 1:
         raise UserError(
-            f"{file.parent} has several vision parts: {', '.join(path.name for path in found)}. Leave the one of "
-            f"{file.name} there, or none to serve text alone."
+            f"{file.parent} has several vision parts: {', '.join(path.name for path in found)}. Name the one of "
+            f"{file.name} with --mmproj, or leave none there to serve text alone."
         )
     return found[0]
 
 
-def convert_in_child(file: Path, directory: Path, progress: ProgressCallback, *, packed: bool) -> None:
-    """Runs the child process that fills `directory`, with the vision part if it lies next to the file. With `packed`
-    the weights keep the file's own bits, which only our workers read. The child ends when this process ends. Raises
-    UserError on failure."""
+def convert_in_child(
+    file: Path, directory: Path, progress: ProgressCallback, *, packed: bool, mmproj: Path | None = None
+) -> None:
+    """Runs the child process that fills `directory`. `mmproj` is the file of the vision part. With `packed` the weights
+    keep the file's own bits, which only our workers read. The child ends when this process ends. Raises UserError on
+    failure."""
     interpreter.require_packages(IMPORT_PACKAGES, "Importing a GGUF file")
     command = interpreter.python_command("tgi.hub.gguf.convert", str(file.absolute()), str(directory.absolute()))
-    command += ["packed" if packed else "plain", *([str(mmproj)] if (mmproj := find_mmproj(file.absolute())) else [])]
+    command += ["packed" if packed else "plain", *([str(mmproj)] if mmproj is not None else [])]
     with tempfile.TemporaryFile("w+") as complaints:
         child = subprocess.Popen(
             command,

@@ -38,19 +38,26 @@ def model_directory(
     offline: bool | None = None,
     weights: bool = True,
     code: bool = False,
+    mmproj: str | None = None,
     progress: ProgressCallback = _no_progress,
 ) -> Path:
     """The directory of the model that `model_id` names, downloaded or imported if necessary.
 
     `cache` holds imported models ($TGI_CACHE, ~/.cache/tgi), `hub_cache` Hub snapshots (default: huggingface_hub's
     directory). `offline` defaults to HF_HUB_OFFLINE. From the Hub, `weights` are downloaded unless they are elsewhere,
-    and Python `code` only if the model is trusted. A `revision` for other sources only causes a warning.
+    and Python `code` only if the model is trusted. A `revision` for other sources only causes a warning. `mmproj` is
+    the file of the vision part of a GGUF file, if it does not lie next to it.
 
     Raises UserError if the model does not exist or cannot be downloaded.
     """
     cache = cache or default_cache()
     if offline is None:
         offline = _offline()
+    if mmproj is not None and Path(model_id or "").suffix.lower() != ".gguf":
+        raise UserError(
+            f"--mmproj {mmproj} is for a model in a GGUF file, and {model_id or DEFAULT_MODEL!r} is not one. "
+            "Leave it out."
+        )
     if model_id is None:
         _warn_of_revision("the demo model", revision)
         return _log_block_types(default_model.default_model(cache, progress, offline=offline))
@@ -62,7 +69,7 @@ def model_directory(
         return path.absolute()
     if path.suffix.lower() == ".gguf":
         _warn_of_revision(f"the file {path}", revision)
-        return _log_block_types(_imported(path.absolute(), cache, progress))
+        return _log_block_types(_imported(path.absolute(), mmproj, cache, progress))
     if is_file:
         raise UserError(f"{model_id!r} is a file and not a .gguf file. Name the directory that the model is in.")
     if path.is_absolute() or not HUB_ID.fullmatch(model_id):
@@ -137,7 +144,7 @@ def _log_block_types(directory: Path) -> Path:
     return directory
 
 
-def _imported(file: Path, cache: Path, progress: ProgressCallback) -> Path:
+def _imported(file: Path, mmproj: str | None, cache: Path, progress: ProgressCallback) -> Path:
     """The directory to which a GGUF file was imported, now or earlier."""
     try:
         status = file.stat()
@@ -152,13 +159,13 @@ def _imported(file: Path, cache: Path, progress: ProgressCallback) -> Path:
     # Hashing gigabytes at every start would take seconds: size, modification time and both ends identify the file.
     identity = f"{status.st_size} {status.st_mtime_ns} ".encode() + head + tail
     parts = [part for part in gguf_import.gguf_parts(file) if part != file and part.is_file()]
-    if (mmproj := gguf_import.find_mmproj(file)) is not None:
-        parts.append(mmproj)
+    if (vision := gguf_import.vision_part(file, mmproj)) is not None:
+        parts.append(vision)
     others = [part.stat() for part in parts]
     identity += "".join(f" {other.st_size} {other.st_mtime_ns}" for other in others).encode()
     name = f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:12]}-{default_model.IMPORTER}"
 
     def build(temporary: Path) -> None:
-        gguf_import.convert_in_child(file, temporary, progress, packed=True)
+        gguf_import.convert_in_child(file, temporary, progress, packed=True, mmproj=vision)
 
     return cached_directory(cache / "models" / name, build, progress)

@@ -163,6 +163,16 @@ class PageIndex:
             if transfer.pool is pool:
                 self._publish_read(request, transfer, done, pool)
             self.record_use(request.page_keys)
+        self._release(transfer, pool)
+
+    def abandon(self, pool: PagePool) -> None:
+        """The worker is lost, and this index with it. Its memory may be kept: pages that it was writing are cached, and
+        those that it was reading are not."""
+        for transfer in self._transfers.values():
+            self._release(transfer, pool)
+        self._transfers.clear()
+
+    def _release(self, transfer: Transfer, pool: PagePool) -> None:
         pool.release(transfer.pages)
         if transfer.pool is pool:
             pool.release(transfer.prefix)

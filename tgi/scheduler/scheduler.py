@@ -794,11 +794,10 @@ class Scheduler:
         steps = [*self.pipeline.steps]
         self.pipeline.worker_lost()
         if (planner := self._planner) is not None:
-            stored, planner.kv_cache.index = planner.kv_cache.index, None
-            if stored is None:
-                planner.steps_failed(steps, WORKER_LOST)  # the others may be kept: see _blame_lost_worker
-            else:  # it may have been reading pages from files, where the next worker finds them
-                planner.worker_state_lost()
+            if (index := planner.kv_cache.index) is not None:
+                index.abandon(planner.kv_cache.pool)
+                planner.kv_cache.index = None
+            planner.steps_failed(steps, WORKER_LOST)  # the others may be kept: see _blame_lost_worker
         self._connect_waiting_worker(now)
         self.report_status(now)
 

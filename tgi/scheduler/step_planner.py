@@ -338,15 +338,18 @@ class StepPlanner:
 
     def _add_images(self, builder: "StepBuilder", request: Request, tokens: int, budget: int) -> tuple[int, int]:
         """How many tokens the next chunk of a prompt with images has that would have `tokens`, and what its images cost
-        in tokens. 0: there are too few pages for one that is not divided."""
+        in tokens. 0: there are too few pages for one that is not divided; or it goes on with an image that does not fit
+        a step in which prompts of other clients have tokens, which do not wait for it."""
         start, cost = request.planned, self._prefill_budget.encoder_cost
         shared = bool(builder.rows or builder.chunks or len(self.queue.clients) > 1)
         undivided = self.limits.undivided
         end, positions = request.image_chunk(start, start + tokens, budget, cost, shared, undivided)
-        if end > request.capacity:
+        encoder_cost = int(positions * cost)
+        too_large = positions and request.state is PREFILL and end - start + encoder_cost > budget
+        others = (*builder.finishing, *builder.prefilling)
+        if end > request.capacity or (too_large and any(other.share is not request.share for other in others)):
             return 0, 0
         builder.encoder_positions += positions
-        encoder_cost = int(positions * cost)
         builder.encoder_cost += encoder_cost
         builder.unmeasured |= positions > 0 and not self._prefill_budget.encoder_measured
         if start >= request.charged_tokens:  # not so if it was computed before a preemption

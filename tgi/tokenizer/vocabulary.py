@@ -49,7 +49,7 @@ class Vocabulary:
             for number, piece in enumerate(self.pieces)
             if isinstance(piece, bytes) and not _is_text(piece)
         }
-        self._max_token_bytes = _max_token_bytes(tokenizer) if self.byte_level else None
+        self._max_token_bytes = _max_token_bytes(tokenizer, vocab) if self.byte_level else None
         self._missing = [character for character in map(chr, range(0x80)) if character not in self.pieces]
         self.segment_cache = SegmentCache(tokenizer)
 
@@ -120,12 +120,11 @@ _COVERING_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Split"}
 _COVERING_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 
 
-def _max_token_bytes(tokenizer: Tokenizer) -> int | None:
+def _max_token_bytes(tokenizer: Tokenizer, vocab: Iterable[str]) -> int | None:
     """The length of the longest token of a byte-level vocabulary; None if characters of an ASCII text that have a token
     may belong to none."""
     pre_tokenizers, normalizers = _components(tokenizer.pre_tokenizer), _components(tokenizer.normalizer)
     added = tokenizer.get_added_tokens_decoder().values()
-    vocab = tokenizer.get_vocab(with_added_tokens=False)
     covers = (
         {one["type"] for one in pre_tokenizers} <= _COVERING_PRE_TOKENIZERS
         and any(one["type"] == "ByteLevel" for one in pre_tokenizers)

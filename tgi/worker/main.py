@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tgi.hub.model_config import read_model_config
+from tgi.hub.model_config import content_hash
 from tgi.hub.pooling import read_pooling_config
 from tgi.microkernel.host.rundir import received_images, scheduler_socket
 from tgi.microkernel.links.link import Link, end_sessions
@@ -57,7 +57,7 @@ def main(process: Process) -> None:
     if (devices := replica_devices(process.settings, os.environ)) is not None:
         os.environ[VISIBLE[0]] = devices  # also for the further ranks
     settings = process.settings
-    model = read_model_config(settings.model_dir, weights=settings.needs_weights).content_hash
+    model = content_hash(settings.model_dir)
     ranks = settings.num_shard or 1
     group: RankGroup | HostGroup | None = None
     link: Link | None = None
@@ -119,8 +119,7 @@ def _received_images(process: Process) -> "ReceivedImages | None":
 def _serve_host_rank(process: Process) -> None:
     """Runs a further rank whose first rank is a process of another supervisor."""
     settings = process.settings
-    model = read_model_config(settings.model_dir, weights=settings.needs_weights)
-    found = join_group(process, model.content_hash)
+    found = join_group(process, content_hash(settings.model_dir))
     if found is None:
         return
     place, link = found

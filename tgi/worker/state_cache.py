@@ -7,6 +7,7 @@ from the tokens that lead there. A row with drafts also writes the state before 
 """
 
 import math
+import mmap
 from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
@@ -50,8 +51,10 @@ class StateCache:
 
     def __init__(self, spec: StateSpec, slots: int, device: torch.device, shared: bool = False) -> None:
         """`shared`: with processes that are forked from this one; on CPU."""
+        self._region: mmap.mmap | None = None
         if device.type == "cpu":  # mapped at the first write
-            self._memory = torch.frombuffer(map_region(slots * spec.bytes, shared), dtype=torch.uint8).view(slots, -1)
+            self._region = map_region(slots * spec.bytes, shared)
+            self._memory = torch.frombuffer(self._region, dtype=torch.uint8).view(slots, -1)
         else:
             self._memory = torch.zeros(slots, spec.bytes, dtype=torch.uint8, device=device)
         self.layers: list[dict[str, Tensor]] = []  # of each recurrent layer, tensors [slots, *shape]
@@ -76,6 +79,11 @@ class StateCache:
     def slot_bytes(self) -> int:
         """Bytes from one slot to the next."""
         return self._memory.stride(0)
+
+    def discard(self) -> None:
+        """Gives the memory of a `shared` cache back to the operating system; all states are zeros."""
+        assert self._region is not None
+        self._region.madvise(mmap.MADV_REMOVE)  # Linux, which alone has fork servers
 
     def copy(self, source: int, target: int) -> None:
         """Overwrites slot `target` with slot `source`. On a GPU in the order of the kernels."""

@@ -1,8 +1,10 @@
 """Packed weights in files: the same model as from the checkpoint, and no file that is damaged or too many is kept."""
 
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -87,6 +89,14 @@ def test_a_damaged_file_is_removed_and_never_used(damage: Callable[[bytes], byte
     assert packs
     assert path.read_bytes() == stored
     assert torch.equal(logprobs(found), logprobs(sound))
+
+
+@pytest.mark.parametrize("code", ["posix system", "tgi.worker.main os.system", "tgi.worker.main partial", "torch load"])
+def test_a_file_names_no_code_but_that_of_weights(code: str) -> None:
+    names = b"".join(b"\x8c" + bytes([len(one)]) + one for one in code.encode().split())
+    stored = b"\x80\x04" + names + b"\x93."  # STACK_GLOBAL
+    with pytest.raises(pickle.UnpicklingError, match="weights have no"):
+        packed_weights._Unpickler(stored, torch.empty(0), cast(Any, None)).load()
 
 
 def test_the_files_are_bounded(tmp_path: Path) -> None:

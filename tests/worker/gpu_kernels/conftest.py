@@ -11,11 +11,12 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter() -> Iterator[None]:
-    """Fixes the interpreter, and limits the splits: each idle split takes it a millisecond."""
+    """Fixes the interpreter, and limits splits and programs: each idle one takes it milliseconds."""
     from tests.worker.gpu_kernels.interpreter_fixes import fix_interpreter
-    from tgi.worker.gpu_kernels import paged_attention
+    from tgi.worker.gpu_kernels import lora, paged_attention
 
     fix_interpreter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "MAX_SPLITS", 2)
+        patch.setattr(lora, "PROGRAMS", 2)
         yield

@@ -5,7 +5,7 @@ import torch
 from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.gpu_kernels.gated_activation import activation, gated_activation, sigmoid_gate
 from tgi.worker.gpu_kernels.lora import add_lora
-from tgi.worker.gpu_kernels.lora_arguments import LoraRuns
+from tgi.worker.gpu_kernels.lora_arguments import AdapterTiles, PlanShape
 from tgi.worker.gpu_kernels.matmul import matmul
 from tgi.worker.gpu_kernels.norm import norm, norm_in_place
 
@@ -37,10 +37,12 @@ def _of_a_step(tokens: int, dtype: torch.dtype) -> None:
 
 
 def _lora(dtype: torch.dtype) -> None:
-    """Queries, keys and values; and one projection, of runs of one token, as in a captured step."""
-    y, table = torch.empty(40, 6144, dtype=dtype), torch.zeros(2, 32, 7, 3, dtype=torch.int64)
-    bounds = torch.zeros(41, dtype=torch.int32)
-    three = (0, 0, 4096), (1, 4096, 1024), (2, 5120, 1024)
-    for runs, longest, rank, projections in ((1, 40, 16, three), (40, 1, 64, ((3, 0, 4096),))):
-        given = LoraRuns(table, bounds, bounds, runs, longest, rank, dtype)
-        add_lora(torch.empty(40, 4096, dtype=dtype), y, given, 5, projections)
+    """Queries, keys and values; and one projection; of few tokens, whose plan begins anywhere, and of many."""
+    table, three = torch.zeros(2, 32, 7, 3, dtype=torch.int64), ((0, 0, 4096), (1, 4096, 1024), (2, 5120, 1024))
+    for tokens, rank, projections in ((40, 16, three), (40, 128, ((3, 0, 4096),)), (2048, 16, three)):
+        shape = PlanShape.of(tokens, 40, dtype, False)
+        plan = torch.zeros(1 + shape.length, dtype=torch.int64)
+        for begin in (0, 1):
+            tiles = AdapterTiles.of(table, plan[begin : begin + shape.length], shape, rank, dtype)
+            x, y = torch.empty(tokens, 4096, dtype=dtype), torch.empty(tokens, 6144, dtype=dtype)
+            add_lora(x, y, tiles, 5, projections)

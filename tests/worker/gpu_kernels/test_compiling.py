@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 # Modules with `launches()` (see compile_launches.py), and how many kernels they launch.
-LAUNCHES = {"attention": 70, "rows": 100, "products": 48, "experts": 56, "recurrent": 38, "sampling": 29}
+LAUNCHES = {"attention": 70, "rows": 95, "products": 48, "experts": 56, "recurrent": 38, "sampling": 29}
 
 
 def test_every_kernel_compiles_to_machine_code() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -257,6 +258,10 @@ def test_a_draft_model_replays_graphs_of_its_own(llama: Model) -> None:
         drive(recorded, PROMPTS[:2], COUNT, stagger=1, guess=lambda at, drawn: 2),
     )
     assert tapes.played - played > COUNT
+    recorded._slots.adapters[0] = None  # of the served model: nothing may ask it anything here
+    one = StepRows(*(np.array([number]) for number in (0, 3, 4, 0, 4)))
+    with torch.inference_mode():
+        assert runner.graphs.try_replay(one) is not None
 
 
 def test_the_layouts_of_a_large_gpu() -> None:

@@ -94,13 +94,19 @@ class Absent:
         return self.write_and_attend(plan, layer, qkv, scale)
 
 
-def of_a_layer(kind: str, gpu: GpuKernels | None) -> Counter[str]:
-    """The operations of one more layer in a decode step, without attention."""
+def of_a_layer(kind: str, gpu: GpuKernels | None, adapters: Path | None = None) -> Counter[str]:
+    """The operations of one more layer in a decode step, without attention. `adapters`: a directory for those of the
+    two rows."""
     batch = make_batch([Row([5], 3, [0]), Row([8], 9, [1])])
     there = moved(batch, "meta")
     found = []
     for layers in (3, 2):
-        model = load(make(kind, layers=layers), gpu, "meta", "bfloat16")
+        directory = make(kind, layers=layers)
+        model = load(directory, gpu, "meta", "bfloat16")
+        if adapters is not None:
+            paths = (make_adapter(adapters / f"{layers}-{rank}", directory, rank) for rank in (4, 70))
+            spans = [AdapterSpan(model.load_adapter(path), row, row + 1) for row, path in enumerate(paths)]
+            there = there._replace(lora_spans=spans)
         step = partial(model.forward, there, Absent(model))
         counted(step)  # creates what is cached
         found.append(counted(step))
@@ -112,6 +118,14 @@ def test_a_layer_takes_few_operations_besides_attention() -> None:
     ours = {"mm": 2, "addmm_": 2, "_norm": 2, "_gated_activation": 1}
     assert of_a_layer("llama", GPU) == of_a_layer("qwen3", GPU) == ours
     assert of_a_layer("llama", None).total() == 21
+
+
+def test_adapters_take_four_launches_in_a_layer(tmp_path: Path) -> None:
+    """One for each group of projections, whatever the adapters of the rows and their ranks."""
+    ours = {"mm": 2, "addmm_": 2, "_norm": 2, "_gated_activation": 1, "_add_lora": 4}
+    assert of_a_layer("llama", GPU, tmp_path / "llama") == ours
+    assert of_a_layer("phi3", GPU, tmp_path / "phi3") == ours
+    assert of_a_layer("llama", None, tmp_path / "torch").total() > 100
 
 
 def test_new_kinds_of_layers_take_few_operations() -> None:

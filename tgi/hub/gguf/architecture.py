@@ -120,11 +120,13 @@ class TargetTensor:
     weights.py undoes what llama.cpp's converter has done: where `heads` is set, it has reordered the rows of each head;
     where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
     into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it; where
-    `exponent` is set, it has stored -exp of the numbers; where `then` is set, it has split the rows, and `then` is the
-    second half. With `expanded`, (heads, rows of K, rows of V), `source` has all K, transposed, and `then` all V, where
-    the result has K and V of one head after another. With `half`, (n, parts), the file has two such tensors, of each
-    part the rows of the first, then those of the second; this is the nth. With `tiled`, it has sorted value heads by
-    their number within a key head, then by the key head, in the last rows, or in the columns.
+    `exponent` is set, it has stored -exp of the numbers; where `then` is set, it has split the rows, and `then` has the
+    further parts. With `expanded`, (heads, rows of K, rows of V), `source` has all K, transposed, and `then` all V,
+    where the result has K and V of one head after another. With `half`, (n, parts), the file has two such tensors, of
+    each part the rows of the first, then those of the second; this is the nth. With `tiled`, it has sorted value heads
+    by their number within a key head, then by the key head, in the last rows, or in the columns. With `pairs`, (rows of
+    a head, rows that rotate), it has put the first rows of the pairs that rotate before the second ones. With `axes`,
+    the tensor, or all of its sources stacked, in the shape `view` has its axes in another order.
     """
 
     source: str
@@ -135,10 +137,13 @@ class TargetTensor:
     part: tuple[int, int] | None = None
     reshaped: tuple[int, ...] = ()
     exponent: bool = False
-    then: str = ""
+    then: tuple[str, ...] = ()
     expanded: tuple[int, int, int] | None = None
     half: tuple[int, int] | None = None
     tiled: TiledHeads | None = None
+    pairs: tuple[int, int] | None = None
+    view: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -159,7 +164,7 @@ class TargetTensor:
     @property
     def sources(self) -> tuple[str, ...]:
         """The tensors of the file."""
-        return (self.source, self.then) if self.then else (self.source,)
+        return (self.source, *self.then)
 
     @property
     def matrix(self) -> bool:
@@ -634,6 +639,9 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         whole, columns = one._replace(size=value), one._replace(size=value, columns=True)
         tiled = dict.fromkeys(("ssm_a", "ssm_dt.bias", "ssm_alpha", "ssm_beta"), one) | {"ssm_out": columns}
         tiled |= dict.fromkeys(("attn_qkv", "attn_gate", "ssm_conv1d"), whole)
+    # Of GLM-4.1V, which has the halves of its rotary pairs where llama.cpp rotates with three axes.
+    turned = int(head_dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
+    sorted_pairs = ("attn_q", "attn_k") if family.sorts_pairs_of_axes and has_axes(file) else ()
     wanted = [TargetTensor("token_embd.weight", f"{family.embedding}.weight", (config["vocab_size"], hidden))]
 
     def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
@@ -646,12 +654,13 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         if short == "attn_kv_b" and f"{prefix}attn_k_b.weight" in file.tensors:
             pair = f"{prefix}attn_k_b.weight", f"{prefix}attn_v_b.weight"
             parts = heads, config["qk_nope_head_dim"], config["v_head_dim"]
-            wanted.append(TargetTensor(pair[0], f"{name}.weight", shape, then=pair[1], expanded=parts))
+            wanted.append(TargetTensor(pair[0], f"{name}.weight", shape, then=pair[1:], expanded=parts))
             return
         short, _, then = short.partition("+")
-        source, then = prefix + short, f"{prefix}{then}.weight" if then else ""
+        source, further = prefix + short, (f"{prefix}{then}.weight",) if then else ()
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
         heads_of = tiled.get(short)
+        pairs = (head_dim, turned) if short in sorted_pairs else None
         shift = family.norm_shift if short.endswith("norm") and short != "ssm_norm" else 0.0
         joint = f"{prefix}ffn_gate_up_exps.weight"
         if short in ("ffn_gate_exps", "ffn_up_exps") and joint in file.tensors:
@@ -677,10 +686,20 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
             return
         full = f"{name}.weight"
         wanted.append(
-            TargetTensor(f"{source}.weight", full, shape, permuted, shift, reshaped=reshaped, then=then, tiled=heads_of)
+            TargetTensor(
+                f"{source}.weight",
+                full,
+                shape,
+                permuted,
+                shift,
+                reshaped=reshaped,
+                then=further,
+                tiled=heads_of,
+                pairs=pairs,
+            )
         )
         if short in biased:
-            wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
+            wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted, pairs=pairs))
 
     starts = ("num_dense_layers", "first_k_dense_replace", "moe_layer_start_index")
     first_routed = next((config[key] for key in starts if key in config), 0)
@@ -704,6 +723,11 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         if "output" in biased:
             wanted.append(TargetTensor("output.bias", "lm_head.bias", (config["vocab_size"],)))
     return wanted
+
+
+def has_axes(file: GGUFFile) -> bool:
+    """Whether rotary positions have three axes: those of models that see images."""
+    return f"{file.metadata['general.architecture']}.rope.dimension_sections" in file.metadata
 
 
 def _own_sizes(config: dict[str, Any], layer: int) -> dict[str, int]:

@@ -34,7 +34,7 @@ def convert(
     config, vision = plan.config, None
     if mmproj is not None:
         images = reader.read_gguf(mmproj)
-        vision = projector.plan_vision(images, plan.config, source.metadata["tokenizer.ggml.tokens"])
+        vision = projector.plan_vision(images, source, plan.config)
         config = vision.config
         named = [(one, *vision.text_prefixes) for one in plan.tensors]
         tensors = [

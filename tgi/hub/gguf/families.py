@@ -91,6 +91,8 @@ class GGUFArchitecture:
     rotary: bool = True  # with rotary positions
     latent: bool = False  # it is latent attention
     delta_rule: bool = False  # of the layers but each n-th, which have attention
+    # The converter puts the first rows of rotary pairs before the second ones, if positions have three axes.
+    sorts_pairs_of_axes: bool = False
     tiled: bool = False  # its value heads are in the order of their number within a key head, then of the key head
     last_norm: tuple[str, str] = ("output_norm", "model.norm")
     embedding: str = "model.embed_tokens"
@@ -656,6 +658,8 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         {"attention_bias": ("attn_q", "attn_k", "attn_v")},
         fixed=_NO_PADDING,
         rotates_part=True,
+        further=("rope.dimension_sections",),
+        sorts_pairs_of_axes=True,
     ),
     "cohere2": GGUFArchitecture(
         "cohere2",
@@ -1142,6 +1146,7 @@ FAMILIES |= {
 
 # Architectures of which files lack what the server computes: name -> why they are refused.
 REFUSED = {
+    "eagle3": "heads that draft are read from their directory with config.json and safetensors",
     "phimoe": "its files lack the factor of the rotary embedding (long_mscale, short_mscale), and llama.cpp computes "
     "RMS norms and another choice of experts in place of the model's own",
 }

@@ -143,6 +143,14 @@ def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
 
 
+def pair_order(rows: int, head: int, turned: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The row in the file of row i, where the first rows of the pairs among the `turned` rows of each head stand before
+    the second ones."""
+    within = np.arange(head)
+    within[:turned] = np.arange(turned).reshape(2, -1).T.reshape(-1)
+    return (np.arange(0, rows, head)[:, None] + within).reshape(-1)
+
+
 def _untiled(values: Array, tiled: TiledHeads, axis: int) -> Array:
     """Rows or columns of value heads in the order of key heads."""
     shape = values.shape
@@ -151,10 +159,12 @@ def _untiled(values: Array, tiled: TiledHeads, axis: int) -> Array:
 
 
 def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
-    """Yields the tensor's stored columns in row order, at most PIECE elements at a time, but an expanded one whole."""
-    if wanted.expanded is not None:
+    """Yields the tensor's stored columns in row order, at most PIECE elements at a time, but expanded and turned ones
+    whole."""
+    if wanted.expanded is not None or wanted.axes:
         assert isinstance(form, str)
-        yield [PLAIN_FORMS[form](_expanded(file, wanted, *wanted.expanded))]
+        whole = _turned(file, wanted) if wanted.expanded is None else _expanded(file, wanted, *wanted.expanded)
+        yield [PLAIN_FORMS[form](whole)]
         return
     for source in wanted.sources:
         yield from _pieces_of(file, file.tensors[source], wanted, form)
@@ -165,7 +175,7 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = math.prod(tensor.shape) // columns
     tiled = wanted.tiled
-    if len(tensor.shape) == 1 and not heads and tiled is None:
+    if len(tensor.shape) == 1 and not heads and tiled is None and wanted.pairs is None:
         rows, columns = 1, rows
     block, block_bytes = GGML_QUANT_SIZES[tensor.type]
     if columns % block:
@@ -176,6 +186,8 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
         rows //= count
         stored = stored[number * rows : (number + 1) * rows]
     order = row_order(rows, heads) if heads else None
+    if wanted.pairs is not None:
+        order = pair_order(rows, *wanted.pairs)
     if wanted.half is not None:
         number, parts = wanted.half
         order = np.arange(rows).reshape(parts, 2, -1)[:, number].reshape(-1)
@@ -207,14 +219,25 @@ def _expanded(
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """See TargetTensor."""
     rank = wanted.shape[1]
-    keys, values = (
-        np.concatenate([piece[0].reshape(-1) for piece in _pieces_of(file, file.tensors[name], plain, "F32")])
-        for name in wanted.sources
-        for plain in [TargetTensor(name, wanted.name, file.tensors[name].shape)]
-    )
+    keys, values = _whole_sources(file, wanted)
     turned = keys.reshape(heads, rank, of_keys).swapaxes(1, 2)
     both = np.concatenate((turned, values.reshape(heads, of_values, rank)), 1)
     return np.ascontiguousarray(both.reshape(wanted.shape), np.float32)
+
+
+def _turned(file: GGUFFile, wanted: TargetTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """See TargetTensor."""
+    both = np.concatenate(_whole_sources(file, wanted)).reshape(wanted.view)
+    return np.ascontiguousarray(both.transpose(wanted.axes).reshape(wanted.shape))
+
+
+def _whole_sources(file: GGUFFile, wanted: TargetTensor) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+    """All numbers of each source."""
+    return [
+        np.concatenate([piece[0].reshape(-1) for piece in _pieces_of(file, file.tensors[name], plain, "F32")])
+        for name in wanted.sources
+        for plain in [TargetTensor(name, wanted.name, file.tensors[name].shape)]
+    ]
 
 
 def _logarithms(

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 P = TypeVar("P")
 
+# A fork server that has imported answers at once, unless the system is short of everything.
+FORK_SECONDS = 60.0
+
 # How often to look whether a signal has stopped a process that need not report soon.
 LOOK_SECONDS = 1.0
 
@@ -87,16 +90,15 @@ def start_interpreter(
 
 def start_forked(
     server: ForkServer,
-    timeout: float,
     arguments: Sequence[str],
     environment: Mapping[str, str],
     descriptors: Mapping[str, int],
 ) -> "ForkedProcess | subprocess.Popen[bytes]":
-    """Has a fork server start the process within `timeout` seconds; a new interpreter, if the server is lost. Raises
+    """Has a fork server that has imported start the process; a new interpreter, if the server is lost. Raises
     OSError."""
     if not server.lost:
         try:
-            return server.start(arguments, environment, descriptors, timeout)
+            return server.start(arguments, environment, descriptors, FORK_SECONDS)
         except ForkServerLost as error:
             log.warning("%s. From now on processes start as new interpreters, which takes longer", error)
     return start_interpreter(arguments, environment, descriptors)
@@ -152,7 +154,7 @@ class ChildProcess:
         if fork_requests is not None:
             inherited[FORK_REQUESTS_FD] = fork_requests.fileno()
         arguments = spec.role, str(spec.replica)
-        start = start_interpreter if fork_server is None else partial(start_forked, fork_server, settings.start_timeout)
+        start = start_interpreter if fork_server is None else partial(start_forked, fork_server)
         self._process, self._pipe = start_child(settings, arguments, environment, inherited, start)
 
     @property

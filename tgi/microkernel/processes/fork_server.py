@@ -36,7 +36,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # from <linux/prctl.h>
 # A request: its length, then a JSON list of arguments, environment and the variables that name the descriptors, which
 # come with the length. An answer: a pid, or minus an errno.
 LENGTH, ANSWER = struct.Struct("=I"), struct.Struct("=i")
-READY = b"+"  # sent first by a fork server that a process has left behind
+READY = b"+"  # what a fork server sends first, when it has imported or loaded what it is for
 MAX_DESCRIPTORS = 8
 # Of the environment of fork servers: libraries that would start threads when they are loaded (of numpy).
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
@@ -74,7 +74,23 @@ class ForkServer:
         self._pid = pid
         self._connection = connection
         self.lost = False
-        self._is_left = False
+        self._has_forked = False
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once `is_ready` is not None any more."""
+        return self._connection.fileno()
+
+    def is_ready(self) -> bool | None:
+        """Whether it forks processes now; None while it still imports, or is not left behind yet. Does not wait."""
+        if self.lost:
+            return False
+        self._connection.setblocking(False)
+        try:
+            return self._connection.recv(len(READY), socket.MSG_PEEK) == READY
+        except BlockingIOError:
+            return True if self._has_forked else None
+        except OSError:
+            return False
 
     def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[str, int], timeout: float
@@ -82,12 +98,15 @@ class ForkServer:
         """Starts `run_role` with these arguments in a child of this process, with nothing else in its environment than
         this one and `descriptors`: variables with the number that a file descriptor has there.
 
-        Waits for at most `timeout` seconds for imports. Raises ForkServerLost, and OSError if the system has no process
-        left.
+        Waits for at most `timeout` seconds, for its imports too. Raises ForkServerLost, and OSError if the system has
+        no process left.
         """
         request = json.dumps([*arguments, dict(environment), list(descriptors)]).encode()
         self._connection.settimeout(timeout)
         try:
+            if not self._has_forked:
+                _receive(self._connection, len(READY))
+                self._has_forked = True
             with adopting_orphans():
                 socket.send_fds(self._connection, [LENGTH.pack(len(request))], list(descriptors.values()))
                 self._connection.sendall(request)
@@ -99,19 +118,6 @@ class ForkServer:
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
         return ForkedProcess(pid)
-
-    def is_left(self) -> bool:
-        """Whether a process has left this fork server behind by now, which runs."""
-        if self.lost:
-            return False
-        self._connection.setblocking(False)
-        try:
-            self._is_left = self._connection.recv(1) == READY
-        except BlockingIOError:
-            pass  # it has said so before, or does not exist yet
-        except OSError:
-            self._is_left = False
-        return self._is_left
 
     def close(self) -> None:
         """Ends the fork server. Called again it does nothing."""
@@ -165,11 +171,10 @@ def _serve(requests: socket.socket, preload: Callable[[], None], parent: int) ->
         preload()
     except Exception:
         log.debug("a process that needs this will report it", exc_info=True)
-    gc.enable()
     if (threads := len(os.listdir("/proc/self/task"))) > 1:  # whose locks would never be free in forked processes
         log.error("the imports of a fork server have started %d threads, so it forks no processes", threads - 1)
         os._exit(1)
-    gc.collect()
+    requests.sendall(READY)
     raise ForkedRole(_fork_roles(requests))
 
 
@@ -216,7 +221,8 @@ def _exit_status(arguments: Sequence[str]) -> int:
 
 def _fork_roles(requests: socket.socket) -> list[str]:
     """Forks a process for each request. Returns there, with the arguments of its role; ends with the connection."""
-    gc.freeze()  # collections would copy what the processes share
+    gc.freeze()  # collections would copy what the processes share, and take a tenth of the time of its imports
+    gc.enable()
     while True:
         try:
             length, descriptors, _, _ = socket.recv_fds(requests, LENGTH.size, MAX_DESCRIPTORS)

@@ -131,11 +131,11 @@ class Supervisor:
         self._hang_up = False  # a SIGHUP is to be handled
         self._to_reload: set[str] = set()  # front ends that are to reload their files
         self._children: dict[str, ChildProcess] = {}
-        self._restart_at: dict[str, float] = {}  # by time.monotonic, of ended processes
+        self._start_at: dict[str, float] = {}  # by time.monotonic, of processes that do not run
         self._last_exits: dict[str, LastExit | None] = {}  # of the processes that ended last
         self._backoff: dict[str, Backoff] = {}
         self._served: set[str] = set()  # names of processes of which one has been ready and has ended
-        self._looked_at = time.monotonic()  # at the heartbeats
+        self._began = self._looked_at = time.monotonic()  # when it looked at the heartbeats
         self._pause_ends = 0.0
         self._ended: set[int] = set()  # pids whose metric files are still to be folded
         self._last_start = 0.0
@@ -160,6 +160,7 @@ class Supervisor:
                 self._start(spec)
             while not self._failure:
                 descriptors = [one for server in served for one in server.descriptors]
+                descriptors += self._awaited_fork_servers()
                 _wait([wake.fileno(), *descriptors], self._tick_seconds(any(server.busy for server in served)))
                 _drain(wake)
                 if self._signals:  # before reaping: the same Ctrl-C may have ended a process that has just started
@@ -173,7 +174,7 @@ class Supervisor:
                 self._reap(DRAIN_ORDER)
                 self._replace_hung()
                 self._kill_overdue()
-                self._restart_due()
+                self._start_due()
                 if self._hang_up:
                     self._handle_hang_up()
                 self._forward_reloads()
@@ -313,7 +314,7 @@ class Supervisor:
         self._specs.remove(spec)
         self._end_left_server(spec.name)
         self._retiring.discard(spec.name)
-        self._restart_at.pop(spec.name, None)
+        self._start_at.pop(spec.name, None)
         self._served.discard(spec.name)
         self._last_exits.pop(spec.name, None)  # a later process of this name does not take over its requests
         self._remove_socket(spec)
@@ -363,7 +364,7 @@ class Supervisor:
     def _tick_seconds(self, busy: bool) -> float:
         if busy:
             return COMMAND_TICK_SECONDS
-        settled = not self._restart_at and time.monotonic() - self._last_start > SETTLED_SECONDS
+        settled = not self._start_at and time.monotonic() - self._last_start > SETTLED_SECONDS
         return TICK_SECONDS if settled else STARTING_TICK_SECONDS
 
     def _listen_to_signals(self) -> socket.socket:
@@ -385,25 +386,40 @@ class Supervisor:
         self._hang_up = True
 
     def _start(self, spec: ProcessSpec) -> None:
-        """Starts a process. Raises UserError if the system cannot."""
-        self._last_start = time.monotonic()
+        """Starts a process, which is put off while its fork server imports. Raises UserError if the system cannot."""
+        now = time.monotonic()
+        fork_server = self._fork_server_of(spec)
+        in_time = now < self._began + self.settings.start_timeout
+        if fork_server is not None and fork_server.is_ready() is None and in_time:
+            self._start_at[spec.name] = now
+            return
+        self._last_start = now
         try:
-            settings = replace(self._pipelines[spec.pipeline], replica_index=spec.index)
-            child = self._start_child(spec, settings, self._fork_server(spec.role, settings))
+            child = self._start_child(spec, self._settings_of(spec), fork_server)
         except OSError as error:
             raise UserError(
                 f"Cannot start {spec.name}: {error.strerror}. Processes, files, memory or disk space of "
                 f"{self.settings.run_dir} are used up."
             ) from error
-        self._looked_at = time.monotonic()  # the wait for the imports of a fork server is no pause of the children
         self._children[spec.name] = child
         self._ended.discard(child.pid)  # a reused pid: the child continues to count in the existing file
         log.debug("started %s", spec.name, extra={"pid": child.pid})
 
+    def _settings_of(self, spec: ProcessSpec) -> Settings:
+        return replace(self._pipelines[spec.pipeline], replica_index=spec.index)
+
+    def _fork_server_of(self, spec: ProcessSpec) -> ForkServer | None:
+        return self._fork_server(spec.role, self._settings_of(spec))
+
+    def _awaited_fork_servers(self) -> set[int]:
+        """The descriptors of the fork servers of processes that are due."""
+        servers = map(self._fork_server_of, self._due())
+        return {server.fileno() for server in servers if server is not None and not server.lost}
+
     def _start_child(self, spec: ProcessSpec, settings: Settings, fork_server: ForkServer | None) -> ChildProcess:
         """Starts a process. A worker is forked by what its predecessor has left behind, or is to leave something."""
         last_exit, left = self._last_exits.get(spec.name), self._left_servers.get(spec.name)
-        if left is not None and left.is_left():
+        if left is not None and left.is_ready():
             return ChildProcess(spec, settings, last_exit, left)
         if spec.role != "worker" or fork_server is None:
             return ChildProcess(spec, settings, last_exit, fork_server)
@@ -469,7 +485,7 @@ class Supervisor:
                 self._forget(child.spec)
             elif name in self._replacing:
                 self._replacing.remove(name)
-                self._restart_at[name] = time.monotonic()
+                self._start_at[name] = time.monotonic()
             elif code == FATAL and not child.had_been_ready and name not in self._served:
                 self._failure = self._failure or self._fatal_error(name)
             else:
@@ -493,7 +509,7 @@ class Supervisor:
         name = child.spec.name
         now = time.monotonic()
         backoff = self._backoff.setdefault(name, Backoff())
-        self._restart_at[name] = now + backoff.delay(child.had_been_ready, now - child.started, now)
+        self._start_at[name] = now + backoff.delay(child.had_been_ready, now - child.started, now)
         log.warning("%s (pid %d) %s; restarting it", name, child.pid, cause)
         if cause == OUT_OF_MEMORY:
             log.error("%s", MORE_MEMORY if child.had_been_ready else TOO_LITTLE_TO_START)
@@ -512,16 +528,23 @@ class Supervisor:
             if child.overdue() and child.poll() is None:
                 child.kill_hung()
 
-    def _restart_due(self) -> None:
+    def _due(self) -> list[ProcessSpec]:
+        """The processes to start now."""
         now = time.monotonic()
-        for spec in list(self._specs):
-            if self._restart_at.get(spec.name, now + 1) <= now:
-                del self._restart_at[spec.name]
-                try:
-                    self._start(spec)
-                except UserError as error:  # the others may serve on, and later this one may start
+        return [spec for spec in self._specs if self._start_at.get(spec.name, now + 1) <= now]
+
+    def _start_due(self) -> None:
+        for spec in self._due():
+            del self._start_at[spec.name]
+            try:
+                self._start(spec)
+            except UserError as error:
+                if spec.name in self._trials:
+                    self._trials[spec.name] = str(error)
+                    self._forget(spec)
+                else:  # the others may serve on, and later this one may start
                     log.error("%s", error)
-                    self._restart_at[spec.name] = now + MAX_BACKOFF_SECONDS
+                    self._start_at[spec.name] = time.monotonic() + MAX_BACKOFF_SECONDS
 
     def _stop(self) -> None:
         """Drains the roles in the direction of requests, so that requests in flight can finish: a process of a later
@@ -534,7 +557,7 @@ class Supervisor:
         for fd in filter(None, self._listen_fds.values()):
             os.close(fd)  # new connections are refused instead of waiting in the backlog
         for position, role in enumerate(DRAIN_ORDER, 1):
-            self._restart_at = {name: due for name, due in self._restart_at.items() if not name.startswith(role)}
+            self._start_at = {name: due for name, due in self._start_at.items() if not name.startswith(role)}
             patient = role == "api" and not self._failure
             grace = self.settings.graceful_termination_timeout if patient else ROLE_GRACE_SECONDS
             deadline = time.monotonic() + grace
@@ -551,7 +574,7 @@ class Supervisor:
                 time.sleep(0.02)
                 self._reap(restart=DRAIN_ORDER[position:])
                 self._replace_hung()
-                self._restart_due()
+                self._start_due()
             cause = "they did not end in time" if self._signals == asked else "a second signal came"
             for child in self._children_of(role):
                 killed.setdefault(cause, []).append(child.spec.name)

@@ -161,6 +161,14 @@ class Settings:
     revision: str | None = setting(
         MODEL, None, "Branch, tag or commit on the Hub.", text, also=("HF_MODEL_REVISION",), unset="main"
     )
+    mmproj: str | None = setting(
+        MODEL,
+        None,
+        "GGUF file with the vision part of a model in a GGUF file.",
+        text,
+        env=("TGI_MMPROJ",),
+        unset="mmproj*.gguf next to the model's file",
+    )
     dtype: str = setting(
         MODEL,
         "auto",
@@ -596,8 +604,9 @@ class Settings:
     draft_model_id: str | None = setting(
         SPECULATION,
         None,
-        "Draft model with the same vocabulary: Hub id, local directory or .gguf file; or mtp: the served model's own "
-        "layer for multi-token prediction. Without it, n-grams of the request are drafted.",
+        "Draft model with the same vocabulary: Hub id, local directory or .gguf file; the same of an EAGLE-3 head for "
+        "the model; or mtp: the model's own layer for multi-token prediction. Without it, n-grams of the request are "
+        "drafted.",
         text,
         env=("TGI_DRAFT_MODEL_ID",),
         unset="none",
@@ -877,9 +886,9 @@ DEFAULTS = Settings()
 # The settings that `tgi reload` can change: those of the model, which return to their defaults if they are not given,
 # and limits, which stay as they are.
 RELOADED_MODEL = (
-    "model_id", "revision", "dtype", "load_format", "tokenizer_config_path", "tool_call_parser", "reasoning_parser",
-    "generation_config", "weights_cache_override", "rope_scaling", "rope_factor", "quantize", "kv_cache_dtype",
-    "lora_adapters", "speculate", "draft_model_id", "draft_model_revision",
+    "model_id", "revision", "mmproj", "dtype", "load_format", "tokenizer_config_path", "tool_call_parser",
+    "reasoning_parser", "generation_config", "weights_cache_override", "rope_scaling", "rope_factor", "quantize",
+    "kv_cache_dtype", "lora_adapters", "speculate", "draft_model_id", "draft_model_revision",
 )  # fmt: skip
 # The settings of a worker that a `tgi worker` on another host is given.
 WORKER_GROUPS = (MODEL, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATION)

@@ -17,7 +17,7 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.decoder_config import HeadShape
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.gpu_kernels.lora_arguments import LoraRuns
+from tgi.worker.gpu_kernels.lora_arguments import AdapterTiles
 from tgi.worker.kv_cache_sizes import cpu_head_dim, token_bytes
 from tgi.worker.state_cache import StateCache, StateRows, StateSpec
 
@@ -86,7 +86,7 @@ class ForwardBatch(NamedTuple):
     # int32 [T]: the slot that keeps the state as it is after each token, for the tokens before the drafts of a row; 0
     # for all others. None: the step has no drafts, or the model no recurrent layers.
     kept_states: Tensor | None = None
-    lora_runs: LoraRuns | None = None  # instead of `lora_spans` in a captured step
+    adapter_tiles: AdapterTiles | None = None  # instead of `lora_spans` in a captured step
     images: ImageRows | None = None
     # int64 [3, T], or [T] if they are the same on each axis: what the rotary embedding takes in place of `positions`.
     rope_positions: Tensor | None = None

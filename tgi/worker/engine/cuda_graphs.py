@@ -29,7 +29,7 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.attention.interface import CapturableBackend, ForwardBatch
 from tgi.worker.device_copies import pin_for_copy
 from tgi.worker.engine.input_batch import Slots, StepRows
-from tgi.worker.gpu_kernels.lora_arguments import LoraRuns
+from tgi.worker.gpu_kernels.lora_arguments import AdapterTiles, PlanShape, padded_rank, write_plan
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.lora.projections import PROJECTION_GROUPS
 from tgi.worker.lora.weights import LoraWeights
@@ -77,7 +77,7 @@ class GraphKey(NamedTuple):
     """The layout of a captured step: `rows` rows of one token each, then `tokens` tokens of `others` rows."""
 
     rows: int
-    rank: int = 0  # the highest of an adapter; 0: no row has an adapter
+    rank: int = 0  # the highest of an adapter, as in AdapterTiles; 0: no row has an adapter
     tokens: int = 0
     longest: int = 0  # tokens of one of the other rows, for which attention chooses its tiles; `tokens`: prompt chunks
 
@@ -115,10 +115,11 @@ class StepColumns(NamedTuple):
     context_lens: Any  # [all rows]
     logits_indices: Any  # [sampled positions]
     kept: Any  # [tokens of all rows], with drafts: ForwardBatch.kept_states
+    plan: Any  # AdapterTiles.plan; empty: no row has an adapter
 
     @staticmethod
     def of(column: Any, key: GraphKey, sampled: int) -> "StepColumns":
-        """The parts of a tensor or array."""
+        """The parts of a tensor or array; the plan takes the rest."""
         rows, tokens = key.rows + key.others, key.rows + key.tokens
         views, start = [], 0
         for length in (
@@ -128,11 +129,12 @@ class StepColumns(NamedTuple):
         ):
             views.append(column[start : start + length])
             start += length
+        views.append(column[start:])
         return StepColumns(*views)
 
     @staticmethod
     def length(key: GraphKey, sampled: int) -> int:
-        """The length of that column."""
+        """The length of that column without a plan."""
         tokens = (3 + key.drafted) * (key.rows + key.tokens)
         return tokens + 3 * (key.rows + key.others) + 1 + sampled if key.tokens else tokens
 
@@ -179,49 +181,69 @@ def graph_batch_sizes(requested: tuple[int, ...], max_rows: int) -> list[int]:
     return [*(rows for rows in sizes if rows < max_rows), max_rows]
 
 
-class SlotAdapters:
-    """The adapters of the `slots` slots in fixed memory on the device, which graphs read: see LoraRuns.table."""
+class AdapterTable:
+    """The adapters of running requests by number, and their matrices in fixed memory on the device, which graphs read:
+    AdapterTiles.table. There are `slots` slots, thus at most as many adapters at a time. An adapter that no slot has
+    any more leaves its number to another."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, batch_invariant: bool) -> None:
         self._slots = slots
-        self._held: dict[int, LoraWeights] = {}  # what the table has
+        self._batch_invariant = batch_invariant
+        self._held: dict[int, LoraWeights] = {}  # by slot
+        self._numbers: dict[LoraWeights, int] = {}
+        self._of_slots = np.full(slots, -1)
         self._table: Tensor | None = None
         self._dtype = torch.float32
         self._rank = 0
 
     def update(self, adapters: dict[int, LoraWeights]) -> int:
-        """Writes what has changed since the last call to the table; on a GPU in the order of the kernels. Returns the
-        rank for which a step has to be captured: a power of two of at least any rank so far."""
-        for slot in adapters.keys() | self._held.keys():
-            adapter, held = adapters.get(slot), self._held.get(slot)
-            if adapter is held:
-                continue
-            if adapter is None:
-                assert self._table is not None
-                self._table[slot].zero_()
-                del self._held[slot]
-                continue
-            assert adapter.table is not None
-            if self._table is None:
-                shape, device = adapter.table.shape, adapter.table.device
-                self._table = torch.zeros(self._slots, *shape, dtype=torch.int64, device=device)
-                self._dtype = adapter.dtype
-            self._table[slot].copy_(adapter.table)
-            self._held[slot] = adapter
-            self._rank = max(self._rank, 16, 1 << (adapter.rank - 1).bit_length())
+        """Takes the adapters of the slots; on a GPU the table is written in the order of the kernels. Returns the rank
+        for which a step has to be captured, at least that of any adapter so far."""
+        if adapters == self._held:
+            return self._rank
+        running = dict.fromkeys(adapters.values())
+        self._numbers = {adapter: number for adapter, number in self._numbers.items() if adapter in running}
+        free = iter(sorted(set(range(self._slots)) - set(self._numbers.values())))
+        for adapter in running.keys() - self._numbers.keys():
+            number = next(free)
+            self._write(number, adapter)
+            self._numbers[adapter] = number
+        self._of_slots.fill(-1)
+        self._of_slots[list(adapters)] = [self._numbers[adapter] for adapter in adapters.values()]
+        self._held = dict(adapters)
         return self._rank
 
-    def runs(self, slots: Tensor, bounds: Tensor, key: GraphKey) -> LoraRuns:
-        """The runs of a step whose rows belong to the slots [rows] and begin at `bounds`."""
+    def write_plan(self, to: StepColumns, key: GraphKey) -> None:
+        """Writes the plan of a step whose other columns are complete."""
+        if (shape := self.plan_shape(key)) is not None:
+            write_plan(to.plan, self._of_slots[to.slots], shape)
+
+    def plan_shape(self, key: GraphKey) -> PlanShape | None:
+        """Of a captured step; None: no row has an adapter."""
+        rows, tokens = key.rows + key.others, key.rows + key.tokens
+        return PlanShape.of(tokens, rows, self._dtype, self._batch_invariant) if key.rank else None
+
+    def tiles(self, plan: Tensor, key: GraphKey) -> AdapterTiles | None:
+        """The tiles of a captured step whose plan stands in fixed memory; None: no row has an adapter."""
+        if (shape := self.plan_shape(key)) is None:
+            return None
         assert self._table is not None
-        groups, longest = frozenset(PROJECTION_GROUPS), max(1, key.longest)
-        return LoraRuns(self._table, slots.int(), bounds, len(slots), longest, key.rank, self._dtype, groups)
+        return AdapterTiles.of(self._table, plan, shape, key.rank, self._dtype, PROJECTION_GROUPS)
+
+    def _write(self, number: int, adapter: LoraWeights) -> None:
+        assert adapter.table is not None
+        if self._table is None:
+            shape, device = adapter.table.shape, adapter.table.device
+            self._table = torch.zeros(self._slots, *shape, dtype=torch.int64, device=device)
+            self._dtype = adapter.dtype
+        self._table[number].copy_(adapter.table)
+        self._rank = max(self._rank, padded_rank(adapter.rank))
 
 
 class DecodeGraphs:
     """The captured steps of an engine. Requests have at most `max_total_tokens` tokens. Steps with prompt chunks of up
     to `chunk_tokens` tokens, and with drafts, are captured too; 0: neither. `shifts`: PromptParts.shifts of the
-    model."""
+    model. `adapted`: rows have the adapters of their slots; a draft model computes without."""
 
     def __init__(
         self,
@@ -233,8 +255,10 @@ class DecodeGraphs:
         capturer: GraphCapturer,
         chunk_tokens: int = 0,
         shifts: bool = False,
+        adapted: bool = True,
     ) -> None:
         self._shifts = shifts
+        self._adapted = adapted
         self._model = model
         self._attention = attention
         self._slots = slots
@@ -249,7 +273,8 @@ class DecodeGraphs:
         self._uses: Counter[GraphKey] = Counter()  # of layouts that are not captured
         self._logits: HeadLogits | None = None  # of the largest graph; all write to its first rows
         self._graphs: dict[GraphKey, CapturedGraph] = {}
-        self._adapters = SlotAdapters(slots.padding_slot + 1)
+        gpu = model.kv.gpu_kernels
+        self._adapters = AdapterTable(slots.padding_slot + 1, gpu is not None and gpu.batch_invariant)
 
     def __len__(self) -> int:
         """The number of graphs if all are captured."""
@@ -296,7 +321,7 @@ class DecodeGraphs:
         if not plain and not self._lead_sizes:
             return None
         rank = 0
-        if adapters and not adapters.keys().isdisjoint(rows.slots.tolist()):
+        if self._adapted and adapters and not adapters.keys().isdisjoint(rows.slots.tolist()):
             rank = self._adapters.update(adapters)
         if not plain:
             return self._find_ragged(rows, rank)
@@ -348,6 +373,7 @@ class DecodeGraphs:
             to.slots[:count], to.positions[:count] = rows.slots, rows.starts
             to.slots[count:] = padding
             np.add(to.positions, self._slots.shifts[to.slots], to.shifted)
+            self._adapters.write_plan(to, key)
             return column
         to.slots.fill(padding)
         counts = rows.ends - rows.starts
@@ -360,6 +386,7 @@ class DecodeGraphs:
         to.slots[ragged] = np.repeat(rows.slots[lead:], counts[lead:])
         to.positions[ragged] = np.arange(ends[-1]) + np.repeat(rows.starts[lead:] - ends + counts[lead:], counts[lead:])
         np.add(to.positions, self._slots.shifts[to.slots], to.shifted)
+        self._adapters.write_plan(to, key)
         to.row_slots.fill(padding)
         to.context_lens.fill(1)
         to.bounds[: key.rows] = np.arange(key.rows)
@@ -421,7 +448,8 @@ class DecodeGraphs:
 
     def _trial(self, key: GraphKey, sampled: int) -> NDArray[np.int64]:
         """The inputs of a capture: padding rows of at most a page, so that no two tokens write to one place."""
-        column = np.zeros(StepColumns.length(key, sampled), np.int64)
+        shape = self._adapters.plan_shape(key)
+        column = np.zeros(StepColumns.length(key, sampled) + (0 if shape is None else shape.length), np.int64)
         to = StepColumns.of(column, key, sampled)
         to.slots.fill(self._slots.padding_slot)
         if key.tokens:
@@ -481,7 +509,7 @@ class DecodeGraphs:
             state_slots=None if self._attention.state is None else self._slots.state_slots(row_slots).int(),
             rope_positions=given.shifted if self._shifts else None,
             kept_states=given.kept.int() if key.drafted and self._attention.state is not None else None,
-            lora_runs=self._adapters.runs(row_slots, bounds, key) if key.rank else None,
+            adapter_tiles=self._adapters.tiles(given.plan, key),
         )
 
 

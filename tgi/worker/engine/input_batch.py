@@ -454,12 +454,12 @@ class BatchBuilder:
         """The sampler's input for slots [E] that sample the tokens of these positions [E]. All earlier ids are
         written by the time the sampler reads them."""
 
-        def token_history(chosen: Ints, begins: Ints) -> Tensor:
-            ends = positions[chosen][:, None]
-            columns = begins[:, None] + np.arange((ends[:, 0] - begins).max())
-            columns = np.where(columns < ends, columns, begins[:, None])
-            (indices,) = self.to_device(self._slots.id_indices(slots[chosen][:, None], columns).ravel())
-            return self.read_ids(indices).view(columns.shape)
+        def token_history(chosen: Ints, begins: Ints, ends: Ints) -> Tensor:
+            lengths = ends - begins
+            first, counts = self.to_device(self._slots.id_indices(slots[chosen], begins), lengths)
+            offsets = torch.arange(max(1, int(lengths.max())), device=first.device)
+            indices = first[:, None] + offsets * (offsets < counts[:, None])
+            return self.read_ids(indices.view(-1)).view(indices.shape)
 
         return SamplingBatch(self._slots.params.select(slots), positions, token_history, bitmask, self._watermark)
 

@@ -49,7 +49,7 @@ class GpuKernels:
             paged_attention.paged_attention, capability=capability, batch_invariant=batch_invariant
         )
         self.matmul = matmul.matmul
-        self.add_lora = lora.add_lora
+        self.add_lora = partial(lora.add_lora, batch_invariant=batch_invariant)
         self.batch_invariant = batch_invariant
         if batch_invariant:
             self.choose_expert_tile = grouped_matmul.invariant_tile

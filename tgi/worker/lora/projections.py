@@ -18,6 +18,7 @@ PROJECTION_GROUPS = {
 }
 PROJECTIONS = tuple(name for group in PROJECTION_GROUPS.values() for matrix in group for name in matrix)
 PANEL = 32  # our CPU kernels pad the sizes of an adapter's matrices to multiples of it
+RANK_MULTIPLE = 8  # our GPU kernels pad ranks to multiples of it, so that rows begin at multiples of 16 bytes
 
 
 class ProjectionShape(NamedTuple):
@@ -109,14 +110,14 @@ def adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
     return found
 
 
-def padded(size: int) -> int:
-    """The next multiple of PANEL."""
-    return -(-size // PANEL) * PANEL
+def padded(size: int, multiple: int = PANEL) -> int:
+    """The next multiple."""
+    return -(-size // multiple) * multiple
 
 
 def adapter_bytes(adapter: LoraConfig, config: DecoderConfig, shard: Shard, itemsize: int, packed: bool) -> int:
     """Bytes of the matrices of an adapter on the rank of a shard, in numbers of `itemsize` bytes; `packed`: on our own
-    CPU kernels. Raises UserError if the adapter changes no projection of the model."""
+    CPU kernels, else on our GPU kernels. Raises UserError if the adapter changes no projection of the model."""
     shapes, parts = projection_shapes(config), projection_parts(config, shard)
     numbers = 0
     for name, (layer, projections) in adaptable_modules(config).items():
@@ -128,6 +129,8 @@ def adapter_bytes(adapter: LoraConfig, config: DecoderConfig, shard: Shard, item
             outputs = len(parts.outputs.get(projection, range(shape.outputs)))
             if packed:
                 inputs, outputs, rank = padded(inputs), padded(outputs), padded(rank)
+            else:
+                rank = padded(rank, RANK_MULTIPLE)
             numbers += rank * (inputs + outputs)
     if numbers == 0:
         raise UserError(f"{adapter.path} names no projection of the model. Is the adapter made for this model?")

@@ -43,7 +43,7 @@ from tgi.worker.layers.mlp import Experts, MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LoraDeltas
-from tgi.worker.lora.launched_deltas import LaunchedDeltas, adapter_table, runs_of_spans
+from tgi.worker.lora.launched_deltas import LaunchedDeltas, adapter_table, padded_weights, tiles_of_spans
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
 from tgi.worker.lora.projections import projection_parts, projection_shapes
 from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
@@ -81,9 +81,9 @@ class DecoderModel:
     ) -> None:
         self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
-        self._whole_config, config = config, local_config(config, self._shard)
-        # Receives the output of the last norm [T, hidden] of each step.
-        self.hidden_reader: Callable[[Tensor], None] | None = None
+        self.whole_config, config = config, local_config(config, self._shard)
+        self._taps: tuple[int, ...] = ()
+        self._hidden_reader: Callable[[Tensor], None] | None = None
         self.hidden_size = config.hidden
         self.vocab_size = config.vocab_size
         self.scored = config.vocab_size - config.unscored  # ids from here on have no logits of their own
@@ -125,14 +125,16 @@ class DecoderModel:
         self._rotaries = [RotaryEmbedding(rope, device, kernels or gpu) for rope in config.ropes]
         # Logits of each rank.
         self._vocabulary_widths = [
-            len(shard_decoder(self._whole_config, rank, self._shard.ranks).vocabulary)
+            len(shard_decoder(self.whole_config, rank, self._shard.ranks).vocabulary)
             for rank in range(self._shard.ranks)
         ]
         self._vocabulary_shards = WHOLE_VOCABULARY
         if isinstance(communicator, SharedMemoryCommunicator):
             self._vocabulary_shards = VocabularyShards(communicator.handle, tuple(self._vocabulary_widths))
         shards = self._vocabulary_shards
-        self._program = write_program(config, weights, self._rotaries, self.kv, communicator, shards)
+        written = config, weights, self._rotaries, self.kv, communicator, shards
+        self._write_program = partial(write_program, *written)
+        self._program = self._write_program()
         # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in layer_linears(layer)]
@@ -175,7 +177,7 @@ class DecoderModel:
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
         program = self._program
-        if program is None or not isinstance(attention, CpuKernelAttention):
+        if program is None or not isinstance(attention, CpuKernelAttention) or self._hidden_reader is not None:
             return None
         hidden = torch.empty(len(batch.tokens), self._config.hidden, dtype=self.kv.dtype)
         calls = [self._weights.embedding.prepare_lookup(batch.tokens, hidden)]
@@ -203,12 +205,21 @@ class DecoderModel:
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
 
-    def run_inputs(
-        self, batch: ForwardBatch, attention: AttentionBackend, inputs: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """The output [T, hidden] of the last norm, where `inputs` of the tokens (int64 [rows], padded) takes the place
-        of the embedding."""
-        return self._weights.norm(self._run_layers(batch, attention, None, inputs=inputs)[0][: len(batch.tokens)])
+    def tap_hidden(self, layers: tuple[int, ...], reader: Callable[[Tensor], None]) -> None:
+        """From now on `reader` receives of each step the hidden states [T, len(layers) * hidden] before these layers,
+        in this order; the number of all layers stands for those after the last. Without layers, the output [T, hidden]
+        of the last norm."""
+        self._taps, self._hidden_reader = layers, reader
+        self._program = self._write_program(layers)
+
+    def run_inputs(self, batch: ForwardBatch, attention: AttentionBackend, inputs: Tensor) -> Tensor:
+        """The hidden states [T, hidden] after the layers, where `inputs` [T, hidden] take the place of the embedding.
+        With joins_embedding they are [T, 2 * hidden]: what attention reads first, and the hidden states."""
+        return self._run_layers(batch, attention, None, inputs=inputs)[0][: len(batch.tokens)]
+
+    def last_norm(self, hidden: Tensor) -> Tensor:
+        """The last norm of hidden states [n, hidden]."""
+        return self._weights.norm(hidden)
 
     def head_logits(self, normed: Tensor) -> Tensor:
         """Logits float32 [n, vocab] of outputs [n, hidden] of the last norm."""
@@ -216,9 +227,9 @@ class DecoderModel:
         return logits if self._communicator is None else self._communicator.all_gather(logits, self._vocabulary_widths)
 
     def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
-        weights = read_adapter(directory, self._whole_config, self._adapter_dtype, self.device)
+        weights = read_adapter(directory, self.whole_config, self._adapter_dtype, self.device)
         if self._communicator is not None:
-            weights = weights.select_part(projection_parts(self._whole_config, self._shard))
+            weights = weights.select_part(projection_parts(self.whole_config, self._shard))
         return self.prepare_adapter(weights)
 
     def prepare_adapter(self, weights: LoraWeights) -> LoraWeights | PackedWeights:
@@ -231,6 +242,7 @@ class DecoderModel:
             choose_row_counts([linear for linear in bare if linear is not None])
             self._without_epilogue = bare
         if self._gpu is not None:
+            weights = padded_weights(weights)
             weights.table = adapter_table(weights, self.device)
         return weights
 
@@ -240,10 +252,10 @@ class DecoderModel:
         attention: AttentionBackend,
         reader: LogitsReader | None,
         logits_indices: Tensor | None = None,
-        inputs: Callable[[Tensor], Tensor] | None = None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, GreedyTokens | None]:
-        """Runs embedding, or `inputs`, and layers: the hidden states [rows, hidden], of which the first T belong to the
-        batch.
+        """Runs embedding, which `inputs` may replace, and layers: the hidden states [rows, hidden], of which the first
+        T belong to the batch.
 
         A program also computes the greedy tokens at `logits_indices`. Pads the tokens once, to a row count that all
         linear layers accept.
@@ -253,7 +265,10 @@ class DecoderModel:
         turns = batch.positions if batch.rope_positions is None else batch.rope_positions
         tokens, positions, turns = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions, turns))
         angles = self._angles(turns, max(batch.context_lens_host))
-        hidden = self.embed(tokens) if inputs is None else inputs(tokens)
+        hidden = self.embed(tokens) if inputs is None else F.pad(inputs, (0, 0, *pad))
+        joined = None
+        if self._config.joins_embedding:
+            joined, hidden = (part.contiguous() for part in hidden.chunk(2, 1))
         if batch.images is not None:
             hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
             if self._weights.layer_inputs is not None:
@@ -261,12 +276,17 @@ class DecoderModel:
         if self._weights.positions is not None:
             self._add_positions(hidden, positions)
         layer_inputs = None if self._weights.layer_inputs is None else self._weights.layer_inputs(tokens, hidden)
+        tapped = hidden.new_empty(len(hidden), len(self._taps) * self.hidden_size) if self._taps else None
         plan = attention.plan(batch)
-        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
+        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.adapter_tiles is not None else None
         deeper = () if batch.images is None else batch.images.deeper
         layered = bool(deeper or batch.seen_images)
         if self._program is not None and not layered and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
+            side = layer_inputs if tapped is None else tapped
+            if layer_inputs is not None and tapped is not None:
+                side = torch.cat((layer_inputs, tapped), 1)
+                tapped = side[:, layer_inputs.shape[1] :]
             greedy = self._program.run(
                 self._program.prepare(
                     hidden,
@@ -278,7 +298,7 @@ class DecoderModel:
                     adapted,
                     logits_indices,
                     _program_state(batch, attention),
-                    layer_inputs,
+                    side,
                 )
             )
         else:
@@ -297,11 +317,13 @@ class DecoderModel:
                 state=state_rows(batch, attention),
                 layer_inputs=layer_inputs,
                 seen_images=batch.seen_images,
+                joined=joined,
             )
             sees = _seeing(batch.seen_images, hidden)
             streams = self._weights.streams
             hidden = hidden if streams is None else streams.split(hidden)
             for number, layer in enumerate(self._weights.layers):
+                self._copy_tapped(number, hidden, tapped)
                 if layer.cross is not None:
                     if sees is not None:
                         hidden = torch.where(sees, run_layer(layer, self._config, step.layer(number), hidden), hidden)
@@ -312,13 +334,20 @@ class DecoderModel:
                 if number < len(deeper):
                     assert batch.images is not None
                     hidden.index_add_(0, batch.images.indices, deeper[number])
+            self._copy_tapped(len(self._weights.layers), hidden, tapped)
             hidden = hidden if streams is None else streams.merge(hidden)
         if reader is not None:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
-        if self.hidden_reader is not None:
-            self.hidden_reader(self._weights.norm(hidden[:count]))
+        if self._hidden_reader is not None:
+            self._hidden_reader(self._weights.norm(hidden[:count]) if tapped is None else tapped[:count])
         return hidden, greedy
+
+    def _copy_tapped(self, number: int, hidden: Tensor, tapped: Tensor | None) -> None:
+        """Copies the hidden states before layer `number` to their places among those that are tapped, if they are."""
+        for place, tap in enumerate(self._taps):
+            if tap == number and tapped is not None:
+                tapped[:, place * self.hidden_size : (place + 1) * self.hidden_size] = hidden
 
     @torch.inference_mode()
     def image_pairs(self, states: Tensor) -> tuple[Tensor, ...]:
@@ -339,13 +368,18 @@ class DecoderModel:
         assert self._weights.positions is not None
         hidden += self._weights.positions.index_select(0, positions)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The scaled and normed embeddings [rows, hidden] of the tokens. Where ranks divide the embedding, each comes
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """The embeddings [rows, hidden] of the tokens, as they are stored. Where ranks divide the embedding, each comes
         from the rank that has it, and the other ranks add zeros."""
         hidden = self._weights.embedding(tokens)
         if self._weights.embedding.partial:
             assert self._communicator is not None
             self._communicator.all_reduce(hidden)
+        return hidden
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The scaled and normed embeddings [rows, hidden] of the tokens."""
+        hidden = self.look_up(tokens)
         hidden = hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
         return hidden if self._weights.embedding_norm is None else self._weights.embedding_norm(hidden)
 
@@ -357,8 +391,10 @@ class DecoderModel:
     def with_layers(
         self, config: DecoderConfig, layers: list[DecoderLayer], norm: Norm, size: WeightFootprint
     ) -> "DecoderModel":
-        """A decoder of other layers with the embedding and the head of this one. `size` is what they take."""
-        weights = self._weights._replace(layers=layers, norm=norm, footprint=size)
+        """A decoder of other layers and another last norm, for `run_inputs`: whole on each of several ranks. `size` is
+        what they take."""
+        weights = self._weights._replace(layers=layers, norm=norm, positions=None, footprint=size)
+        weights = weights._replace(layer_inputs=None, streams=None)
         return DecoderModel(config, weights, self.kv.dtype, self.device, self.kv.cpu_kernels, self.kv.gpu_kernels)
 
     def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas | LaunchedDeltas:
@@ -367,8 +403,10 @@ class DecoderModel:
             return PackedDeltas(batch.lora_spans, rows, shapes, kernels)
         bare = self._without_epilogue
         if self._gpu is not None:
-            runs = batch.lora_runs or runs_of_spans(batch.lora_spans, self._adapter_dtype, self.device)
-            return LaunchedDeltas(runs, shapes, bare, self._gpu)
+            tiles = batch.adapter_tiles or tiles_of_spans(
+                batch.lora_spans, rows, self._adapter_dtype, self.device, self._gpu.batch_invariant
+            )
+            return LaunchedDeltas(tiles, shapes, bare, self._gpu)
         return LoraDeltas(batch.lora_spans, shapes, bare, self._adapter_dtype, self.device)
 
     def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """The weights of a decoder as our CPU kernels take them, in files: a start from the second one on reads what the first
 one has quantized and packed.
 
-A file has a header, the structure of the weights and their bytes. It is named by a digest of all that these depend on.
-It is written by a thread when the worker is ready, and mapped, so workers of a host share the pages of the file cache.
-Where these are small, it is read into memory in huge pages, since decoding from small pages is 4 to 8 % slower. A file
-that is not as its header and sums say is removed and never used.
+A file has a header, the structure of the weights, pickled, and their bytes. It is named by a digest of all that these
+depend on. It is written by a thread when the worker is ready, and mapped, so workers of a host share the pages of the
+file cache. Where these are small, it is read into memory in huge pages, since decoding from small pages is 4 to 8 %
+slower. A file that is not as its header and sums say is removed and never used.
 """
 
 import fcntl
@@ -15,14 +15,14 @@ import logging
 import math
 import mmap
 import os
+import pickle
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from enum import Enum
 from functools import partial
-from importlib import import_module
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from tgi.worker.models.decoder_layer import DecoderWeights
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"tgi packed weights 1\n".ljust(32, b"\0")
+MAGIC = b"tgi packed weights 2\n".ljust(32, b"\0")
 SUFFIX, UNFINISHED = ".weights", ".part"
 LENGTH_BYTES = 8
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -115,9 +115,10 @@ class PackedWeightFiles:
                 log.warning("packed weights cannot be written to %s: %s. The next start packs them again", path, error)
 
     def _write(self, path: Path, described: str, weights: DecoderWeights) -> None:
-        structure = _Structure()
-        structure.add(weights)
-        size = sum(_aligned(tensor.nbytes) for tensor in structure.tensors)
+        structure = io.BytesIO()
+        pickler = _Pickler(structure)
+        pickler.dump(weights)
+        size = sum(_aligned(tensor.nbytes) for tensor in pickler.tensors)
         if size < self._least:
             return
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ class PackedWeightFiles:
                 return
             try:
                 file.truncate(0)
-                _write(file, described, structure.nodes, structure.tensors)
+                _write(file, described, structure.getvalue(), pickler.tensors)
                 os.fsync(file.fileno())
                 unfinished.replace(path)
             except OSError:
@@ -184,110 +185,67 @@ def _described(identity: dict[str, Any], kernels: CpuKernels) -> str:
 
 # --- the structure of weights, and their tensors ---
 
-# A value without parts is itself; any other one is a list with the number of its node. Nodes come after their parts, so
-# what has several owners is one object again.
-SIMPLE = (type(None), bool, int, float, str)
-COLLECTIONS = {one.__name__: one for one in (list, tuple, set, frozenset)}
 CODE = "tgi.worker."  # where the classes of weights are
+OTHER_CODE = {("builtins", "range"), ("torch", "device")}
+DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
 
 
-class _Structure:
-    """Weights as nodes for JSON, and their tensors in the order of their places."""
+class _Pickler(pickle.Pickler):
+    """Writes weights without the bytes of their tensors, and lists these in the order of their places."""
 
-    def __init__(self) -> None:
-        self.nodes: list[list[Any]] = []
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
-        self._known: dict[int, tuple[int, object]] = {}  # by id: the number, and the object, which keeps its id so
         self._places: dict[tuple[int, int], int] = {}  # of tensors, by address and bytes
         self._end = 0
 
-    def add(self, value: object) -> Any:
-        """The value, or the list with the number of its node. Raises TypeError for what cannot be written."""
-        if type(value) in SIMPLE:
-            return value
-        if id(value) not in self._known:
-            node = self._node(value)
-            self._known[id(value)] = len(self.nodes), value
-            self.nodes.append(node)
-        return [self._known[id(value)][0]]
-
-    def _node(self, value: object) -> list[Any]:
-        if isinstance(value, Tensor):
-            return self._tensor(value.contiguous())
+    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+        """What stands for a tensor: its place, dtype and shape; () for the kernels."""
         if isinstance(value, CpuKernels):
-            return ["kernels"]
-        if isinstance(value, torch.dtype):
-            return ["dtype", _dtype_name(value)]
-        if isinstance(value, torch.device):
-            return ["device", str(value)]
-        if isinstance(value, range):
-            return ["range", value.start, value.stop, value.step]
-        if type(value) in COLLECTIONS.values():
-            assert isinstance(value, Iterable)
-            return [type(value).__name__, *map(self.add, value)]
-        if not type(value).__module__.startswith(CODE):
-            raise TypeError(f"weights have a {type(value)}")
-        # What has addresses of this process is made again.
-        if isinstance(value, PackedHeads):
-            return ["call", _name(join_heads), self.add(value.heads)]
-        if isinstance(value, PackedExperts):
-            return ["call", _name(PackedExperts), *map(self.add, value.made_of)]
-        if isinstance(value, Enum):
-            return ["call", _name(type(value)), value.value]
-        if isinstance(value, tuple):  # with names
-            return ["call", _name(type(value)), *map(self.add, value)]
-        return ["object", _name(type(value)), {name: self.add(part) for name, part in vars(value).items()}]
-
-    def _tensor(self, tensor: Tensor) -> list[Any]:
+            return ()
+        if not isinstance(value, Tensor):
+            return None
+        tensor = value.contiguous()
         key = tensor.data_ptr(), tensor.nbytes
         if key not in self._places:
             self._places[key] = self._end
             self.tensors.append(tensor)
             self._end += _aligned(tensor.nbytes)
-        return ["tensor", self._places[key], _dtype_name(tensor.dtype), *tensor.shape]
+        return self._places[key], tensor.dtype, *tensor.shape
+
+    def reducer_override(self, value: object) -> Any:
+        """What has addresses of this process is made again."""
+        if isinstance(value, PackedHeads):
+            return join_heads, (value.heads,)
+        if isinstance(value, PackedExperts):
+            return PackedExperts, value.made_of
+        return NotImplemented
 
 
-def _build(nodes: Sequence[Sequence[Any]], data: Tensor, kernels: CpuKernels) -> object:
-    """The object of the last node, with tensors that are views of `data`, uint8 [bytes]."""
-    built: list[Any] = []
+class _Unpickler(pickle.Unpickler):
+    """Reads weights, with tensors that are views of `data`, uint8 [bytes]. Knows no other code than that of weights."""
 
-    def part(value: Any) -> Any:
-        return built[value[0]] if isinstance(value, list) else value
+    def __init__(self, structure: bytes, data: Tensor, kernels: CpuKernels) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._data, self._kernels = data, kernels
 
-    for kind, *rest in nodes:
-        if kind == "tensor":
-            start, dtype, *shape = rest
-            number = getattr(torch, dtype)
-            flat = data[start : start + math.prod(shape) * number.itemsize]
-            built.append(flat.view(number).view(shape))
-        elif kind in COLLECTIONS:
-            built.append(COLLECTIONS[kind](map(part, rest)))
-        elif kind == "call":
-            built.append(_find(rest[0])(*map(part, rest[1:])))
-        elif kind == "object":
-            made = object.__new__(_find(rest[0]))
-            vars(made).update({name: part(value) for name, value in rest[1].items()})
-            built.append(made)
-        elif kind == "kernels":
-            built.append(kernels)
-        elif kind == "dtype":
-            built.append(getattr(torch, rest[0]))
-        else:
-            built.append({"device": torch.device, "range": range}[kind](*rest))
-    return built[-1]
+    def persistent_load(self, stands: tuple[Any, ...]) -> object:
+        """The tensor, or the kernels."""
+        if not stands:
+            return self._kernels
+        start, dtype, *shape = stands
+        flat = self._data[start : start + math.prod(shape) * dtype.itemsize]
+        return flat.view(dtype).view(shape)
 
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _name(code: Callable[..., Any]) -> str:
-    return f"{code.__module__.removeprefix(CODE)}:{code.__name__}"
-
-
-def _find(name: str) -> Any:
-    module, _, code = name.partition(":")
-    return getattr(import_module(CODE + module), code)
+    def find_class(self, module: str, name: str) -> Any:
+        """A class or function of weights, or a dtype. Raises UnpicklingError for anything else."""
+        if module.startswith(CODE):
+            found = super().find_class(module, name)
+            if found.__module__ == module:  # neither what this has imported, nor a part of it
+                return found
+        elif (module, name) in OTHER_CODE or (module == "torch" and name in DTYPES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"weights have no {module}.{name}")
 
 
 def _aligned(size: int) -> int:
@@ -297,10 +255,11 @@ def _aligned(size: int) -> int:
 # --- a file: MAGIC, the length and the digest of the description, the description, the tensors ---
 
 
-def _write(file: io.FileIO, described: str, nodes: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> None:
+def _write(file: io.FileIO, described: str, structure: bytes, tensors: Sequence[Tensor]) -> None:
     """Writes a file; the description last, since it has the sums."""
     size = sum(_aligned(tensor.nbytes) for tensor in tensors)
-    fields = {"identity": described, "bytes": size, "sums": [-(1 << 63)] * -(-size // CHUNK), "nodes": nodes}
+    fields = {"identity": described, "bytes": size, "structure": b64encode(structure).decode()}
+    fields["sums"] = [-(1 << 63)] * -(-size // CHUNK)
     length = len(json.dumps(fields))  # no sum has more digits
     file.seek(_start_of_data(length))
     sums = []
@@ -361,8 +320,8 @@ def _read(file: io.BufferedReader, described: str, kernels: CpuKernels) -> tuple
         if list(pool.map(_sum, chunks)) != sums:
             raise Damaged("a sum of its bytes is another one")
     try:
-        weights = _build(fields["nodes"], data, kernels)
-    except (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        weights = _Unpickler(b64decode(fields["structure"]), data, kernels).load()
+    except Exception as error:  # pickle raises many
         raise Damaged(f"its structure cannot be read: {error}") from error
     if not isinstance(weights, DecoderWeights):
         raise Damaged("it has other things than weights")

@@ -10,7 +10,7 @@ logits and would undo a ban or a forced token. Grammar and bad words come after 
 forbidden. `min_new_tokens` comes after the grammar, which may require that the text ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from tgi.worker.sampling.token_bitmask import forbidden_tokens
 # Top-p and typical-p order this many of a row's first tokens; a row whose mass is spread over more is ordered again at
 # the next width, and at last as a whole.
 TOP_P_WIDTHS = (256, 8192)
+# Ids of a row that penalties look at together: far fewer than a vocabulary has, so that what a step takes is known from
+# steps with short contexts.
+HISTORY_TOKENS = 4096
 # Makes the random numbers of XTC independent of the noise that chooses the token.
 XTC_SEED = np.uint64(0x5854432D73656564)
 
@@ -40,7 +43,8 @@ def apply_watermark(logits: Tensor, batch: SamplingBatch) -> None:
     if not len(rows):
         return
     assert batch.watermark is not None
-    last_ids = batch.token_history(rows, batch.positions[rows] - 1)[:, 0].tolist()
+    ends = batch.positions[rows]
+    last_ids = batch.token_history(rows, ends - 1, ends)[:, 0].tolist()
     write_rows(logits, rows, batch.watermark.add_green_bias(select_rows(logits, rows), last_ids))
 
 
@@ -51,12 +55,11 @@ def apply_repetition_penalty(logits: Tensor, batch: SamplingBatch) -> None:
         return
     chosen = select_rows(logits, rows)
     penalty = column_like(batch.params.repetition_penalty[rows], logits)
-    ids = batch.token_history(
-        rows, batch.params.history_from[rows]
-    )  # an id that occurs twice gets the same value twice
-    seen = chosen.gather(1, ids)
-    seen = torch.where(seen < 0, seen * penalty, seen / penalty).clamp_(-MAX_LOGIT, MAX_LOGIT)
-    write_rows(logits, rows, chosen.scatter_(1, ids, seen))
+
+    def penalize(seen: Tensor, ids: Tensor) -> Tensor:
+        return torch.where(seen < 0, seen * penalty, seen / penalty).clamp_(-MAX_LOGIT, MAX_LOGIT)
+
+    write_rows(logits, rows, _change_seen(chosen, _History(batch, rows, batch.params.history_from[rows]), penalize))
 
 
 def apply_frequency_penalty(logits: Tensor, batch: SamplingBatch) -> None:
@@ -66,9 +69,11 @@ def apply_frequency_penalty(logits: Tensor, batch: SamplingBatch) -> None:
         return
     chosen = select_rows(logits, rows)
     begins = batch.params.history_from[rows]
-    ids, counts = _count_ids(chosen, batch, rows, begins)
+    history = _History(batch, rows, begins)
+    counts = _count_ids(chosen, history)
     share = (batch.params.frequency_penalty[rows] / (batch.positions[rows] - begins)).astype(np.float32)
-    write_rows(logits, rows, chosen.scatter_(1, ids, chosen.gather(1, ids) - counts * column_like(share, logits)))
+    of_rows = column_like(share, logits)
+    write_rows(logits, rows, _change_seen(chosen, history, lambda seen, ids: seen - counts.gather(1, ids) * of_rows))
 
 
 def apply_count_penalties(logits: Tensor, batch: SamplingBatch) -> None:
@@ -80,10 +85,15 @@ def apply_count_penalties(logits: Tensor, batch: SamplingBatch) -> None:
     if not len(rows):
         return
     chosen = select_rows(logits, rows)
-    ids, counts = _count_ids(chosen, batch, rows, params.prompt_tokens[rows])
-    penalty = counts * column_like(params.count_penalty[rows], logits)
-    penalty += (counts > 0) * column_like(params.presence_penalty[rows], logits)
-    write_rows(logits, rows, chosen.scatter_(1, ids, chosen.gather(1, ids) - penalty))
+    history = _History(batch, rows, params.prompt_tokens[rows])
+    counts = _count_ids(chosen, history)
+    each, presence = (column_like(column[rows], logits) for column in (params.count_penalty, params.presence_penalty))
+
+    def penalize(seen: Tensor, ids: Tensor) -> Tensor:
+        found = counts.gather(1, ids)
+        return seen - (found * each + (found > 0) * presence)
+
+    write_rows(logits, rows, _change_seen(chosen, history, penalize))
 
 
 def apply_logit_bias(logits: Tensor, batch: SamplingBatch) -> None:
@@ -127,7 +137,8 @@ def apply_bad_words(logits: Tensor, batch: SamplingBatch) -> None:
         longest = np.zeros(len(batch.positions), np.int64)
         np.maximum.at(longest, owners, lengths)
         readers = np.flatnonzero(longest)
-        history = batch.token_history(readers, batch.positions[readers] - longest[readers])
+        ends = batch.positions[readers]
+        history = batch.token_history(readers, ends - longest[readers], ends)
         sequence = np.repeat(np.arange(len(owners)), lengths)
         reader = np.searchsorted(readers, owners[sequence])
         offset = np.arange(len(prefixes)) + np.repeat(longest[owners] - np.cumsum(lengths), lengths)
@@ -286,16 +297,45 @@ def column_like(values: NDArray, like: Tensor) -> Tensor:
     return copy_to_device(values, like.device)[:, None]
 
 
-def _count_ids(logits: Tensor, batch: SamplingBatch, rows: Indices, begins: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """The ids of rows from position `begins` [n] on, int64 [n, L], and how often each occurs there, float32 [n, L].
+class _History:
+    """The ids of rows [n] from position `begins` [n] on, in parts of HISTORY_TOKENS: the memory that they take does not
+    grow with the context."""
 
-    An id that pads a short row has the count of the id that it repeats (0 if that one is not counted), so each id has
-    one count in all columns of its row. Counts are whole numbers below 2**24, which float32 adds exactly in any order.
-    """
-    ids = batch.token_history(rows, begins)
-    real = np.arange(ids.shape[1]) < (batch.positions[rows] - begins)[:, None]
-    counts = torch.zeros_like(logits).scatter_add_(1, ids, copy_to_device(real, logits.device).to(logits.dtype))
-    return ids, counts.gather(1, ids)
+    def __init__(self, batch: SamplingBatch, rows: Indices, begins: Indices) -> None:
+        self._batch, self._rows, self._begins = batch, rows, begins
+        longest = int((batch.positions[rows] - begins).max())
+        self._firsts = range(0, longest, HISTORY_TOKENS)
+        self.whole = len(self._firsts) == 1
+        self._kept = [self._read(0)] if self.whole else []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Indices]]:
+        """The ids of each part, int64 [n, L], and how many of each row [n] count: further ones repeat one of the row's
+        ids."""
+        return iter(self._kept) if self.whole else map(self._read, self._firsts)
+
+    def _read(self, first: int) -> tuple[Tensor, Indices]:
+        ends, begins = self._batch.positions[self._rows], self._begins + first
+        stops = np.minimum(begins + HISTORY_TOKENS, ends)
+        return self._batch.token_history(self._rows, np.minimum(begins, ends - 1), stops), stops - begins
+
+
+def _change_seen(logits: Tensor, history: _History, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Replaces the logits [n, vocab] of the ids of a history in place by change(logits, ids) of each part. An id that
+    occurs several times gets the same value each time."""
+    source = logits if history.whole else logits.clone()
+    for ids, _ in history:
+        logits.scatter_(1, ids, change(source.gather(1, ids), ids))
+    return logits
+
+
+def _count_ids(logits: Tensor, history: _History) -> Tensor:
+    """How often each id occurs in the history of its row, float32 like the logits [n, vocab]. Counts are whole numbers
+    below 2**24, which float32 adds exactly in any order."""
+    counts = torch.zeros_like(logits)
+    for ids, numbers in history:
+        real = np.arange(ids.shape[1]) < numbers[:, None]
+        counts.scatter_add_(1, ids, copy_to_device(real, logits.device).to(logits.dtype))
+    return counts
 
 
 def _rank_by_probability(logits: Tensor, probabilities: Tensor) -> Tensor:

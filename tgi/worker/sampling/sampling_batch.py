@@ -158,9 +158,9 @@ class SamplingBatch(NamedTuple):
 
     params: SamplingColumns  # [D]
     positions: NDArray[np.int64]  # [D] of the token to sample = the number of known ids
-    # (rows [n], first position of each [n]) -> int64 [n, L]: the known ids of each row from its first position on. A
-    # short row is padded with the id at that position.
-    token_history: Callable[[Indices, Indices], Tensor]
+    # (rows [n], first position of each [n], the one after its last [n]) -> int64 [n, L]: the known ids of each row at
+    # these positions. A shorter row is padded with the id at its first one.
+    token_history: Callable[[Indices, Indices, Indices], Tensor]
     grammar_bitmask: GrammarBitmask | None = None  # None if no row has a grammar
     watermark: Watermark | None = None  # required if a row asks for the watermark
 
@@ -172,7 +172,7 @@ class SamplingBatch(NamedTuple):
         return self._replace(
             params=self.params.select(rows),
             positions=self.positions[rows],
-            token_history=lambda chosen, begins: self.token_history(rows[chosen], begins),
+            token_history=lambda chosen, begins, ends: self.token_history(rows[chosen], begins, ends),
             grammar_bitmask=bitmask,
         )
 

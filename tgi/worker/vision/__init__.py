@@ -4,6 +4,7 @@
 - `image_file.py`: reads and checks the file of an image, which a media process has written.
 - `received_images.py`: gets the files of images from other hosts.
 - `tower.py`: the model's vision tower and projector, from transformers.
+- `cpu_layers.py`: their layers on our CPU kernels.
 - `feature_cache.py`: what the tower has computed, by the content of the image.
 - `rope_positions.py`: positions with several axes (mrope).
 """

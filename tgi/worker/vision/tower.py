@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from tgi.hub.vision_towers import VisionFamily
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.vision.cpu_layers import replace_layers
 from tgi.worker.vision.image_file import BadImage
 
 
@@ -80,8 +82,10 @@ def load_tower(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, int], None] = lambda stage, percent: None,
+    kernels: CpuKernels | None = None,
 ) -> VisionTower:
-    """Loads the vision part of a model directory. Raises UserError if transformers cannot."""
+    """Loads the vision part of a model directory. `kernels`: our CPU kernels, of this dtype, which compute what they
+    can of it. Raises UserError if transformers cannot load it."""
     import transformers  # takes seconds
 
     progress("loading the vision tower", 90)
@@ -116,7 +120,11 @@ def load_tower(
             "--media-workers 0, which serves it without images."
         )
     base = getattr(model, "model", model).eval().requires_grad_(False).to(device)
-    return VisionTower(base, family, dtype, device)
+    tower = VisionTower(base, family, dtype, device)
+    if kernels is not None:
+        del weights
+        replace_layers(base, kernels)
+    return tower
 
 
 def _require_plain(directory: Path, weights: dict[str, Tensor]) -> None:
