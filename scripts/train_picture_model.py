@@ -5,8 +5,9 @@
     tgi up DIR
     scripts/train_picture_model.py --draw 7 picture.png
 
-The result is a LLaVA of 0.2 million parameters with the files of its tokenizer and processor, in about a minute on a
-CPU. In the end transformers answers on pictures that were not in training; fewer than 95 % right answers are an error.
+The result is a LLaVA of 0.2 million parameters with the files of its tokenizer and processor, in about ten seconds on
+a CPU. In the end transformers answers on pictures that were not in training; fewer than 95 % right answers are an
+error.
 """
 
 import argparse
@@ -39,17 +40,18 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle")
 CANVAS = 256  # pixels of a picture on a side, as drawn
-RADII = (26.0, 38.0)
+RADII = (30.0, 40.0)
 QUESTIONS = ("What is in the picture?", "What do you see?", "Describe the image.")
 
 IMAGE_TOKEN = "<image>"
 CONTEXT = 2048
-SIZE, PATCH, HIDDEN = 48, 8, 64  # pixels of a picture, as the tower sees it, and of a patch
+SIZE, PATCH, HIDDEN = 48, 16, 64  # pixels of a picture, as the tower sees it, and of a patch, which has one figure
 GRID = SIZE // PATCH
-MASKS, STEPS, BATCH = 6000, 500, 64
+TOWER_LAYERS, TEXT_LAYERS = 1, 2
+MASKS, STEPS, BATCH = 1500, 130, 32
 LEARNING_RATE, MATRIX_LEARNING_RATE = 3e-3, 0.03  # of AdamW, and of Muon
-MAX_QUESTION_TOKENS = 20
-HELD_OUT = 200
+MAX_QUESTION_TOKENS = 12
+HELD_OUT = 100
 BAR = 0.95
 Place = tuple[float, float, float]  # x and y of the centre, radius
 
@@ -76,16 +78,13 @@ def draw_picture(seed: int) -> Picture:
 
 
 def _places(draw: random.Random, count: int) -> list[Place]:
-    """Where figures are that do not touch each other."""
-    while True:
-        places: list[Place] = []
-        for _ in range(20 * count):
-            radius = draw.uniform(*RADII)
-            x, y = (draw.uniform(radius + 4, CANVAS - radius - 4) for _ in range(2))
-            if all(math.hypot(x - u, y - v) > 1.2 * (radius + other) for u, v, other in places):
-                places.append((x, y, radius))
-            if len(places) == count:
-                return places
+    """Where figures are: each anywhere within a cell of its own."""
+    places = []
+    for cell in draw.sample(range(GRID**2), count):
+        radius, side = draw.uniform(*RADII), CANVAS / GRID
+        x, y = (draw.uniform(at * side + radius, (at + 1) * side - radius) for at in (cell % GRID, cell // GRID))
+        places.append((x, y, radius))
+    return places
 
 
 def _paint(image: Image.Image, shape: str, places: list[Place], colour: Any) -> None:
@@ -177,7 +176,7 @@ def make_network(vocabulary: int) -> Any:
         **heads,
         vocab_size=vocabulary,
         intermediate_size=HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=TEXT_LAYERS,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
@@ -187,7 +186,7 @@ def make_network(vocabulary: int) -> Any:
         pad_token_id=0,
     )
     tower = transformers.SiglipVisionConfig(
-        **heads, intermediate_size=2 * HIDDEN, num_hidden_layers=3, image_size=SIZE, patch_size=PATCH
+        **heads, intermediate_size=2 * HIDDEN, num_hidden_layers=TOWER_LAYERS, image_size=SIZE, patch_size=PATCH
     )
     tower.vision_use_head = False
     config = transformers.LlavaConfig(

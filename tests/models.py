@@ -112,8 +112,8 @@ def minilm() -> Path:
 
 
 def picture_model() -> Path:
-    """The directory of a model that names what is drawn in a picture. It is trained on first use, about a minute, and
-    kept in the user's cache directory, which all checkouts share."""
+    """The directory of a model that names what is drawn in a picture. It is trained on first use, in about ten seconds
+    of a CPU, and kept in the user's cache directory, which all checkouts share."""
     script = Path(maker.__file__).with_name("train_picture_model.py")
     shared = repr((maker.SPECIAL_TOKENS, vision_maker.CHAT_TEMPLATE)).encode()
     key = hashlib.sha256(script.read_bytes() + shared).hexdigest()[:16]

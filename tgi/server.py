@@ -126,7 +126,8 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     else:
         settings = progress.settings = _with_model(settings, roles, progress)
     # Also for a model that reads text alone: `tgi reload` may follow with another one.
-    media_lock = rundir.create_media_directory(settings.run_dir) if "media" in roles else None
+    has_images = {"media", "worker"} & {*roles}
+    media_lock = rundir.create_media_directory(settings.run_dir) if has_images else None
     if served:
         for claim in [claim for claim in claims if claim.role in ("media", "tokenizer")]:  # each has those of its own
             claim.lock.release()

@@ -95,6 +95,7 @@ class Cable:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.is_cut = False
+        self.bytes_left: int | None = None  # for the connecting side, before the cable is cut by itself
         self.damages_next = False  # of what goes to the connecting side
         self.sent = b""
         self._sockets = [self._listener]
@@ -120,8 +121,13 @@ class Cable:
                     continue
                 if outward:
                     self.sent += data
+                elif self.bytes_left is not None and (left := self.bytes_left - len(data)) < 0:
+                    self.is_cut, self.bytes_left = True, None
+                    continue
                 elif self.damages_next:
                     self.damages_next, data = False, data[:-1] + bytes([data[-1] ^ 1])
+                elif self.bytes_left is not None:
+                    self.bytes_left = left
                 sink.sendall(data)
             if not self.is_cut:
                 sink.shutdown(socket.SHUT_WR)

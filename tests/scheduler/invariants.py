@@ -17,6 +17,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     waiting = scheduler._queue.waiting()
     assert len(waiting) == len(set(waiting)) == len(scheduler._queue), "the queue's length is wrong"
     waiting += planner.trial_queue if planner else []
+    waiting += scheduler._images.waiting
     batch = list(planner.batch) if planner else []
     assert set(known) == set(waiting) | set(batch), "a request is lost, or held after its end"
     assert all(request.state in (PREFILL, DECODE) for request in batch), "a request with a slot is not running"

@@ -12,8 +12,10 @@ from tgi.microkernel.messages.protocol import (
     Add,
     Cancel,
     End,
+    FetchImage,
     FinishReason,
     Generate,
+    ImageChunk,
     PromptLogprobs,
     PromptTokens,
     RequestContext,
@@ -257,3 +259,21 @@ def test_a_status_reaches_each_api_once(harness: StreamsHarness) -> None:
     harness.received_by(API)
     harness.pool.handle(harness.scheduler, Status(True, True, "", 100))
     assert len(harness.received_by(API)) == 1
+
+
+@pytest.mark.parametrize("key", [KEY, b""])
+def test_chunks_of_images_between_front_end_and_scheduler(harness: StreamsHarness, key: bytes) -> None:
+    """With the rid of each link. Nothing of them is kept for an api that takes the stream over."""
+    add = harness.start(API, 7, key)
+    harness.pool.handle(harness.scheduler, FetchImage(add.rid, b"digest", 4))
+    assert [one for one in harness.received_by(API) if isinstance(one, FetchImage)] == [FetchImage(7, b"digest", 4)]
+    harness.streams.receive(API, ImageChunk(7, b"digest", 4, b"data"))
+    assert harness.received_by(harness.scheduler) == [ImageChunk(add.rid, b"digest", 4, b"data")]
+    if key:
+        harness.generate(OTHER, 9, key)
+        assert not [one for one in harness.received_by(OTHER) if isinstance(one, FetchImage | ImageChunk)]
+        harness.streams.receive(OTHER, Cancel(9, client_lost=True))
+        harness.pool.handle(harness.scheduler, FetchImage(add.rid, b"digest", 4))
+        harness.collect_outgoing()
+        (answer,) = harness.received_by(harness.scheduler)
+        assert answer == ImageChunk(add.rid, b"digest", 4, b"", resumable_streams.NO_FRONT_END)

@@ -13,6 +13,7 @@ from tgi.microkernel.messages.protocol import (
     Hello,
     ImageSegment,
     PageExtra,
+    PromptLogprobs,
     Status,
     Tokens,
     decode,
@@ -31,6 +32,7 @@ class Served:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
+        self.prompt_logprobs: list[float] = []
         self.end: End | None = None
 
 
@@ -105,6 +107,8 @@ class ScheduledEngine:
             assert peer == TOKENIZER
             if isinstance(message, End):
                 self.served[message.rid].end = message
+            elif isinstance(message, PromptLogprobs):
+                self.served[message.rid].prompt_logprobs += unpack_float32(message.logprobs)
             elif isinstance(message, Tokens):
                 at = 0
                 ids, logprobs = unpack_int32(message.token_ids), unpack_float32(message.logprobs)

@@ -38,6 +38,7 @@ from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.planning.deployment_plan import read_planned_model
+from tgi.worker.vision.image_file import ImageFiles
 from tgi.worker.vision.prompt_images import PromptImages
 from tgi.worker.vision.rope_positions import PlacedGrid, rope_positions
 from tgi.worker.vision.tower import load_tower
@@ -246,7 +247,7 @@ class Harness:
         assert family is not None
         make_pairs = model.image_pairs if family.crosses and isinstance(model, DecoderModel) else None
         tower = load_tower(directory, family, torch.float32, CPU, kernels=kernels)
-        self.images = PromptImages(tower, media, kept, make_pairs)
+        self.images = PromptImages(tower, ImageFiles(media), kept, make_pairs)
         groups, slots = kv_groups(model), 4
         attention: Any = build_attention(
             model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS
@@ -435,6 +436,19 @@ def test_images_that_follow_each_other(tmp_path: Path) -> None:
         served = running.add(ids, COUNT, images)
         running.run()
         agrees(served, expected(directory, Prompt(ids, images, given.pictures)))
+
+
+def test_logprobs_of_prompts_with_images_that_are_not_scored(tmp_path: Path) -> None:
+    """The head of mllama has no rows for its image token, whose logprob in a prompt is therefore none. All others are
+    those of transformers."""
+    directory, given = make("mllama"), prompt("mllama", tmp_path, 1, 1)
+    running = Harness(directory, tmp_path).start()
+    served = running.add(given.ids, 1, given.images, logprobs_from=1)
+    running.run()
+    logprobs = dict(zip(range(1, len(given.ids)), served.prompt_logprobs, strict=True))
+    place = given.images[0].position
+    assert math.isnan(logprobs.pop(place))
+    assert all(-100 < one < 0 for one in logprobs.values())
 
 
 def test_faulty_files(tmp_path: Path) -> None:

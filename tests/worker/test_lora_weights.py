@@ -18,6 +18,7 @@ from tests.models import model as make
 from tests.worker.batches import prefill
 from tests.worker.loras import CONFIG, WEIGHTS, make_adapter
 from tgi.hub.resolver import adapter_directory
+from tgi.hub.weight_files import TEXT_PREFIXES
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.lora_adapters import NamedAdapter
 from tgi.worker.attention import build_attention
@@ -224,6 +225,33 @@ def test_an_adapter_of_another_model_and_experts(tmp_path: Path) -> None:
     save_file(load_file(experts / WEIGHTS) | names, experts / WEIGHTS)
     with pytest.raises(UserError, match="experts are not served"):
         read(experts, "mixtral")
+
+
+@pytest.mark.parametrize("prefix", [*TEXT_PREFIXES, ("", "")])
+def test_names_of_a_whole_multimodal_model(prefix: tuple[str, str], tmp_path: Path) -> None:
+    """Those of a text part, in the tensors and where the configuration names modules; a rank of one layer is its
+    own."""
+    whole, text = prefix
+    model = make("llama")
+    rank = {whole + "model.layers.1.self_attn.o_proj".removeprefix(text): 2}
+    plain = make_adapter(tmp_path / "plain", model, ranks={"layers.1.self_attn.o_proj": 2})
+    own = make_adapter(tmp_path / "own", model, ranks={"layers.1.self_attn.o_proj": 2}, rank_pattern=rank)
+    weights = {
+        f"base_model.model.{whole}{key.removeprefix('base_model.model.').removeprefix(text)}": tensor
+        for key, tensor in load_file(own / WEIGHTS).items()
+    }
+    save_file(weights, own / WEIGHTS)
+    expected, found = map(read, (plain, own))
+    for mine, theirs in zip(found.layers, expected.layers, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+    tower = f"base_model.model.{whole and 'model.'}vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file(weights | {tower: torch.ones(4, 8)}, own / WEIGHTS)
+    with pytest.raises(UserError) as refused:
+        read(own)
+    assert tower in str(refused.value)
+    assert "the part of a model that sees images" in str(refused.value)
 
 
 def test_a_model_of_transformers_takes_none(tmp_path: Path) -> None:

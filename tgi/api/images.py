@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +16,12 @@ from tgi.microkernel.links.discovery import DownstreamLinks
 from tgi.microkernel.links.link import PeerDisconnected, PeerId
 from tgi.microkernel.messages.codec import MAX_FRAME_BYTES
 from tgi.microkernel.messages.protocol import (
+    IMAGE_CHUNK_BYTES,
     Beat,
+    FetchImage,
     FinishReason,
     Hello,
+    ImageChunk,
     ImageInput,
     ImageLoaded,
     LoadImage,
@@ -158,6 +162,19 @@ class ImageLoading:
         images.users -= 1
         if images.users == 0:
             self._drop(images)
+
+    def read_chunk(self, images: ImageSet, fetch: FetchImage) -> ImageChunk:
+        """What a worker on another host asks for of an image of this set."""
+        rid, digest, offset, _ = fetch
+        answer = ImageChunk(rid, digest, offset, b"")
+        image = next((one for one in images.inputs if one.digest == digest), None)
+        if image is None or not 0 <= offset < image.size:
+            return answer._replace(error="a worker asks for an image that this request does not have")
+        try:
+            with (self._directory / image.name).open("rb", buffering=0) as file:
+                return answer._replace(data=os.pread(file.fileno(), IMAGE_CHUNK_BYTES, offset))
+        except OSError as error:
+            return answer._replace(error=f"the file of an image cannot be read: {error.strerror}")
 
     # --- links ---
 

@@ -28,6 +28,7 @@ from tgi.microkernel.messages.protocol import (
     Cancel,
     DeploymentLimits,
     End,
+    FetchImage,
     FinishReason,
     Generate,
     Hello,
@@ -257,6 +258,12 @@ class Router:
                     request.prompt_characters, request.prompt_tokens = message.characters, message.prompt_tokens
                     request.has_parts = message.in_parts
                     request.not_enforced = message.not_enforced
+            case FetchImage():
+                request = tokenizer.requests.get(message.rid)
+                if request is not None and request.active and request.images is not None:
+                    assert tokenizer.peer is not None
+                    tokenizer.link.send(tokenizer.peer, self.images.read_chunk(request.images, message))
+                    self._downstream.exchange_soon()
             case PromptTokens():
                 request = tokenizer.requests.get(message.rid)
                 if isinstance(request, Generation) and request.active:

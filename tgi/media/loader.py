@@ -19,7 +19,7 @@ from tgi.media.fetcher import FetchRules, ImageError, fetch, from_data_url, is_d
 from tgi.media.processor import ImageProcessor
 from tgi.media.store import MediaStore, StoreFull
 from tgi.microkernel.links.link import PeerId
-from tgi.microkernel.messages.protocol import ImageInput, ImageLoaded, LoadImage
+from tgi.microkernel.messages.protocol import ImageLoaded, LoadImage
 from tgi.microkernel.recovery.work_register import WorkRegister
 
 log = logging.getLogger(__name__)
@@ -78,15 +78,15 @@ class ImageLoader:
         try:
             several = message.images > 1
             digest = self._processor.digest(data, message.detail, several)
-            prompt_ids = self._store.link(digest, message.name)
-            if prompt_ids is None:
+            found = self._store.link(digest, message.name)
+            if found is None:
                 image = with_detail(decode(data, self._max_pixels), message.detail)
                 self._store.add(digest, processed := self._processor.process(image, several))
-                prompt_ids = self._store.link(digest, message.name)
-                if prompt_ids is None:
+                found = self._store.link(digest, message.name)
+                if found is None:
                     raise StoreFull  # another process has removed it already
                 del processed
-            return ImageLoaded(message.rid, ImageInput(digest, prompt_ids, message.name))
+            return ImageLoaded(message.rid, found)
         finally:
             self._register.units[PROCESSING_UNIT] = 0
             self._began = None

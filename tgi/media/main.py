@@ -5,7 +5,7 @@ import logging
 
 from tgi.hub.model_config import read_model_config
 from tgi.hub.vision import read_vision_config
-from tgi.microkernel.host.rundir import media_directory, media_socket
+from tgi.microkernel.host.rundir import media_directory, media_socket, site_id
 from tgi.microkernel.links.link import Link, PeerDisconnected, end_sessions
 from tgi.microkernel.messages.protocol import Beat, Cancel, Hello, LoadImage, valid_file_name
 from tgi.microkernel.observability.log import ComplaintLimit
@@ -38,7 +38,7 @@ def main(process: Process) -> None:
         settings.max_image_fetch_size,
         settings.image_fetch_timeout,
     )
-    store = MediaStore(media_directory(process.run_dir), process.name)
+    store = MediaStore(media_directory(process.run_dir), process.name, site_id(process.run_dir))
     loader = ImageLoader(
         ImageProcessor(config.directory, read_vision_config(config)),
         store,

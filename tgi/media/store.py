@@ -1,6 +1,6 @@
 """The media directory: what was made of images, by content, for the worker. Its processes share it.
 
-`DIGEST.safetensors` has the tensors of an image, and its prompt ids as metadata. A front end names a hard link for each
+`DIGEST.safetensors` is the file of an image (hub/image_file.py). A front end names a hard link for each
 image of a live request and removes it at the request's end, so the file system counts who needs a file. Of the files
 without links those that were used least recently are removed when the directory is full.
 """
@@ -10,14 +10,12 @@ import errno
 import os
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.numpy import save
-
+from tgi.hub.image_file import encode_image, read_prompt_ids
 from tgi.media.fetcher import ImageError
 from tgi.media.processor import ProcessedImage
+from tgi.microkernel.messages.protocol import ImageInput
 
 SUFFIX = ".safetensors"
-PROMPT_IDS = "prompt_ids"  # hexadecimal, in the metadata
 # Of the directory; no more than half of its file system, which in a container may have 64 MB.
 MAX_BYTES = 2 << 30
 
@@ -29,16 +27,17 @@ class StoreFull(Exception):
 class MediaStore:
     """The files of one directory, which one process at least writes."""
 
-    def __init__(self, directory: Path, owner: str, limit: int = MAX_BYTES) -> None:
-        """`owner` names this process; what one of its name has left unfinished is removed."""
+    def __init__(self, directory: Path, owner: str, site: str, limit: int = MAX_BYTES) -> None:
+        """`owner` names this process; what one of its name has left unfinished is removed. `site`: as Hello.site."""
         self._directory = directory
+        self._site = site
         self._draft = directory / f"{owner}.draft"
         self._draft.unlink(missing_ok=True)
         status = os.statvfs(directory)
         self._limit = min(limit, status.f_frsize * status.f_blocks // 2)
 
-    def link(self, digest: bytes, name: str) -> bytes | None:
-        """Makes the file of an image available under `name`. Returns its prompt ids; None: there is no such file."""
+    def link(self, digest: bytes, name: str) -> ImageInput | None:
+        """Makes the file of an image available under `name`. None: there is no such file."""
         path, link = self._path(digest), self._directory / name
         link.unlink(missing_ok=True)  # of the same request, whose media process died
         try:
@@ -46,12 +45,11 @@ class MediaStore:
         except FileNotFoundError:
             return None
         os.utime(link)
-        with safe_open(link, framework="numpy") as file:
-            return bytes.fromhex(file.metadata()[PROMPT_IDS])
+        return ImageInput(digest, read_prompt_ids(link), name, self._site, link.stat().st_size)
 
     def add(self, digest: bytes, image: ProcessedImage) -> None:
         """Writes the file of an image. Raises StoreFull, and ImageError for one that is too large at any time."""
-        content = save(image.tensors, {PROMPT_IDS: image.prompt_ids.hex()})
+        content = encode_image(digest, image.prompt_ids, image.tensors)
         self._make_room(len(content))
         try:
             self._draft.write_bytes(content)

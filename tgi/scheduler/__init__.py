@@ -12,6 +12,7 @@ kv_cache.py. Modules, from the entry point to the leaves:
 - decode_batch: requests that hold slots, and the columns of those that decode
 - kv_cache: `KVCacheManager` (pages of requests)
 - page_index: `PageIndex` (pages that the worker keeps in files)
+- image_transfers: `ImageTransfers` (images of other hosts that the worker needs)
 - page_pool: `PagePool` (reference counts, prefix cache, eviction)
 - state_snapshots: `StateSnapshots` (copies of recurrent state that prefixes go on from)
 - peers: tokenizers, the worker, the outbox and the status report

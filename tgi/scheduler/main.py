@@ -11,7 +11,17 @@ from tgi.microkernel.host.rundir import scheduler_socket, successor_path
 from tgi.microkernel.links import curve
 from tgi.microkernel.links.discovery import nth_address
 from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId, end_sessions
-from tgi.microkernel.messages.protocol import Add, Beat, Hello, PredecessorState, StepResult, decode, encode
+from tgi.microkernel.messages.protocol import (
+    IMAGE_CHUNK_BYTES,
+    Add,
+    Beat,
+    Hello,
+    ImageChunk,
+    PredecessorState,
+    StepResult,
+    decode,
+    encode,
+)
 from tgi.microkernel.observability import tracing
 from tgi.microkernel.observability.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.observability.progress import TOKENIZERS
@@ -103,6 +113,10 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
                 log.debug("%s is gone", peer)
             elif isinstance(message, Beat):
                 continue  # the worker responds, which the link observes
+            if isinstance(message, ImageChunk) and not message.error:
+                if scheduler.worker.peer is not None and len(message.data) <= IMAGE_CHUNK_BYTES:
+                    _send(links, scheduler.worker.peer, message)
+                continue
             if spans is not None:
                 spans.message_received(peer, message)
             if isinstance(message, Add):

@@ -222,6 +222,7 @@ class WorkerPeer:
 
     def __init__(self) -> None:
         self.peer: PeerId | None = None
+        self.site = ""  # Hello.site of the latest
         self._waiting: dict[PeerId, WaitingWorker] = {}  # in the order of connection
         self.limits: DeploymentLimits | None = None
         self.adapters = WorkerAdapters()
@@ -242,13 +243,14 @@ class WorkerPeer:
         """Whether all that is known of it is its peer, its status and the adapters that it has loaded."""
         return self.peer is not None and not self.silent and not self._waiting and self.adapters.settled
 
-    def connect(self, peer: PeerId) -> bool:
+    def connect(self, peer: PeerId, site: str) -> bool:
         """Takes a worker that has sent its Hello. Returns False for a second one, which has to wait."""
         if self.peer is not None:
             if self._complaints.allows_one():
                 log.warning("%s waits: %s is the worker of this scheduler", peer, self.peer)
             return False
         self.peer = peer
+        self.site = site
         self.silent = False
         return True
 

@@ -11,6 +11,7 @@ from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, unpack_int32
 from tgi.microkernel.messages.protocol import (
     IMAGE_DIGEST_BYTES,
+    MAX_IMAGE_FILE_BYTES,
     MAX_PROMPT_TOP_TOKENS,
     QUEUED,
     UNDIVIDED_IMAGES,
@@ -285,13 +286,15 @@ def extras_out_of_range(extras: list[PageExtra], tokens: int) -> str:
 def images_out_of_range(images: list[ImageSegment], extras: list[PageExtra], tokens: int) -> str:
     """Why a prompt of this many tokens, whose pages have these extras, cannot have these images; "" if it can."""
     end, known = 0, set(extras)
-    for position, length, digest, name in images:
+    for position, length, digest, name, site, size in images:
         if not (end <= position < position + length <= tokens):
             return f"an image has positions {position} to {position + length - 1} of {tokens}, after one to {end - 1}"
         if len(digest) != IMAGE_DIGEST_BYTES or PageExtra(position, digest) not in known:
             return f"the image at position {position} has no digest among the extras of the pages"
         if not valid_file_name(name):
             return f"{name!r} is not the name of a file of the media directory"
+        if not (0 < size <= MAX_IMAGE_FILE_BYTES or not site):
+            return f"the file of an image on another host has {size} bytes"
         end = position + length
     return ""
 

@@ -20,9 +20,11 @@ from tgi.microkernel.messages.protocol import (
     Cancel,
     DeploymentLimits,
     End,
+    FetchImage,
     FinishReason,
     HeldPages,
     Hello,
+    ImageChunk,
     PagesTransferred,
     PredecessorState,
     RequestContext,
@@ -41,6 +43,7 @@ from tgi.microkernel.recovery.work_register import WorkRegister, among, join_in_
 from tgi.scheduler.columns import token_runs_message, tokens_message
 from tgi.scheduler.counters import AdmittedRequests, Counters, FinishedStep
 from tgi.scheduler.estimators import LATE_SECONDS, PrefillBudget, StepLimits, WaitEstimator
+from tgi.scheduler.image_transfers import TRANSFER_SECONDS, ImageTransfers
 from tgi.scheduler.in_flight import (
     FinishedRequests,
     InFlightStep,
@@ -63,6 +66,7 @@ log = logging.getLogger(__name__)
 # A failed step was caused by one of its requests, so it weighs more than a crash, which may have other causes.
 FAILED_STEP_STRIKES = 2
 # Why a request is ended, for people.
+LATE_IMAGE = f"an image has not reached the worker's host within {TRANSFER_SECONDS:.0f} s"
 LACKS_MEMORY = "too little memory to compute this request, even alone and in the smallest steps; make it shorter"
 # A scheduler that lived no longer than this, its start included, may have been ended by the first request it handled.
 QUICK_DEATH_MS = 3000
@@ -122,6 +126,7 @@ class Scheduler:
         self._speculation = Speculation(config.max_drafts, config.draft_model) if config.max_drafts else None
         self._outbox = Outbox()
         self._tokenizers = TokenizerPeers(self._outbox)
+        self._images = ImageTransfers(self._outbox, self.worker)
         self._isolation = CrashIsolation()
         self._lost_worker: LostWorker | None = None  # until its successor connects
         self._generations: dict[int, Request] = {}  # by generation_id: the latest submission
@@ -158,6 +163,9 @@ class Scheduler:
                 reason = FinishReason.STOP if isinstance(message, Stop) else FinishReason.CANCELLED
                 with self.work_register.working_on(request.context):
                     self._end_request(request, reason, now)
+        elif isinstance(message, ImageChunk):  # with an error: the loop hands on the others
+            if message.error and (request := tokenizer.requests.get(message.rid)) is not None:
+                self._end_request(request, FinishReason.FAILED, now, message.error)
         elif isinstance(message, UpdateAdapter):
             self.worker.adapters.request_update(source, message)
             self.report_status(now)
@@ -173,7 +181,7 @@ class Scheduler:
             self._complain_of(message, source)
 
     def _handle_worker_message(self, message: Any, source: PeerId, now: float) -> None:
-        if isinstance(message, Hello) and self.worker.connect(source):
+        if isinstance(message, Hello) and self.worker.connect(source, message.site):
             self._blame_lost_worker(message, now)
             return
         if source != self.worker.peer:
@@ -198,6 +206,8 @@ class Scheduler:
                 self._planner.kv_cache.record_transferred(message)
         elif isinstance(message, AdapterUpdated):
             self._handle_adapter_updated(message, now)
+        elif isinstance(message, FetchImage):
+            self._handle_fetch(message, now)
         elif isinstance(message, PeerDisconnected):
             self._handle_worker_lost(now)
         elif not isinstance(message, PeerSilent | PeerResponds):
@@ -278,6 +288,8 @@ class Scheduler:
         after every batch of messages, when the steps are sent, and at the `deadline`."""
         if (worker := self.worker.peer) is not None and (update := self.worker.adapters.take_update(now)) is not None:
             self._outbox.append(worker, update)
+        if late := self._images.late(now):
+            self._end_requests([(one, FinishReason.FAILED) for one in late], now, LATE_IMAGE)
         self._tokenizers.report_status(self._status(now), self._load(), now)
 
     def beat(self, now: float) -> Beat:
@@ -295,7 +307,8 @@ class Scheduler:
             return now
         soonest = now + 3600.0
         update_at = self.worker.adapters.next_due_at
-        for due_at in (self.pipeline.stalls_at(now), self._tokenizers.reporter.due_at, self.next_plan_at, update_at):
+        own = self.pipeline.stalls_at(now), self.next_plan_at, self._images.due_at
+        for due_at in (*own, self._tokenizers.reporter.due_at, update_at):
             if due_at is not None and due_at < soonest:
                 soonest = due_at
         return max(now, soonest)
@@ -305,7 +318,8 @@ class Scheduler:
     @property
     def queued(self) -> int:
         planner = self._planner
-        return len(self._queue) + len(planner.trial_queue) if planner is not None else len(self._queue)
+        waiting = len(self._queue) + len(self._images.waiting)
+        return waiting + len(planner.trial_queue) if planner is not None else waiting
 
     @property
     def running(self) -> int:
@@ -361,7 +375,7 @@ class Scheduler:
         Scheduler.__init__(self, config, self._recorder, self.work_register)
         self.counters = counters
         messages: list[tuple[Any, PeerId]] = [(predecessor, PeerId("scheduler", 0, b""))]
-        messages.append((Hello(PROTOCOL, *worker.peer), worker.peer))
+        messages.append((Hello(PROTOCOL, *worker.peer, site=worker.site), worker.peer))
         if index is not None:
             messages.append((StoredPages(b"".join(index.stored), index.most), worker.peer))
         messages.append((status, worker.peer))
@@ -400,8 +414,11 @@ class Scheduler:
             self._end_request(request, FinishReason.INVALID, now, fault)
         elif finish_reason:
             self._end_request(request, finish_reason, now)  # it was complete; only its End was lost
-        elif request.context.deadline_ms and not add.resume_ids:
-            self._refuse_if_late(request, now)
+        else:
+            if request.context.deadline_ms and not add.resume_ids:
+                self._refuse_if_late(request, now)
+            if request.images and request.state is QUEUED and self.ready:
+                self._hold_for_images([request], now)
 
     def _replace_earlier(self, request: Request, now: float) -> bool:
         """Ends an earlier submission of the same generation, which its front end has moved to another tokenizer. False:
@@ -429,6 +446,29 @@ class Scheduler:
             message = f"the request is expected to wait {late_ms / 1000:.1f} s beyond its timeout"
             self._end_requests([(request, FinishReason.OVERLOADED)], now, message, late_ms)
 
+    def _hold_for_images(self, requests: Iterable[Request], now: float) -> None:
+        """Takes those that lack images of other hosts out of the queue until the worker has them."""
+        for request in requests:
+            if request.images and request not in self._images.waiting and self._images.need(request, now):
+                if self._planner is not None and request in self._planner.trial_queue:
+                    del self._planner.trial_queue[request]
+                else:
+                    self._queue.remove(request)
+
+    def _queue_again(self, requests: Iterable[Request]) -> None:
+        """These do not wait for images any more."""
+        for request in requests:
+            self._queue.reinsert(request)
+        if self._planner is not None:
+            self._planner.put_on_trial()
+
+    def _handle_fetch(self, fetch: FetchImage, now: float) -> None:
+        self._progress.record()
+        complete, failed = self._images.record(fetch, now)
+        self._queue_again(complete)
+        if failed:
+            self._end_requests([(one, FinishReason.FAILED) for one in failed], now, fetch.error)
+
     def _admit_suspect(self, request: Request, now: float) -> bool:
         """Puts a request on trial whose like has crashed a process. False: it is quarantined, and has been answered."""
         if reason := self._isolation.quarantine_reason(request, now):
@@ -447,8 +487,13 @@ class Scheduler:
         running: list[Request] = []
         for request, _ in ended:
             state, context = request.state, request.context
-            (waited if state is QUEUED else running).append(request)
+            if state is not QUEUED:
+                running.append(request)
+            elif request not in self._images.waiting:
+                waited.append(request)
             request.state = END[state]
+            if request.images:
+                self._images.release(request)
             self._recorder.stamp(Event.ENDED, context, b=request.generated_tokens)
             del request.tokenizer.requests[request.rid]
             if context.generation_id and self._generations.get(context.generation_id) is request:
@@ -693,6 +738,8 @@ class Scheduler:
             self._adopt_pages(self._planner, held)
         if self.ready and self._planner is not None and (stored := self.worker.take_stored_pages()) is not None:
             self._use_stored_pages(self._planner, stored)
+        if self.ready and not was_ready and self._planner is not None:
+            self._hold_for_images([*self._queue.waiting(), *self._planner.trial_queue], now)
         self.report_status(now)
 
     def _set_limits(self, limits: DeploymentLimits, now: float) -> None:
@@ -743,6 +790,7 @@ class Scheduler:
         self.worker.disconnect()
         self._step_limits.worker_lost()
         self.counters.worker_losses += 1
+        self._queue_again(self._images.worker_lost())
         steps = [*self.pipeline.steps]
         self.pipeline.worker_lost()
         if (planner := self._planner) is not None:

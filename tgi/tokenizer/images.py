@@ -73,7 +73,8 @@ class ImagePlaceholders:
                 del inner[-1]
             expanded += given[begin:place]
             origins += range(begin, place)
-            segments.append(ImageSegment(len(expanded), len(inner), image.digest, image.name))
+            segment = ImageSegment(len(expanded), len(inner), image.digest, image.name, image.site, image.size)
+            segments.append(segment)
             expanded += inner
             origins += [place] * len(inner)
             begin = place + 1

@@ -7,8 +7,10 @@ it the requests of all other peers.
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.messages.codec import ITEM_BYTES, unpack_uint32
 from tgi.microkernel.messages.protocol import (
+    IMAGE_CHUNK_BYTES,
     MAX_PROMPT_TOP_TOKENS,
     Generate,
+    ImageChunk,
     PromptLogprobs,
     Status,
     Tokens,
@@ -38,6 +40,12 @@ def check_generate(generate: Generate) -> None:
         raise ProtocolError(fault)
     if (pooling := generate.pooling) is not None and not 0 <= (pooling.truncate or 0) <= MAX_INT32:
         raise ProtocolError(f"`pooling.truncate` is {pooling.truncate}")
+
+
+def check_image_chunk(chunk: ImageChunk) -> None:
+    """From an api."""
+    if len(chunk.data) > IMAGE_CHUNK_BYTES:
+        raise ProtocolError(f"`data` has {len(chunk.data)} bytes")
 
 
 def check_tokens(tokens: Tokens, ids: list[int], rids: list[int], counts: list[int]) -> None:

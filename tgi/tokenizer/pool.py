@@ -17,9 +17,11 @@ from tgi.microkernel.messages.protocol import (
     Cancel,
     DeploymentLimits,
     End,
+    FetchImage,
     FinishReason,
     Generate,
     Hello,
+    ImageChunk,
     PromptLogprobs,
     Status,
     Stop,
@@ -44,7 +46,7 @@ from tgi.tokenizer.encoder import (
     token_limit_error,
 )
 from tgi.tokenizer.encoding_jobs import EncodingJob, EncodingQueue, ExecutorName, encoding_size, executor_for
-from tgi.tokenizer.message_checks import check_generate, check_prompt_logprobs, check_status
+from tgi.tokenizer.message_checks import check_generate, check_image_chunk, check_prompt_logprobs, check_status
 from tgi.tokenizer.output_processor import OutputProcessor
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
 from tgi.tokenizer.schedulers import SchedulerReplica, Schedulers
@@ -138,6 +140,7 @@ class TokenizerPool:
             Tokenize: self._on_tokenize,
             UpdateAdapter: self._on_update_adapter,
             Cancel: self._on_cancel,
+            ImageChunk: self._on_image_chunk,
         }
         self._scheduler_handlers: dict[type, Callable[[PeerId, Any], None]] = {
             Hello: self._on_scheduler_hello,
@@ -150,6 +153,7 @@ class TokenizerPool:
             PromptLogprobs: self._on_prompt_logprobs,
             Tokens: self._on_tokens,
             End: self._on_end,
+            FetchImage: self._on_fetch_image,
         }
 
     @property
@@ -273,6 +277,14 @@ class TokenizerPool:
         self._drop_job(request)
         if not self._cancel_at_scheduler(request):
             self._finish(request, FinishReason.CANCELLED)
+
+    def _on_image_chunk(self, api: PeerId, chunk: ImageChunk) -> None:
+        check_image_chunk(chunk)
+        request = self._apis[api].get(chunk.rid)
+        if request is not None and (assigned := self._assignments.neighbour_of(request)) is not None:
+            replica, rid = assigned
+            assert replica.peer is not None
+            self._send(replica.peer, chunk._replace(rid=rid))
 
     # Encoding
 
@@ -466,6 +478,12 @@ class TokenizerPool:
             with self._work_register.working_on(request.context):
                 messages = request.prompt_logprob_messages(logprobs)
                 self._prompt_messages += ((request.api, message) for message in messages)
+
+    def _on_fetch_image(self, scheduler: PeerId, fetch: FetchImage) -> None:
+        self._progress.record()
+        request = self._requests_at(scheduler).get(fetch.rid)
+        if request is not None and request.stage is RequestStage.LIVE:
+            self._send(request.api, fetch._replace(rid=request.generate.rid))
 
     def _on_tokens(self, scheduler: PeerId, tokens: Tokens) -> None:
         self._progress.record()

@@ -17,9 +17,11 @@ from tgi.microkernel.messages.protocol import (
     PROTOCOL,
     Cancel,
     End,
+    FetchImage,
     FinishReason,
     Generate,
     Hello,
+    ImageChunk,
     Status,
     Texts,
     decode,
@@ -29,6 +31,7 @@ from tgi.microkernel.messages.protocol import (
 log = logging.getLogger(__name__)
 
 STREAM = "stream"
+NO_FRONT_END = "the front end of this request left before its images had reached the worker's host"
 # The rid of a stream's only request, between stream and pool.
 RID = 1
 # Limits of the streams without an api: their number and the bytes of all their messages. Beyond them the client with
@@ -78,6 +81,8 @@ class ResumableStreams:
                 self._on_generate(api, message)
             case Cancel() if (stream := self._attached.get(api, {}).get(message.rid)) is not None:
                 self._on_cancel(stream, message)
+            case ImageChunk() if (stream := self._attached.get(api, {}).get(message.rid)) is not None:
+                self._handle(stream.peer, message._replace(rid=RID))
             case PeerDisconnected():
                 for stream in self._attached.pop(api, {}).values():
                     self._detach(stream)
@@ -93,7 +98,12 @@ class ResumableStreams:
         for peer, message in messages:
             if peer.role != STREAM:
                 yield peer, message
-            elif (stream := self._streams.get(peer.boot)) is not None and not isinstance(message, Status):
+            elif (stream := self._streams.get(peer.boot)) is not None and isinstance(message, FetchImage):
+                if stream.api is not None:
+                    yield stream.api, message._replace(rid=stream.rid)
+                else:
+                    self._handle(peer, ImageChunk(RID, message.digest, message.offset, b"", NO_FRONT_END))
+            elif stream is not None and not isinstance(message, Status):
                 stream.record(message)
                 if stream.api is not None:
                     yield stream.api, _with_rid(message, stream.rid)

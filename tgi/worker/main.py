@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tgi.hub.model_config import content_hash
 from tgi.hub.pooling import read_pooling_config
-from tgi.microkernel.host.rundir import scheduler_socket
+from tgi.microkernel.host.rundir import received_images, scheduler_socket
 from tgi.microkernel.links.link import Link, end_sessions
 from tgi.microkernel.messages.protocol import LastExit
 from tgi.microkernel.observability.progress import WorkerFacts
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tgi.worker.engine.engine import TorchEngine
     from tgi.worker.engine.page_files import PageFiles
     from tgi.worker.engine.pooling_engine import PoolingEngine
+    from tgi.worker.vision.received_images import ReceivedImages
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def main(process: Process) -> None:
                 engine = LeadingEngine(engine, group)
             if isinstance(group, HostGroup):
                 engine.adapters.on_fetch = group.confirm_adapter
-            loop.serve(engine, _energy_meter(settings, place), page_files)
+            loop.serve(engine, _energy_meter(settings, place), page_files, _received_images(process))
         end_sessions([link])
     except Poisoned:
         log.critical("the worker cannot continue; its supervisor starts another", exc_info=True)
@@ -104,6 +105,15 @@ def _keeps_pages(last_exit: LastExit | None) -> bool:
 def _energy_meter(settings: Settings, place: RankPlace | None) -> EnergyMeter:
     """The meter of the devices of this worker's ranks on this host. The first replica measures the processors."""
     return EnergyMeter(find_counters(gpu_uuids(1 if place is None else place.local_ranks), not settings.replica_index))
+
+
+def _received_images(process: Process) -> "ReceivedImages | None":
+    """The images of other hosts; None: the model reads text alone."""
+    if not process.settings.sees_images:
+        return None
+    from tgi.worker.vision.received_images import ReceivedImages
+
+    return ReceivedImages(received_images(process.run_dir, process.settings.replica_index), process.wake_loop)
 
 
 def _serve_host_rank(process: Process) -> None:

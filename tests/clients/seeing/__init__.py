@@ -1,1 +1,2 @@
-"""Client libraries that send pictures to a model that names what is in them: `scripts/check-pictures`."""
+"""Client libraries that send pictures to a model that names what is in them: `scripts/check-pictures`, and with fewer
+pictures in the test run."""

@@ -272,8 +272,13 @@ def media_directory(run: Path) -> Path:
     return run / "media"
 
 
+def received_images(run: Path, worker: int) -> Path:
+    """The directory of the images that this worker has received from other hosts, which it creates."""
+    return media_directory(run) / f"worker-{worker}"
+
+
 class MediaDirectoryLock(NamedTuple):
-    """Keeps a media directory from being removed, for a supervisor of media processes."""
+    """Keeps a media directory from being removed, for a supervisor of media processes or workers."""
 
     path: Path
     descriptor: int

@@ -10,6 +10,8 @@ Requests travel down, tokens travel up:
     (UpdateAdapter travels down to the worker, its answer AdapterUpdated up)
     (TransferPages travels from the scheduler to the worker, its answer PagesTransferred back)
     (OfferMemory, JoinGroup and GroupFormed are exchanged by the ranks of one worker)
+    (images of other hosts: NeedImage travels from the scheduler to the worker, FetchImage from there up to the api, and
+    ImageChunk back)
     (Hello in both directions of every link, Goodbye at an orderly end, Beat every half second, but not to a worker;
     Status travels up whenever something changed)
 
@@ -472,6 +474,8 @@ class ImageInput(NamedTuple):
     digest: bytes  # 16 bytes, of the encoded image, the processor's configuration and its arguments
     prompt_ids: bytes  # int32
     name: str  # see valid_file_name
+    site: str = ""  # whose media directory it is in, as Hello.site; "": the worker's
+    size: int = 0  # bytes of the file
 
 
 class LoadImage(NamedTuple):
@@ -641,18 +645,23 @@ class ImageSegment(NamedTuple):
 
     `length` ids from `position` on; those among them that are not the model's image token, such as marks of rows, are
     embedded as text. The worker reads the file `name` of the media directory when it computes the image, and keeps
-    its embeddings under the `digest`.
+    its embeddings under the `digest`. If the file is on another host (`site`), it reads the one that it has received.
     """
 
     position: int
     length: int
     digest: bytes
     name: str  # see valid_file_name
+    site: str = ""  # as in ImageInput
+    size: int = 0
 
 
-# Of an image's digest, and of the name of its file.
+# Of an image's digest, of the name of its file, and of the file: a megapixel of patches is 12 MB in float32.
 IMAGE_DIGEST_BYTES = 16
 MAX_FILE_NAME = 255
+MAX_IMAGE_FILE_BYTES = 1 << 30
+# Of the file, in one message: less than a second of 10 Mbit/s.
+IMAGE_CHUNK_BYTES = 256 << 10
 
 
 def valid_file_name(name: str) -> bool:
@@ -827,6 +836,46 @@ class PagesTransferred(NamedTuple):
     done: int
 
 
+# --- images of other hosts --------------------------------------------------------------------------------------------
+
+
+class NeedImage(NamedTuple):
+    """From the scheduler to a worker that is ready: requests need an image whose file, of `size` bytes, is on another
+    host; with size 0: none does any more. Until then the worker keeps the file.
+
+    The worker answers with a FetchImage for each chunk that it lacks, a few ahead, and with one whose `offset` is the
+    size when it has all. If the message comes again meanwhile, it asks again: the request over which the chunks came
+    has ended.
+    """
+
+    digest: bytes
+    size: int
+
+
+class FetchImage(NamedTuple):
+    """Asks for the bytes of an image's file from `offset` on. Answered by an ImageChunk.
+
+    The scheduler finds a request with this image, and sends it to its tokenizer, which sends it to its front end. With
+    an `error` the worker cannot have the image; that, and that it has all, is for the scheduler alone.
+    """
+
+    rid: int  # 0 from the worker
+    digest: bytes
+    offset: int
+    error: str = ""
+
+
+class ImageChunk(NamedTuple):
+    """The answer to FetchImage: IMAGE_CHUNK_BYTES of the file, or what is left. The scheduler hands it on to its worker
+    as it is. With an `error` the file cannot be read, which ends the request."""
+
+    rid: int
+    digest: bytes
+    offset: int
+    data: bytes
+    error: str = ""
+
+
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------------------
 
 
@@ -882,7 +931,7 @@ class PromptTokens(NamedTuple):
 
     Logprobs are the model's, before the request's sampling parameters apply. Each token has min(prompt_top_n,
     vocabulary) alternatives: highest logprob first, then lowest id. The first token of a prompt has none, and a logprob
-    of NaN.
+    of NaN. So has a token that the model does not score (the image token of mllama), which has alternatives.
     """
 
     rid: int
@@ -1024,6 +1073,9 @@ MESSAGES: list[type] = [
     StoredPages,
     TransferPages,
     PagesTransferred,
+    NeedImage,
+    FetchImage,
+    ImageChunk,
 ]
 
 codec = Codec(MESSAGES)

@@ -408,7 +408,9 @@ class TorchEngine:
         if positions is None:
             return None
         logits_indices, next_indices = self._batch_builder.to_device(positions.logits_indices, positions.next_indices)
-        return PromptLogprobReader(positions, logits_indices, self._slots.ids.view(-1)[next_indices].long())
+        next_ids = self._slots.ids.view(-1)[next_indices].long()
+        scored = self._model.scored if isinstance(self._model, DecoderModel) else self._model.vocab_size
+        return PromptLogprobReader(positions, logits_indices, next_ids, scored)
 
 
 def _find_bad_word_rows(rows: StepRows, batch: SamplingBatch) -> Ints | None:

@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId
@@ -11,6 +12,8 @@ from tgi.microkernel.messages.protocol import (
     PIPELINE_DEPTH,
     Beat,
     Hello,
+    ImageChunk,
+    NeedImage,
     Status,
     Step,
     StepResult,
@@ -25,6 +28,7 @@ from tgi.worker.lora.registry import AdapterUpdates
 
 if TYPE_CHECKING:
     from tgi.worker.engine.page_files import PageFiles
+    from tgi.worker.vision.received_images import ReceivedImages
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +58,7 @@ class WorkerLoop:
         self._latest_message_at = 0.0  # by time.monotonic
         self._meter: EnergyMeter | None = None
         self._page_files: PageFiles | None = None
+        self._images: ReceivedImages | None = None
         process.watch_link(link)
 
     def progress(self, stage: str, percent: int) -> None:
@@ -72,10 +77,16 @@ class WorkerLoop:
         self._link.broadcast(status)
         self._link.flush()
 
-    def serve(self, engine: Engine, meter: EnergyMeter | None = None, page_files: "PageFiles | None" = None) -> None:
-        """Computes steps until the process is asked to stop. Records what `meter` measures, and keeps pages in
-        `page_files`. Raises Poisoned."""
-        self._meter, self._page_files = meter, page_files
+    def serve(
+        self,
+        engine: Engine,
+        meter: EnergyMeter | None = None,
+        page_files: "PageFiles | None" = None,
+        images: "ReceivedImages | None" = None,
+    ) -> None:
+        """Computes steps until the process is asked to stop. Records what `meter` measures, keeps pages in
+        `page_files`, and receives `images` of other hosts. Raises Poisoned."""
+        self._meter, self._page_files, self._images = meter, page_files, images
         updates = self.begin_serving(engine)
         gc.collect()
         gc.freeze()
@@ -86,6 +97,8 @@ class WorkerLoop:
         self._drain(engine)
         if page_files is not None:
             page_files.close()
+        if images is not None:
+            images.close()
 
     def begin_serving(self, engine: Engine) -> AdapterUpdates:
         """Reports that the worker is ready. Returns the adapter updates to pass to `run_once`."""
@@ -105,7 +118,9 @@ class WorkerLoop:
         self._begin_others(updates)
         self._apply_adapter_updates(engine, updates)
         if self._page_files is not None:
-            self._answer_transfers(self._page_files)
+            self._send_all(self._page_files.take_answers())
+        if self._images is not None:
+            self._send_all(self._images.take_answers())
         self._launch_next(engine)
         self._collect_done(engine)
         if received:
@@ -150,6 +165,8 @@ class WorkerLoop:
                 held_pages = engine.held_pages()
                 engine.reset()
                 updates.discard_all()
+                if self._images is not None:
+                    self._images.reset()
                 self._scheduler = peer
                 self._epoch = 0
                 for held in held_pages:
@@ -163,11 +180,17 @@ class WorkerLoop:
                 if peer == self._scheduler:
                     self._finish_steps(engine)  # the slots stay: their pages are reported to the next scheduler
                     updates.discard_all()
+                    if self._images is not None:
+                        self._images.reset()
                     self._scheduler = None
             elif isinstance(message, Step | UpdateAdapter) or (
                 isinstance(message, TransferPages) and self._page_files is not None
             ):
                 self._queued.append(message)
+            elif isinstance(message, NeedImage) and self._images is not None:
+                self._images.need(message)
+            elif isinstance(message, ImageChunk) and self._images is not None:
+                self._images.receive(message)
             else:
                 log.warning("dropped an unexpected %s from %s", type(message).__name__, peer)
         return received
@@ -181,8 +204,7 @@ class WorkerLoop:
             elif self._page_files is not None:
                 self._page_files.submit(message, self._process.wake_loop)
 
-    def _answer_transfers(self, page_files: "PageFiles") -> None:
-        answers = page_files.take_answers()
+    def _send_all(self, answers: Sequence[tuple[Any, ...]]) -> None:
         if self._scheduler is not None and answers:
             for answer in answers:
                 self._link.send(self._scheduler, answer)

@@ -4,6 +4,7 @@ The logits of a whole chunk would be thousands of rows as wide as the vocabulary
 few positions at a time, and of each block only the requested logprobs are kept.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -64,10 +65,11 @@ def find_prompt_positions(slots: Slots, rows: StepRows) -> PromptPositions | Non
 
 class PromptLogprobReader(LogitsReader):
     """A LogitsReader that turns logits into prompt logprobs. `logits_indices` and `next_ids`, int64 [N], are on the
-    device, as are the logits."""
+    device, as are the logits. The ids from `scored` on have no logprob (NaN)."""
 
-    def __init__(self, positions: PromptPositions, logits_indices: Tensor, next_ids: Tensor) -> None:
+    def __init__(self, positions: PromptPositions, logits_indices: Tensor, next_ids: Tensor, scored: int) -> None:
         self.blocks = logits_indices.split(BLOCK_ROWS)
+        self._scored = scored
         self._next_ids = list(next_ids.split(BLOCK_ROWS))
         self._top_n = np.split(positions.top_n, range(BLOCK_ROWS, len(positions.top_n), BLOCK_ROWS))
         self._width = int(positions.top_n.max())
@@ -79,7 +81,8 @@ class PromptLogprobReader(LogitsReader):
     def read_logits(self, logits: Tensor) -> None:
         block = len(self._logprobs)
         logprobs = torch.log_softmax(logits, -1)
-        self._logprobs.append(logprobs.gather(1, self._next_ids[block][:, None])[:, 0])
+        ids = self._next_ids[block]
+        self._logprobs.append(logprobs.gather(1, ids[:, None])[:, 0].masked_fill(ids >= self._scored, math.nan))
         asking = np.flatnonzero(self._top_n[block])
         if len(asking):
             if len(asking) < len(logprobs):

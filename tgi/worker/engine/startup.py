@@ -22,7 +22,7 @@ from tgi.hub.weight_files import weights_identity
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host.control_groups import available_memory
 from tgi.microkernel.host.heap import release_freed_memory
-from tgi.microkernel.host.rundir import media_directory
+from tgi.microkernel.host.rundir import media_directory, received_images, site_id
 from tgi.microkernel.messages.codec import FLOAT32, INT32, UINT8, pack_column
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups, recurrent_group
 from tgi.microkernel.messages.protocol import DeploymentLimits, LastExit, SlotAssignment, Step, encode
@@ -59,6 +59,7 @@ from tgi.worker.models.packed_weights import PackedWeightFiles
 from tgi.worker.models.t5 import T5Model
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
+from tgi.worker.vision.image_file import ImageFiles
 from tgi.worker.vision.prompt_images import PromptImages
 from tgi.worker.vision.tower import load_tower
 
@@ -329,7 +330,9 @@ def _load_prompt_parts(
     tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress, served.kv.cpu_kernels)
     kept = memory.feature_bytes(_image_bytes(served), served.device.type)
     make_pairs = served.image_pairs if family.crosses and isinstance(served, DecoderModel) else None
-    return PromptImages(tower, media_directory(settings.run_dir), kept, make_pairs)
+    run = settings.run_dir
+    files = ImageFiles(media_directory(run), site_id(run), received_images(run, settings.replica_index))
+    return PromptImages(tower, files, kept, make_pairs)
 
 
 def _image_bytes(served: Model) -> int:

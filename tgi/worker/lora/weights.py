@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tgi.hub.weight_files import TEXT_PREFIXES, text_name
 from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.layers.linear import ROW_TILE, RowCounts
@@ -95,9 +96,14 @@ MAX_RANK = 512
 TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 MLX_TENSOR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[ab])")  # transposed: [inputs, rank] and [rank, outputs]
 WRAPPERS = re.compile(r"\b_(?:orig_mod|checkpoint_wrapped_module|fsdp_wrapped_module)\.")  # of torch, left by trainers
+NO_PREFIX = "", ""  # as in TEXT_PREFIXES
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Why a tensor does not fit, by a part of its name.
 UNSUPPORTED_TENSORS = {
+    **dict.fromkeys(
+        ("vision", "visual", "image_", "multi_modal_projector", "connector", "resampler"),
+        "adapters of the part of a model that sees images are not served",
+    ),
     "lora_magnitude_vector": "DoRA adapters are not served",
     "modules_to_save": "whole modules in addition to the adapter are not served",
     "embed_tokens": "adapters of the embedding are not served",
@@ -124,37 +130,47 @@ def read_adapter(directory: Path, config: DecoderConfig, dtype: torch.dtype, dev
         raise UserError(_missing_weights_message(directory))
     modules = adaptable_modules(config)
     with torch.inference_mode():
-        found = _read_tensors(path, modules)
+        found, prefix = _read_tensors(path, modules)
         layers: list[list[LoraPair | None]] = [[None] * len(PROJECTIONS) for _ in config.layers]
         for name, (layer, projections) in modules.items():
             sides = found.get(name, {})
             if not sides:
-                if lora.lists_modules and lora.targets(name, layer):
+                if lora.lists_modules and lora.targets(_spelled(name, prefix), layer):
                     raise UserError(f"{path} has no tensors for {name}, which {lora.path} names. {_FETCH_AGAIN}")
                 continue
-            for projection, pair in _split_projections(path, name, sides, projections, lora, config).items():
+            pairs = _split_projections(path, _spelled(name, prefix), sides, projections, lora, config)
+            for projection, pair in pairs.items():
                 layers[layer][PROJECTIONS.index(projection)] = LoraPair(*(side.to(device, dtype) for side in pair))
         return LoraWeights(layers)
 
 
-def _read_tensors(path: Path, modules: dict[str, Module]) -> dict[str, dict[str, Tensor]]:
-    """The matrices A and B of each module in the file."""
+def _read_tensors(path: Path, modules: dict[str, Module]) -> tuple[dict[str, dict[str, Tensor]], tuple[str, str]]:
+    """The matrices A and B of each module in the file, and which of TEXT_PREFIXES begins its names: an adapter of a
+    model that sees images may name modules as the whole model does."""
     found: dict[str, dict[str, Tensor]] = {}
+    prefix = NO_PREFIX
     try:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dictionary
                 name = WRAPPERS.sub("", key)
                 match = TENSOR_NAME.fullmatch(name) or MLX_TENSOR_NAME.fullmatch(name)
-                if match is None or match["module"] not in modules:
+                if match is None or (module := text_name(match["module"])) not in modules:
                     raise UserError(f"Tensor {key!r} in {path} does not fit: {_unsupported_reason(key)}.")
                 tensor = _check_tensor(path, key, file.get_tensor(key))
                 side = match["side"].upper()
-                found.setdefault(match["module"], {})[side] = tensor if side == match["side"] else tensor.t()
+                prefix = next((one for one in TEXT_PREFIXES if match["module"].startswith(one[0])), NO_PREFIX)
+                found.setdefault(module, {})[side] = tensor if side == match["side"] else tensor.t()
     except (SafetensorError, OSError, ValueError, UnicodeError) as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}. {_FETCH_AGAIN}") from error
     if not found:
         raise UserError(f"{path} has no tensors. {_FETCH_AGAIN}")
-    return found
+    return found, prefix
+
+
+def _spelled(module: str, prefix: tuple[str, str]) -> str:
+    """How the adapter's files name a module: the reverse of `text_name`."""
+    whole, text = prefix
+    return whole + module.removeprefix(text)
 
 
 def _check_tensor(path: Path, key: str, tensor: Tensor) -> Tensor:

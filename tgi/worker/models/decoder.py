@@ -86,6 +86,7 @@ class DecoderModel:
         self._hidden_reader: Callable[[Tensor], None] | None = None
         self.hidden_size = config.hidden
         self.vocab_size = config.vocab_size
+        self.scored = config.vocab_size - config.unscored  # ids from here on have no logits of their own
         self.context_length = config.context_length
         self.image_bytes = config.image_bytes(dtype.itemsize)
         self.kv = KVCacheSpec(

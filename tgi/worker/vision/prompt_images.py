@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from tgi.microkernel.messages.protocol import UNDIVIDED_IMAGES, UNDIVIDED_PROMPT
 from tgi.worker.attention.interface import ForwardBatch, ImageBlocks, ImageRows, SeenImages
 from tgi.worker.device_copies import copy_columns_to_device
 from tgi.worker.vision.feature_cache import FeatureCache
-from tgi.worker.vision.image_file import BadImage, read_image
+from tgi.worker.vision.image_file import BadImage, ImageFiles
 from tgi.worker.vision.rope_positions import PlacedGrid, RopePositions, rope_positions
 from tgi.worker.vision.tower import ImageFeatures, VisionTower
 
@@ -86,7 +85,7 @@ def _seen_groups(images: list[PlacedImage]) -> list[SeenGroup]:
 
 
 class PromptImages:
-    """Keeps the images of each slot, and computes those that a step needs. Their files are in `directory`; at most
+    """Keeps the images of each slot, and computes those that a step needs, from their `files`; at most
     `cache_bytes` of what the tower computes are kept. `make_pairs` makes ImageFeatures.pairs of the tower's result
     [states, hidden], in a model whose layers attend to images. Implements PromptParts."""
 
@@ -95,14 +94,14 @@ class PromptImages:
     def __init__(
         self,
         tower: VisionTower,
-        directory: Path,
+        files: ImageFiles,
         cache_bytes: int,
         make_pairs: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
     ) -> None:
         self.tower = tower
         self._make_pairs = make_pairs
         self.cache = FeatureCache(cache_bytes)
-        self._directory = directory
+        self._files = files
         self._slots: dict[int, SlotImages] = {}
         self._work = TowerWork()
 
@@ -250,7 +249,7 @@ class PromptImages:
 
     def _compute(self, image: PlacedImage) -> ImageFeatures:
         began = time.monotonic()
-        found = self.tower.compute(read_image(self._directory, image.segment.name, self.tower.family))
+        found = self.tower.compute(self._files.read(image.segment, self.tower.family))
         positions = len(found.embeddings)
         if self._make_pairs is not None:
             positions, made = len(image.tokens), self._make_pairs(found.embeddings)
@@ -273,9 +272,7 @@ class PromptImages:
     def _grid(self, image: PlacedImage) -> PlacedGrid:
         """Where the tokens of an image are. Raises BadImage unless they are neighbours, one for each place of the
         grid."""
-        grid: Tensor = read_image(self._directory, image.segment.name, self.tower.family, only="image_grid_thw")[
-            "image_grid_thw"
-        ]
+        grid: Tensor = self._files.read(image.segment, self.tower.family, only="image_grid_thw")["image_grid_thw"]
         if grid.shape != (1, 3):
             raise BadImage(f"the grid of an image has shape {list(grid.shape)}, expected [1, 3]")
         frames, rows, columns = grid[0].tolist()
