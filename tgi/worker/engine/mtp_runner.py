@@ -6,18 +6,44 @@ the next step's drafts go on from there. As with a draft model, only the number 
 runner. So keys and values of a cached prefix may be those of another continuation.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from tgi.microkernel.messages.protocol import Step
 from tgi.microkernel.settings.table import MAX_SPECULATED_TOKENS
-from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
+from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, ForwardBatch
+from tgi.worker.engine.cuda_graphs import CapturedModel, DecodeGraphs, most_tokens
 from tgi.worker.engine.input_batch import BatchBuilder, Slots, StepRows
+from tgi.worker.head_logits import HeadLogits
 from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.interface import LogitsReader
 from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import sample_ids
+
+
+class CapturableMtp:
+    """The layer as it is captured: its results are its outputs. Implements CapturableModel."""
+
+    def __init__(self, model: MtpModel, inputs: Tensor) -> None:
+        """`inputs` [most tokens, hidden]: the served model's hidden states of a captured step."""
+        self.vocab_size = model.vocab_size
+        self._model, self._inputs = model, inputs
+
+    def forward_hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        return self._model.forward(batch, self._inputs[: len(batch.tokens)], attention)
+
+    def head(self, hidden: Tensor, indices: Tensor) -> HeadLogits:
+        return HeadLogits(hidden.index_select(0, indices))
+
+    def read_hidden(self, hidden: Tensor, reader: LogitsReader | None) -> None:
+        """Nothing reads them."""
+
+    def embed_batch(self, batch: ForwardBatch) -> Tensor:
+        raise NotImplementedError("an MTP layer computes text alone")
 
 
 class MtpRunner:
@@ -32,6 +58,7 @@ class MtpRunner:
         batch_builder: BatchBuilder,
         noise: Noise,
     ) -> None:
+        self.graphs: DecodeGraphs | None = None  # of the layer
         self._model, self._attention = model, attention
         self._slots = slots
         self._batch_builder = batch_builder
@@ -44,6 +71,14 @@ class MtpRunner:
         self._outputs = torch.zeros(shape, dtype=served.kv.dtype, device=served.device)
         self._first = np.zeros(len(slots.num_known), np.int64)
         served.hidden_reader = self._read_hidden
+
+    def captured_model(self, batch_sizes: Sequence[int], chunk_tokens: int) -> CapturedModel | None:
+        """What is captured of the layer, of steps of these sizes; None: it cannot be."""
+        model, attention = self._model, self._attention
+        if model.decoder.cuda_graph_obstacle is not None or not isinstance(attention, CapturableBackend):
+            return None
+        inputs = self._outputs.new_zeros(most_tokens(batch_sizes, chunk_tokens), self._outputs.shape[2])
+        return CapturedModel(CapturableMtp(model, inputs), attention, adapters=False, ahead=1, inputs=inputs)
 
     def run(self, step: Step, rows: StepRows) -> None:
         """Writes drafts after the known ids of the rows that want them, before the served model computes the step."""
@@ -67,13 +102,12 @@ class MtpRunner:
             slots, positions, wanted = slots[left], positions[left] + 1, wanted[left]
             (kept,) = self._batch_builder.to_device(left)
             now = StepRows(slots, positions, positions + 1, np.arange(len(slots)), positions + 1)
-            hidden = self._model.forward(self._build_batch(now), hidden[kept], self._attention)
+            hidden = self._forward(now, hidden[kept])
 
     def follow(self, rows: StepRows) -> None:
         """Computes the rows of a step that the served model has computed, and whose sampled ids are written."""
         assert self._hidden is not None
-        batch = self._build_batch(rows)
-        outputs, self._hidden = self._model.forward(batch, self._hidden, self._attention), None
+        outputs, self._hidden = self._forward(rows, self._hidden), None
         sampling = rows.slots[rows.sampling_rows]
         firsts, lengths = np.unique(rows.sampling_rows, return_counts=True)
         starts = np.cumsum(lengths) - lengths
@@ -81,7 +115,15 @@ class MtpRunner:
         places = np.arange(len(sampling)) - np.repeat(starts, lengths)
         kept = np.flatnonzero(places <= MAX_SPECULATED_TOKENS)
         targets = self._batch_builder.to_device(sampling[kept], places[kept], kept)
-        self._outputs[targets[0], targets[1]] = outputs[batch.logits_indices[targets[2]]]
+        self._outputs[targets[0], targets[1]] = outputs[targets[2]]
+
+    def _forward(self, rows: StepRows, hidden: Tensor) -> Tensor:
+        """The layer's outputs [E, hidden] at the sampled positions of rows with these hidden states [T, hidden]."""
+        replayed = None if self.graphs is None else self.graphs.try_replay(rows, inputs=hidden)
+        if replayed is not None:
+            return replayed.values
+        batch = self._build_batch(rows)
+        return self._model.forward(batch, hidden, self._attention)[batch.logits_indices]
 
     def _build_batch(self, rows: StepRows) -> ForwardBatch:
         """The layer's input, without adapters: at each position the next id."""

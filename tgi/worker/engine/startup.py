@@ -217,15 +217,17 @@ def _load_state(
     _require_draft_pages(models)
     images = _load_prompt_parts(settings, models, progress, place)
     progress("sizing the KV cache", 96)
-    # A captured step has no hidden states for an MTP layer.
-    graphs = GraphSizes() if isinstance(models.draft, MtpModel) else _graph_sizes(settings, models.served)
+    graphs = _graph_sizes(settings, models.served)
     required = _cache_requirements(models)
     previous, step_bytes = _read_previous_cache(settings.run_dir)
     if models.served.device.type == "cpu":
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
         step_bytes = _measure_step(settings, models, graphs, progress, images)
-    taken, mapped = step_bytes + _feature_bytes(models.served, images), 0 if files is None else files.mapped_bytes
+    taken, mapped = (
+        step_bytes + _feature_bytes(settings, models.served, images),
+        0 if files is None else files.mapped_bytes,
+    )
     available = _cache_memory(settings, models.served.device, taken, mapped)
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
@@ -323,9 +325,10 @@ def _load_prompt_parts(
         raise UserError(f"The images of {settings.model_dir} cannot be served: {fault}. {TEXT_ALONE}")
     served = models.served
     tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress)
-    kept = memory.feature_bytes(_image_bytes(served), served.device.type)
-    make_pairs = served.image_pairs if family.crosses and isinstance(served, DecoderModel) else None
-    return PromptImages(tower, media_directory(settings.run_dir), kept, make_pairs)
+    states = None
+    if family.crosses and isinstance(served, DecoderModel):
+        states = served.image_states(memory.stored_images(served.device.type, settings.max_images))
+    return PromptImages(tower, media_directory(settings.run_dir), memory.FEATURE_BYTES, states)
 
 
 def _image_bytes(served: Model) -> int:
@@ -333,8 +336,12 @@ def _image_bytes(served: Model) -> int:
     return served.image_bytes if isinstance(served, DecoderModel) else 0
 
 
-def _feature_bytes(served: Model, images: PromptParts | None) -> int:
-    return 0 if images is None else memory.feature_bytes(_image_bytes(served), served.device.type)
+def _feature_bytes(settings: Settings, served: Model, images: PromptParts | None) -> int:
+    """The bytes that images will take. Those of ImageStates are taken on a GPU already."""
+    device = served.device.type
+    if images is None or (images.states is not None and device == "cuda"):
+        return 0
+    return memory.feature_bytes(_image_bytes(served), device, settings.max_images)
 
 
 def _image_obstacle(settings: Settings, family: VisionFamily, place: RankPlace | None) -> str:

@@ -4,7 +4,7 @@ On our CPU kernels, a model without experts runs as a program (see decoder_layer
 by layer on tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
+from tgi.worker.attention.image_states import ImageStates, program_rows
 from tgi.worker.attention.interface import (
     AttentionBackend,
     ForwardBatch,
     KVCacheSpec,
-    SeenImages,
     TransformingBackend,
     state_rows,
 )
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, CpuKernels, VocabularyShards
-from tgi.worker.cpu_kernels.program import StateStep, state_step
+from tgi.worker.cpu_kernels.program import ImageStep, Program, StateStep, image_step, state_step
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
@@ -131,7 +132,9 @@ class DecoderModel:
         if isinstance(communicator, SharedMemoryCommunicator):
             self._vocabulary_shards = VocabularyShards(communicator.handle, tuple(self._vocabulary_widths))
         shards = self._vocabulary_shards
-        self._program = write_program(config, weights, self._rotaries, self.kv, communicator, shards)
+        self._write_program = partial(write_program, config, weights, self._rotaries, self.kv, communicator, shards)
+        self._program = self._write_program()
+        self._image_program: Program | None = None  # made when a step needs it: its buffers take memory of their own
         # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in layer_linears(layer)]
@@ -148,19 +151,36 @@ class DecoderModel:
     def forward_head(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> HeadLogits:
-        hidden, _ = self._run_layers(batch, attention, reader)
+        hidden = self.forward_hidden(batch, attention)
+        self.read_hidden(hidden[: len(batch.tokens)], reader)
+        return self.head(hidden, batch.logits_indices)
+
+    def forward_hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """The hidden states [rows, hidden] before the last norm, of which the first T belong to the batch."""
+        return self._run_layers(batch, attention)[0]
+
+    def head(self, hidden: Tensor, indices: Tensor) -> HeadLogits:
+        """The logits of the rows `indices` of `hidden`, as of `forward_head`."""
         if self.kv.gpu_kernels is None:
-            return HeadLogits(self._logits(hidden, batch.logits_indices))
-        values = self._weights.head(self._head_input(hidden, batch.logits_indices))
+            return HeadLogits(self._logits(hidden, indices))
         shard = None
         if self._communicator is not None:
             shard = VocabularyShard(self._communicator, self._vocabulary_widths)
-        return HeadLogits(values, *self._logits_options, shard)
+        return HeadLogits(self._weights.head(self._head_input(hidden, indices)), *self._logits_options, shard)
+
+    def read_hidden(self, hidden: Tensor, reader: LogitsReader | None) -> None:
+        """Gives the hidden states [T, hidden] of a step to `reader` and `hidden_reader`."""
+        if reader is not None:
+            for block in reader.blocks:
+                reader.read_logits(self._logits(hidden, block))
+        if self.hidden_reader is not None:
+            self.hidden_reader(self._weights.norm(hidden))
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> GreedyTokens:
-        hidden, greedy = self._run_layers(batch, attention, reader, batch.logits_indices)
+        hidden, greedy = self._run_layers(batch, attention, batch.logits_indices)
+        self.read_hidden(hidden[: len(batch.tokens)], reader)
         if greedy is not None:
             return greedy
         x = self._head_input(hidden, batch.logits_indices)
@@ -173,7 +193,7 @@ class DecoderModel:
         return self._weights.head.greedy_tokens(x, *self._logits_options, self._vocabulary_shards)
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
-        program = self._program
+        program = self._program_for(batch)
         if program is None or not isinstance(attention, CpuKernelAttention):
             return None
         hidden = torch.empty(len(batch.tokens), self._config.hidden, dtype=self.kv.dtype)
@@ -198,6 +218,7 @@ class DecoderModel:
             *(hidden, turns, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
             _program_state(batch, attention),
             layer_inputs,
+            _program_images(batch),
         )
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
@@ -207,7 +228,7 @@ class DecoderModel:
     ) -> Tensor:
         """The output [T, hidden] of the last norm, where `inputs` of the tokens (int64 [rows], padded) takes the place
         of the embedding."""
-        return self._weights.norm(self._run_layers(batch, attention, None, inputs=inputs)[0][: len(batch.tokens)])
+        return self._weights.norm(self._run_layers(batch, attention, inputs=inputs)[0][: len(batch.tokens)])
 
     def head_logits(self, normed: Tensor) -> Tensor:
         """Logits float32 [n, vocab] of outputs [n, hidden] of the last norm."""
@@ -237,7 +258,6 @@ class DecoderModel:
         self,
         batch: ForwardBatch,
         attention: AttentionBackend,
-        reader: LogitsReader | None,
         logits_indices: Tensor | None = None,
         inputs: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, GreedyTokens | None]:
@@ -263,11 +283,11 @@ class DecoderModel:
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
         deeper = () if batch.images is None else batch.images.deeper
-        layered = bool(deeper or batch.seen_images)
-        if self._program is not None and not layered and isinstance(attention, CpuKernelAttention):
+        program = self._program_for(batch)
+        if program is not None and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
-            greedy = self._program.run(
-                self._program.prepare(
+            greedy = program.run(
+                program.prepare(
                     hidden,
                     angles[0][1] if angles else positions,
                     angles,
@@ -278,6 +298,7 @@ class DecoderModel:
                     logits_indices,
                     _program_state(batch, attention),
                     layer_inputs,
+                    _program_images(batch),
                 )
             )
         else:
@@ -297,7 +318,8 @@ class DecoderModel:
                 layer_inputs=layer_inputs,
                 seen_images=batch.seen_images,
             )
-            sees = _seeing(batch.seen_images, hidden)
+            seen = batch.seen_images
+            sees = None if seen is None else F.pad(seen.sees, (0, 0, *pad))
             streams = self._weights.streams
             hidden = hidden if streams is None else streams.split(hidden)
             for number, layer in enumerate(self._weights.layers):
@@ -312,31 +334,56 @@ class DecoderModel:
                     assert batch.images is not None
                     hidden.index_add_(0, batch.images.indices, deeper[number])
             hidden = hidden if streams is None else streams.merge(hidden)
-        if reader is not None:
-            for block in reader.blocks:
-                reader.read_logits(self._logits(hidden, block))
-        if self.hidden_reader is not None:
-            self.hidden_reader(self._weights.norm(hidden[:count]))
         return hidden, greedy
 
+    def _program_for(self, batch: ForwardBatch) -> Program | None:
+        """The program for a step; None: it runs layer by layer."""
+        if self._program is None or _program_images(batch) is None:
+            return self._program
+        if self._image_program is None:
+            self._image_program = self._write_program(images=True)
+        return self._image_program
+
+    def image_states(self, images: int) -> ImageStates | None:
+        """Memory for what layers attend to of so many images; None: no layer attends to images."""
+        config = self._config
+        if not config.image_layers:
+            return None
+        kv = self.kv._replace(
+            layers=config.image_layers, sliding_windows=(), softcap=None, groups=ONE_FULL_GROUP, stored_dtype=None
+        )
+        return ImageStates(kv, images, config.image_states, self.device, self._project_image)
+
     @torch.inference_mode()
-    def image_pairs(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values of the states [n, hidden] of an image, for each layer that attends to images: [2, kv_heads,
-        n, head_dim]. Empty: no layer does."""
+    def _project_image(self, states: Tensor) -> list[Tensor]:
+        """Keys and values [n, 2 * kv_heads, head_dim] of the states [n, hidden] of an image, for each layer that
+        attends to images."""
         found = []
-        count, heads = len(states), (2, self._config.kv_heads, self._config.head_dim)
+        count, kv_heads = len(states), self._config.kv_heads
         padded = F.pad(states, (0, 0, 0, self._row_counts.padded(count) - count))
         for layer in self._weights.layers:
             if (cross := layer.cross) is not None:
-                pairs = cross.pairs(padded)[:count].view(count, *heads).permute(1, 2, 0, 3).contiguous()
-                pairs[0] = cross.key_norm(pairs[0].view(-1, heads[2])).view_as(pairs[0])
-                found.append(pairs)
-        return tuple(found)
+                pairs = cross.pairs(padded)
+                cross.key_norm.normalize_in_place(pairs[:, : pairs.shape[1] // 2].unflatten(1, (kv_heads, -1)))
+                found.append(pairs[:count].unflatten(1, (2 * kv_heads, -1)))
+        return found
 
     def _add_positions(self, hidden: Tensor, positions: Tensor) -> None:
         """Adds the learned vectors of `positions` [rows] to `hidden`."""
         assert self._weights.positions is not None
         hidden += self._weights.positions.index_select(0, positions)
+
+    @property
+    def embeds_alone(self) -> bool:
+        """Whether the embeddings of a step's tokens are all that the layers get of them."""
+        return self._weights.layer_inputs is None
+
+    def embed_batch(self, batch: ForwardBatch) -> Tensor:
+        """The embeddings [T, hidden] of a step's tokens, or what they have in place of them."""
+        hidden = self.embed(batch.tokens)
+        if batch.images is not None:
+            hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
+        return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The scaled and normed embeddings [rows, hidden] of the tokens. Where ranks divide the embedding, each comes
@@ -389,14 +436,13 @@ def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
     return StateSpec((tensors,) * config.recurrent_layers)
 
 
-def _seeing(seen: Sequence[SeenImages], hidden: Tensor) -> Tensor | None:
-    """Which rows [rows, 1] of the hidden states belong to tokens that see images; None: none do."""
-    if not seen:
-        return None
-    sees = hidden.new_zeros(len(hidden), 1, dtype=torch.bool)
-    for first, stop, _ in seen:
-        sees[first:stop] = True
-    return sees
+def _program_images(batch: ForwardBatch) -> ImageStep | None:
+    """What a program gets of a step's images, besides embeddings."""
+    if (seen := batch.seen_images) is not None:
+        return image_step((seen.sees, seen.states.addresses, program_rows(seen)), None, ())
+    if batch.images is not None and batch.images.deeper:
+        return image_step(None, batch.images.indices, batch.images.deeper)
+    return None
 
 
 def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateStep | None:
