@@ -360,6 +360,10 @@ class DecodeGraphs:
             return None
         columns = self._columns(graph, rows)
         graph.inputs.copy_(pin_for_copy(columns, graph.inputs.device), non_blocking=True)
+        reads_hidden = reader is not None or self._captured.hidden_states
+        if inputs is None and parts is None and not reads_hidden:
+            graph.replay()
+            return self._logits_of(rows)
         lead = self._leading(graph.key, rows)
         rest = slice(graph.key.rows, graph.key.rows + int((rows.ends - rows.starts)[lead:].sum()))
         if inputs is not None and self._captured.inputs is not None:
@@ -367,11 +371,15 @@ class DecodeGraphs:
         if parts is not None:
             self._write_parts(parts, lead, rest)
         graph.replay()
-        if self._hidden is not None and (reader is not None or self._captured.hidden_states):
+        if self._hidden is not None and reads_hidden:
             hidden = self._hidden[:lead]
             if rest.start < rest.stop:
                 hidden = self._hidden[rest] if not lead else torch.cat((hidden, self._hidden[rest]))
             self._model.read_hidden(hidden, reader)
+        return self._logits_of(rows)
+
+    def _logits_of(self, rows: StepRows) -> HeadLogits:
+        assert self._logits is not None
         return self._logits._replace(values=self._logits.values[: len(rows.sampling_rows)])
 
     def _write_parts(self, batch: ForwardBatch, lead: int, rest: slice) -> None:
