@@ -168,7 +168,11 @@ def check_loss_of_the_only_actor(server: Server, cluster: Cluster) -> None:
     expected = token_ids(list(server.stream("A prompt", max_new_tokens=60)))
     secret = json.loads((server.run_directory / "keys" / "host.key").read_text())["secret"]
     found = []
-    before = server.output_text().count("was killed by SIGKILL")
+
+    def deaths() -> int:
+        return server.output_text().count("was killed by SIGKILL")
+
+    before = deaths()
     (worker,) = (name for name in server.processes() if name.startswith("worker"))
     for number, event in enumerate(server.stream("A prompt", max_new_tokens=60), 1):
         found.append(event["token"]["id"])
@@ -179,7 +183,7 @@ def check_loss_of_the_only_actor(server: Server, cluster: Cluster) -> None:
             cluster.kill_actor_of(cluster.ranks()[0])
             assert cluster.files_with(secret) == []
     assert found == expected
-    assert server.output_text().count("was killed by SIGKILL") - before == 3
+    server.wait_until(lambda: deaths() == before + 3, "the supervisor has logged the last kill, too")
 
 
 def test_an_error_of_a_rank_ends_the_server(cluster: Cluster, tiny_llama: Path, tmp_path: Path) -> None:

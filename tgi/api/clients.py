@@ -11,6 +11,7 @@ from falcon.asgi import Request
 from tgi.api import errors
 from tgi.microkernel.admission.api_keys import MAX_PRIORITY, ApiKey, parse_api_key
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.messages.protocol import RequestContext
 from tgi.microkernel.settings.loading import reread_api_keys
 from tgi.microkernel.settings.table import Settings
 
@@ -36,6 +37,10 @@ class Client(NamedTuple):
     def share(self) -> str:
         """Whose share of the server it uses: batches have one of their own, as clients have one priority each."""
         return f"{self.name} batch" if self.batch else self.name
+
+    def context(self, fingerprint: bytes, request_key: int = 0, request_index: int = 0) -> RequestContext:
+        """The context of a request of this client to a tokenizer."""
+        return RequestContext(fingerprint, request_key, request_index, self.share, self.weight, self.priority)
 
     @property
     def for_batches(self) -> "Client":

@@ -79,7 +79,7 @@ def create_generations(
     `names` maps TGI's parameter names to those of the request, for error messages.
 
     Raises ApiError: 422 for a broken rule, too many or too long generations or an invalid X-Request-Timeout, 424 as
-    Service.next_contexts, 429 and 503 as Admission.acquire_permits.
+    Service.next_fingerprints, 429 and 503 as Admission.acquire_permits.
     """
     service.require_task(ModelTask.GENERATE)
     limits = service.router.limits
@@ -106,7 +106,7 @@ def create_generations(
     probe = is_probe(req)
     count = len(prompts) * best_of * choices
     check_count(service, count)
-    requested = iter(service.next_contexts(req, count))
+    fingerprints = iter(service.next_fingerprints(req, count))
     client: Client = req.context.client
     timeout = None if probe else service.request_timeout(req)
     if not probe:
@@ -143,7 +143,7 @@ def create_generations(
                 params = params._replace(adapter=adapter.name, adapter_digest=adapter.digest)
             if not probe:
                 request_metrics.count_generation()
-            asked = next(requested)._replace(request_key=key, request_index=first + len(generations))
+            asked = client.context(next(fingerprints), key, first + len(generations))
             message = _generate_message(
                 prompt, parameters, sampling, params, hide_stop, grammar_json, asked, tells_prompt
             )

@@ -83,7 +83,7 @@ async def run_inputs(
     """Computes the vectors of a request's inputs, each a request of its own to the tokenizers. All of them share one of
     the server's permits.
 
-    Raises ApiError: 422 for too many inputs or one that is invalid, 424 as Service.next_contexts, 429 and 503 as
+    Raises ApiError: 422 for too many inputs or one that is invalid, 424 as Service.next_fingerprints, 429 and 503 as
     Admission.acquire_permits; and ClientDisconnected.
     """
     if len(inputs) > MAX_INPUTS:
@@ -93,7 +93,7 @@ async def run_inputs(
         raise errors.validation_error(f"the texts of all pairs must have <= {limit} characters. Given: {size}")
     request_metrics.count_request(req)
     probe, admission = is_probe(req), service.router.admission
-    contexts = service.next_contexts(req, len(inputs))
+    fingerprints = service.next_fingerprints(req, len(inputs))
     client: Client = req.context.client
     timeout = None if probe else service.request_timeout(req)
     if not probe:
@@ -103,8 +103,8 @@ async def run_inputs(
     key = 0 if probe else request_key(response_key(req).response_id)
     recorder.stamp(Event.NAMED, RequestContext(request_key=key), b=name_digest(req.context.request_id))
     generations = []
-    for index, (one, context) in enumerate(zip(inputs, contexts, strict=True)):
-        asked = context._replace(request_key=key, request_index=index)
+    for index, (one, fingerprint) in enumerate(zip(inputs, fingerprints, strict=True)):
+        asked = client.context(fingerprint, key, index)
         message = Generate(
             rid=0,
             inputs=one.text,

@@ -29,7 +29,7 @@ from tgi.api.requests import Generation, LiveRequest, RequestRecord
 from tgi.api.response_store import ResponseStore
 from tgi.api.router import Router
 from tgi.api.shapes.chat import ImageSource
-from tgi.microkernel.messages.protocol import ModelTask, RequestContext
+from tgi.microkernel.messages.protocol import ModelTask
 from tgi.microkernel.recovery.work_register import FINGERPRINT_BYTES
 from tgi.microkernel.settings.options import MAX_SECONDS, seconds
 from tgi.microkernel.settings.table import Settings
@@ -179,24 +179,20 @@ class Service:
     def error_form(self, req: Request) -> ErrorForm:
         return "anthropic" if in_messages(req.path) else "openai" if self.has_openai_errors(req) else "native"
 
-    def next_contexts(self, req: Request, count: int) -> list[RequestContext]:
-        """The contexts of the next `count` requests to the tokenizers that this HTTP request makes. Their fingerprints
-        are the same for the same body, whatever seeds are drawn; the readiness probe has none, so that it is never in
-        quarantine.
+    def next_fingerprints(self, req: Request, count: int) -> list[bytes]:
+        """Those of the next `count` requests to the tokenizers that this HTTP request makes (Client.context): the same
+        for the same body, whatever seeds are drawn. The readiness probe has none, so that it is never in quarantine.
 
         Raises ApiError: 424 if one of them is in quarantine.
         """
-        client: Client = req.context.client
-        probe, share = is_probe(req), client.share
-        fingerprints = [b"" if probe else next(req.scope[FINGERPRINTS_KEY]) for _ in range(count)]
+        if is_probe(req):
+            return [b""] * count
+        fingerprints = list(itertools.islice(req.scope[FINGERPRINTS_KEY], count))
         quarantine = self.router.quarantine
         for fingerprint in fingerprints:
-            if fingerprint and (entry := quarantine.find(fingerprint)) is not None:
+            if (entry := quarantine.find(fingerprint)) is not None:
                 raise errors.quarantined(entry.reason, quarantine.minutes_left(entry))
-        return [
-            RequestContext(fingerprint=fingerprint, client=share, weight=client.weight, priority=client.priority)
-            for fingerprint in fingerprints
-        ]
+        return fingerprints
 
     def submit(self, requests: Sequence[LiveRequest], req: Request, detached: bool = False) -> DisconnectWatcher:
         """Submits the tokenizer requests of an HTTP request. The watcher cancels the active ones at a disconnect: those

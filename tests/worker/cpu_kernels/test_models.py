@@ -25,7 +25,7 @@ from tgi.worker.models.loader import build_model, read_model_spec
 pytestmark = pytest.mark.slow
 
 LENGTHS = (90, 1, 17, 44)  # the windows of the models have 40 tokens
-COMPARED = 16  # prompts
+COMPARED = 48  # prompts: fewer have no steady median where a token's experts differ between types
 
 
 @cache

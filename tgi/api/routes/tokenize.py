@@ -9,6 +9,7 @@ from falcon.asgi import Request, Response
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import is_probe
 from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
+from tgi.api.clients import Client
 from tgi.api.generation import text_prompt
 from tgi.api.images import ImageSet, check_images
 from tgi.api.json_body import JsonBody
@@ -35,11 +36,12 @@ async def tokenize(
     images: Sequence[ImageSource] | None = None,
 ) -> Tokenized:
     """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has passed,
-    424 as Service.next_contexts."""
+    424 as Service.next_fingerprints."""
     if not (service.router.health.probe_passed or is_probe(req)):
         raise errors.unhealthy(service.router.health.stage)
     check_images(images or (), service.settings)
-    (context,) = service.next_contexts(req, 1)
+    client: Client = req.context.client
+    context = client.context(service.next_fingerprints(req, 1)[0])
     image_set = ImageSet(images, context) if images else None
     request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, context, ids, image_set)
     await service.run_requests([request], req)

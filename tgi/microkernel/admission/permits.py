@@ -118,7 +118,8 @@ class Permits:
 
     def _clients(self) -> list[float]:
         """The client of each permit; 0 if it is free."""
-        return list(self._holders[::_ROW])
+        clients: list[float] = self._holders[::_ROW].tolist()
+        return clients
 
     def _free_rows_of_dead_processes(self) -> None:
         pids = self._holders[2::_ROW].tolist()

@@ -147,7 +147,7 @@ class FakeRequest:
     top_n: int
     slot: SlotAssignment
     page_tables: list[list[int]]  # of each KV group
-    checked_pages: list[int]  # of each group: pages of its table that are checked or cleared
+    new_pages: list[tuple[int, int]]  # group and index of those that are neither checked nor cleared
     computed: int = 0
     chain: int = 0
     lost: dict[tuple[int, int], str] = field(default_factory=dict)  # by group and index: who was given this page
@@ -303,6 +303,8 @@ class FakeWorker:
     def _append_pages(self, step: Step) -> None:
         tables, pages = unpack_int32(step.page_tables), unpack_int32(step.page_ids)
         require(len(tables) == len(pages), "page_tables and page_ids differ in length")
+        if not pages:
+            return
         groups = self._groups
         starts = dict(zip(unpack_int32(step.rows), unpack_int32(step.starts), strict=False))
         for table, page in zip(tables, pages, strict=True):
@@ -316,6 +318,7 @@ class FakeWorker:
                     needed = self._needed_pages(request, starts.get(slot, request.computed))
                     require(page not in needed, f"page {page} is in the table of slot {slot} twice")
                 self._holders[page].add(slot)
+            request.new_pages.append((group, len(request.page_tables[group])))
             request.page_tables[group].append(page)
 
     def _copy_states(self, step: Step) -> None:
@@ -352,10 +355,10 @@ class FakeWorker:
             self._check_prefix(slot, request, start)
         if start != request.computed:
             raise Violation(f"slot {slot}: starts at {start}, but {request.computed} tokens are computed")
-        for number, table in enumerate(request.page_tables):
-            for page in table[request.checked_pages[number] :]:
-                self._clear_page(page, slot, number)
-            request.checked_pages[number] = len(table)
+        if request.new_pages:
+            for group, index in request.new_pages:
+                self._clear_page(request.page_tables[group][index], slot, group)
+            request.new_pages.clear()
 
     def _check_prefix(self, slot: int, request: FakeRequest, start: int) -> None:
         """Checks the cached prefix before the first row of a slot: its pages must hold exactly these tokens."""
@@ -380,7 +383,7 @@ class FakeWorker:
                     raise Violation(f"slot {slot}: page {page} holds other tokens than its prefix")
         if self._recurrent is not None and self._states.get(slot) != chain:
             raise Violation(f"slot {slot}: starts at {start} without the state of the tokens before")
-        request.checked_pages = [-(-start // size)] * len(request.page_tables)
+        request.new_pages = [(group, index) for group, index in request.new_pages if index * size >= start]
         request.chain = chain
         request.computed = start
 
@@ -400,29 +403,34 @@ class FakeWorker:
         """Computes a row. Returns its prompt logprobs."""
         request = self._slots[slot]
         size = self.config.page_size
-        for (group, index), why in request.lost.items():
-            if index >= self._groups[group].first_kept(start, size):
-                raise Violation(f"slot {slot} computes, but its {why}")
+        if request.lost:
+            for (group, index), why in request.lost.items():
+                if index >= self._groups[group].first_kept(start, size):
+                    raise Violation(f"slot {slot} computes, but its {why}")
         if self._recurrent is not None and start and self._states[slot] != request.chain:
             raise Violation(f"slot {slot} computes from {start} on, but its state is another one")
         asked = request.slot
+        logprobs_from = asked.prompt_logprobs_from
         prompt_logprobs = []
         chain = request.chain
         for position in range(start, start + count):
             chain = hash((chain, request.ids[position]))
-            if 0 < asked.prompt_logprobs_from <= position + 1 < asked.prompt_tokens:
+            if logprobs_from and logprobs_from <= position + 1 < asked.prompt_tokens:
                 number = hash((chain, PROMPT_KEY)) % (1 << 32)
                 prompt_logprobs.append(
                     fake_prompt_logprob(number, request.ids[position + 1], asked.prompt_top_n, self._ids)
                 )
+            index, place = position // size, 1 + position % size  # the first item is the group
             for table in request.page_tables:
-                page = table[position // size]
+                page = table[index]
                 held = self._pages[page]
-                if position % size == len(held) - 1:
+                if place == len(held):
                     held.append(chain)
-                elif held[1 + position % size] != chain:  # only the last token of a cached prompt is computed again
+                elif held[place] != chain:  # only the last token of a cached prompt is computed again
                     raise Violation(f"slot {slot} writes other tokens into the shared page {page}")
-        request.chain = self._states[slot] = chain
+        request.chain = chain
+        if self._recurrent is not None:
+            self._states[slot] = chain
         request.computed = start + count
         return prompt_logprobs
 
@@ -506,7 +514,7 @@ def fake_request(new: SlotAssignment, limits: DeploymentLimits, adapters: Adapte
         f"slot {new.slot}: a listed id is not in the vocabulary, or none is to be listed",
     )
     groups = len(paged_groups(limits.groups))
-    found = FakeRequest(ids, noise_key(sampling), sampling.top_n, new, [[] for _ in range(groups)], [0] * groups)
+    found = FakeRequest(ids, noise_key(sampling), sampling.top_n, new, [[] for _ in range(groups)], [])
     found.listed = listed
     if sampling.adapter:
         found.adapter = adapters.find_content(sampling.adapter_digest)
