@@ -8,7 +8,7 @@ On CPU each query is computed alone, over exactly the keys that it sees, or by o
 order of its own. So its bits are the same in any batch and in any chunk.
 """
 
-import mmap
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tgi.worker.attention.cuda import launches, to_cache_dtype
 from tgi.worker.attention.interface import KVCacheSpec, SeenImages
+from tgi.worker.cpu_kernels.arena import map_region
 from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, AttentionRows, KVCache
 from tgi.worker.device_copies import copy_columns_to_device, copy_to_device
 from tgi.worker.kv_cache_sizes import GPU_PAGE_SIZE
@@ -237,4 +238,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """On CPU, memory that the operating system maps at its first write."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize), dtype=dtype).view(shape)
+    return torch.frombuffer(map_region(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

@@ -327,7 +327,14 @@ def _load_prompt_parts(
     tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress)
     states = None
     if family.crosses and isinstance(served, DecoderModel):
-        states = served.image_states(memory.stored_images(served.device.type, settings.max_images))
+        count = memory.stored_images(served.device.type, settings.max_images)
+        try:
+            states = served.image_states(count)
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise UserError(
+                f"There is no memory for what layers attend to of {count} images, of up to "
+                f"{_image_bytes(served) / 1e6:.0f} MB each. Choose a lower --max-images. {TEXT_ALONE}"
+            ) from error
     return PromptImages(tower, media_directory(settings.run_dir), memory.FEATURE_BYTES, states)
 
 
