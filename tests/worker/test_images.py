@@ -247,20 +247,24 @@ class Harness:
         gpu: GpuKernels | None = None,
         capturer: GraphCapturer | None = None,
         captured: int = 0,  # tokens of chunks in captured steps
+        device: torch.device = CPU,  # on another one than the CPU, `gpu` computes the model
     ) -> None:
         kernels = our_kernels(read_model_spec(directory, "float32")) if native else None
-        model = build_model(directory, "float32", "cpu", lambda stage, percent: None, kernels=kernels)
+        of_model = None if device == CPU else gpu
+        model = build_model(
+            directory, "float32", str(device), lambda stage, percent: None, kernels=kernels, gpu=of_model
+        )
         family = vision_family(directory)
         assert family is not None
         assert isinstance(model, DecoderModel)
         own, model.kv = model.kv, model.kv._replace(gpu_kernels=gpu)
         states, model.kv = model.image_states(stored), own
-        self.images = PromptImages(load_tower(directory, family, torch.float32, CPU), media, kept, states)
+        self.images = PromptImages(load_tower(directory, family, torch.float32, device), media, kept, states)
         groups, slots = kv_groups(model), 4
         attention: Any = build_attention(
-            model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS
+            model.kv._replace(groups=paged_groups(groups)), pages, device, slots + 1 + SNAPSHOTS
         )
-        if gpu is not None:
+        if gpu is not None and device == CPU:
             attention = CudaAttention(model.kv._replace(gpu_kernels=gpu), pages, CPU)
         capture = None if capturer is None else GraphCaptureConfig(capturer, attention, [slots], captured)
         size = attention.page_size
