@@ -224,10 +224,8 @@ def _load_state(
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
         step_bytes = _measure_step(settings, models, graphs, progress, images)
-    taken, mapped = (
-        step_bytes + _feature_bytes(settings, models.served, images),
-        0 if files is None else files.mapped_bytes,
-    )
+    taken = step_bytes + _feature_bytes(settings, models.served, images)
+    mapped = 0 if files is None else files.mapped_bytes
     available = _cache_memory(settings, models.served.device, taken, mapped)
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
