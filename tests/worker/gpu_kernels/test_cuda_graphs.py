@@ -227,8 +227,8 @@ def test_steps_with_chunks_and_drafts_are_replayed(kind: str) -> None:
     seen: list[tuple[bool, bool]] = []
     replay = recorded._decode_graphs.try_replay
 
-    def replayed(rows: StepRows, reader: Any) -> Any:
-        found = replay(rows, reader)
+    def replayed(rows: StepRows, *more: Any, **named: Any) -> Any:
+        found = replay(rows, *more, **named)
         seen.append((rows.drafts is not None, found is not None))
         return found
 
