@@ -126,7 +126,8 @@ def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str, mon
     prompts, samplings = [[5, 9, 3], [7] * 20], [SamplingParams(0)] * 2
     options: dict[str, Any] = {} if kind == "lfm2" else {"layers": 2}
     if kind == "qwen3_5_text":
-        options["more"] = (("layer_types", ["linear_attention", "full_attention"]),)
+        heads = ("linear_num_key_heads", 1), ("linear_num_value_heads", 2)
+        options["more"] = (("layer_types", ["linear_attention", "full_attention"]), *heads)
     for gpu in (GPU, None):
         model = build_model(make(kind, **options), "float32", "cpu", lambda stage, percent: None, gpu=gpu)
         assert (model.cuda_graph_obstacle is None) == (gpu is not None)
