@@ -16,7 +16,6 @@ logprobs, and how many of the 94 likeliest tokens are the same. Exits with 1 if 
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -31,8 +30,8 @@ import transformers
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.benchmarks.peers import llama_cpp
-from scripts.benchmarks.workloads import PEERS_DIRECTORY, demo
+from scripts.benchmarks.peers import llama_cpp_program, llama_cpp_source
+from scripts.benchmarks.workloads import demo
 from scripts.make_model import LATENT_YARN, make_model
 from tests.worker.batches import Row, make_batch
 from tgi.hub.gguf.convert import convert
@@ -240,28 +239,12 @@ class Converter:
 @contextmanager
 def converter(scratch: Path) -> Iterator[Converter]:
     """Starts and ends it."""
-    command = [sys.executable, "-c", CONVERTER, str(source()), str(scratch / "converter.log")]
+    command = [sys.executable, "-c", CONVERTER, str(llama_cpp_source()), str(scratch / "converter.log")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Converter(process)
         finally:
             process.kill()
-
-
-def source() -> Path:
-    """llama.cpp's source, with its converter."""
-    return next((PEERS_DIRECTORY / "llama.cpp" / "source").glob("*/vendor/llama.cpp"))
-
-
-def compile_logits(scratch: Path) -> Path:
-    """The program scripts/llama_logits.cpp. Raises CalledProcessError."""
-    build, program = llama_cpp().parent, scratch / "llama-logits"
-    libraries = ["src/libllama.a", *(f"ggml/src/libggml{part}.a" for part in ("", "-cpu", "-base"))]
-    command = [os.environ.get("CXX", "g++"), "-O1", "-std=c++17", f"-I{source()}/include", f"-I{source()}/ggml/include"]
-    command += [str(Path(__file__).with_name("llama_logits.cpp")), "-o", str(program)]
-    command += [*(str(build / library) for library in libraries), "-fopenmp", "-lpthread", "-ldl"]
-    subprocess.run(command, check=True)
-    return program
 
 
 def llama(program: Path, *words: str | Path | int, ids: list[int] | None = None) -> list[int]:
@@ -411,7 +394,7 @@ def main() -> None:
     wrong = False
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
-        program = compile_logits(scratch)
+        program = llama_cpp_program("llama_logits", scratch)
         if arguments.demo:
             check_demo(scratch, program)
             return

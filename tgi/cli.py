@@ -734,19 +734,13 @@ def plan(devices: str, requests: int, tokens: int, as_json: bool, **given: Any) 
     except ValueError as error:
         raise UserError(f"{error}.", code=2) from error
     draft = settings.draft_model_id
-    if draft == MTP:
-        raise UserError(
-            f"--draft-model-id {MTP} is not planned: a layer for multi-token prediction takes as much as the last "
-            "layer of the model. Plan without it.",
-            code=2,
-        )
     request = PlanRequest(
         plannable_model(settings.model_id, settings.revision),
         settings,
         wanted,
         tokens,
         requests,
-        draft=None if draft is None else plannable_model(draft, settings.draft_model_revision),
+        draft=None if draft in (None, MTP) else plannable_model(draft, settings.draft_model_revision),
         adapters=tuple(adapter_directory(adapter, weights=False) for adapter in adapters),
         replicas=chosen.pop("replicas", None),
         arguments=tuple(

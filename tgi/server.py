@@ -409,11 +409,15 @@ def _with_draft(settings: Settings, fetch: Callable[[str, str | None], Path]) ->
     """Adds the directory of the draft model, if one is named."""
     if settings.draft_model_id in (None, MTP):
         return settings
-    from tgi.hub.model_config import read_model_config
+    from tgi.hub.model_config import is_draft_head, read_model_config
+    from tgi.hub.weight_files import weight_files
 
     assert settings.draft_model_id is not None
     directory = fetch(settings.draft_model_id, settings.draft_model_revision)
-    read_model_config(directory, weights=settings.needs_weights)
+    if not is_draft_head(directory):
+        read_model_config(directory, weights=settings.needs_weights)
+    elif settings.needs_weights:
+        weight_files(directory)  # rejects a damaged head before any process starts
     return replace(settings, draft_model_dir=directory)
 
 

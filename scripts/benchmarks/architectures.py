@@ -1,20 +1,25 @@
 """Decode of experts, latent attention and recurrent layers on CPU, next to llama.cpp on the same shapes.
 
-    scripts/bench architectures [--only lfm2,gpt-oss] [--format Q8_0] [--rows 1,8,32] [--turns 5]
+    scripts/bench architectures [--only lfm2,gpt-oss] [--format Q8_0] [--rows 1,8,32] [--turns 3] [--clock cpu]
 
 Four models of 0.3 to 0.8 billion random weights, written as GGUF files once; gpt-oss has experts in MXFP4 and the rest
-in Q8_0. This server's engine computes the file itself where import knows its architecture, and otherwise random
-bfloat16 weights of the same shapes. In each turn this engine, then `llama-batched-bench` decode with the same threads
-behind prompts that differ by row. Prints medians of tokens/s over the turns, and the median, the smallest and the
-largest of their ratios by turn.
+in Q8_0. In each turn this server's engine, then llama.cpp decode with the same threads behind prompts that differ by
+row, both from this file. Prints medians of tokens/s over the turns, and the median, the smallest and the largest of
+their ratios by turn; lines of a shape are printed when it is measured. All shapes take about four minutes on two cores,
+once the files are written and llama.cpp is built.
+
+With `--clock cpu` both compute on one thread, and seconds are those of its CPU time, which other load disturbs less.
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,26 +30,28 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from scripts.benchmarks import workloads
 from scripts.benchmarks.engine_driver import Requests, collected, flow
-from scripts.benchmarks.peers import llama_cpp
-from scripts.benchmarks.shapes import write_config, write_tokenizer
+from scripts.benchmarks.peers import llama_cpp_program
+from scripts.benchmarks.servers import Failed
+from scripts.benchmarks.shapes import write_tokenizer
 from scripts.make_gguf import add
-from tgi.hub.gguf.families import FAMILIES
 from tgi.hub.resolver import model_directory
 from tgi.microkernel.settings.options import count, counts
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.startup import start_engine
-from tgi.worker.host_cpu import usable_cores
+from tgi.worker.host_cpu import THREADS_VARIABLE, usable_cores
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]  # name, shape; matrices are [..., outputs, inputs]
 VOCABULARY = 32000
 
 
 class Shape(NamedTuple):
-    """A model: config.json, and what a GGUF file of it contains."""
+    """What a GGUF file of a model contains."""
 
-    config: dict[str, Any]
-    metadata: dict[str, Any]  # without the architecture; of those in `common` what differs
+    hidden: int
+    layers: int
+    heads: int
+    metadata: dict[str, Any]  # without the architecture, besides those that all files have
     layer: Any  # number of a layer -> Tensors
     last_norm: str = "output_norm"
     tied: bool = False
@@ -122,25 +129,12 @@ def _qwen3_next(layer: int) -> Tensors:
 
 
 LFM2_TYPES = ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)]
-YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 
 # By the architecture's name in a GGUF file. lfm2 is LFM2-350M; the others have the proportions of gpt-oss-20b,
 # DeepSeek-V3 and Qwen3-Next-80B-A3B, with fewer and smaller layers and experts.
 SHAPES = {
     "lfm2": Shape(
-        {
-            "model_type": "lfm2",
-            "hidden_size": 1024,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "intermediate_size": 4608,
-            "block_auto_adjust_ff_dim": False,
-            "conv_L_cache": 3,
-            "layer_types": LFM2_TYPES,
-            "tie_word_embeddings": True,
-            "rope_theta": 1000000.0,
-        },
+        *(1024, 16, 16),
         {
             "attention.head_count_kv": [8 * (kind != "conv") for kind in LFM2_TYPES],
             "feed_forward_length": 4608,
@@ -151,19 +145,7 @@ SHAPES = {
         tied=True,
     ),
     "gpt-oss": Shape(
-        {
-            "model_type": "gpt_oss",
-            "hidden_size": 960,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-            "intermediate_size": 960,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-            "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-        },
+        *(960, 8, 16),
         {
             "attention.head_count_kv": 4,
             "attention.key_length": 64,
@@ -181,28 +163,7 @@ SHAPES = {
         experts="MXFP4",
     ),
     "deepseek2": Shape(
-        {
-            "model_type": "deepseek_v3",
-            "hidden_size": 1024,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "intermediate_size": 2816,
-            "moe_intermediate_size": 256,
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-            "q_lora_rank": 384,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
+        *(1024, 12, 8),
         {
             "attention.head_count_kv": 1,
             "attention.q_lora_rank": 384,
@@ -225,25 +186,7 @@ SHAPES = {
         _deepseek,
     ),
     "qwen3next": Shape(
-        {
-            "model_type": "qwen3_next",
-            "hidden_size": 1024,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "intermediate_size": 2816,
-            "moe_intermediate_size": 128,
-            "shared_expert_intermediate_size": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "linear_num_key_heads": 8,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-        },
+        *(1024, 12, 8),
         {
             "attention.head_count_kv": 2,
             "attention.key_length": 256,
@@ -301,19 +244,17 @@ def random_blocks(name: str, shape: tuple[int, ...], form: str, draw: np.random.
 def write(architecture: str, form: str, path: Path) -> None:
     """Writes the GGUF file of a shape."""
     shape, draw = SHAPES[architecture], np.random.default_rng(0)
-    config = shape.config
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as directory:
         write_tokenizer(VOCABULARY, Path(directory))
         tokenizer = json.loads((Path(directory) / "tokenizer.json").read_text())["model"]
     common = {
-        "block_count": layers,
+        "block_count": shape.layers,
         "context_length": 4096,
-        "embedding_length": hidden,
+        "embedding_length": shape.hidden,
         "vocab_size": VOCABULARY,
-        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count": shape.heads,
         "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 150000.0 if architecture == "gpt-oss" else 1000000.0,
+        "rope.freq_base": 1000000.0,
     }
     writer = GGUFWriter(path, architecture)
     for key, value in (common | shape.metadata).items():
@@ -330,10 +271,10 @@ def write(architecture: str, form: str, path: Path) -> None:
         "add_bos_token": False,
     }.items():
         add(writer, f"tokenizer.ggml.{key}", value)
-    tensors = {"token_embd.weight": (VOCABULARY, hidden), f"{shape.last_norm}.weight": (hidden,)}
+    tensors = {"token_embd.weight": (VOCABULARY, shape.hidden), f"{shape.last_norm}.weight": (shape.hidden,)}
     if not shape.tied:
-        tensors["output.weight"] = (VOCABULARY, hidden)
-    for layer in range(layers):
+        tensors["output.weight"] = (VOCABULARY, shape.hidden)
+    for layer in range(shape.layers):
         tensors |= {f"blk.{layer}.{name}": size for name, size in shape.layer(layer)}
     for name, size in tensors.items():
         own = shape.experts if shape.experts and "_exps.weight" in name else form
@@ -345,54 +286,75 @@ def write(architecture: str, form: str, path: Path) -> None:
     writer.close()
 
 
-def start(architecture: str, file: Path, rows: int, tokens: int, run: Path) -> TorchEngine:
-    """This server's engine with the file, or with weights of its shape."""
-    directory, known = run / "model", architecture in FAMILIES
-    directory.mkdir()
-    if not known:
-        longest = {"max_position_embeddings": 4096, "vocab_size": VOCABULARY}
-        write_config(SHAPES[architecture].config | longest, directory)
-        write_tokenizer(VOCABULARY, directory)
+def start(file: Path, rows: int, tokens: int, run: Path) -> TorchEngine:
+    """This server's engine with the file."""
     settings = Settings(
-        model_dir=model_directory(str(file)) if known else directory,
-        load_format="auto" if known else "dummy",
+        model_dir=model_directory(str(file)),
         run_dir=run,
         device="cpu",
         dtype="bfloat16",
         max_batch_size=rows,
         max_total_tokens=tokens,
         max_batch_total_tokens=2 * rows * tokens,
-        max_batch_prefill_tokens=2048,
+        max_batch_prefill_tokens=min(2048, 2 * rows * tokens),
     )
     return start_engine(settings, lambda stage, percent: None)
 
 
-def ours(engine: TorchEngine, rows: int, prompt: int, tokens: int) -> float:
+def ours(engine: TorchEngine, rows: int, prompt: int, tokens: int, clock: Callable[[], float]) -> float:
     """Tokens per second of decode steps, one at a time."""
     engine.reset()
     requests = Requests(engine, range(rows), prompt, tokens + 2, apart=prompt)
     flow(engine, requests.prompts())
-    began = time.perf_counter()
+    began = clock()
     for step in requests.steps(tokens):
         collected(engine, engine.launch(step))
-    return rows * tokens / (time.perf_counter() - began)
+    return rows * tokens / (clock() - began)
 
 
-def theirs(file: Path, rows: list[int], prompt: int, tokens: int) -> list[float]:
-    """The same of llama.cpp. Raises Failed."""
-    threads = str(usable_cores())
-    command: list[str | Path] = [
-        llama_cpp() / "llama-batched-bench",
-        "-m",
-        file,
-        "-c",
-        str(max(rows) * (prompt + tokens)),
-    ]
-    command += ["-t", threads, "-tb", threads, "-npp", str(prompt), "-ntg", str(tokens)]
-    command += ["-npl", ",".join(map(str, rows)), "--output-format", "jsonl"]
-    printed = (json.loads(line) for line in workloads.run(*command).splitlines() if line.startswith("{"))
-    found = {line["pl"]: line["speed_tg"] for line in printed}
-    return [found[each] for each in rows]
+@contextmanager
+def llama_decode(file: Path, rows: int, tokens: int, threads: int, directory: Path) -> Iterator[Callable[..., float]]:
+    """Starts and ends llama.cpp. Yields a function of rows, prompt, tokens and whether CPU time counts, which returns
+    what `ours` does. Raises Failed."""
+    command: list[str | Path | int] = [llama_cpp_program("llama_decode", directory), file, rows, tokens, threads]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(list(map(str, command)), stdin=pipe, stdout=pipe, text=True) as process:
+
+        def theirs(rows: int, prompt: int, tokens: int, cpu: bool) -> float:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(rows, prompt, tokens, file=process.stdin, flush=True)
+            said = process.stdout.readline().split()
+            if not said:
+                raise Failed(f"llama.cpp does not compute {file}")
+            return rows * tokens / float(said[cpu])
+
+        try:
+            yield theirs
+        finally:
+            process.kill()
+
+
+def measure(options: argparse.Namespace, architecture: str, threads: int, cpu: bool) -> None:
+    """Measures a shape and prints its lines."""
+    sizes, clock = (options.prompt, options.tokens), time.process_time if cpu else time.perf_counter
+    form = options.format or ("Q8_0" if SHAPES[architecture].experts else "BF16")
+    path = workloads.PEERS_DIRECTORY / "models" / f"{architecture}-{form}.gguf"
+    file = workloads.whole(path, partial(write, architecture, form))
+    most, longest = max(options.rows), 2 * sum(sizes)
+    with tempfile.TemporaryDirectory(prefix="tgi-") as run:
+        engine = start(file, most, longest, Path(run))
+        with llama_decode(file, most, longest, threads, Path(run)) as theirs:
+            turns = [
+                [(ours(engine, rows, *sizes, clock), theirs(rows, *sizes, cpu)) for rows in options.rows]
+                for _ in range(options.turns + 1)
+            ][1:]
+    for at, rows in enumerate(options.rows):
+        own, other = ([turn[at][side] for turn in turns] for side in range(2))
+        ratios = [one / two for one, two in zip(own, other, strict=True)]
+        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+        figures = f"{statistics.median(own):.1f} | {statistics.median(other):.1f} | {middle:.2f}"
+        print(f"| {architecture}, {form} | {rows} | {figures} | {low:.2f} to {high:.2f} |", flush=True)
 
 
 def main() -> None:
@@ -401,30 +363,17 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SHAPES), help="architectures")
     parser.add_argument("--format", default="", choices=("BF16", "Q8_0"), help="of all matrices but gpt-oss' experts")
     parser.add_argument("--rows", type=counts, default="1,8,32")
-    parser.add_argument("--turns", type=count, default=5)
-    parser.add_argument("--prompt", type=count, default=64, help="tokens")
-    parser.add_argument("--tokens", type=count, default=32, help="decode steps of a turn")
+    parser.add_argument("--turns", type=count, default=3)
+    parser.add_argument("--prompt", type=count, default=16, help="tokens")
+    parser.add_argument("--tokens", type=count, default=16, help="decode steps of a turn")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = parser.parse_args()
-    sizes = options.prompt, options.tokens
-    print("| | rows | ours, tokens/s | llama.cpp | ratio | by turn |\n|---|---|---|---|---|---|")
+    cpu = options.clock == "cpu"
+    threads = 1 if cpu else usable_cores()
+    os.environ[THREADS_VARIABLE] = str(threads)
+    print("| | rows | ours, tokens/s | llama.cpp | ratio | by turn |\n|---|---|---|---|---|---|", flush=True)
     for architecture in options.only.split(","):
-        form = options.format or ("Q8_0" if SHAPES[architecture].experts else "BF16")
-        path = workloads.PEERS_DIRECTORY / "models" / f"{architecture}-{form}.gguf"
-        file = workloads.whole(path, partial(write, architecture, form))
-        with tempfile.TemporaryDirectory(prefix="tgi-") as run:
-            engine = start(architecture, file, max(options.rows), 2 * sum(sizes), Path(run))
-            for rows in options.rows:
-                ours(engine, rows, *sizes)
-            turns = [
-                ([ours(engine, rows, *sizes) for rows in options.rows], theirs(file, options.rows, *sizes))
-                for _ in range(options.turns)
-            ]
-        for at, rows in enumerate(options.rows):
-            own, other = ([turn[side][at] for turn in turns] for side in range(2))
-            ratios = [one / two for one, two in zip(own, other, strict=True)]
-            middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-            figures = f"{statistics.median(own):.1f} | {statistics.median(other):.1f} | {middle:.2f}"
-            print(f"| {architecture}, {form} | {rows} | {figures} | {low:.2f} to {high:.2f} |", flush=True)
+        measure(options, architecture, threads, cpu)
 
 
 if __name__ == "__main__":

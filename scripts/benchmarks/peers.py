@@ -384,6 +384,21 @@ def llama_cpp() -> Path:
     return build / "bin"
 
 
+def llama_cpp_source() -> Path:
+    """llama.cpp's source, with its converter, once it is built."""
+    return next((PEERS_DIRECTORY / "llama.cpp" / "source").glob("*/vendor/llama.cpp"))
+
+
+def llama_cpp_program(name: str, directory: Path) -> Path:
+    """A program of scripts/NAME.cpp and llama.cpp's libraries, compiled into the directory. Raises Failed."""
+    build, program, source = llama_cpp().parent, directory / name, llama_cpp_source()
+    libraries = ["src/libllama.a", *(f"ggml/src/libggml{part}.a" for part in ("", "-cpu", "-base"))]
+    command: list[str | Path] = [os.environ.get("CXX", "g++"), "-O1", "-std=c++17", f"-I{source}/include"]
+    command += [f"-I{source}/ggml/include", workloads.ROOT / "scripts" / f"{name}.cpp", "-o", program]
+    run(*command, *(build / library for library in libraries), "-fopenmp", "-lpthread", "-ldl")
+    return program
+
+
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
     """Holds the installation lock of a peer."""

@@ -9,6 +9,7 @@ import pytest
 from tests.live.server import Server, SharedServers
 from tests.live.test_models import LLAMA, Answer, ask, draft_metrics, streams
 from tests.models import model
+from tests.worker.test_draft_heads import small_head
 
 pytestmark = pytest.mark.live
 
@@ -24,21 +25,24 @@ def ask_all(server: Server) -> list[Answer]:
 
 
 def test_drafts_do_not_change_greedy_seeded_and_resumed_answers(shared_server: SharedServers, tmp_path: Path) -> None:
-    """With the n-gram proposer, and with a draft model that equals the served model."""
+    """With the n-gram proposer, with a draft model that equals the served model, and with a head that knows nothing."""
     directory = str(model("llama"))
     flags = ("--model-id", directory, "--dtype", "float32", "--validation-workers", "1")
     server = shared_server(*flags)
     expected, expected_streams = ask_all(server), streams(server)
     assert draft_metrics(server) == (0, 0)
-    for name, more in {"ngram": ["--speculate", "4"], "model": ["--draft-model-id", directory]}.items():
+    head = str(small_head(tmp_path / "head", Path(directory)))
+    ways = {"ngram": ["--speculate", "4"], "model": ["--draft-model-id", directory], "head": ["--draft-model-id", head]}
+    for name, more in ways.items():
         with Server(tmp_path / name, *flags) as server:
             server.start("up", *more).wait_until_ready()
             for _ in range(MAX_ROUNDS):
                 assert ask_all(server) == expected
                 drafted, accepted = draft_metrics(server)
-                if accepted:
+                if accepted or (name == "head" and drafted):
                     break
-            assert 0 < accepted <= drafted
+            assert (name != "head") <= accepted <= drafted
+            assert drafted > 0
             assert server.metric("tgi_request_skipped_tokens_sum") == accepted
             assert streams(server, act=lambda server=server: server.kill("worker-0")) == expected_streams
 

@@ -17,8 +17,8 @@ from tgi.worker.attention.interface import AttentionBackend
 from tgi.worker.engine.draft_runner import DraftModel
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.prompt_parts import PromptParts
+from tgi.worker.models.draft_head import DraftHead
 from tgi.worker.models.interface import Model
-from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.watermark import Watermark
 from tgi.worker.state_cache import StateCache
 
@@ -38,7 +38,7 @@ def make_engine(
     model: Model,
     slots: int = 16,
     pages: int = 256,
-    draft: Model | MtpModel | None = None,
+    draft: Model | DraftHead | None = None,
     mark: Watermark | None = None,
     attention: AttentionBackend | None = None,
     recording: GraphCaptureConfig | None = None,

@@ -15,7 +15,7 @@ from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.weights import random_float4, random_floats, random_weight, random_whole
-from tests.worker.test_mtp import with_mtp
+from tests.worker.test_draft_heads import with_mtp
 from tests.worker.test_sampling import sampling_batch
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.settings.table import MTP, Settings

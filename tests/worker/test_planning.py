@@ -20,9 +20,10 @@ from tests.models import vision_model
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Awq, Compressed, Float4, Form, Fp8, Gptq, write
+from tests.worker.test_draft_heads import build, small_head, with_mtp
 from tgi.cli import main
 from tgi.hub.gguf.convert import convert
-from tgi.microkernel.settings.table import Settings
+from tgi.microkernel.settings.table import MTP, Settings
 from tgi.worker.attention import page_size
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.cpu_kernels.recurrent import DeltaRule, GatedNorm, Ssd
@@ -356,6 +357,27 @@ def test_draft_models(quantize: str | None, native: bool, tmp_path: Path) -> Non
         assert found.kv_token == model.kv.token_bytes + draft_model.kv.token_bytes
 
 
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_heads_that_draft(quantize: str | None, tmp_path: Path) -> None:
+    """They are whole on each rank, and what a request may hold is that of the model."""
+    llama, deepseek = make("llama", layers=6), with_mtp("deepseek_v3", tmp_path / "deepseek")
+    eagle3 = small_head(tmp_path / "head", llama, flags=("norm_before_fc", "norm_before_residual"))
+    for directory, draft in ((llama, eagle3), (deepseek, None)):
+        settings = Settings(quantize=quantize, draft_model_id=MTP if draft is None else str(draft))
+        planned = read_planned_deployment(PlanRequest(directory, settings, [CPU], draft=draft))
+        assert planned.context == planned.served.config.context_length
+        shard = shard_decoder(planned.served.config, 1, 2)
+        alone = rank_memory(planned._replace(draft=None), shard, CPU, settings)
+        found = rank_memory(planned, shard, CPU, settings)
+        _, head = build(directory, True, "float32", draft, quantize=quantize)
+        own = head._weights
+        norms = [norm for norm in (own.embedding_norm, own.hidden_norm, *own.fusion_norms) if norm is not None]
+        vectors = vector_bytes(head._decoder._weights) + sum(norm.weight.nbytes for norm in norms)
+        assert found.weights - alone.weights == head.footprint.bytes + vectors
+        assert found.kv_token - alone.kv_token == head.kv.token_bytes
+    assert plan(llama, "--devices", "2xL4", "--draft-model-id", str(eagle3))["draft_parameters"] == 107_456
+
+
 @pytest.mark.parametrize("native", [False, True], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("kind", ["llama", "phi3", "olmo2", "starcoder2", "mixtral"])
 def test_adapters(kind: str, native: bool, tmp_path: Path) -> None:
@@ -577,7 +599,6 @@ def test_memory_of_devices() -> None:
             [],
             "does not follow from the config",
         ),
-        ({}, ["--draft-model-id", "mtp"], "a layer for multi-token prediction takes as much as the last layer"),
         ({}, ["--quantize", "gptq"], "is for weights that are quantized already"),
         ({}, ["--kv-cache-dtype", "int8"], "a type of the KV cache for CPU"),
         ({}, ["--quantize", "fp8", "--devices", "A100-80GB"], "which A100-80GB does not multiply"),

@@ -22,9 +22,9 @@ from tgi.microkernel.messages.protocol import MAX_DRAFT_TOKENS, encode
 from tgi.microkernel.messages.sampling_params import NEUTRAL, PARAMETERS, SamplingParams
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.interface import BadStep
+from tgi.worker.models.draft_head import DraftHead
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
-from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.grammar import GrammarManager
 from tgi.worker.sampling.sampler import SampledTokens as Draws
 from tgi.worker.sampling.token_bitmask import allows_token
@@ -41,7 +41,7 @@ def load(kind: str = "llama", dtype: str = "float32", native: bool = False, **op
     return build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
 
 
-def engine_of(model: Model, draft: Model | MtpModel | None = None, **how: int) -> TorchEngine:
+def engine_of(model: Model, draft: Model | DraftHead | None = None, **how: int) -> TorchEngine:
     """An engine with a token table for grammars."""
     engine = make_engine(model, draft=draft, **how)
     card = read_model_config(make("llama"))

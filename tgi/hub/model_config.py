@@ -157,8 +157,24 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
         eos_token=_token_text(tokenizer_config.get("eos_token")),
         weights=weight_files(directory) if weights else (),
         decoder_start=_decoder_start(directory, config) if config["model_type"] in T5_FAMILY else None,
-        content_hash=_content_hash(directory),
+        content_hash=content_hash(directory),
     )
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-3 head, which drafts for a model, as the paper's authors and the
+    speculators library publish them."""
+    kind, architectures = config.get("speculators_model_type"), config.get("architectures") or []
+    if kind is not None:
+        return bool(kind == "eagle3")
+    return "draft_vocab_size" in config or any("Eagle3" in str(name) for name in architectures)
+
+
+def is_draft_head(directory: Path) -> bool:
+    """Whether the directory has an EAGLE-3 head in the place of a model. Raises UserError if its config.json cannot be
+    read."""
+    with reading(directory):
+        return is_eagle3(_json(directory / "config.json"))
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
@@ -214,6 +230,13 @@ def _named_layers(config: dict[str, Any]) -> int | None:
 
 
 def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
+    if is_eagle3(config):
+        raise UserError(
+            f"{directory} has an EAGLE-3 head, which drafts for another model. Name that model with --model-id, and "
+            "the head with --draft-model-id."
+        )
+    if drafter := config.get("speculators_model_type"):
+        raise UserError(f"{directory} has a head that drafts, of the kind {drafter}. Of these, eagle3 is computed.")
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         kind = "ssm" if "ssm_cfg" in config else None
@@ -340,7 +363,8 @@ def _chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[s
     return found
 
 
-def _content_hash(directory: Path) -> str:
+def content_hash(directory: Path) -> str:
+    """The same for directories with the same configuration and tokenizer."""
     digest = hashlib.sha256()
     for name in HASHED_FILES:
         path = directory / name

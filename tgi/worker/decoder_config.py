@@ -342,6 +342,9 @@ class DecoderConfig:
     alibi: tuple[float, ...] = ()  # slopes of the heads: a score is reduced by slope * distance
     # The result is multiplied by sigmoid(g): of each head, the query projection has the query, then g.
     output_gate: bool = False
+    # Attention reads a further input next to attention_before(x), which comes first: the layer of an EAGLE-3 head (see
+    # models/draft_head.py).
+    joins_embedding: bool = False
 
     # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an activation of activations.ACTIVATIONS, by
     # which the product may be another: activations.gated. Without a gate it may be xielu.
@@ -375,6 +378,11 @@ class DecoderConfig:
     mlp_scales: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the result, besides r
     logit_scale: float = 1.0  # logits = logit_scale * head(norm(x)),
     logit_cap: float | None = None  # then c * tanh(logits / c), if set
+
+    @property
+    def attention_inputs(self) -> int:
+        """Columns of the matrices of queries, keys and values."""
+        return 2 * self.hidden if self.joins_embedding else self.hidden
 
     @property
     def attention_layers(self) -> list[int]:

@@ -10,6 +10,7 @@ from tests.cases import each_case
 from tests.worker.cpu_kernels.available import EMULATED, EPSILON, VARIANTS, load_variant, numbers
 from tests.worker.cpu_kernels.test_integer_linear import whole
 from tests.worker.cpu_kernels.test_quantized_linear import quantized
+from tests.worker.quantization.weights import random_float4
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.decoder_config import RouterConfig
 from tgi.worker.layers.linear import Linear
@@ -32,6 +33,7 @@ FORMS: dict[str, Callable[[int, int], Weight]] = {
     "8 bits, groups": lambda outputs, inputs: quantized(8, 32, False, outputs, inputs),
     "4 bits, groups, shifts": lambda outputs, inputs: quantized(4, 32, True, outputs, inputs),
     "4 bits, whole": lambda outputs, inputs: whole(4, outputs, inputs),
+    "MXFP4": lambda outputs, inputs: random_float4(outputs, inputs, 32),
 }
 ROWS = (1, 2, 7, 40) if EMULATED else (1, 2, 7, 40, 300, 1100)  # the last ones in two blocks
 

@@ -23,6 +23,7 @@ TESTS = (
     f"{LINEAR}activations_are_correct_for_any_magnitude",
     "test_quantized_linear.py::test_scales_in_float32[SET bfloat16-4-128-True]",
     "test_integer_linear.py::test_results_are_close_to_the_dequantized_weight",
+    "test_mxfp4_linear.py::test_results_have_the_bits_of_the_definition",
     *(
         f"test_integer_linear.py::test_epilogues_match_those_of_other_products[SET bfloat16-none-{bits}]"
         for bits in (4, 8)

@@ -13,7 +13,7 @@ from tests.worker.cpu_kernels.test_linear import weight_types
 from tests.worker.quantization.weights import random_float4
 from tgi.microkernel.host.heap import release_freed_memory
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels, PackedWeight
-from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight import QuantizedWeight, scale_weight
 from tgi.worker.quantization.weight_forms import GROUPS
 
 ROWS = (1, 2, 17, 33, 70) if EMULATED else tuple(range(1, 71))
@@ -92,7 +92,7 @@ def assert_rows(kernels: CpuKernels, packed: PackedWeight, weight: Tensor) -> No
 @each_case("group", [32, 16])
 def test_4_bit_floats_have_the_bits_of_twice_as_large_integers(kernels: CpuKernels, group: int) -> None:
     for outputs, inputs in ((75, 416), (7, 96)):
-        weight = random_float4(outputs, inputs, group)
+        weight = scale_weight(random_float4(outputs, inputs, group), 3.0)  # not the scales of MXFP4
         floats, integers = (
             kernels.pack_weight(kernels.supported_weight(one)) for one in (weight, weight.as_integers())
         )

@@ -19,11 +19,14 @@ from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Gptq, write
 from tests.worker.test_decode_fast_path import CountingFastPath
+from tests.worker.test_draft_heads import build, small_head, with_mtp
+from tests.worker.test_fake_worker import slot, step
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.image_states import Run
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.distributed.communicator import Communicator
+from tgi.worker.engine.engine import PendingStep
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.families import FAMILIES
@@ -274,6 +277,47 @@ def test_sampling_adapters_and_drafts(native: bool, two: Ranks, tmp_path: Path) 
     assert [one.ids for one in first] == [one.ids for one in expected]
     for mine, one in zip(first, expected, strict=True):
         assert mine.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def proposed(
+    call: RankCall | None, directory: Path, eagle3: Path | None, native: bool
+) -> tuple[list[int], list[Drawn]]:
+    """Drafts of a head on a prompt, one after the other, and tokens of requests with its drafts."""
+    served, head = build(directory, native, "float32", eagle3, call)
+    engine, known = make_engine(served, draft=head), list(range(20, 52))
+    engine.collect(engine.launch(step(1, [(0, 0, 32, 1)], [slot(0, known)], [(0, page) for page in range(3)])))
+    pending = engine.launch(step(2, [(0, 32, 1, 1)], drafts=[6]))
+    assert isinstance(pending, PendingStep)
+    assert pending.drafts is not None
+    drafts: list[int] = pending.drafts.ids.tolist()
+    engine.collect(pending)
+    samplings = [SamplingParams(0), SamplingParams(1, do_sample=True, top_n=3), SamplingParams(2)]
+    prompts = [[7, 9, 30, 41, 5], [8] * 20, [100, 3]]
+    return drafts, drive(engine, prompts, 12, samplings, chunk=7, stagger=1, guess=lambda row, drawn: 3)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_heads_that_draft(kind: str, native: bool, two: Ranks, tmp_path: Path) -> None:
+    """Each rank has all of the head, and a part of the output head, and of an embedding that is tied to it."""
+    directory, eagle3 = tmp_path / "model", None
+    if kind == "llama":
+        directory = make("llama", layers=6, tie=True)
+        eagle3 = small_head(tmp_path / "head", directory, scored=512)
+        remove_head(eagle3)
+    else:
+        with_mtp(kind, directory)
+    first, second = two.call(f"{__name__}.proposed", directory, eagle3, native)
+    assert first == second
+    drafts, drawn = proposed(None, directory, eagle3, native)
+    assert first[0] == drafts
+    assert [one.ids for one in first[1]] == [one.ids for one in drawn]
+
+
+def remove_head(eagle3: Path) -> None:
+    """Has the head score by the output head of the model."""
+    weights = load_file(eagle3 / "model.safetensors")
+    save_file({name: one for name, one in weights.items() if "lm_head" not in name}, eagle3 / "model.safetensors")
 
 
 def streaks(call: RankCall, directory: Path, quantize: str | None) -> tuple[list[Drawn], list[Drawn], int]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.models import model as make
-from tests.worker import test_mtp
+from tests.worker import test_draft_heads
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.test_fake_worker import slot, step
 from tests.worker.test_prompt_logprobs import asking, tell
@@ -35,10 +35,10 @@ from tgi.worker.engine.cuda_graphs import (
     graph_batch_sizes,
     lead_sizes,
 )
+from tgi.worker.engine.draft_head_runner import DraftHeadRunner
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.input_batch import StepRows
-from tgi.worker.engine.mtp_runner import MtpRunner
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers import rotary
@@ -270,11 +270,11 @@ def test_a_layer_for_multi_token_prediction_replays_graphs_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads the hidden states that the graphs of its model leave: the drafts are those of steps without graphs."""
-    monkeypatch.setattr(test_mtp, "LAYERS", 1)
-    directory, found = test_mtp.with_mtp("llama", tmp_path), []
+    monkeypatch.setattr(test_draft_heads, "LAYERS", 1)
+    directory, found = test_draft_heads.with_mtp("llama", tmp_path), []
     for recorded in (False, True):
-        served, mtp = test_mtp.loaded(directory, native=False)
-        mtp.decoder.cuda_graph_obstacle = None
+        served, mtp = test_draft_heads.build(directory, native=False)
+        mtp.cuda_graph_obstacle = None
         attention, drafting = (CudaAttention(one.kv._replace(gpu_kernels=GPU), PAGES, CPU) for one in (served, mtp))
         recording = GraphCaptureConfig(Tapes(), attention, [2, 8], 30) if recorded else None
         sizes = {"slots": 8, "pages": PAGES}
@@ -289,7 +289,7 @@ def test_a_layer_for_multi_token_prediction_replays_graphs_of_its_own(
             return pending
 
         engine.launch = launched  # type: ignore[method-assign]
-        assert isinstance(engine._draft_runner, MtpRunner)
+        assert isinstance(engine._draft_runner, DraftHeadRunner)
         both = engine._decode_graphs, engine._draft_runner.graphs
         replays = [counted(graphs) for graphs in both if graphs is not None]
         drawn = drive(engine, PROMPTS[:2], COUNT, chunk=5, stagger=1, guess=lambda at, drawn: 2 * (at ^ drawn % 2))

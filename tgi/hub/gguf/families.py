@@ -1142,6 +1142,7 @@ FAMILIES |= {
 
 # Architectures of which files lack what the server computes: name -> why they are refused.
 REFUSED = {
+    "eagle3": "heads that draft are read from their directory with config.json and safetensors",
     "phimoe": "its files lack the factor of the rotary embedding (long_mscale, short_mscale), and llama.cpp computes "
     "RMS norms and another choice of experts in place of the model's own",
 }

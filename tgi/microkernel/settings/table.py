@@ -596,8 +596,9 @@ class Settings:
     draft_model_id: str | None = setting(
         SPECULATION,
         None,
-        "Draft model with the same vocabulary: Hub id, local directory or .gguf file; or mtp: the served model's own "
-        "layer for multi-token prediction. Without it, n-grams of the request are drafted.",
+        "Draft model with the same vocabulary: Hub id, local directory or .gguf file; the same of an EAGLE-3 head for "
+        "the model; or mtp: the model's own layer for multi-token prediction. Without it, n-grams of the request are "
+        "drafted.",
         text,
         env=("TGI_DRAFT_MODEL_ID",),
         unset="none",

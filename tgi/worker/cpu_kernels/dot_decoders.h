@@ -34,8 +34,10 @@ class GroupDecoder {
   public:
     static constexpr int64_t step = 32, right = 512;  // as of `amx_columns`
 
-    GroupDecoder(const PackedWeight& packed, const uint8_t* panel)
-        : group_(packed.form.group), scale_bytes_(packed.form.group_bytes()), at_(panel), inputs_left_(packed.inputs) {}
+    // Starts at input `from`, a multiple of a group and of 32.
+    GroupDecoder(const PackedWeight& packed, const uint8_t* panel, int64_t from)
+        : group_(packed.form.group), scale_bytes_(packed.form.group_bytes()), at_(panel + packed.form.panel_bytes(from)),
+          inputs_left_(packed.inputs - from) {}
 
     // The next 32 inputs, in a buffer of the decoder.
     const bf16* next_block() {
@@ -87,14 +89,6 @@ class GroupDecoder {
         for (int v = 0; v < 4; v += 2, codes += 64 * bits, to += 512) {
             const Float scale[2] = {scale_.each[v], scale_.each[v + 1]};
             const Float shift[2] = {shift_.each[v], shift_.each[v + 1]};
-            if constexpr (floats) {
-                Float4Powers powers;
-                if (powers.set(scale[0], scale[1])) {
-#pragma GCC unroll 16
-                    for (int row = 0; row < rows; row++) powers.store(to + 32 * row, codes + row / 4 * 64, row % 4);
-                    continue;
-                }
-            }
 #pragma GCC unroll 16
             for (int row = 0; row < rows; row++) {
                 Float left, right;
@@ -125,6 +119,58 @@ template <class Use>
 void with_shifts(const WeightFormat& form, const Use& use) {
     form.shifts ? use(std::true_type()) : use(std::false_type());
 }
+
+// Decodes a panel of MXFP4, 32 inputs at a time.
+class Mxfp4Decoder {
+  public:
+    static constexpr int64_t step = 32, right = 512;  // as of `amx_columns`
+
+    // Starts at input `from`, a multiple of 32.
+    Mxfp4Decoder(const PackedWeight& weight, const uint8_t* panel, int64_t from)
+        : scales_(panel + from), at_(panel + weight.form.header_bytes(weight.inputs) + from * PANEL / 2),
+          inputs_left_(weight.inputs - from) {}
+
+    // The next 32 inputs, in a buffer of the decoder, which decodes one block ahead, so that AMX does not wait for what
+    // has just been written.
+    const bf16* next_block() {
+        if (!decoded_ahead_) decode(buffers_[buffer_]), decoded_ahead_ = true;
+        bf16* const found = buffers_[buffer_];
+        buffer_ ^= 1;
+        if (inputs_left_ > 0) decode(buffers_[buffer_]);
+        return found;
+    }
+
+    // Writes the next 32 inputs to `to`.
+    void decode(bf16* to) {
+        for (int64_t line = 0; line < BYTES; line += CACHE_LINE) prefetch_l1(at_ + PREFETCH_DISTANCE + line);
+        numbers_.set(scales_);
+#pragma GCC unroll 8
+        for (int row = 0; row < 8; row++) numbers_.store(to + 64 * row, at_ + 64 * row);
+        at_ += BYTES, scales_ += PANEL, inputs_left_ -= 32;
+    }
+
+  private:
+    static constexpr int64_t BYTES = 512;  // of the codes of 32 inputs
+    const uint8_t *scales_, *at_;
+    int64_t inputs_left_;
+    bool decoded_ahead_ = false;
+    int buffer_ = 0;
+    Mxfp4Numbers numbers_;
+    alignas(64) bf16 buffers_[2][1024];
+};
+
+// The decoder of a panel of codes in groups.
+template <FormatKind kind, bool shifts>
+struct DecoderOf {
+    static constexpr int BITS = kind == FormatKind::eight_bit_groups ? 8 : 4;
+    static constexpr bool FLOATS = kind == FormatKind::four_bit_floats;
+    using Type = GroupDecoder<BITS, shifts && !FLOATS, FLOATS>;
+};
+
+template <bool shifts>
+struct DecoderOf<FormatKind::mxfp4, shifts> {
+    using Type = Mxfp4Decoder;
+};
 
 // Decodes a panel of 4-bit codebook codes, 64 inputs at a time: row by row in registers (ColumnBlock), or to memory.
 class NibbleDecoder {

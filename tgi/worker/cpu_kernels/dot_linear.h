@@ -18,10 +18,8 @@ constexpr int64_t MAX_PARTIAL_SUMS = 4096;  // rows of stored partial sums: 512 
 // bfloat16 rows and float32 sums; the weight is bfloat16 or codes that are decoded to it.
 template <FormatKind kind>
 struct BfloatOperands {
-    static constexpr int BITS = kind == FormatKind::eight_bit_groups ? 8 : 4;  // of codes
-    static constexpr bool FLOATS = kind == FormatKind::four_bit_floats;
     template <bool shifts>
-    using Decoder = GroupDecoder<BITS, shifts && !FLOATS, FLOATS>;
+    using Decoder = typename DecoderOf<kind, shifts>::Type;
     using Sum = float;
     using SumReader = FloatSums;
     static constexpr int64_t MAX_ROWS = MAX_TILE_ROWS;  // rows of a block
@@ -38,14 +36,14 @@ struct BfloatOperands {
         if constexpr (kind == FormatKind::numbers)
             use([=](const uint8_t* panel) { return amx_columns((const bf16*)panel, panel + PREFETCH_DISTANCE, end); });
         else with_shifts(call.weight.form, [&](auto shifts) {
-            use([&](const uint8_t* panel) { return Decoder<shifts>(call.weight, panel); });
+            use([&](const uint8_t* panel) { return Decoder<shifts>(call.weight, panel, 0); });
         });
     }
 
     // Writes the columns of `depth` inputs from `k` on to `to`.
     void decode(const uint8_t* panel, int64_t k, int64_t depth, bf16* to) const {
         with_shifts(call.weight.form, [&](auto shifts) {
-            Decoder<shifts> source(call.weight, panel + call.weight.form.panel_bytes(k));
+            Decoder<shifts> source(call.weight, panel, k);
             for (int64_t done = 0; done < depth; done += 32) source.decode(to + done * PANEL);
         });
     }
@@ -125,7 +123,7 @@ inline Sum (&partial_sums())[MAX_PARTIAL_SUMS][COLUMNS] {
 
 // Inputs are counted in pairs of bytes: one bfloat16 number, or two 8-bit numbers.
 template <class Operands>
-struct DotLinearJob final : LinearJob {
+struct DotLinearJob : LinearJob {
     using Sum = typename Operands::Sum;
     static constexpr int64_t MAX_ROWS = Operands::MAX_ROWS;
 

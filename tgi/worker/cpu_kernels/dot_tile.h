@@ -145,6 +145,7 @@ struct NoWork {
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 
+constexpr bool HAS_AMX = true;
 constexpr int64_t MAX_ROWS_PER_PASS = MAX_TILE_ROWS;  // rows that go through b together
 
 // Adds the products of the AMX tiles a and b to the tile c.
@@ -248,6 +249,7 @@ inline void tile_matmul_two(const RowOperand& all, B&& left, B&& right, int64_t 
 
 #else
 
+constexpr bool HAS_AMX = false;
 constexpr int64_t MAX_ROWS_PER_PASS = MAX_DOT_ROWS;
 
 inline void configure_tiles(const RowOperand&) {}

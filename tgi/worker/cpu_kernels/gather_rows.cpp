@@ -55,10 +55,11 @@ struct GatherRowsJob final : Job {
     void coded_row(int64_t panel, int64_t n, Element* y) const {
         const uint8_t* at = w.panel(panel);
         if (w.form.integer) return integer_row(n, at, y);
-        if (w.form.floats) return grouped_row(GroupDecoder<4, false, true>(w, at), n, y);
+        if (w.form.mxfp4) return grouped_row(Mxfp4Decoder(w, at, 0), n, y);
+        if (w.form.floats) return grouped_row(GroupDecoder<4, false, true>(w, at, 0), n, y);
         with_shifts(w.form, [&](auto shifts) {
-            if (w.form.bits == 8) grouped_row(GroupDecoder<8, shifts>(w, at), n, y);
-            else grouped_row(GroupDecoder<4, shifts>(w, at), n, y);
+            if (w.form.bits == 8) grouped_row(GroupDecoder<8, shifts>(w, at, 0), n, y);
+            else grouped_row(GroupDecoder<4, shifts>(w, at, 0), n, y);
         });
     }
 

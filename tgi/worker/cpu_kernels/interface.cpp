@@ -313,6 +313,8 @@ void tgi_program_scale(Program* program, int64_t y, float scale) { program->scal
 
 void tgi_program_multiply(Program* program, int64_t x, int64_t y, int64_t from) { program->multiply(x, y, from); }
 
+void tgi_program_copy(Program* program, int64_t x, int64_t y, int64_t from) { program->copy(x, y, from); }
+
 void tgi_program_all_reduce(Program* program, int64_t x, RankGroup* group) { program->all_reduce(x, *group); }
 
 void tgi_program_attend_images(Program* program, int64_t queries, int64_t y, int64_t layer, int64_t heads,
@@ -339,10 +341,10 @@ void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const in
                      const LayerCache* caches, int64_t kv_form, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
                      const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width,
                      const int32_t* last_keys, int64_t windows_alone,
-                         const GreedyRows* greedy_rows, const StateStep* state, Element* layer_inputs,
+                         const GreedyRows* greedy_rows, const StateStep* state, Element* side,
                      const ImageStep* images, double* clock) {
     const AttentionBatch step{slots, bounds, contexts, pages, count, width, last_keys, windows_alone != 0};
-    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step, state, layer_inputs,
+    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step, state, side,
         images}, clock);
 }
 }

@@ -20,7 +20,7 @@ from tgi.worker.cpu_kernels.build import KernelsUnavailable
 from tgi.worker.greedy import GreedyTokens
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE
 from tgi.worker.quantization.weight import CODEBOOK, Weight
-from tgi.worker.quantization.weight_forms import GROUPS
+from tgi.worker.quantization.weight_forms import GROUPS, MX_GROUP
 
 PANEL = 32  # outputs of a panel (packed_weight.h); the last panel is padded
 PAGE_SIZE = CPU_PAGE_SIZE  # positions of a KV page
@@ -33,6 +33,8 @@ GATED_FORMAT = 1 << 18  # a gate and an up projection
 HALF_FORMAT = 1 << 19  # a plain weight of 16 bits is float16; without the flag, bfloat16
 SCALES32_FORMAT = 1 << 20  # scales and shifts of groups are float32; without the flag, float16
 FLOAT4_FORMAT = 1 << 21  # 4-bit codes in groups are floats
+MXFP4_FORMAT = 1 << 22  # in groups of 32 whose scales are powers of two
+MAX_MXFP4_SCALE, MIN_MXFP4_SCALE = 2.0**40, 2.0**-40  # smaller scales count as 0
 MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within int32
 SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
 
@@ -99,7 +101,15 @@ def format_code(weight: Weight) -> int:
     flags = SHIFTS_FORMAT if weight.shifts is not None else 0
     flags |= SCALES32_FORMAT if weight.scales.dtype is torch.float32 else 0
     flags |= FLOAT4_FORMAT if weight.is_float4 else 0
+    flags |= MXFP4_FORMAT if weight.is_float4 and weight.group == MX_GROUP and _are_powers(weight.scales) else 0
     return weight.bits | weight.group << 8 | flags
+
+
+def _are_powers(scales: Tensor) -> bool:
+    """Whether all scales are those of MXFP4_FORMAT."""
+    scales = scales.float()
+    powers = (torch.frexp(scales).mantissa == 0.5) & (scales <= MAX_MXFP4_SCALE)
+    return bool((powers | ((scales >= 0) & (scales < MIN_MXFP4_SCALE))).all())
 
 
 def can_pack_together(one: Weight, other: Weight) -> bool:

@@ -13,6 +13,9 @@ void linear(ThreadPool& pool, const LinearCall& call) {
         case FormatKind::eight_bit_groups: return linear_of<FormatKind::eight_bit_groups>(pool, call);
         case FormatKind::four_bit_groups: return linear_of<FormatKind::four_bit_groups>(pool, call);
         case FormatKind::four_bit_floats: return linear_of<FormatKind::four_bit_floats>(pool, call);
+#if TGI_DOT_ENGINE
+        case FormatKind::mxfp4: return linear_of<FormatKind::mxfp4>(pool, call);
+#endif
         case FormatKind::integers: return linear_of<FormatKind::integers>(pool, call);
     }
 }
@@ -24,6 +27,9 @@ void grouped_linear(ThreadPool& pool, const LinearCall& call, const std::vector<
         case FormatKind::eight_bit_groups: return grouped_linear_of<FormatKind::eight_bit_groups>(pool, call, groups);
         case FormatKind::four_bit_groups: return grouped_linear_of<FormatKind::four_bit_groups>(pool, call, groups);
         case FormatKind::four_bit_floats: return grouped_linear_of<FormatKind::four_bit_floats>(pool, call, groups);
+#if TGI_DOT_ENGINE
+        case FormatKind::mxfp4: return grouped_linear_of<FormatKind::mxfp4>(pool, call, groups);
+#endif
         case FormatKind::integers: return grouped_linear_of<FormatKind::integers>(pool, call, groups);
     }
 }

@@ -10,7 +10,7 @@
 // Codes for the dot engine: 8-bit codes have the order of bfloat16. 4-bit codes are stored in groups of four rows, as 16
 // words of 32 bits: word i has the eight codes that become lane i of eight vectors. Of row q, outputs 0 to 7 are in bits
 // 8 q to 8 q + 3 of the words and outputs 8 to 15 in bits 8 q + 4 to 8 q + 7; lane i is input i % 2 of output i / 2.
-// Integers for the dot engine are described at PackDotIntegers.
+// Integers for the dot engine are described at PackDotIntegers, 4-bit floats of mxfp4 at PackMxfp4Job.
 #include "packed_weight.h"
 
 #include <algorithm>
@@ -104,6 +104,43 @@ struct PackGroupedJob final : Job {
     const uint8_t *codes, *scales, *shifts;
     const PackedWeight packed;
     const WeightFormat form;
+    const int64_t part;
+};
+
+// 4-bit floats in groups of 32 with powers of two as scales. First the scales of all groups, each the exponent of a
+// float32 number; then the codes of 32 inputs after the other, in 8 rows of 64 bytes: byte 4 n + i of row j has input
+// 4 j + i of output n in its lower half and of output 16 + n in its upper half. Groups with scales below LEAST are zeros.
+struct PackMxfp4Job final : Job {
+    PackMxfp4Job(const uint8_t* codes, const void* scales, const PackedWeight& packed, int64_t part)
+        : codes(codes), scales(scales), packed(packed), part(part) {}
+
+    void run(int64_t chunk, int64_t) const override {
+        const int64_t first = chunk * PANEL, count = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
+        auto* const at = (uint8_t*)packed.panel(chunk * packed.form.weights + part);
+        memset(at, 0, packed.form.panel_bytes(inputs));
+        memset(at, ONE, inputs / 32 * PANEL);
+        for (int64_t n = 0; n < count; n++)
+            for (int64_t group = 0; group < inputs / 32; group++) {
+                const int64_t number = (first + n) * (inputs / 32) + group;
+                const float scale = packed.form.scale_bytes == 4 ? ((const float*)scales)[number]
+                                                                 : to_float(((const f16*)scales)[number]);
+                if (scale < LEAST) continue;
+                uint32_t bits;
+                memcpy(&bits, &scale, sizeof bits);
+                at[group * PANEL + n] = bits >> 23;
+                uint8_t* const to = at + packed.form.header_bytes(inputs) + group * 512 + n % TILE * 4;
+                for (int64_t i = 0; i < 32; i++) {
+                    const int code = codes[number * 16 + i / 2] >> i % 2 * 4 & 15;
+                    to[i / 4 * 64 + i % 4] |= code << n / TILE * 4;
+                }
+            }
+    }
+
+    static constexpr float LEAST = 0x1p-41f;
+    static constexpr int ONE = 127;  // the exponent of 1
+    const uint8_t* codes;
+    const void* scales;
+    const PackedWeight packed;
     const int64_t part;
 };
 
@@ -219,6 +256,7 @@ void pack(ThreadPool& pool, const void* weight, const PackedWeight& packed, int6
 
 void pack_grouped(ThreadPool& pool, const uint8_t* codes, const void* scales, const void* shifts,
     const PackedWeight& packed, int64_t part) {
+    if (packed.form.mxfp4) return pool.run(PackMxfp4Job(codes, scales, packed, part), packed.output_blocks());
     pool.run(PackGroupedJob(codes, scales, shifts, packed, part), packed.output_blocks());
 }
 

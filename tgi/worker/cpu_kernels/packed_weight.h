@@ -11,11 +11,12 @@ namespace tgi {
 constexpr int64_t PANEL = 32;  // outputs that are computed together
 
 // The formats of one kind share the code of products (linear_of).
-enum class FormatKind { numbers, eight_bit_groups, four_bit_groups, four_bit_floats, integers };
+enum class FormatKind { numbers, eight_bit_groups, four_bit_groups, four_bit_floats, mxfp4, integers };
 
 // The format of a weight: plain numbers (bfloat16 or float16 with 16 bits, or float32); 8-bit or 4-bit codes in groups,
 // with a scale and perhaps a shift, in float16 or float32, for each output and `group` inputs, where 4-bit codes may be
-// `floats`, those of E2M1_DOUBLED (quantization/weight.py), which have no shifts; or `integer`: 8-bit
+// `floats`, those of E2M1_DOUBLED (quantization/weight.py), which have no shifts, and on the dot engine are `mxfp4` where
+// they are in groups of 32 with powers of two as scales; or `integer`: 8-bit
 // integers with one scale for each output, stored as such or as 4-bit codebook codes with a factor for each output and
 // 32 inputs.
 //
@@ -23,11 +24,13 @@ enum class FormatKind { numbers, eight_bit_groups, four_bit_groups, four_bit_flo
 struct WeightFormat {
     explicit WeightFormat(int64_t code)
         : bits(code & 255), group(code >> 8 & 255), shifts(code >> 16 & 1), integer(code >> 17 & 1),
-          weights(1 + (code >> 18 & 1)), half(code >> 19 & 1), scale_bytes(code >> 20 & 1 ? 4 : 2), floats(code >> 21 & 1) {}
+          weights(1 + (code >> 18 & 1)), half(code >> 19 & 1), scale_bytes(code >> 20 & 1 ? 4 : 2), floats(code >> 21 & 1),
+          mxfp4(TGI_DOT_ENGINE && code >> 22 & 1) {}
 
     FormatKind kind() const {
         if (integer) return FormatKind::integers;
         if (!group) return FormatKind::numbers;
+        if (mxfp4) return FormatKind::mxfp4;
         if (floats) return FormatKind::four_bit_floats;
         return bits == 8 ? FormatKind::eight_bit_groups : FormatKind::four_bit_groups;
     }
@@ -48,8 +51,9 @@ struct WeightFormat {
     int64_t table_bytes() const { return integer && bits == 4 ? TABLE : 0; }
 
     // Bytes of a panel before its codes: for integers the scales, and for the dot engine the corrections of sums and the
-    // factors.
+    // factors; for mxfp4 the scales of all groups.
     int64_t header_bytes(int64_t inputs) const {
+        if (mxfp4) return (inputs / 32 * PANEL + 63) / 64 * 64;
         if (!integer) return 0;
         if (!TGI_DOT_ENGINE) return SCALES;
         return 2 * SCALES + (bits == 4 ? (padded_inputs(inputs) / 64 * PANEL + 63) / 64 * 64 : 0);
@@ -59,7 +63,7 @@ struct WeightFormat {
     int64_t factor_bytes() const { return !TGI_DOT_ENGINE && integer && bits == 4 ? PANEL : 0; }
 
     // Bytes of the scales and shifts of a group.
-    int64_t group_bytes() const { return PANEL * scale_bytes * (1 + shifts); }
+    int64_t group_bytes() const { return mxfp4 ? 0 : PANEL * scale_bytes * (1 + shifts); }
 
     // Bytes of a panel of `inputs` inputs, a multiple of `unit` if there are groups.
     int64_t panel_bytes(int64_t inputs) const {
@@ -69,7 +73,7 @@ struct WeightFormat {
     }
 
     static constexpr int64_t TABLE = 128, SCALES = PANEL * 4;
-    int64_t bits, group, shifts, integer, weights, half, scale_bytes, floats;
+    int64_t bits, group, shifts, integer, weights, half, scale_bytes, floats, mxfp4;
 };
 
 // A weight [outputs, inputs] in panels of 32 outputs, the last one padded with zeros; or a gate and an up projection of

@@ -57,6 +57,24 @@ struct ScaleJob final : Job {
     const Float scale;
 };
 
+// The columns of y, of which there are `step`, that begin at y: x, of `width` columns.
+struct CopyJob final : Job {
+    CopyJob(const Element* x, Element* y, int64_t rows, int64_t width, int64_t step)
+        : x(x), y(y), rows(rows), width(width), step(step) {}
+
+    int64_t chunks() const { return (rows + CHUNK_ROWS - 1) / CHUNK_ROWS; }
+
+    void run(int64_t chunk, int64_t) const override {
+        for (int64_t row = chunk * CHUNK_ROWS; row < std::min((chunk + 1) * CHUNK_ROWS, rows); row++)
+            std::copy_n(x + row * width, width, y + row * step);
+    }
+
+    static constexpr int64_t CHUNK_ROWS = 8;
+    const Element* const x;
+    Element* const y;
+    const int64_t rows, width, step;
+};
+
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
@@ -193,6 +211,13 @@ void Program::multiply(Buffer x, Buffer y, int64_t from) {
     });
 }
 
+void Program::copy(Buffer x, Buffer y, int64_t from) {
+    operations_.push_back([=, width = widths_[x], step = widths_[y]](const Run& run) {
+        const CopyJob job(run.buffers[x], run.buffers[y] + from, run.tokens, width, step);
+        run.pool.run(job, job.chunks());
+    });
+}
+
 void Program::all_reduce(Buffer x, RankGroup& group) {
     operations_.push_back([=, &group, width = widths_[x]](const Run& run) {
         group.all_reduce(run.pool, run.buffers[x], run.tokens * width);
@@ -248,7 +273,7 @@ void Program::run(ThreadPool& pool, const StepInputs& inputs, double* clock) {
     const int64_t tokens = inputs.step.bounds[inputs.step.rows];
     reserve(tokens);
     buffers_[0] = inputs.rows;
-    if (inputs.layer_inputs) buffers_[1] = inputs.layer_inputs;
+    if (inputs.side) buffers_[1] = inputs.side;
     const Run run{pool, inputs, buffers_, weights_, tokens};
     double before = clock ? seconds() : 0;
     for (const Operation& operation : operations_) {

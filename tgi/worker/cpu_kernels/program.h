@@ -84,7 +84,7 @@ struct StepInputs {
     const GreedyRows* greedy_rows;  // may be null
     AttentionBatch step;  // of the first KV group
     const StateStep* state;  // null if no layer is recurrent
-    Element* layer_inputs;  // buffer 1, if not null: inputs of all layers besides the rows
+    Element* side;  // buffer 1, if not null: what layers read and write besides the rows
     const ImageStep* images;  // null: operations on images do nothing
 };
 
@@ -94,8 +94,8 @@ class Program {
   public:
     using Buffer = int64_t;
 
-    // Buffers of these widths. Buffer 0, and 1 if a step has StepInputs.layer_inputs, belong to the caller, the others
-    // are scratch memory.
+    // Buffers of these widths. Buffer 0, and 1 if a step has StepInputs.side, belong to the caller, the others are
+    // scratch memory.
     explicit Program(std::vector<int64_t> widths);
 
     void norm(Buffer x, Buffer y, int64_t from, NormCall call);  // of the columns from `from` on
@@ -116,6 +116,7 @@ class Program {
     void add(Buffer x, Buffer y, float scale);  // y += scale * x
     void scale(Buffer y, float scale);  // y *= scale
     void multiply(Buffer x, Buffer y, int64_t from);  // y *= the columns of x from `from` on
+    void copy(Buffer x, Buffer y, int64_t from);  // the columns of y from `from` on = x
     void all_reduce(Buffer x, RankGroup& group);  // x = the sum of x over all ranks
 
     // Attention to what the tokens see of images in the layer of this number among those that attend to them.

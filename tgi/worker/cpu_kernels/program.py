@@ -42,6 +42,7 @@ _SIGNATURES = {
     "tgi_program_add": (c_int64, c_int64, c_float),
     "tgi_program_scale": (c_int64, c_float),
     "tgi_program_multiply": (c_int64, c_int64, c_int64),
+    "tgi_program_copy": (c_int64, c_int64, c_int64),
     "tgi_program_all_reduce": (c_int64, c_void_p),
     "tgi_program_attend_images": (*[c_int64] * 6, c_float),
     "tgi_program_copy_unseeing": (c_int64, c_int64),
@@ -139,8 +140,8 @@ class PreparedStep(NamedTuple):
 
 
 class Program:
-    """Recorded operations on buffers of these widths. Buffer 0 belongs to the caller, and buffer 1 in a step that has
-    `layer_inputs`; the others are scratch memory that grows to the largest step. The caller keeps all recorded weights
+    """Recorded operations on buffers of these widths. Buffer 0 belongs to the caller, and buffer 1 in a step that has a
+    `side`; the others are scratch memory that grows to the largest step. The caller keeps all recorded weights
     alive."""
 
     def __init__(self, kernels: CpuKernels, widths: Sequence[int]) -> None:
@@ -284,6 +285,11 @@ class Program:
         assert start + self._widths[y] <= self._widths[x]
         self._record("multiply", x, y, start)
 
+    def copy(self, x: int, y: int, start: int) -> None:
+        """The columns of y from `start` on = x."""
+        assert start + self._widths[x] <= self._widths[y]
+        self._record("copy", x, y, start)
+
     def all_reduce(self, x: int, group: int) -> None:
         """x = the sum of x over all ranks. `group` is SharedMemoryCommunicator.handle."""
         self._record("all_reduce", x, group)
@@ -337,14 +343,14 @@ class Program:
         lora: LoraStep | None = None,
         draw_at: Tensor | None = None,
         state: StateStep | None = None,
-        layer_inputs: Tensor | None = None,
+        side: Tensor | None = None,
         images: ImageStep | None = None,
     ) -> PreparedStep:
         """The arguments of `run` for the rows of buffer 0, which are computed in place. `angles` are those of each rope
         (Rotary.angles), `caches` (int64 [layers, 2]) the addresses of the layers' KV caches with the KV group of
         each, their form is `kv_form` (CpuKernels.kv_form), and `step` has the rows of the first group. If draw_at
         (int64 [D], token numbers) is given, `run` returns the greedy tokens of those tokens. `state` is that of
-        recurrent layers, `layer_inputs` buffer 1, and `images` what the step has of images."""
+        recurrent layers, `side` is buffer 1, and `images` what the step has of images."""
         assert rows.is_contiguous()
         assert rows.dtype is self._kernels.dtype
         best = peaks = drawing = None
@@ -360,10 +366,10 @@ class Program:
             rows.data_ptr(), positions.data_ptr(), tables, caches.data_ptr(), kv_form,
             None if lora is None else lora.fields.data_ptr(), *step, drawing,
             None if state is None else state.fields.data_ptr(),
-            None if layer_inputs is None else layer_inputs.data_ptr(),
+            None if side is None else side.data_ptr(),
             None if images is None else images.fields.data_ptr(),
         )  # fmt: skip
-        kept = rows, positions, angles, caches, lora, draw_at, peaks, state, layer_inputs, images
+        kept = rows, positions, angles, caches, lora, draw_at, peaks, state, side, images
         return PreparedStep(best, arguments, kept)
 
     def run(self, ready: PreparedStep) -> GreedyTokens | None:

@@ -682,6 +682,18 @@ TGI_INLINE Int dot(Int sums, RowPairs row, Int x) {
     return sums;
 }
 
+// Adds the products of four signed bytes, quadruple j of a row, with four unsigned bytes of a vector.
+template <int j>
+TGI_INLINE Int dot_unsigned(Int sums, RowPairs row, Int x) {
+#if defined(__x86_64__)
+    sums.part[0] = (IntRegister)_mm512_dpbusd_epi32((__m512i)sums.part[0], (__m512i)x.part[0], row.get<j>());
+#else
+    TGI_EACH_REGISTER sums.part[i] = vusdotq_laneq_s32(sums.part[i], vreinterpretq_u8_s32(x.part[i]),
+        vreinterpretq_s8_s32(row.four), j);
+#endif
+    return sums;
+}
+
 // The lanes from 8 `half` to 8 `half` + 7, each twice.
 template <int half>
 TGI_INLINE Float twice(Float x) {
@@ -764,51 +776,87 @@ struct Float4Numbers {
 #endif
 };
 
-// Of numbers of E2M1_DOUBLED times powers of two: the bits are those of a bfloat16 number of a table, with the power added
-// to its exponent. `set` returns false where this does not hold: for other scales, for products that are not normal
-// numbers, and on Arm.
-struct Float4Powers {
+// 4-bit floats as bytes: 12 + the number of E2M1_DOUBLED for each code.
+struct Float4Bytes {
+    static constexpr int32_t ZERO = 12;
+
+    // Of the lower halves of 64 bytes, or of the upper ones.
+    template <int half>
+    TGI_INLINE Int of(Int codes) const {
 #if defined(__x86_64__)
-    // The scales of the columns of store(bf16*, left, right).
-    TGI_INLINE bool set(Float left, Float right) {
-        const __m512i both = _mm512_or_si512((__m512i)left.part[0], (__m512i)right.part[0]);
-        const __m512i scales = (__m512i)_mm512_cvtne2ps_pbh((__m512)right.part[0], (__m512)left.part[0]);
-        const __m512i above_least = _mm512_sub_epi16(scales, _mm512_set1_epi16(1 << 7));
-        exponents = _mm512_sub_epi16(scales, _mm512_set1_epi16(127 << 7));
-        return !_mm512_test_epi32_mask(both, _mm512_set1_epi32(~(255 << 23)))
-            && !_mm512_cmpgt_epu16_mask(above_least, _mm512_set1_epi16(250 << 7));
+        const Int shifted = half ? shift_right(codes, 4) : codes;
+        return {{(IntRegister)_mm512_shuffle_epi8(table, (__m512i)(shifted & broadcast(0x0f0f0f0f)).part[0])}};
     }
 
-    // Row `row` of four rows of codes, which packed_weight.cpp describes.
-    TGI_INLINE void store(bf16* to, const uint8_t* codes, int row) const {
-        // The halves of words that have the codes, for the left columns and for the right ones.
-        const __m512i half = _mm512_add_epi16(even, _mm512_set1_epi16(row / 2));
-        const __m512i words = _mm512_permutexvar_epi16(half, _mm512_loadu_si512(codes));
-        const __m512i shift = _mm512_add_epi16(rights, _mm512_set1_epi16(row % 2 * 8));
-        const __m512i number = _mm512_permutexvar_epi16(_mm512_srlv_epi16(words, shift), table);
-        const __mmask32 other_than_zero = _mm512_test_epi16_mask(number, number);
-        _mm512_storeu_si512(to, _mm512_mask_add_epi16(number, other_than_zero, number, exponents));
+    const __m512i table = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+#else
+        TGI_EACH_REGISTER {
+            const uint8x16_t bytes = vreinterpretq_u8_s32(codes.part[i]);
+            const uint8x16_t index = half ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+            codes.part[i] = vreinterpretq_s32_u8(vqtbl1q_u8(table, index));
+        }
+        return codes;
+    }
+
+    const uint8x16_t table = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#endif
+};
+
+// Decodes codes of MXFP4 in the layout of packed_weight.cpp to bfloat16 tiles as of `amx_columns`.
+struct Mxfp4Numbers {
+#if defined(__x86_64__)
+    // The exponents of 32 scales, from 127 - 41 to 127 + 40.
+    TGI_INLINE void set(const uint8_t* scales) {
+        for (int half = 0; half < 2; half++) {
+            const __m128i each = _mm_loadu_si128((const __m128i*)(scales + 16 * half));
+            const __m256i twice = _mm256_set_m128i(_mm_unpackhi_epi8(each, each), _mm_unpacklo_epi8(each, each));
+            const __m512i below = _mm512_sub_epi16(_mm512_set1_epi16(127 + 40), _mm512_cvtepu8_epi16(twice));
+            below_[half] = _mm512_slli_epi16(below, 7);
+        }
+    }
+
+    // Writes a row of 64 bytes of codes: two rows of both tiles.
+    TGI_INLINE void store(bf16* to, const uint8_t* codes) const {
+        const __m512i all = _mm512_loadu_si512(codes);
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; n++) {
+            // Bits of the codes of a pair of inputs, for each two outputs: of inputs 0 and 1 or 2 and 3, in the lower or
+            // the upper half of the bytes.
+            const int64_t first = 16 * (n % 2) + 4 * (n / 2);
+            const __m512i bits = _mm512_set1_epi64(first | (first + 8) << 16 | (first + 32) << 32 | (first + 40) << 48);
+            const __m512i number = _mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(bits, all), table_);
+            // A difference of exponents; a zero stays zero, since it does not get smaller.
+            _mm512_storeu_si512(to + 32 * (n % 2) + 512 * (n / 2), _mm512_subs_epu16(number, below_[n / 2]));
+        }
     }
 
   private:
-    // Twice, since indices have five bits, the last of which is another code's.
-    static constexpr int16_t NUMBERS[32] = {
-        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
-        0, -0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f40, -0x3f00, -0x3ec0,
-        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
-        0, -0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f40, -0x3f00, -0x3ec0};
-    static constexpr int16_t EVEN[32] = {
-        0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
-        0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    static constexpr int16_t RIGHTS[32] = {
-        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-        4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4};
-    const __m512i table = _mm512_loadu_si512(NUMBERS), even = _mm512_loadu_si512(EVEN);
-    const __m512i rights = _mm512_loadu_si512(RIGHTS);
-    __m512i exponents;
+    // The bits of E2M1_DOUBLED * 2^40, twice, since indices have five bits, the last of which is another code's.
+    static constexpr uint16_t NUMBERS[32] = {
+        0, 0x5380, 0x5400, 0x5440, 0x5480, 0x54c0, 0x5500, 0x5540,
+        0, 0xd380, 0xd400, 0xd440, 0xd480, 0xd4c0, 0xd500, 0xd540,
+        0, 0x5380, 0x5400, 0x5440, 0x5480, 0x54c0, 0x5500, 0x5540,
+        0, 0xd380, 0xd400, 0xd440, 0xd480, 0xd4c0, 0xd500, 0xd540};
+    const __m512i table_ = _mm512_loadu_si512(NUMBERS);
+    __m512i below_[2];
 #else
-    TGI_INLINE bool set(Float, Float) { return false; }
-    TGI_INLINE void store(bf16*, const uint8_t*, int) const {}
+    // Without AMX, numbers are needed of gathered rows alone.
+    void set(const uint8_t* scales) { scales_ = scales; }
+
+    void store(bf16* to, const uint8_t* codes) const {
+        static constexpr int8_t NUMBERS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+        for (int n = 0; n < 32; n++)
+            for (int i = 0; i < 4; i++) {
+                const int32_t exponent = scales_[n] << 23, code = codes[n % 16 * 4 + i] >> n / 16 * 4 & 15;
+                float scale;
+                memcpy(&scale, &exponent, sizeof scale);
+                to[n / 16 * 512 + i / 2 * 32 + n % 16 * 2 + i % 2] = round_to<bf16>(NUMBERS[code] * scale);
+            }
+    }
+
+  private:
+    const uint8_t* scales_;
 #endif
 };
 

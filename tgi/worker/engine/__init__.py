@@ -8,7 +8,7 @@
 - encoder_inputs: `EncoderInputs`, what the encoder of an encoder-decoder model adds to a batch
 - decode_fast_path: decode steps on CPU that continue the previous step without building a batch
 - cuda_graphs: decode steps on a GPU, captured as CUDA graphs
-- draft_runner, mtp_runner: the draft model of speculative decoding, or the layer of the served model that drafts
+- draft_runner, draft_head_runner: the draft model of speculative decoding, or a head on the served model
 - prompt_logprobs: logprobs of prompt tokens
 - page_files: `PageFiles`, KV pages on disk
 - memory: the size of the KV cache and the limits that follow from it

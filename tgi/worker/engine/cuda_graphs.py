@@ -3,7 +3,7 @@
 A step in which each row computes one token is padded to the next captured batch size. A graph reads fixed memory: the
 slot and position of each row, which are written before the replay, the ids and page tables of all slots, the weights
 and the KV cache; in a step with tokens of images the embeddings of all tokens, too. It writes the logits to fixed
-memory, and the hidden states where something else reads them: prompt logprobs, and a layer for multi-token prediction,
+memory, and the hidden states where something else reads them: prompt logprobs, and a head that drafts,
 which has graphs of its own. A stream executes in order, so a step may be launched before the previous one has finished.
 
 A step with prompt chunks or drafts is one graph as well, while it has so few tokens that the host would need longer to

@@ -24,8 +24,8 @@ from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, 
 from tgi.worker.engine.cuda_graphs import CapturedModel, DecodeGraphs
 from tgi.worker.engine.input_batch import BatchBuilder, Slots, StepRows
 from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.draft_head import DraftHead
 from tgi.worker.models.interface import Model
-from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import sample_ids
 
@@ -36,9 +36,9 @@ DRAFT_PREFILL_INTERVAL = 32
 
 class DraftModel(NamedTuple):
     """A draft model and its KV cache, which has as many pages as that of the served model. Both share a tokenizer. Or
-    the served model's MTP layer (mtp_runner.py)."""
+    a head that drafts (draft_head_runner.py)."""
 
-    model: Model | MtpModel
+    model: Model | DraftHead
     attention: AttentionBackend
 
 
@@ -63,7 +63,7 @@ class DraftRunner:
     def __init__(self, draft_model: DraftModel, slots: Slots, batch_builder: BatchBuilder, noise: Noise) -> None:
         model, self._attention = draft_model
         self.graphs: DecodeGraphs | None = None  # of this model
-        assert not isinstance(model, MtpModel)
+        assert not isinstance(model, DraftHead)
         self._model = model
         self._slots = slots
         self._batch_builder = batch_builder

@@ -21,10 +21,10 @@ from tgi.worker.attention.interface import (
 from tgi.worker.device_copies import copy_to_device, copy_to_host
 from tgi.worker.engine.cuda_graphs import CapturedModel, DecodeGraphs, GraphCapturer
 from tgi.worker.engine.decode_fast_path import DecodeFastPath
+from tgi.worker.engine.draft_head_runner import DraftHeadRunner
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
 from tgi.worker.engine.interface import BadStep, OutOfMemory, Poisoned
-from tgi.worker.engine.mtp_runner import MtpRunner
 from tgi.worker.engine.page_files import PageFiles
 from tgi.worker.engine.prompt_logprobs import (
     PromptLogprobReader,
@@ -35,8 +35,8 @@ from tgi.worker.engine.prompt_logprobs import (
 from tgi.worker.engine.prompt_parts import PromptParts
 from tgi.worker.lora.registry import AdapterRegistry
 from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.draft_head import DraftHead
 from tgi.worker.models.interface import Model
-from tgi.worker.models.mtp import MtpModel
 from tgi.worker.sampling.grammar import GrammarManager
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import SampledTokens, sample_head
@@ -147,7 +147,7 @@ class TorchEngine:
                 self._draft_runner.graphs = drafting and self._make_graphs(drafting, graph_capture)
 
     def _captured_model(self, config: GraphCaptureConfig) -> CapturedModel:
-        """The served model, whose hidden states prompt logprobs and an MTP layer read."""
+        """The served model, whose hidden states prompt logprobs and a head that drafts read."""
         assert isinstance(self._model, DecoderModel)
         return CapturedModel(
             self._model,
@@ -157,19 +157,21 @@ class TorchEngine:
             embedded=self._model.embeds_alone,
             bidirectional=self._images is not None and bool(self._images.undivided),
             prompt_logprobs=True,
-            hidden_states=isinstance(self._draft_runner, MtpRunner),
+            hidden_states=isinstance(self._draft_runner, DraftHeadRunner),
         )
 
     def _make_graphs(self, captured: CapturedModel, config: GraphCaptureConfig) -> DecodeGraphs:
         rest = config.batch_sizes, self.limits.max_total_tokens, config.capturer, config.chunk_tokens
         return DecodeGraphs(captured, self._slots, *rest)
 
-    def _make_draft_runner(self, model: Model | MtpModel, attention: AttentionBackend) -> DraftRunner | MtpRunner:
+    def _make_draft_runner(
+        self, model: Model | DraftHead, attention: AttentionBackend
+    ) -> DraftRunner | DraftHeadRunner:
         rest = self._slots, self._batch_builder, self._noise
-        if not isinstance(model, MtpModel):
+        if not isinstance(model, DraftHead):
             return DraftRunner(DraftModel(model, attention), *rest)
         assert isinstance(self._model, DecoderModel)
-        return MtpRunner(model, attention, self._model, *rest)
+        return DraftHeadRunner(model, attention, self._model, *rest)
 
     def capture_decode_graphs(self, limit: int | None = None) -> int:
         """Captures the graphs of the models, or only the `limit` largest of each (see DecodeGraphs.capture). Returns
@@ -334,7 +336,7 @@ class TorchEngine:
             bad_word_rows = _find_bad_word_rows(rows, sampling_batch)
         # Ids after a rejected draft are overwritten before they are read.
         self._batch_builder.write_ids(indices, sampled.ids)
-        if isinstance(self._draft_runner, MtpRunner):
+        if isinstance(self._draft_runner, DraftHeadRunner):
             self._draft_runner.follow(rows)
         prompt_logprobs = None if reader is None else reader.finish()
         self._slots.commit_rows(rows)

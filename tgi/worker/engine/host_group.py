@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from tgi.hub.model_config import read_model_config
+from tgi.hub.model_config import content_hash
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.links import curve
 from tgi.microkernel.links.link import Link, PeerDisconnected, PeerId
@@ -249,9 +249,7 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
     shared = {name: getattr(settings, name) for name in SHARED_SETTINGS}
     shared["lora_adapters"] = [(name, adapter_digest(Path(path)).hex()) for name, path in settings.adapters]
     draft = settings.draft_model_dir
-    shared["draft_model_id"] = (
-        None if draft is None else read_model_config(draft, weights=settings.needs_weights).content_hash
-    )
+    shared["draft_model_id"] = settings.draft_model_id if draft is None else content_hash(draft)
     decoded: dict[str, Any] = json.loads(json.dumps(shared))  # lists for tuples, as the other side reads them
     return decoded
 

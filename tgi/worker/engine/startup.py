@@ -15,7 +15,7 @@ from llguidance import LLTokenizer
 
 from tgi import __version__
 from tgi.hub.llguidance_tables import token_table
-from tgi.hub.model_config import read_model_config
+from tgi.hub.model_config import is_draft_head, read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.hub.vision_towers import VisionFamily, vision_family
 from tgi.hub.weight_files import weights_identity
@@ -50,10 +50,10 @@ from tgi.worker.host_cpu import kernel_set, numa_nodes, threads_from_environment
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.config_reader import read_config
 from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.draft_head import DraftHead
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
-from tgi.worker.models.loader import build_model, build_mtp, read_model_spec
-from tgi.worker.models.mtp import MtpModel
+from tgi.worker.models.loader import build_eagle3, build_model, build_mtp, read_model_spec
 from tgi.worker.models.packed_weights import PackedWeightFiles
 from tgi.worker.models.t5 import T5Model
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
@@ -83,17 +83,17 @@ class LoadedModels(NamedTuple):
     """The served model and the draft model."""
 
     served: Model
-    draft: Model | MtpModel | None
+    draft: Model | DraftHead | None
     kv_cache_dtype: torch.dtype | None = None  # None: the dtype of each model
     kernels: str = ""  # which kernels compute, for the start summary
     cpu_kernels: CpuKernels | None = None
     communicator: Communicator | None = None  # of the served model's ranks; the draft model is whole on each of them
 
-    def all(self) -> list[Model | MtpModel]:
+    def all(self) -> list[Model | DraftHead]:
         """The models that are loaded."""
         return [self.served] if self.draft is None else [self.served, self.draft]
 
-    def cache_spec(self, model: Model | MtpModel, groups: Sequence[KVGroup] = ONE_FULL_GROUP) -> KVCacheSpec:
+    def cache_spec(self, model: Model | DraftHead, groups: Sequence[KVGroup] = ONE_FULL_GROUP) -> KVCacheSpec:
         """The KV cache of one of them, in the chosen dtype."""
         return model.kv._replace(stored_dtype=self.kv_cache_dtype, groups=groups)
 
@@ -382,7 +382,8 @@ def _load_models(
     settings: Settings, device: str, progress: Progress, place: RankPlace | None, files: PackedWeightFiles | None
 ) -> LoadedModels:
     """Loads the models. Checks first that the draft model has the tokenizer of the served model."""
-    if settings.draft_model_dir is not None:
+    has_head = settings.draft_model_dir is not None and is_draft_head(settings.draft_model_dir)
+    if settings.draft_model_dir is not None and not has_head:
         require_same_tokenizer(settings.model_dir, settings.draft_model_dir)
 
     quantize = quantization_by_directory(settings)
@@ -431,15 +432,19 @@ def _load_models(
         )  # fmt: skip
 
     served = build(settings.model_dir, progress, communicator)
-    if settings.draft_model_id == MTP:
-        if communicator is not None or not settings.needs_weights:
+    if settings.draft_model_id == MTP or has_head:
+        if not settings.needs_weights:
             raise UserError(
-                f"--draft-model-id {MTP} is for one rank, with the weights of the model. Start without --num-shard and "
-                "--load-format dummy, or with --speculate alone."
+                "A head that drafts needs its weights, and the model's. Start without --load-format dummy, or without "
+                "--draft-model-id."
             )
-        progress("loading the layer for multi-token prediction", 95)
-        mtp = build_mtp(settings.model_dir, served, dtype, kernels, quantize[settings.model_dir], gpu)
-        return LoadedModels(served, mtp, kv_cache_dtype, words, kernels)
+        if settings.draft_model_dir is not None:
+            build_head, directory, what = build_eagle3, settings.draft_model_dir, "EAGLE-3 head"
+        else:
+            build_head, directory, what = build_mtp, settings.model_dir, "layer for multi-token prediction"
+        progress(f"loading the {what}", 95)
+        head = build_head(directory, served, dtype, kernels, quantize[directory], gpu)
+        return LoadedModels(served, head, kv_cache_dtype, words, kernels, communicator)
     if settings.draft_model_dir is None:
         return LoadedModels(served, None, kv_cache_dtype, words, kernels, communicator)
     draft = build(settings.draft_model_dir, lambda stage, percent: progress(f"draft model: {stage}", percent))

@@ -11,7 +11,8 @@ stacked_experts      a name for each expert's part of a checkpoint's joint tenso
 weight_shapes        DecoderConfig -> shapes of these weights, without torch
 decoder              DecoderModel, which computes all families
 decoder_layer        the operations of a layer, run on tensors or written to a program for the CPU kernels
-mtp                  MtpModel, a layer for multi-token prediction
+draft_head           DraftHead: a layer that drafts from the hidden states of the served model (MTP, EAGLE-3)
+draft_head_config    what such heads compute, as data, without torch
 t5                   T5Model: encoder-decoder models
 encoder              EncoderModel: BERT and its relatives, which end in a vector
 pooled_decoder       PooledDecoder: decoders that end in a vector

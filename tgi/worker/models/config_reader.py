@@ -46,9 +46,8 @@ NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "l
 ATTENTION_BIAS = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")
 
 
-def read_config(directory: Path) -> Values:
-    """The directory's config.json, of a multimodal model that of its text part (with IS_PART), if the built-in decoder
-    has its family. Raises UserError if it is missing, invalid or names no model_type."""
+def read_config_file(directory: Path) -> Values:
+    """The directory's config.json. Raises UserError if it is missing or invalid."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -56,7 +55,17 @@ def read_config(directory: Path) -> Values:
         raise UserError(f"{directory} has no config.json, so it is not a model directory.") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}. Fetch the model again.") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a model's configuration. Fetch the model again.")
+    return config
+
+
+def read_config(directory: Path) -> Values:
+    """The directory's config.json, of a multimodal model that of its text part (with IS_PART), if the built-in decoder
+    has its family. Raises UserError if it is missing, invalid or names no model_type."""
+    config = read_config_file(directory)
+    if not isinstance(config.get("model_type"), str):
+        path = directory / "config.json"
         raise UserError(f"{path} names no model_type. A model directory as transformers writes it is expected.")
     return _text_part(config)
 

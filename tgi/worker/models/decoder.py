@@ -82,9 +82,9 @@ class DecoderModel:
     ) -> None:
         self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
-        self._whole_config, config = config, local_config(config, self._shard)
-        # Receives the output of the last norm [T, hidden] of each step.
-        self.hidden_reader: Callable[[Tensor], None] | None = None
+        self.whole_config, config = config, local_config(config, self._shard)
+        self._taps: tuple[int, ...] = ()
+        self._hidden_reader: Callable[[Tensor], None] | None = None
         self.hidden_size = config.hidden
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
@@ -125,14 +125,15 @@ class DecoderModel:
         self._rotaries = [RotaryEmbedding(rope, device, kernels or gpu) for rope in config.ropes]
         # Logits of each rank.
         self._vocabulary_widths = [
-            len(shard_decoder(self._whole_config, rank, self._shard.ranks).vocabulary)
+            len(shard_decoder(self.whole_config, rank, self._shard.ranks).vocabulary)
             for rank in range(self._shard.ranks)
         ]
         self._vocabulary_shards = WHOLE_VOCABULARY
         if isinstance(communicator, SharedMemoryCommunicator):
             self._vocabulary_shards = VocabularyShards(communicator.handle, tuple(self._vocabulary_widths))
         shards = self._vocabulary_shards
-        self._write_program = partial(write_program, config, weights, self._rotaries, self.kv, communicator, shards)
+        written = config, weights, self._rotaries, self.kv, communicator, shards
+        self._write_program = partial(write_program, *written)
         self._program = self._write_program()
         self._image_program: Program | None = None  # made when a step needs it: its buffers take memory of their own
         # Rounded to the model's dtype, as transformers does.
@@ -156,8 +157,10 @@ class DecoderModel:
         return self.head(hidden, batch.logits_indices)
 
     def forward_hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """The hidden states [rows, hidden] before the last norm, of which the first T belong to the batch."""
-        return self._run_layers(batch, attention)[0]
+        """The hidden states before the last norm, with those that are tapped in further columns: [rows, (1 + taps) *
+        hidden], of which the first T belong to the batch."""
+        hidden, _, tapped = self._run_layers(batch, attention)
+        return hidden if tapped is None else torch.cat((hidden, tapped), 1)
 
     def head(self, hidden: Tensor, indices: Tensor) -> HeadLogits:
         """The logits of the rows `indices` of `hidden`, as of `forward_head`."""
@@ -169,18 +172,20 @@ class DecoderModel:
         return HeadLogits(self._weights.head(self._head_input(hidden, indices)), *self._logits_options, shard)
 
     def read_hidden(self, hidden: Tensor, reader: LogitsReader | None) -> None:
-        """Gives the hidden states [T, hidden] of a step to `reader` and `hidden_reader`."""
+        """Gives what `forward_hidden` returned of the T tokens of a step to `reader`, and to that of `tap_hidden`."""
         if reader is not None:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
-        if self.hidden_reader is not None:
-            self.hidden_reader(self._weights.norm(hidden))
+        if self._hidden_reader is not None:
+            tapped = hidden[:, self.hidden_size :]
+            self._hidden_reader(tapped if self._taps else self._weights.norm(hidden))
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> GreedyTokens:
-        hidden, greedy = self._run_layers(batch, attention, batch.logits_indices)
-        self.read_hidden(hidden[: len(batch.tokens)], reader)
+        hidden, greedy, tapped = self._run_layers(batch, attention, batch.logits_indices)
+        states = hidden if tapped is None else torch.cat((hidden, tapped), 1)
+        self.read_hidden(states[: len(batch.tokens)], reader)
         if greedy is not None:
             return greedy
         x = self._head_input(hidden, batch.logits_indices)
@@ -194,7 +199,7 @@ class DecoderModel:
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
         program = self._program_for(batch)
-        if program is None or not isinstance(attention, CpuKernelAttention):
+        if program is None or not isinstance(attention, CpuKernelAttention) or self._hidden_reader is not None:
             return None
         hidden = torch.empty(len(batch.tokens), self._config.hidden, dtype=self.kv.dtype)
         calls = [self._weights.embedding.prepare_lookup(batch.tokens, hidden)]
@@ -223,12 +228,21 @@ class DecoderModel:
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
 
-    def run_inputs(
-        self, batch: ForwardBatch, attention: AttentionBackend, inputs: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """The output [T, hidden] of the last norm, where `inputs` of the tokens (int64 [rows], padded) takes the place
-        of the embedding."""
-        return self._weights.norm(self._run_layers(batch, attention, inputs=inputs)[0][: len(batch.tokens)])
+    def tap_hidden(self, layers: tuple[int, ...], reader: Callable[[Tensor], None]) -> None:
+        """From now on `reader` receives of each step the hidden states [T, len(layers) * hidden] before these layers,
+        in this order; the number of all layers stands for those after the last. Without layers, the output [T, hidden]
+        of the last norm."""
+        self._taps, self._hidden_reader = layers, reader
+        self._program, self._image_program = self._write_program(layers), None
+
+    def run_inputs(self, batch: ForwardBatch, attention: AttentionBackend, inputs: Tensor) -> Tensor:
+        """The hidden states [T, hidden] after the layers, where `inputs` [T, hidden] take the place of the embedding.
+        With joins_embedding they are [T, 2 * hidden]: what attention reads first, and the hidden states."""
+        return self._run_layers(batch, attention, inputs=inputs)[0][: len(batch.tokens)]
+
+    def last_norm(self, hidden: Tensor) -> Tensor:
+        """The last norm of hidden states [n, hidden]."""
+        return self._weights.norm(hidden)
 
     def head_logits(self, normed: Tensor) -> Tensor:
         """Logits float32 [n, vocab] of outputs [n, hidden] of the last norm."""
@@ -236,9 +250,9 @@ class DecoderModel:
         return logits if self._communicator is None else self._communicator.all_gather(logits, self._vocabulary_widths)
 
     def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
-        weights = read_adapter(directory, self._whole_config, self._adapter_dtype, self.device)
+        weights = read_adapter(directory, self.whole_config, self._adapter_dtype, self.device)
         if self._communicator is not None:
-            weights = weights.select_part(projection_parts(self._whole_config, self._shard))
+            weights = weights.select_part(projection_parts(self.whole_config, self._shard))
         return self.prepare_adapter(weights)
 
     def prepare_adapter(self, weights: LoraWeights) -> LoraWeights | PackedWeights:
@@ -259,10 +273,10 @@ class DecoderModel:
         batch: ForwardBatch,
         attention: AttentionBackend,
         logits_indices: Tensor | None = None,
-        inputs: Callable[[Tensor], Tensor] | None = None,
-    ) -> tuple[Tensor, GreedyTokens | None]:
-        """Runs embedding, or `inputs`, and layers: the hidden states [rows, hidden], of which the first T belong to the
-        batch.
+        inputs: Tensor | None = None,
+    ) -> tuple[Tensor, GreedyTokens | None, Tensor | None]:
+        """Runs embedding, which `inputs` may replace, and layers: the hidden states [rows, hidden], of which the first
+        T belong to the batch, and those that are tapped [rows, taps * hidden], if there are taps.
 
         A program also computes the greedy tokens at `logits_indices`. Pads the tokens once, to a row count that all
         linear layers accept.
@@ -272,7 +286,10 @@ class DecoderModel:
         turns = batch.positions if batch.rope_positions is None else batch.rope_positions
         tokens, positions, turns = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions, turns))
         angles = self._angles(turns, max(batch.context_lens_host))
-        hidden = self.embed(tokens) if inputs is None else inputs(tokens)
+        hidden = self.embed(tokens) if inputs is None else F.pad(inputs, (0, 0, *pad))
+        joined = None
+        if self._config.joins_embedding:
+            joined, hidden = (part.contiguous() for part in hidden.chunk(2, 1))
         if batch.images is not None:
             hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
             if self._weights.layer_inputs is not None:
@@ -280,12 +297,17 @@ class DecoderModel:
         if self._weights.positions is not None:
             self._add_positions(hidden, positions)
         layer_inputs = None if self._weights.layer_inputs is None else self._weights.layer_inputs(tokens, hidden)
+        tapped = hidden.new_empty(len(hidden), len(self._taps) * self.hidden_size) if self._taps else None
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.lora_runs is not None else None
         deeper = () if batch.images is None else batch.images.deeper
         program = self._program_for(batch)
         if program is not None and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
+            side = layer_inputs if tapped is None else tapped
+            if layer_inputs is not None and tapped is not None:
+                side = torch.cat((layer_inputs, tapped), 1)
+                tapped = side[:, layer_inputs.shape[1] :]
             greedy = program.run(
                 program.prepare(
                     hidden,
@@ -297,7 +319,7 @@ class DecoderModel:
                     adapted,
                     logits_indices,
                     _program_state(batch, attention),
-                    layer_inputs,
+                    side,
                     _program_images(batch),
                 )
             )
@@ -317,12 +339,14 @@ class DecoderModel:
                 state=state_rows(batch, attention),
                 layer_inputs=layer_inputs,
                 seen_images=batch.seen_images,
+                joined=joined,
             )
             seen = batch.seen_images
             sees = None if seen is None else F.pad(seen.sees, (0, 0, *pad))
             streams = self._weights.streams
             hidden = hidden if streams is None else streams.split(hidden)
             for number, layer in enumerate(self._weights.layers):
+                self._copy_tapped(number, hidden, tapped)
                 if layer.cross is not None:
                     if sees is not None:
                         hidden = torch.where(sees, run_layer(layer, self._config, step.layer(number), hidden), hidden)
@@ -333,15 +357,16 @@ class DecoderModel:
                 if number < len(deeper):
                     assert batch.images is not None
                     hidden.index_add_(0, batch.images.indices, deeper[number])
+            self._copy_tapped(len(self._weights.layers), hidden, tapped)
             hidden = hidden if streams is None else streams.merge(hidden)
-        return hidden, greedy
+        return hidden, greedy, tapped
 
     def _program_for(self, batch: ForwardBatch) -> Program | None:
         """The program for a step; None: it runs layer by layer."""
         if self._program is None or _program_images(batch) is None:
             return self._program
         if self._image_program is None:
-            self._image_program = self._write_program(images=True)
+            self._image_program = self._write_program(self._taps, images=True)
         return self._image_program
 
     def image_states(self, images: int) -> ImageStates | None:
@@ -353,6 +378,12 @@ class DecoderModel:
             layers=config.image_layers, sliding_windows=(), softcap=None, groups=ONE_FULL_GROUP, stored_dtype=None
         )
         return ImageStates(kv, images, config.image_states, self.device, self._project_image)
+
+    def _copy_tapped(self, number: int, hidden: Tensor, tapped: Tensor | None) -> None:
+        """Copies the hidden states before layer `number` to their places among those that are tapped, if they are."""
+        for place, tap in enumerate(self._taps):
+            if tap == number and tapped is not None:
+                tapped[:, place * self.hidden_size : (place + 1) * self.hidden_size] = hidden
 
     @torch.inference_mode()
     def _project_image(self, states: Tensor) -> list[Tensor]:
@@ -385,13 +416,18 @@ class DecoderModel:
             hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
         return hidden
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The scaled and normed embeddings [rows, hidden] of the tokens. Where ranks divide the embedding, each comes
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """The embeddings [rows, hidden] of the tokens, as they are stored. Where ranks divide the embedding, each comes
         from the rank that has it, and the other ranks add zeros."""
         hidden = self._weights.embedding(tokens)
         if self._weights.embedding.partial:
             assert self._communicator is not None
             self._communicator.all_reduce(hidden)
+        return hidden
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The scaled and normed embeddings [rows, hidden] of the tokens."""
+        hidden = self.look_up(tokens)
         hidden = hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
         return hidden if self._weights.embedding_norm is None else self._weights.embedding_norm(hidden)
 
@@ -403,8 +439,10 @@ class DecoderModel:
     def with_layers(
         self, config: DecoderConfig, layers: list[DecoderLayer], norm: Norm, size: WeightFootprint
     ) -> "DecoderModel":
-        """A decoder of other layers with the embedding and the head of this one. `size` is what they take."""
-        weights = self._weights._replace(layers=layers, norm=norm, footprint=size)
+        """A decoder of other layers and another last norm, for `run_inputs`: whole on each of several ranks. `size` is
+        what they take."""
+        weights = self._weights._replace(layers=layers, norm=norm, positions=None, footprint=size)
+        weights = weights._replace(layer_inputs=None, streams=None)
         return DecoderModel(config, weights, self.kv.dtype, self.device, self.kv.cpu_kernels, self.kv.gpu_kernels)
 
     def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas | LaunchedDeltas:
@@ -425,7 +463,8 @@ class DecoderModel:
         return self._communicator.all_gather(logits, self._vocabulary_widths)
 
     def _head_input(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        return self._weights.norm(hidden.index_select(0, indices))
+        chosen = hidden.index_select(0, indices)
+        return self._weights.norm(chosen[:, : self.hidden_size].contiguous() if self._taps else chosen)
 
 
 def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:

@@ -180,6 +180,9 @@ class LayerOperations(Protocol[X]):
     def norm_first(self, norm: Norm, x: X) -> X:
         """x with its first columns normed, as many as the norm has. Overwrites x."""
 
+    def join(self, x: X) -> X:
+        """The input of attention next to x; see DecoderConfig.joins_embedding."""
+
     def head_products(self, products: HeadProducts, x: X, last: X | None = None) -> X:
         """products(x, last)."""
 
@@ -230,6 +233,8 @@ def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOpera
         assert isinstance(layer.mlp, Mlp)
         ahead = operations.gate_up(layer.mlp, operations.norm(layer.mlp_before, hidden))
     normed = _norm(layer.attention_before, operations, hidden)
+    if config.joins_embedding:
+        normed = operations.join(normed)
     if layer.recurrence is not None:
         first, mixer, last = layer.recurrence
         mixed = operations.mix(mixer, normed, operations.linear(MIXER_INPUT, first, normed))
@@ -356,6 +361,7 @@ class DecoderStep(NamedTuple):
     state: StateRows | None = None  # of the recurrent layers
     layer_inputs: Tensor | None = None  # [rows, layers * width], see LayerInputConfig
     seen_images: SeenImages | None = None
+    joined: Tensor | None = None  # [rows, hidden], see DecoderConfig.joins_embedding
 
     def layer(self, number: int) -> "TensorOperations":
         """The operations of a layer."""
@@ -378,6 +384,10 @@ class TensorOperations(NamedTuple):
     def norm_first(self, norm: Norm, x: Tensor) -> Tensor:
         _norm_heads((norm,), x)
         return x
+
+    def join(self, x: Tensor) -> Tensor:
+        assert self.step.joined is not None
+        return torch.cat((self.step.joined, x), 1)
 
     def head_products(self, products: HeadProducts, x: Tensor, last: Tensor | None = None) -> Tensor:
         return products(x, last)
@@ -497,7 +507,7 @@ class ProgramBuffer(IntEnum):
     """The buffers of a program, one row per token."""
 
     HIDDEN = 0
-    LAYER_INPUTS = 1  # DecoderStep.layer_inputs
+    SIDE = 1  # DecoderStep.layer_inputs, then the hidden states that are tapped
     NORMED = auto()
     QKV = auto()
     MIXED = auto()  # the result of attention
@@ -537,20 +547,24 @@ def write_program(
     kv: KVCacheSpec,
     communicator: Communicator | None = None,
     shards: VocabularyShards = WHOLE_VOCABULARY,
+    taps: Sequence[int] = (),
     images: bool = False,
 ) -> Program | None:
-    """The layers and the output head, of several ranks the `shards`, as a program for our CPU kernels. `images`: for
-    steps with an ImageStep; one for other steps has no layers that attend to images.
+    """The layers and the output head, of several ranks the `shards`, as a program for our CPU kernels. `taps`: numbers
+    of layers before which the hidden states are copied to SIDE. `images`: for steps with an ImageStep; one for other
+    steps has no layers that attend to images.
 
     None if a program is impossible: without our CPU kernels; with several ranks that do not share memory; with experts
-    of different formats; with streams or low-rank residuals; and if a parallel layer has no norm, since its MLP would
-    read HIDDEN after attention has changed it.
+    of different formats; with streams or low-rank residuals; for the layer of a head that drafts, if it joins two
+    inputs; and if a parallel layer has no norm, since its MLP would read HIDDEN after attention has changed it.
     """
     layers = weights.layers
     mixtures = [mlp for layer in layers for mlp in layer.mlps if not isinstance(mlp, Mlp)]
     recordable = all(_packed_experts(mixture) is not None for mixture in mixtures)
     normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
     if kv.cpu_kernels is None or not recordable or not normed or config.streams is not None or config.residual_rank:
+        return None
+    if config.joins_embedding:
         return None
     mixer_widths = next((layer.recurrence.mixer.widths for layer in layers if layer.recurrence is not None), (0, 0, 0))
     widths = {
@@ -569,9 +583,11 @@ def write_program(
     }
     if images and config.image_layers:
         widths[ProgramBuffer.KEPT], widths[ProgramBuffer.CROSS_QUERY] = config.hidden, kv.heads * kv.head_dim
+    inputs = 0
     if config.layer_inputs is not None:
-        widths[ProgramBuffer.LAYER_INPUTS] = config.layer_inputs.width * len(layers)
+        inputs = config.layer_inputs.width * len(layers)
         widths[ProgramBuffer.LAYER_INPUT] = config.layer_inputs.width
+    widths[ProgramBuffer.SIDE] = inputs + len(taps) * config.hidden
     if config.latent is not None:
         widths[ProgramBuffer.QUERY_DOWN] = config.latent.query_rank or 0
         widths[ProgramBuffer.QUERY] = kv.heads * config.latent.query_dim
@@ -588,7 +604,14 @@ def write_program(
     program = Program(kv.cpu_kernels, columns)
     if communicator is not None and not isinstance(communicator, SharedMemoryCommunicator):
         return None
+
+    def copy_tapped(number: int) -> None:
+        for place, tap in enumerate(taps):
+            if tap == number:
+                program.copy(ProgramBuffer.HIDDEN, ProgramBuffer.SIDE, inputs + place * config.hidden)
+
     for number, layer in enumerate(layers):
+        copy_tapped(number)
         if layer.cross is not None and not images:
             continue
         operations = ProgramOperations(program, config, rotaries, kv, number, communicator, others)
@@ -600,6 +623,7 @@ def write_program(
             program.copy_unseeing(ProgramBuffer.KEPT, ProgramBuffer.HIDDEN)
         if images and not config.image_layers:
             program.add_features(ProgramBuffer.HIDDEN, number)
+    copy_tapped(len(layers))
     scoring = config.logit_scale, config.logit_cap
     weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring, shards)
     return program
@@ -642,6 +666,9 @@ class ProgramOperations(NamedTuple):
     def norm_first(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
         norm.append_to(self.program, x, x)
         return x
+
+    def join(self, x: ProgramBuffer) -> ProgramBuffer:
+        raise NotImplementedError("a program has no layers that join two inputs")
 
     def head_products(
         self, products: HeadProducts, x: ProgramBuffer, last: ProgramBuffer | None = None
@@ -720,7 +747,7 @@ class ProgramOperations(NamedTuple):
 
     def times_layer_input(self, x: ProgramBuffer) -> ProgramBuffer:
         assert self.config.layer_inputs is not None
-        self.program.multiply(ProgramBuffer.LAYER_INPUTS, x, self.number * self.config.layer_inputs.width)
+        self.program.multiply(ProgramBuffer.SIDE, x, self.number * self.config.layer_inputs.width)
         return x
 
     def scale(self, x: ProgramBuffer, scale: float) -> ProgramBuffer:

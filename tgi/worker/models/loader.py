@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tgi.hub.model_config import T5_FAMILY
+from tgi.hub.model_config import T5_FAMILY, is_eagle3
 from tgi.hub.weight_files import weights_identity
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint, RandomCheckpoint
@@ -18,17 +19,18 @@ from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.embedding import Embedding
-from tgi.worker.models.config_reader import IS_PART, read_config, read_decoder_config
+from tgi.worker.models.config_reader import IS_PART, read_config, read_config_file, read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.decoder_layer import DecoderWeights
+from tgi.worker.models.draft_head import DraftHead
+from tgi.worker.models.draft_head_config import DraftHeadConfig, read_eagle3_config, read_mtp_config, require_fit
 from tgi.worker.models.dtype import resolve_dtype, warn_of_emulation
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.interface import Model
-from tgi.worker.models.mtp import MtpModel, find_names, layer_config
 from tgi.worker.models.packed_weights import PackedWeightFiles
 from tgi.worker.models.stacked_experts import open_checkpoint
 from tgi.worker.models.t5 import build_t5_model
-from tgi.worker.models.weight_loader import DecoderWeightLoader, read_kv_scales, stored_embedding
+from tgi.worker.models.weight_loader import DecoderWeightLoader, read_kv_scales, read_targets, stored_embedding
 from tgi.worker.quantization import float8
 from tgi.worker.quantization.quantize import quantize_weight
 from tgi.worker.quantization.scheme import QuantizationScheme, resolve_scheme
@@ -72,8 +74,13 @@ def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) ->
     """The ModelSpec of a model directory.
 
     `dtype` is "auto" (the model's own), "float32", "bfloat16" or "float16"; `quantize` is None or one of
-    settings.QUANTIZATIONS. Raises UserError if the model cannot be served.
+    settings.QUANTIZATIONS. Of an EAGLE-3 head, the decoder is its layer. Raises UserError if the model cannot be
+    served.
     """
+    config = read_config_file(directory)
+    if is_eagle3(config):
+        head = read_eagle3_config(directory)
+        return ModelSpec(head.decoder, resolve_dtype(config, dtype), resolve_scheme(directory, config, quantize))
     config = read_config(directory)
     number = resolve_dtype(config, dtype)
     scheme = resolve_scheme(directory, config, quantize)
@@ -169,7 +176,7 @@ def build_mtp(
     kernels: CpuKernels | None = None,
     quantize: str | None = None,
     gpu: GpuKernels | None = None,
-) -> MtpModel:
+) -> DraftHead:
     """Loads the MTP layer of the served model, which is that of this directory; all as in `build_model`. Raises
     UserError if it has none."""
     spec = read_model_spec(directory, dtype, quantize)
@@ -178,15 +185,58 @@ def build_mtp(
             f"The model in {directory} runs through transformers, where its layer for multi-token prediction is not "
             "computed. Start with --speculate and without --draft-model-id."
         )
-    config, device = layer_config(spec.decoder), served.device
-    with open_checkpoint(directory, spec.decoder) as checkpoint, torch.inference_mode():
-        names = find_names(checkpoint, spec.decoder)
-        quantizer = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
-        exact = spec.dtype is torch.float32
-        source = spec.scheme.source(checkpoint, quantizer, float8.stays_float8_on(device), exact=exact)
+    with open_checkpoint(directory, spec.decoder) as checkpoint:
+        config = read_mtp_config(directory, set(checkpoint), spec.decoder)
+        return _build_draft_head(checkpoint, config, spec, served, kernels, gpu)
+
+
+def build_eagle3(
+    directory: Path,
+    served: Model,
+    dtype: str,
+    kernels: CpuKernels | None = None,
+    quantize: str | None = None,
+    gpu: GpuKernels | None = None,
+) -> DraftHead:
+    """Loads the EAGLE-3 head of this directory for the served model; all as in `build_model`. Raises UserError if it is
+    not for this model."""
+    if not isinstance(served, DecoderModel):
+        raise UserError(
+            "An EAGLE-3 head drafts for models of the built-in decoder only, and the served model is computed "
+            "otherwise. Start with --speculate and without --draft-model-id."
+        )
+    spec, model = read_model_spec(directory, dtype, quantize), served.whole_config
+    config = read_eagle3_config(directory, len(model.layers))
+    require_fit(directory, config, model)
+    config = replace(config, decoder=replace(config.decoder, context_length=model.context_length))
+    with open_checkpoint(directory, config.decoder) as checkpoint:
+        return _build_draft_head(checkpoint, config, spec, served, kernels, gpu)
+
+
+def _build_draft_head(
+    checkpoint: Checkpoint,
+    head: DraftHeadConfig,
+    spec: ModelSpec,
+    served: DecoderModel,
+    kernels: CpuKernels | None,
+    gpu: GpuKernels | None,
+) -> DraftHead:
+    config, device = head.decoder, served.device
+    quantizer = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
+    exact = spec.dtype is torch.float32
+    source = spec.scheme.source(checkpoint, quantizer, float8.stays_float8_on(device), exact=exact)
+    with torch.inference_mode():
         loader = DecoderWeightLoader(source, config, whole_model(config), spec.dtype, device, kernels, gpu)
-        parts, layer, norm, size = loader.load_mtp(names)
-    return MtpModel(served.with_layers(config, [layer], norm, size), parts)
+        weights = loader.load_draft_head(head)
+        if head.names.targets is not None:
+            targets = read_targets(checkpoint, head.names.targets, head.scored, config.vocab_size)
+            weights = weights._replace(targets=targets.to(device))
+        if config.hidden != served.hidden_size and None in (weights.embedding, weights.head):
+            raise UserError(
+                f"The head in {checkpoint.directory} has hidden states of {config.hidden} numbers, and the model of "
+                f"{served.hidden_size}, so it needs an embedding and an output head of its own, which its weights lack."
+            )
+        return DraftHead(head, weights, served)
 
 
 def _build_decoder(

@@ -37,7 +37,7 @@ class StackedExpertsCheckpoint(RenamedCheckpoint):
         }
         if stacked.up is not None:
             parts |= {stacked.gate_up: {None: names.expert_gate}, stacked.up: {None: names.expert_up}}
-        pattern = re.compile(rf"(model\.layers\.\d+\.)({'|'.join(map(re.escape, parts))})[._]?(\w*)")
+        pattern = re.compile(rf"((?:model|mtp)\.layers\.\d+\.)({'|'.join(map(re.escape, parts))})[._]?(\w*)")
         for stored, path in list(self._file_by_name.items()):
             if (found := pattern.fullmatch(stored)) is None:
                 continue

@@ -49,8 +49,9 @@ from tgi.worker.models.decoder_layer import (
     LowRankResidual,
     ParallelExperts,
 )
+from tgi.worker.models.draft_head import DraftHeadWeights
+from tgi.worker.models.draft_head_config import DraftHeadConfig
 from tgi.worker.models.interface import WeightFootprint
-from tgi.worker.models.mtp import MtpNames, MtpParts
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, scale_weight, select_part, stack_weights
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 from tgi.worker.quantization.weight_sources import WeightSource
@@ -225,17 +226,36 @@ class DecoderWeightLoader:
             self._norm(prefix + names.input_after, config.hidden),
         )
 
-    def load_mtp(self, names: MtpNames) -> tuple[MtpParts, DecoderLayer, Norm, WeightFootprint]:
-        """The MTP layer of these names: its first parts, its decoder layer, which is the only one of the config, its
-        last norm, and their size."""
-        size = self._config.hidden
-        parts = MtpParts(
-            self._norm(names.embedding_norm, size),
-            self._norm(names.hidden_norm, size),
-            self._linear(False, 2 * size, StoredMatrix(names.projection, size, range(size))),
+    def load_draft_head(self, head: DraftHeadConfig) -> DraftHeadWeights:
+        """The head of this config, of whose decoder this loader is, without the targets. Embedding and output head are
+        read if it has its own."""
+        config, names, size = self._config, head.names, self._config.hidden
+        fused, scored = len(head.taps) * head.target_hidden, head.scored
+        each = fused // max(1, len(names.fusion_norms))
+        embedding = own = None
+        if head.taps and f"{EMBEDDING}.weight" in self._source:
+            stored = self._upload(_embedding_weight(self._source, config, range(config.vocab_size), self._dtype))
+            embedding = Embedding(stored, self._dtype)
+            if self._device.type != "cpu":  # on CPU it stays in the mapped file
+                self._count(stored)
+        if scored and (scored < config.vocab_size or f"{HEAD}.weight" in self._source):
+            own = self._linear(False, size, StoredMatrix(HEAD, scored, range(scored)))
+        return DraftHeadWeights(
+            embedding_norm=self._norm(names.embedding_norm, size),
+            hidden_norm=None if names.hidden_norm is None else self._norm(names.hidden_norm, size),
+            projection=None if names.projection is None else self._whole(names.projection, size, 2 * size),
+            layer=self._layer(0, names.layer),
+            norm=self._norm(names.norm, size),
+            fusion=None if names.fusion is None else self._whole(names.fusion, size, fused),
+            fusion_norms=tuple(self._norm(name, each) for name in names.fusion_norms),
+            embedding=embedding,
+            head=own,
+            targets=None,
+            footprint=WeightFootprint(self._bytes, self._parameters),
         )
-        layer, norm = self._layer(0, names.layer), self._norm(names.norm, size)
-        return parts, layer, norm, WeightFootprint(self._bytes, self._parameters)
+
+    def _whole(self, name: str, outputs: int, inputs: int) -> Linear:
+        return self._linear(False, inputs, StoredMatrix(name, outputs, range(outputs)))
 
     def _layer(self, number: int, prefix: str = "") -> DecoderLayer:
         config, names, prefix = self._config, self._config.layer_names(number), prefix or f"model.layers.{number}."
@@ -310,7 +330,7 @@ class DecoderWeightLoader:
             pairs = [self._matrices(False, config.hidden, one)[0][0] for one in qkv]
             first = self._build(stack_weights(pairs, self._dtype), None, "none")
         else:
-            first = self._linear(config.qkv_bias, config.hidden, *qkv, **_clipping(config))
+            first = self._linear(config.qkv_bias, config.attention_inputs, *qkv, **_clipping(config))
         return AttentionWeights(
             qkv=first,
             query_key_norms=self._query_key_norms(number, prefix + names.query_norm, prefix + names.key_norm),
@@ -716,6 +736,20 @@ class MixerWeights(NamedTuple):
         loader = self.loader
         stored = loader._source.tensor(f"{self.prefix}.{name}", *shape)[chosen]
         return stored.to(loader._device, torch.float32)
+
+
+def read_targets(checkpoint: Checkpoint, name: str, scored: int, vocab_size: int) -> Tensor:
+    """DraftHeadWeights.targets, of which the tensor of this name has the differences to 0, 1, 2 and so on. Raises
+    UserError if it is not as expected."""
+    targets = checkpoint.raw_tensor(name).to(torch.int64)
+    if tuple(targets.shape) == (scored,):
+        targets = targets + torch.arange(scored)
+        if int(targets.min()) >= 0 and int(targets.max()) < vocab_size:
+            return targets
+    raise UserError(
+        f"Tensor {name!r} in {checkpoint.file_of(name)} must give each of the {scored} ids that the head scores one of "
+        f"the {vocab_size} of the model. Download the head again, or choose another --draft-model-id."
+    )
 
 
 def read_kv_scales(checkpoint: Checkpoint, layers: Sequence[int]) -> tuple[tuple[float, float], ...]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, Mixer, TensorNames
-from tgi.worker.distributed.sharding import Shard, layer_inner, layer_kv_heads
+from tgi.worker.distributed.sharding import Shard, layer_inner, layer_kv_heads, whole_model
+from tgi.worker.models.draft_head_config import DraftHeadConfig
 from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD, POSITIONS
 from tgi.worker.tensor_shapes import MatrixShape, VectorShape
 
@@ -32,6 +33,30 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
             yield MatrixShape(name.format(number), config.hidden, config.hidden, config.hidden, hidden)
     if not config.tied:
         yield MatrixShape(HEAD, config.vocab_size - config.unscored, config.hidden, vocabulary, hidden)
+
+
+def head_matrices(head: DraftHeadConfig) -> Iterator[MatrixShape]:
+    """All matrices of a head that drafts, with the embedding that an EAGLE-3 head may have."""
+    config, names = head.decoder, head.names
+    yield from _layer_matrices(config, whole_model(config), 0)
+    rows, fused = config.hidden, len(head.taps) * head.target_hidden
+    for name, inputs in ((names.projection, 2 * config.hidden), (names.fusion, fused)):
+        if name is not None:
+            yield MatrixShape(name, rows, inputs, rows, range(inputs))
+    for name, rows in ((EMBEDDING, config.vocab_size), (HEAD, head.scored)) if head.scored else ():
+        yield MatrixShape(name, rows, config.hidden, rows, range(config.hidden))
+
+
+def head_vectors(head: DraftHeadConfig) -> Iterator[VectorShape]:
+    """All norms and biases of a head that drafts."""
+    config, names = head.decoder, head.names
+    yield from vectors(config, whole_model(config))
+    for name in (names.embedding_norm, names.hidden_norm):
+        if name is not None:
+            yield from _norm(config, name)
+    each = len(head.taps) * head.target_hidden // max(1, len(names.fusion_norms))
+    for name in names.fusion_norms:
+        yield VectorShape(f"{name}.weight", each, each, True)
 
 
 def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
@@ -128,7 +153,7 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
 
 
 def _attention_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:
-    names, hidden, layer = config.names, config.hidden, config.layers[number]
+    names, hidden, layer = config.names, config.attention_inputs, config.layers[number]
     (kv_heads, dim), own = config.head_shape(number), layer_kv_heads(config, shard, number)
     if config.output_gate:
         yield MatrixShape(prefix + names.query, config.heads * dim, hidden, len(shard.heads) * dim, range(hidden))
@@ -147,7 +172,7 @@ def _attention_matrices(config: DecoderConfig, shard: Shard, number: int, prefix
         if not layer.keys_as_values:
             yield keys._replace(name=prefix + names.value)
     queries = range(shard.heads.start * dim, shard.heads.stop * dim)
-    yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
+    yield MatrixShape(prefix + names.output, config.hidden, config.heads * dim, config.hidden, queries)
 
 
 def _cross_matrices(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[MatrixShape]:

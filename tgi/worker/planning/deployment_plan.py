@@ -9,16 +9,17 @@ import json
 import math
 import shlex
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tgi.hub.model_config import T5_FAMILY
+from tgi.hub.model_config import T5_FAMILY, is_draft_head
 from tgi.hub.vision_towers import vision_family
 from tgi.hub.weight_files import OF_AUDIO, OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
 from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.host.interpreter import require_packages
-from tgi.microkernel.settings.table import QUANTIZED_AT_LOAD, Settings
+from tgi.microkernel.settings.table import MTP, QUANTIZED_AT_LOAD, Settings
 from tgi.worker.decoder_config import DecoderConfig, HeadShape, UnsupportedConfig
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.engine import memory
@@ -26,8 +27,9 @@ from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim
 from tgi.worker.lora.config import LoraConfig
 from tgi.worker.lora.projections import adapter_bytes
 from tgi.worker.models.config_reader import read_config, read_decoder_config, stored_dtype
+from tgi.worker.models.draft_head_config import DraftHeadConfig, mtp_configs, read_eagle3_config, require_fit
 from tgi.worker.models.families import FAMILIES
-from tgi.worker.models.weight_shapes import matrices, vectors
+from tgi.worker.models.weight_shapes import head_matrices, head_vectors, matrices, vectors
 from tgi.worker.planning.devices import Devices
 from tgi.worker.quantization.config import GGUF_METHOD, QuantizationConfig, find_config
 from tgi.worker.quantization.weight_forms import (
@@ -40,7 +42,7 @@ from tgi.worker.quantization.weight_forms import (
     form_made_at_load,
     weight_bytes,
 )
-from tgi.worker.tensor_shapes import MatrixShape
+from tgi.worker.tensor_shapes import MatrixShape, VectorShape
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_RANKS = 64
@@ -67,6 +69,15 @@ class PlannedModel(NamedTuple):
     # Of weights in the bits of a GGUF file: the tensors that its import writes.
     tensors: dict[str, StoredTensor] | None = None
     tower: int = 0  # bytes of a vision tower; 0: it has none, or its weights are not here
+    head: DraftHeadConfig | None = None  # of a head that drafts, whose decoder is `config`
+
+    def matrices(self, shard: Shard) -> Iterator[MatrixShape]:
+        """Its matrices; a head is whole on each rank."""
+        return matrices(self.config, shard) if self.head is None else head_matrices(self.head)
+
+    def vectors(self, shard: Shard) -> Iterator[VectorShape]:
+        """Its norms and biases."""
+        return vectors(self.config, shard) if self.head is None else head_vectors(self.head)
 
     def forms(self, device: Devices) -> StoredForms | None:
         """The forms of the layers in the files; None: all are plain."""
@@ -85,8 +96,8 @@ class PlannedDeployment(NamedTuple):
     @property
     def context(self) -> int:
         """The longest sequence that the models can compute."""
-        contexts = [model.config.context_length for model in (self.served, self.draft) if model is not None]
-        return min(contexts)
+        drafts = self.draft is not None and self.draft.head is None  # a head follows the model
+        return min(model.config.context_length for model in (self.served, self.draft if drafts else None) if model)
 
 
 class RankMemory(NamedTuple):
@@ -189,9 +200,16 @@ def read_planned_deployment(request: PlanRequest) -> PlannedDeployment:
     """The models and adapters of a request. Raises UserError if their sizes do not follow from their configuration."""
     settings = request.settings
     served = read_planned_model(request.model, settings)
-    draft = None
-    if request.draft is not None:
-        of_draft = replace(settings, dtype=served.dtype, quantize=settings.draft_quantize)
+    draft, of_draft = None, replace(settings, dtype=served.dtype, quantize=settings.draft_quantize)
+    if settings.draft_model_id == MTP:  # whether the checkpoint has the layer is not known
+        head = mtp_configs(served.config)[0]
+        draft = served._replace(config=head.decoder, head=head, tensors=None, tower=0)
+    elif request.draft is not None and request.draft.is_dir() and is_draft_head(request.draft):
+        head = read_eagle3_config(request.draft, len(served.config.layers))
+        require_fit(request.draft, head, served.config)
+        made = QUANTIZED_AT_LOAD.get(of_draft.quantize or "")
+        draft = PlannedModel(head.decoder, served.dtype, served.dtype, made, head=head)
+    elif request.draft is not None:
         draft = read_planned_model(request.draft, of_draft)
     found = PlannedDeployment(served, draft, tuple(LoraConfig(directory) for directory in request.adapters))
     memory.require_context(settings, found.context)
@@ -252,8 +270,8 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 
 def _parameters(model: PlannedModel) -> int:
     whole = shard_decoder(model.config, 0, 1)
-    stored = {vector.name: vector.numbers for vector in vectors(model.config, whole)}
-    return sum(matrix.local_numbers for matrix in matrices(model.config, whole)) + sum(stored.values())
+    stored = {vector.name: vector.numbers for vector in model.vectors(whole)}
+    return sum(matrix.local_numbers for matrix in model.matrices(whole)) + sum(stored.values())
 
 
 def rank_memory(deployment: PlannedDeployment, shard: Shard, device: Devices, settings: Settings) -> RankMemory:
@@ -293,7 +311,7 @@ def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: 
     matrix_bytes = sum(matrix_sizes(model, shard, device).values())
     vector_bytes = sum(
         vector.local_numbers * (4 if vector.norm or device.is_cpu else ITEM_SIZES[model.dtype])
-        for vector in vectors(config, shard)
+        for vector in model.vectors(shard)
     )
     kv_dtype = settings.kv_cache_dtype or model.dtype
     own = local_config(config, shard)
@@ -326,7 +344,7 @@ def matrix_sizes(model: PlannedModel, shard: Shard, device: Devices) -> dict[str
     """Bytes of the shard's part of each matrix, by name: on CPU as our own kernels hold them, without an embedding that
     is not the output head too, whose rows are read from the mapped file."""
     config, item, forms = model.config, ITEM_SIZES[model.dtype], model.forms(device)
-    listed = [matrix for matrix in matrices(config, shard) if not (_is_lookup(matrix, config) and device.is_cpu)]
+    listed = [matrix for matrix in model.matrices(shard) if not (_is_lookup(matrix, config) and device.is_cpu)]
     stored_outputs: Counter[str] = Counter()
     stacks: defaultdict[str, list[MatrixShape]] = defaultdict(list)
     for matrix in listed:

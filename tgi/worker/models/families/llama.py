@@ -184,6 +184,7 @@ FAMILIES: dict[str, ModelFamily] = {
 
 VARIANTS = {
     "glm4v_text": Variant("glm4", {"head_dim": None, "rms_norm_eps": 1e-5}),
+    "mimo": Variant("qwen2"),  # with a layer for multi-token prediction
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), Variant("qwen2")),  # as first published, with no text_config
     **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), Variant("qwen2", {**RMS5, "rope_theta": 1000000.0})),
     "mllama_text_model": Variant(
