@@ -123,6 +123,7 @@ def _shape(found: Any) -> str:
     prefill = [f"{one['tokens']} tokens {one['ms']:.0f} ms ({one['share']:.0%})" for one in found["prefill"]]
     mixed = [
         f"{one['name']} {one['computed'] if one['recorded'] is None else one['recorded']:.1f} ms"
+        + ("" if one["of_parts"] is None else f" ({one['of_parts']:.0%} of its parts)")
         for one in found["mixed"]
     ]
     adapted = [

@@ -170,6 +170,9 @@ class Mixed(NamedTuple):
     name: str
     recorded: float | None  # with CUDA graphs, if there are any
     computed: float  # without
+    # Of decode rows with a chunk: its time, with CUDA graphs if there are any, divided by those of a step of the rows
+    # and one of the chunk together. At most 1.1 is wanted.
+    of_parts: float | None = None
 
 
 def mixed_steps(engine: TorchEngine, context: int, rounds: int) -> list[Mixed]:
@@ -191,9 +194,13 @@ def mixed_steps(engine: TorchEngine, context: int, rounds: int) -> list[Mixed]:
     works[f"{few} rows with {DRAFTS} drafts"] = partial(_drafted, engine, few, context, rounds)
     found = {name: None if graphs is None else work() for name, work in works.items() if rows}
     engine._decode_graphs = None
-    mixed = [Mixed(name, recorded, works[name]()) for name, recorded in found.items()]
+    mixed = {name: Mixed(name, recorded, works[name]()) for name, recorded in found.items()}
     engine._decode_graphs = graphs
-    return mixed
+    taken = {name: one.computed if one.recorded is None else one.recorded for name, one in mixed.items()}
+    for tokens in chunks if rows else []:
+        chunk, both = f"a chunk of {tokens}", f"{rows} rows, a chunk of {tokens}"
+        mixed[both] = mixed[both]._replace(of_parts=taken[both] / (taken[f"{rows} rows"] + taken[chunk]))
+    return list(mixed.values())
 
 
 # Rows that decode (0: one long prompt), adapters that they share, and their rank.
@@ -515,10 +522,13 @@ def report(engine: TorchEngine, config: dict[str, Any], options: argparse.Namesp
             f"| {tokens} | {steps} | {1e3 * spent:.2f} | {tokens / spent:,.0f} | {flop / spent / 1e12:.2f} | "
             f"{flop / spent / peaks.product:.1%} |"
         )
-    print("\nSteps with prompt chunks and drafts\n\n| step | with CUDA graphs ms | without ms |\n|---|---|---|")
+    print("\nSteps with prompt chunks and drafts\n")
+    print("| step | with CUDA graphs ms | without ms | of its parts as steps |\n|---|---|---|---|")
     mixed = mixed_steps(engine, options.context, options.rounds // 2)
     for step in mixed:
-        print(f"| {step.name} | {'–' if step.recorded is None else f'{step.recorded:.3f}'} | {step.computed:.3f} |")
+        recorded = "–" if step.recorded is None else f"{step.recorded:.3f}"
+        parts = "" if step.of_parts is None else f"{step.of_parts:.0%}"
+        print(f"| {step.name} | {recorded} | {step.computed:.3f} | {parts} |")
     print("\nSteps with LoRA adapters of all projections\n")
     print("| rows | tokens | adapters | rank | step ms | without ms | ratio |\n|---|---|---|---|---|---|---|")
     adapted = adapted_steps(engine, options.context, options.rounds // 2)

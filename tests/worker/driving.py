@@ -43,7 +43,9 @@ def make_engine(
     attention: AttentionBackend | None = None,
     recording: GraphCaptureConfig | None = None,
     images: PromptParts | None = None,
+    drafting: AttentionBackend | None = None,
 ) -> TorchEngine:
+    """`attention` and `drafting`: those of the model and of `draft`."""
     states = [KVGroup(GroupKind.RECURRENT, interval=1 << 20, drafts=8 * slots)] * (model.kv.state is not None)
     groups = [*ONE_FULL_GROUP, *states]
     state_slots = (1 + 8) * slots + 1
@@ -55,7 +57,7 @@ def make_engine(
     limits = DeploymentLimits(
         total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu", groups
     )
-    second = draft and DraftModel(draft, build_attention(draft.kv, pages, draft.device))
+    second = draft and DraftModel(draft, drafting or build_attention(draft.kv, pages, draft.device))
     return TorchEngine(
         model, attention, limits, draft_model=second, watermark=mark, graph_capture=recording, images=images
     )

@@ -237,24 +237,32 @@ class Harness:
         pages: int = 64,
         chunk: int = 512,
         kept: int = 1 << 20,
+        stored: int = 4,  # of images that layers attend to
         native: bool = False,
         gpu: GpuKernels | None = None,
         capturer: GraphCapturer | None = None,
+        captured: int = 0,  # tokens of chunks in captured steps
+        device: torch.device = CPU,  # on another one than the CPU, `gpu` computes the model
     ) -> None:
         kernels = our_kernels(read_model_spec(directory, "float32")) if native else None
-        model = build_model(directory, "float32", "cpu", lambda stage, percent: None, kernels=kernels)
+        of_model = None if device == CPU else gpu
+        model = build_model(
+            directory, "float32", str(device), lambda stage, percent: None, kernels=kernels, gpu=of_model
+        )
         family = vision_family(directory)
         assert family is not None
-        make_pairs = model.image_pairs if family.crosses and isinstance(model, DecoderModel) else None
-        tower = load_tower(directory, family, torch.float32, CPU, kernels=kernels)
-        self.images = PromptImages(tower, ImageFiles(media), kept, make_pairs)
+        assert isinstance(model, DecoderModel)
+        own, model.kv = model.kv, model.kv._replace(gpu_kernels=gpu)
+        states, model.kv = model.image_states(stored), own
+        tower = load_tower(directory, family, torch.float32, device, kernels=kernels)
+        self.images = PromptImages(tower, ImageFiles(media), kept, states)
         groups, slots = kv_groups(model), 4
         attention: Any = build_attention(
-            model.kv._replace(groups=paged_groups(groups)), pages, CPU, slots + 1 + SNAPSHOTS
+            model.kv._replace(groups=paged_groups(groups)), pages, device, slots + 1 + SNAPSHOTS
         )
-        if gpu is not None:
+        if gpu is not None and device == CPU:
             attention = CudaAttention(model.kv._replace(gpu_kernels=gpu), pages, CPU)
-        capture = None if capturer is None else GraphCaptureConfig(capturer, attention, [slots])
+        capture = None if capturer is None else GraphCaptureConfig(capturer, attention, [slots], captured)
         size = attention.page_size
         total = pages * size
         limits = DeploymentLimits(
@@ -271,7 +279,7 @@ class Harness:
     @property
     def computed(self) -> int:
         """Images that the tower has computed."""
-        return self.images.cache.computed
+        return self.images.computed
 
 
 SNAPSHOTS = 8
@@ -307,8 +315,7 @@ def test_family(kind: str, native: bool, tmp_path: Path) -> None:
         served = alone.add(one.ids, COUNT, one.images)
         alone.run()
         agrees(served, answer)
-        quick = native and not (one.images and harness.images.tower.family.crosses)
-        assert (harness.engine._decode_fast_path._streak is not None) == quick
+        assert (harness.engine._decode_fast_path._streak is not None) == native
     assert harness.computed == 3
     together = harness.start()
     answers = [together.add(one.ids, COUNT, one.images) for one in prompts]
@@ -330,7 +337,7 @@ def test_prefix_cache(kind: str, tmp_path: Path) -> None:
     first, other = prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 1, 3)
     assert first.ids == other.ids
     inside = prompt(kind, tmp_path, 1, 1, after=7)
-    harness = Harness(directory, tmp_path, kept=1)
+    harness = Harness(directory, tmp_path, kept=1, stored=1)
     running = harness.start()
     size = harness.engine.limits.page_size
     before, whole = first.images[0].position // size * size, (len(first.ids) - 1) // size * size

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import model
+from tests.models import model, vision_model
+from tests.worker import test_images as images
 from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.weights import random_float4, random_floats, random_weight, random_whole
+from tests.worker.test_draft_heads import with_mtp
 from tests.worker.test_sampling import sampling_batch
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.microkernel.settings.table import Settings
+from tgi.microkernel.settings.table import MTP, Settings
 from tgi.worker.activations import ACTIVATIONS, gated
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.cuda import CudaAttention
@@ -165,6 +167,55 @@ def test_replayed_steps_sample_the_same_tokens(kind: str, cache: str | None, tmp
         same = next((at for at, pair in enumerate(zip(one.ids, other.ids, strict=True)) if len(set(pair)) > 1), 12)
         assert same > 0
         assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=0.1)
+
+
+def test_a_layer_for_multi_token_prediction_is_replayed(tmp_path: Path) -> None:
+    """The layer's graphs and those of its model, with experts, give the tokens of steps without graphs."""
+    directory, found = with_mtp("deepseek_v3", tmp_path / "model"), []
+    for graphs in ((), (0,)):
+        run = tmp_path / f"run{len(graphs)}"
+        run.mkdir()
+        settings = Settings(
+            model_dir=directory,
+            run_dir=run,
+            dtype="float32",
+            device=GPU,
+            cuda_graphs=graphs,
+            draft_model_id=MTP,
+            speculate=3,
+            max_batch_size=8,
+            max_total_tokens=1000,
+            max_batch_total_tokens=8000,
+        )
+        engine = start_engine(settings, lambda stage, percent: None)
+        assert engine._draft_runner is not None
+        assert (engine._draft_runner.graphs is None) == bool(graphs)
+        found.append(drive(engine, PROMPTS, 12, [*SAMPLINGS, SamplingParams(0)], stagger=2, guess=lambda row, drawn: 3))
+    assert [one.ids for one in found[0]] == [one.ids for one in found[1]]
+
+
+# A plain tower, features of inner layers and positions with three axes, tokens that see later ones, cross-attention.
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "gemma3", "mllama"])
+def test_steps_with_images_are_replayed(
+    kind: str, gpu: GpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks with tokens of images next to decode rows, and decode steps behind them, as transformers computes."""
+    monkeypatch.setattr(cuda_graphs, "USES_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(cuda_graphs, "chunk_sizes", lambda most: [most])
+    prompts = [images.prompt(kind, tmp_path, 2), images.prompt(kind, tmp_path, 1, 1)]
+    capturer, directory = cuda_graphs.CudaGraphCapturer(), vision_model(kind)
+    more = {"gpu": gpu, "capturer": capturer, "device": torch.device(GPU)}
+    harness = images.Harness(directory, tmp_path, chunk=40, captured=40, **more)
+    running = harness.start()
+    answers = [running.add(one.ids, images.COUNT, one.images) for one in prompts]
+    running.run()
+    for served, one in zip(answers, prompts, strict=True):
+        ids, logprobs = images.expected(directory, one)
+        assert served.ids == ids
+        assert served.logprobs == pytest.approx(logprobs, abs=0.01)
+    assert harness.engine._decode_graphs is not None
+    keys = harness.engine._decode_graphs._graphs
+    assert any(key.seeing if kind == "mllama" else key.embedded for key in keys)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mamba2"])

@@ -400,6 +400,10 @@ class DecoderConfig:
         """How many layers have cross-attention to images."""
         return sum(layer.sees_images for layer in self.layers)
 
+    def image_number(self, layer: int) -> int:
+        """The number of a layer among those that have cross-attention to images."""
+        return sum(one.sees_images for one in self.layers[:layer])
+
     def image_bytes(self, itemsize: int) -> int:
         """Bytes of the keys and values of the largest image, in numbers of `itemsize` bytes."""
         return self.image_layers * self.image_states * 2 * self.kv_heads * self.head_dim * itemsize

@@ -6,16 +6,19 @@ import pytest
 import torch
 
 from tests.families import STRUCTURES, in_depth
+from tests.models import vision_model
 from tests.worker.batches import Row, make_batch
-from tests.worker.cpu_kernels.available import EMULATED
+from tests.worker.cpu_kernels.available import EMULATED, our_kernels
 from tests.worker.cpu_kernels.test_models import directory, load
 from tests.worker.loras import make_adapter
 from tgi.worker.attention import build_attention
-from tgi.worker.attention.interface import ForwardBatch
+from tgi.worker.attention.image_states import Run
+from tgi.worker.attention.interface import ForwardBatch, ImageRows
 from tgi.worker.cpu_kernels.program import Program
 from tgi.worker.lora.deltas import AdapterSpan
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.families import FAMILIES
+from tgi.worker.models.loader import build_model, read_model_spec
 
 
 class Blocks:
@@ -97,6 +100,36 @@ def test_a_program_matches_its_operations(kind: str) -> None:
     found = run(model)
     assert same(found, run(without_program(model)))
     assert EMULATED or same(found, run(model))  # with scratch buffers of an earlier step
+
+
+@pytest.mark.parametrize("kind", ["mllama", "qwen3_vl"])
+def test_a_program_with_images_matches_its_operations(kind: str) -> None:
+    """Layers that attend to images, which some tokens see, and features that are added behind the first layers."""
+    path, generator = vision_model(kind), torch.Generator().manual_seed(4)
+    kernels = our_kernels(read_model_spec(path, "float32"))
+    model = build_model(path, "float32", "cpu", lambda stage, percent: None, kernels=kernels)
+    assert isinstance(model, DecoderModel)
+
+    def features(count: int) -> torch.Tensor:
+        return torch.randn(count, model.hidden_size, generator=generator)
+
+    attention = build_attention(model.kv, 30, model.device)
+    batch = steps(attention.page_size)[0]
+    first, second, third = batch.query_lens_host
+    if (states := model.image_states(3)) is not None:
+        two = [states.project(features(count)) for count in (20, 43)]
+        images = states.find((b"1", b"2"), lambda: two)
+        runs = [Run(10), Run(first - 10, images, 20), Run(second), Run(third, images, 63)]
+        shown = batch._replace(seen_images=states.seen(runs))
+    else:
+        rows = ImageRows(torch.tensor([3, 4, first + 2]), features(3), (features(3), features(3)))
+        shown = batch._replace(images=rows)
+    found = model.forward(shown, attention)
+    assert model._image_program is not None
+    assert not torch.equal(found, model.forward(batch, attention))
+    assert torch.equal(found, without_program(model).forward(shown, attention))
+    best = model.forward_greedy(shown, attention)
+    assert all(map(torch.equal, best, kernels.greedy_tokens(found)))
 
 
 # Fused projections, no gate, norms after the blocks, and the usual layer.

@@ -23,7 +23,7 @@ from tests.worker.test_draft_heads import build, small_head, with_mtp
 from tests.worker.test_fake_worker import slot, step
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
-from tgi.worker.attention.interface import SeenImages
+from tgi.worker.attention.image_states import Run
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.engine.engine import PendingStep
@@ -165,10 +165,14 @@ def seeing_images(call: RankCall | None, *options: Any) -> torch.Tensor:
     model = load(*options, call)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 500, (40,), generator=generator).tolist()
-    images = tuple(model.image_pairs(torch.randn(count, 64, generator=generator)) for count in (20, 33))
+    features = [torch.randn(count, 64, generator=generator) for count in (20, 33)]
+    states = model.image_states(4)
+    assert states is not None
+    images = states.find((b"a", b"b"), lambda: [states.project(one) for one in features])
     attention = build_attention(model.kv, 20, CPU)
     rows = [Row(ids[:17], 0, [1, 2]), Row(ids, 0, [3, 4, 5])]
-    batch = make_batch(rows, attention.page_size)._replace(seen_images=[SeenImages(40, 57, images)])
+    seen = states.seen([Run(40), Run(17, images, 53)])
+    batch = make_batch(rows, attention.page_size)._replace(seen_images=seen)
     with torch.inference_mode():
         return model.forward(batch, attention)
 

@@ -3,6 +3,7 @@ Triton's interpreter computes, and replays them on the same memory."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.models import model as make
+from tests.worker import test_draft_heads
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.test_fake_worker import slot, step
+from tests.worker.test_prompt_logprobs import asking, tell
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.codec import unpack_float32, unpack_int32
 from tgi.microkernel.messages.protocol import DeploymentLimits, encode
@@ -24,6 +27,7 @@ from tgi.worker.attention import cuda_attention
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.engine import cuda_graphs
 from tgi.worker.engine.cuda_graphs import (
+    CapturedModel,
     DecodeGraphs,
     GraphKey,
     Replay,
@@ -32,6 +36,7 @@ from tgi.worker.engine.cuda_graphs import (
     graph_batch_sizes,
     lead_sizes,
 )
+from tgi.worker.engine.draft_head_runner import DraftHeadRunner
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.input_batch import StepRows
@@ -223,12 +228,12 @@ def test_steps_with_chunks_and_drafts_are_replayed(kind: str) -> None:
     seen: list[tuple[bool, bool]] = []
     replay = recorded._decode_graphs.try_replay
 
-    def counted(rows: StepRows) -> Any:
-        found = replay(rows)
+    def replayed(rows: StepRows, *more: Any, **named: Any) -> Any:
+        found = replay(rows, *more, **named)
         seen.append((rows.drafts is not None, found is not None))
         return found
 
-    recorded._decode_graphs.try_replay = counted  # type: ignore[method-assign]
+    recorded._decode_graphs.try_replay = replayed  # type: ignore[method-assign]
     compare(expected, drive(recorded, PROMPTS, COUNT, samplings, chunk=20, stagger=1))
     assert set(seen) == {(False, True)}
 
@@ -249,7 +254,8 @@ def test_a_draft_model_replays_graphs_of_its_own(llama: Model) -> None:
     second, drafting = build("llama", layers=1), CudaAttention(llama.kv._replace(gpu_kernels=GPU), PAGES, CPU)
     second.vocab_size -= 1
     runner = DraftRunner(DraftModel(second, drafting), recorded._slots, recorded._batch_builder, recorded._noise)
-    runner.graphs = recorded._make_graphs(second, drafting, GraphCaptureConfig(tapes, drafting, [1, 4], 30))
+    captured = CapturedModel(second, drafting, adapters=False)
+    runner.graphs = recorded._make_graphs(captured, GraphCaptureConfig(tapes, drafting, [1, 4], 30))
     runner.graphs.capture(1)
     recorded._draft_runner = runner
     played = tapes.played
@@ -262,6 +268,69 @@ def test_a_draft_model_replays_graphs_of_its_own(llama: Model) -> None:
     one = StepRows(*(np.array([number]) for number in (0, 3, 4, 0, 4)))
     with torch.inference_mode():
         assert runner.graphs.try_replay(one) is not None
+
+
+@pytest.mark.usefixtures("small_layouts")
+def test_a_layer_for_multi_token_prediction_replays_graphs_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the hidden states that the graphs of its model leave: the drafts are those of steps without graphs."""
+    monkeypatch.setattr(test_draft_heads, "LAYERS", 1)
+    directory, found = test_draft_heads.with_mtp("llama", tmp_path), []
+    for recorded in (False, True):
+        served, mtp = test_draft_heads.build(directory, native=False)
+        mtp.cuda_graph_obstacle = None
+        attention, drafting = (CudaAttention(one.kv._replace(gpu_kernels=GPU), PAGES, CPU) for one in (served, mtp))
+        recording = GraphCaptureConfig(Tapes(), attention, [2, 8], 30) if recorded else None
+        sizes = {"slots": 8, "pages": PAGES}
+        engine = make_engine(served, draft=mtp, attention=attention, drafting=drafting, recording=recording, **sizes)
+        engine.capture_decode_graphs(1)
+        drafts: list[list[int]] = []
+        launch = engine.launch
+
+        def launched(one: Any, launch: Any = launch, drafts: Any = drafts) -> Any:
+            pending = launch(one)
+            drafts.append([] if pending.drafts is None else pending.drafts.ids.tolist())
+            return pending
+
+        engine.launch = launched  # type: ignore[method-assign]
+        assert isinstance(engine._draft_runner, DraftHeadRunner)
+        both = engine._decode_graphs, engine._draft_runner.graphs
+        replays = [counted(graphs) for graphs in both if graphs is not None]
+        drawn = drive(engine, PROMPTS[:2], COUNT, chunk=5, stagger=1, guess=lambda at, drawn: 2 * (at ^ drawn % 2))
+        found.append((drawn, drafts))
+        assert [set(one) for one in replays] == [{True}] * 2 * recorded
+    compare(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert any(found[0][1])
+
+
+def counted(graphs: DecodeGraphs) -> list[bool]:
+    """Records for each step from now on whether it is replayed."""
+    seen: list[bool] = []
+    replay = graphs.try_replay
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        found = replay(*arguments, **named)
+        seen.append(found is not None)
+        return found
+
+    graphs.try_replay = call  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.usefixtures("small_layouts")
+def test_prompt_logprobs_are_read_behind_a_graph(llama: Model) -> None:
+    """Of chunks next to decode rows of another request, which come before and after them."""
+    asked = [asking(at, prompt, top_n=at) for at, prompt in enumerate(([5] * 14, list(range(30)), [9, 8, 7]))]
+    plain, recorded = engines(llama, Tapes(), [2, 4, 8], 1, chunk_tokens=30)
+    assert recorded._decode_graphs is not None
+    seen = counted(recorded._decode_graphs)
+    one, other = (tell(engine, asked, 9, [1, 0, 2]) for engine in (plain, recorded))
+    for (logprobs, tops), (others, others_tops) in zip(one, other, strict=True):
+        assert logprobs == pytest.approx(others, abs=1e-4)
+        assert [token for token, _ in tops] == [token for token, _ in others_tops]
+    assert all(seen)
 
 
 def test_the_layouts_of_a_large_gpu() -> None:

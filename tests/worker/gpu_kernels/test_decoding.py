@@ -148,11 +148,14 @@ def test_latent_and_recurrent_layers_generate_the_tokens_of_torch(kind: str, mon
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)
 
 
-def test_steps_behind_images_are_recorded(tmp_path: Path) -> None:
-    """Their rotary positions are shifted. The slots' next requests have another image and none."""
-    directory, tapes = vision_model("qwen2_vl"), Tapes()
-    prompts = [prompt("qwen2_vl", tmp_path, 1, 1), prompt("qwen2_vl", tmp_path, 2)]
-    running = Harness(directory, tmp_path, gpu=GPU, capturer=tapes).start()
+@pytest.mark.parametrize("kind", ["qwen2_vl", "mllama"])
+def test_steps_behind_images_are_recorded(kind: str, tmp_path: Path) -> None:
+    """Their rotary positions are shifted, or their layers attend to images. The slots' next requests have another image
+    and none."""
+    directory, tapes = vision_model(kind), Tapes()
+    prompts = [prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 2)]
+    harness = Harness(directory, tmp_path, gpu=GPU, capturer=tapes)
+    running = harness.start()
     for order in (prompts, prompts[::-1]):
         played = tapes.played
         answers = [running.add(one.ids, COUNT, one.images) for one in order]
@@ -160,6 +163,29 @@ def test_steps_behind_images_are_recorded(tmp_path: Path) -> None:
         for served, one in zip(answers, order, strict=True):
             agrees(served, expected(directory, one))
         assert tapes.played > played + 1
+    assert harness.engine._decode_graphs is not None
+    crosses = harness.images.tower.family.crosses
+    assert {key.seeing for key in harness.engine._decode_graphs._graphs} == {False, crosses}
+
+
+# Features of inner layers and positions with three axes; tokens that see later ones.
+@pytest.mark.parametrize(("kind", "chunk"), [("qwen3_vl", 24), ("gemma3", 40)])
+def test_chunks_with_images_are_recorded(
+    kind: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Next to decode rows, and alone."""
+    monkeypatch.setattr(cuda_graphs, "USES_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(cuda_graphs, "chunk_sizes", lambda most: [most])
+    directory = vision_model(kind)
+    prompts = [prompt(kind, tmp_path, 2), prompt(kind, tmp_path, 1, 1)]
+    harness = Harness(directory, tmp_path, gpu=GPU, capturer=Tapes(), chunk=chunk, captured=chunk)
+    running = harness.start()
+    answers = [running.add(one.ids, COUNT, one.images) for one in prompts]
+    running.run()
+    for served, one in zip(answers, prompts, strict=True):
+        agrees(served, expected(directory, one))
+    assert harness.engine._decode_graphs is not None
+    assert {key.embedded for key in harness.engine._decode_graphs._graphs} == {False, True}
 
 
 def test_steps_with_adapters_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

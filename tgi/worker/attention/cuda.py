@@ -56,31 +56,10 @@ class CudaAttention:
     def plan(self, batch: ForwardBatch) -> CudaPlan:
         if self._kv.gpu_kernels is None:
             return CudaPlan(batch.slot_mapping, [], batch)
-        return CudaPlan(batch.slot_mapping, [self._rows(batch, table) for table in batch.page_table], batch)
-
-    def _rows(self, batch: ForwardBatch, table: Tensor) -> tuple[Rows, ...]:
-        """The launches of a KV group with this page table [R, P]."""
-        lens = batch.query_lens_host
-        assert self._kv.gpu_kernels is not None
-        if self._kv.gpu_kernels.batch_invariant:  # one tile for all
-            return (Rows(0, sum(lens), max(lens), batch.cu_query_lens, table, batch.context_lens),)
-        decode = next((row for row, count in enumerate(lens) if count > 1), len(lens))
-        groups = []
-        if decode:
-            groups.append(Rows(0, decode, 1, None, table[:decode], batch.context_lens[:decode]))
-        if decode < len(lens):
-            others = slice(decode, None)
-            groups.append(
-                Rows(
-                    first=decode,
-                    tokens=sum(lens[others]),
-                    longest=max(lens[others]),
-                    starts=batch.cu_query_lens[others],
-                    table=table[others],
-                    context=batch.context_lens[others],
-                )
-            )
-        return tuple(groups)
+        columns = batch.query_lens_host, batch.cu_query_lens
+        invariant = self._kv.gpu_kernels.batch_invariant
+        groups = [launches(*columns, table, batch.context_lens, invariant) for table in batch.page_table]
+        return CudaPlan(batch.slot_mapping, groups, batch)
 
     def write_and_attend(self, plan: CudaPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
         if self._kv.gpu_kernels is not None:
@@ -145,6 +124,24 @@ class CudaAttention:
             out = sequence_attention(q, k, v, hidden, scale, kv.softcap, sinks, kv.slopes)
             mixed[own] = out[0].transpose(0, 1)
         return mixed
+
+
+def launches(
+    lens: list[int], starts: Tensor, table: Tensor, context: Tensor, batch_invariant: bool
+) -> tuple[Rows, ...]:
+    """The launches of our kernel for rows of these numbers of tokens, which begin at the tokens `starts` [R + 1] of a
+    step, with this page table [R, P] and these contexts [R]."""
+    if batch_invariant:  # one tile for all
+        return (Rows(0, sum(lens), max(lens), starts, table, context),)
+    decode = next((row for row, count in enumerate(lens) if count > 1), len(lens))
+    found = []
+    if decode:
+        found.append(Rows(0, decode, 1, None, table[:decode], context[:decode]))
+    if decode < len(lens):
+        others = slice(decode, None)
+        tokens, longest = sum(lens[others]), max(lens[others])
+        found.append(Rows(decode, tokens, longest, starts[others], table[others], context[others]))
+    return tuple(found)
 
 
 def _prompt_attention(kv: KVCacheSpec, page_size: int, device: torch.device) -> "PromptAttention | None":

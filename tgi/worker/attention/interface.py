@@ -52,12 +52,28 @@ class EncoderRows(NamedTuple):
     hidden: Tensor | None
 
 
-class SeenImages(NamedTuple):
-    """Tokens of a step that see the same images, in a model that attends to them by cross-attention."""
+class ImageMemory(Protocol):
+    """Keys and values of images, for layers that attend to them (image_states.py)."""
 
-    first: int  # of the tokens, an index into T
-    stop: int
-    pairs: tuple[tuple[Tensor, ...], ...]  # of each image, for each such layer: [2, kv_heads, n, head_dim]
+    addresses: Tensor  # int64 [layers], on CPU: of the memory of each such layer, for a program
+
+    def attend(self, layer: int, queries: Tensor, seen: "SeenImages", scale: float) -> Tensor:
+        """The results [T, heads * head_dim] of queries [T, heads, head_dim] in the layer of this number among those.
+        Those of tokens that see no image mean nothing."""
+
+
+class SeenImages(NamedTuple):
+    """What the tokens of a step see, in a model that attends to images by cross-attention. They are divided into R
+    runs, each of consecutive tokens that see the same. Tensors are on the model's device."""
+
+    states: ImageMemory
+    sees: Tensor  # bool [T, 1]: whether the token sees an image
+    cu_lens: Tensor  # int32 [R + 1]: the first token of each run
+    contexts: Tensor  # int32 [R]: the number of states that a run sees; 1, of a page of zeros, where it sees none
+    table: Tensor  # int32 [R, P]: the pages of `states` in which they are
+    last_keys: Tensor  # int32 [T]: `contexts` - 1 of each token
+    lens_host: list[int]  # tokens of each run
+    contexts_host: list[int]  # 0: the run sees none
 
 
 class ForwardBatch(NamedTuple):
@@ -92,7 +108,7 @@ class ForwardBatch(NamedTuple):
     rope_positions: Tensor | None = None
     blocks: ImageBlocks | None = None  # None: all tokens see what is before them alone
     encoder: EncoderRows | None = None  # of an encoder-decoder model
-    seen_images: Sequence[SeenImages] = ()  # distinct tokens; the others see no image
+    seen_images: SeenImages | None = None  # None: no token sees one
 
 
 class Reach(NamedTuple):

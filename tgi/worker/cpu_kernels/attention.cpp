@@ -134,6 +134,13 @@ void attend(ThreadPool& pool, const KvCache& cache, const AttentionBatch& batch,
 
 }  // namespace
 
+void write_kv(ThreadPool& pool, const KvCache& cache, const int64_t* slots, int64_t tokens, const Element* pairs) {
+    const int32_t bounds[] = {0, int32_t(tokens)};
+    const AttentionBatch batch{slots, bounds, nullptr, nullptr, 1, 0};
+    const WriteKvJob<Element> job(cache, batch, pairs);
+    pool.run(job, job.chunks());
+}
+
 void attention(ThreadPool& pool, const KvCache& cache, const AttentionBatch& batch, const AttentionCall& call) {
     switch (cache.form) {
         case KvForm::BF16: return attend<bf16>(pool, cache, batch, call);

@@ -37,4 +37,7 @@ struct AttentionCall {
 // Writes the keys and values to their slots, then computes y.
 void attention(ThreadPool& pool, const KvCache& cache, const AttentionBatch& batch, const AttentionCall& call);
 
+// Writes keys and values [tokens, 2 * kv_heads, head_dim] to their slots; the cache has no query heads.
+void write_kv(ThreadPool& pool, const KvCache& cache, const int64_t* slots, int64_t tokens, const Element* pairs);
+
 }  // namespace tgi

@@ -125,6 +125,11 @@ void tgi_head_products(ThreadPool* pool, const Element* x, const Element* last, 
     head_products(*pool, {x, last, y, weights, {nullptr, outputs, inputs, WeightFormat(form)}, heads, kept, rows});
 }
 
+void tgi_write_kv(ThreadPool* pool, void* cache, int64_t form, int64_t kv_heads, int64_t head_dim,
+                  const int64_t* slots, int64_t tokens, const Element* pairs) {
+    write_kv(*pool, {cache, 0, kv_heads, head_dim, KvForm(form)}, slots, tokens, pairs);
+}
+
 void tgi_attention(ThreadPool* pool, void* cache, int64_t form, int64_t heads, int64_t kv_heads, int64_t head_dim,
     int64_t value_dim, const int64_t* slots,
                 const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
@@ -312,6 +317,16 @@ void tgi_program_copy(Program* program, int64_t x, int64_t y, int64_t from) { pr
 
 void tgi_program_all_reduce(Program* program, int64_t x, RankGroup* group) { program->all_reduce(x, *group); }
 
+void tgi_program_attend_images(Program* program, int64_t queries, int64_t y, int64_t layer, int64_t heads,
+                               int64_t kv_heads, int64_t head_dim, float scale) {
+    program->attend_images(queries, y, layer, {nullptr, heads, kv_heads, head_dim, KvForm::ELEMENT, 0, true},
+        {nullptr, nullptr, 0, scale, 0});
+}
+
+void tgi_program_copy_unseeing(Program* program, int64_t x, int64_t y) { program->copy_unseeing(x, y); }
+
+void tgi_program_add_features(Program* program, int64_t y, int64_t level) { program->add_features(y, level); }
+
 void tgi_program_head(Program* program, int64_t x, int64_t y, const float* scales, const float* shifts, int64_t size,
                       int64_t centred, float epsilon, const uint8_t* weight, int64_t form, const float* bias,
                           int64_t outputs, float scale, float cap, RankGroup* group, const int64_t* shards,
@@ -327,10 +342,10 @@ void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const in
                      const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width,
                      const int32_t* last_keys, int64_t windows_alone,
                          const GreedyRows* greedy_rows, const StateStep* state, Element* side,
-                     double* clock) {
+                     const ImageStep* images, double* clock) {
     const AttentionBatch step{slots, bounds, contexts, pages, count, width, last_keys, windows_alone != 0};
-    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step, state, side},
-        clock);
+    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step, state, side,
+        images}, clock);
 }
 }
 #pragma GCC visibility pop

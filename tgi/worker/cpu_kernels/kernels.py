@@ -76,6 +76,7 @@ _SIGNATURES = {
     "tgi_read_memory": (c_void_p, c_int64, c_void_p),
     "tgi_fma_peak": (c_int64, c_void_p),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
+    "tgi_write_kv": (c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p),
     "tgi_attention": (
         *(c_void_p, *[c_int64] * 5, *[c_void_p] * 4, c_int64, c_int64, c_void_p, c_int64),
         *(c_void_p, c_void_p, c_int64, c_float, c_float, c_int64, c_void_p, c_int64, c_int64, c_void_p),
@@ -239,6 +240,7 @@ class CpuKernels:
         self._logits, self._greedy_head = functions["tgi_logits"], functions["tgi_greedy_head"]
         self._read_memory, self._lora = functions["tgi_read_memory"], functions["tgi_lora"]
         self._attention, self._fma_peak = functions["tgi_attention"], functions["tgi_fma_peak"]
+        self._write_kv = functions["tgi_write_kv"]
 
     def supported_weight(self, weight: Weight) -> Weight:
         """The weight in types that `pack_weight` takes. Codes of a quantized weight are never converted.
@@ -495,6 +497,12 @@ class CpuKernels:
             _address(slopes),
         )  # fmt: skip
         return y
+
+    def write_kv(self, cache: KVCache, pairs: Tensor, slots: Tensor) -> None:
+        """Writes keys and values [n, 2 * kv_heads, head_dim] to the places `slots` int64 [n] (AttentionRows.slots)."""
+        count, heads, head_dim = pairs.shape
+        address = cache.memory.data_ptr()
+        self._write_kv(address, cache.form, heads // 2, head_dim, slots.data_ptr(), count, pairs.data_ptr())
 
     def kv_form(self, dtype: torch.dtype) -> int:
         """The number in `enum class KvForm` of kv_cache.h of a cache of this type: that of the library, bfloat16 or

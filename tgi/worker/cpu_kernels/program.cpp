@@ -224,6 +224,35 @@ void Program::all_reduce(Buffer x, RankGroup& group) {
     });
 }
 
+void Program::attend_images(Buffer queries, Buffer y, int64_t layer, KvCache cache, AttentionCall call) {
+    operations_.push_back([=](const Run& run) mutable {
+        cache.at = run.inputs.images->memory[layer];
+        call.qkv = run.buffers[queries], call.y = run.buffers[y];
+        tgi::attention(run.pool, cache, run.inputs.images->runs, call);
+    });
+}
+
+void Program::copy_unseeing(Buffer x, Buffer y) {
+    operations_.push_back([=, width = widths_[x]](const Run& run) {
+        for (int64_t token = 0; token < run.tokens; token++)
+            if (!run.inputs.images->sees[token])
+                std::copy_n(run.buffers[x] + token * width, width, run.buffers[y] + token * width);
+    });
+}
+
+void Program::add_features(Buffer y, int64_t level) {
+    operations_.push_back([=, width = widths_[y]](const Run& run) {
+        const ImageStep* const images = run.inputs.images;
+        if (!images || level >= images->levels) return;
+        for (int64_t at = 0; at < images->count; at++) {
+            const Element* const added = images->features[level] + at * width;
+            Element* const row = run.buffers[y] + images->tokens[at] * width;
+            for (int64_t n = 0; n < width; n += LANES)
+                store_first(row + n, load_first(row + n, width - n) + load_first(added + n, width - n), width - n);
+        }
+    });
+}
+
 void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head, VocabularyShards shards) {
     operations_.push_back([=, width = widths_[x], product = weights_.size()](const Run& run) mutable {
         if (!run.inputs.greedy_rows) return;

@@ -62,6 +62,18 @@ struct StateStep {
     const int32_t* kept;  // as in StateRows
 };
 
+// What the tokens of a step get of images.
+struct ImageStep {
+    // Of attention to images; null if no token sees one.
+    const bool* sees;  // [tokens]
+    void* const* memory;  // of each layer that attends to images, a KvCache of activations
+    AttentionBatch runs;  // consecutive tokens that see the same
+    // Of features that are added behind the first layers.
+    const int64_t* tokens;  // [count]
+    int64_t count, levels;
+    const Element* const* features;  // [levels]: [count, columns]
+};
+
 struct StepInputs {
     Element* rows;  // buffer 0: input of the first layer, output of the last one
     const int64_t* positions;  // [tokens]
@@ -73,6 +85,7 @@ struct StepInputs {
     AttentionBatch step;  // of the first KV group
     const StateStep* state;  // null if no layer is recurrent
     Element* side;  // buffer 1, if not null: what layers read and write besides the rows
+    const ImageStep* images;  // null: operations on images do nothing
 };
 
 // Operations read and write buffers, which have a row of fixed width for each token. The calls that are recorded have
@@ -105,6 +118,11 @@ class Program {
     void multiply(Buffer x, Buffer y, int64_t from);  // y *= the columns of x from `from` on
     void copy(Buffer x, Buffer y, int64_t from);  // the columns of y from `from` on = x
     void all_reduce(Buffer x, RankGroup& group);  // x = the sum of x over all ranks
+
+    // Attention to what the tokens see of images in the layer of this number among those that attend to them.
+    void attend_images(Buffer queries, Buffer y, int64_t layer, KvCache cache, AttentionCall call);
+    void copy_unseeing(Buffer x, Buffer y);  // y = x for tokens that see no image
+    void add_features(Buffer y, int64_t level);  // of ImageStep
 
     // Of the tokens of `greedy_rows`, if not null; y is scratch
     void head(Buffer x, Buffer y, NormCall norm, HeadCall head, VocabularyShards shards);

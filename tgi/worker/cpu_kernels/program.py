@@ -44,13 +44,16 @@ _SIGNATURES = {
     "tgi_program_multiply": (c_int64, c_int64, c_int64),
     "tgi_program_copy": (c_int64, c_int64, c_int64),
     "tgi_program_all_reduce": (c_int64, c_void_p),
+    "tgi_program_attend_images": (*[c_int64] * 6, c_float),
+    "tgi_program_copy_unseeing": (c_int64, c_int64),
+    "tgi_program_add_features": (c_int64, c_int64),
     "tgi_program_head": (
         *(c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
         *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p, c_int64),
     ),
     "tgi_program_run": (
         *(*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, c_void_p, c_int64),
-        *[c_void_p] * 4,
+        *[c_void_p] * 5,
     ),
 }
 NO_TARGET = NO_BUFFER = -1
@@ -99,6 +102,30 @@ def state_step(tensors: Sequence[Tensor], slot_bytes: int, slots: Tensor, kept: 
         [slots.data_ptr(), slot_bytes, addresses.data_ptr(), kept.data_ptr() if kept is not None else 0]
     )
     return StateStep(fields, (tensors, slots, addresses, kept))
+
+
+class ImageStep(NamedTuple):
+    """What the tokens of a step get of images: struct ImageStep of program.h."""
+
+    fields: Tensor  # the struct, as int64 numbers
+    referenced: object  # keeps the memory alive whose addresses are in the struct
+
+
+def image_step(
+    seen: tuple[Tensor, Tensor, AttentionRows] | None, tokens: Tensor | None, features: Sequence[Tensor]
+) -> ImageStep:
+    """The struct of a step. `seen`: whether each token sees images, bool [T], the addresses of the memory of each layer
+    that attends to them, and the runs of tokens that see the same. `features` [n, hidden] are added at these `tokens`
+    int64 [n] to the result of the first layers."""
+    fields = [0] * 10
+    if seen is not None:
+        sees, memory, runs = seen
+        slots, *rest, last_keys, windows_alone = runs
+        fields = [sees.data_ptr(), memory.data_ptr(), slots, *rest, last_keys or 0, int(windows_alone)]
+    addresses = torch.tensor([level.data_ptr() for level in features])
+    count, at = (0, 0) if tokens is None else (len(tokens), tokens.data_ptr())
+    fields += [at, count, len(features), addresses.data_ptr()]
+    return ImageStep(torch.tensor(fields), (seen, tokens, features, addresses))
 
 
 _GreedyRows = c_int64 * 6  # struct GreedyRows of program.h
@@ -267,6 +294,21 @@ class Program:
         """x = the sum of x over all ranks. `group` is SharedMemoryCommunicator.handle."""
         self._record("all_reduce", x, group)
 
+    def attend_images(self, x: int, y: int, layer: int, heads: tuple[int, int], head_dim: int, scale: float) -> None:
+        """ImageStates.attend of the queries x in the layer of this number among those that attend to images. Such a
+        program is for steps with an ImageStep that has `seen` alone."""
+        assert self._widths[x] == self._widths[y] == heads[0] * head_dim
+        self._record("attend_images", x, y, layer, *heads, head_dim, scale)
+
+    def copy_unseeing(self, x: int, y: int) -> None:
+        """y = x for tokens that see no image. As `attend_images`."""
+        assert self._widths[x] == self._widths[y]
+        self._record("copy_unseeing", x, y)
+
+    def add_features(self, y: int, level: int) -> None:
+        """y += the features of this number in ImageStep, at their tokens."""
+        self._record("add_features", y, level)
+
     def head(
         self,
         x: int,
@@ -302,12 +344,13 @@ class Program:
         draw_at: Tensor | None = None,
         state: StateStep | None = None,
         side: Tensor | None = None,
+        images: ImageStep | None = None,
     ) -> PreparedStep:
         """The arguments of `run` for the rows of buffer 0, which are computed in place. `angles` are those of each rope
         (Rotary.angles), `caches` (int64 [layers, 2]) the addresses of the layers' KV caches with the KV group of
         each, their form is `kv_form` (CpuKernels.kv_form), and `step` has the rows of the first group. If draw_at
         (int64 [D], token numbers) is given, `run` returns the greedy tokens of those tokens. `state` is that of
-        recurrent layers, and `side` is buffer 1."""
+        recurrent layers, `side` is buffer 1, and `images` what the step has of images."""
         assert rows.is_contiguous()
         assert rows.dtype is self._kernels.dtype
         best = peaks = drawing = None
@@ -324,8 +367,9 @@ class Program:
             None if lora is None else lora.fields.data_ptr(), *step, drawing,
             None if state is None else state.fields.data_ptr(),
             None if side is None else side.data_ptr(),
+            None if images is None else images.fields.data_ptr(),
         )  # fmt: skip
-        kept = rows, positions, angles, caches, lora, draw_at, peaks, state, side
+        kept = rows, positions, angles, caches, lora, draw_at, peaks, state, side, images
         return PreparedStep(best, arguments, kept)
 
     def run(self, ready: PreparedStep) -> GreedyTokens | None:

@@ -2,8 +2,9 @@
 
 A step in which each row computes one token is padded to the next captured batch size. A graph reads fixed memory: the
 slot and position of each row, which are written before the replay, the ids and page tables of all slots, the weights
-and the KV cache. It writes the logits to fixed memory too. A stream executes in order, so a step may be launched before
-the previous one has finished.
+and the KV cache; in a step with tokens of images the embeddings of all tokens, too. It writes the logits to fixed
+memory, and the hidden states where something else reads them: prompt logprobs, and a head that drafts,
+which has graphs of its own. A stream executes in order, so a step may be launched before the previous one has finished.
 
 A step with prompt chunks or drafts is one graph as well, while it has so few tokens that the host would need longer to
 launch its kernels than the GPU to compute them: some rows of one token each, then a number of tokens, padded too, which
@@ -17,7 +18,7 @@ padding page.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,14 +27,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.microkernel.errors import UserError
-from tgi.worker.attention.interface import CapturableBackend, ForwardBatch
+from tgi.worker.attention.image_states import ImageStates
+from tgi.worker.attention.interface import CapturableBackend, ForwardBatch, ImageBlocks, ImageRows, SeenImages
 from tgi.worker.device_copies import pin_for_copy
 from tgi.worker.engine.input_batch import Slots, StepRows
 from tgi.worker.gpu_kernels.lora_arguments import AdapterTiles, PlanShape, padded_rank, write_plan
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.lora.projections import PROJECTION_GROUPS
 from tgi.worker.lora.weights import LoraWeights
-from tgi.worker.models.interface import Model
+from tgi.worker.models.interface import LogitsReader
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class GraphKey(NamedTuple):
     rank: int = 0  # the highest of an adapter, as in AdapterTiles; 0: no row has an adapter
     tokens: int = 0
     longest: int = 0  # tokens of one of the other rows, for which attention chooses its tiles; `tokens`: prompt chunks
+    seeing: bool = False  # some row sees images, in a model whose layers attend to them
+    embedded: bool = False  # EmbeddedTokens take the place of the tokens
 
     @property
     def drafted(self) -> bool:
@@ -137,6 +141,63 @@ class StepColumns(NamedTuple):
         """The length of that column without a plan."""
         tokens = (3 + key.drafted) * (key.rows + key.tokens)
         return tokens + 3 * (key.rows + key.others) + 1 + sampled if key.tokens else tokens
+
+
+class CapturableModel(Protocol):
+    """What is captured of a model."""
+
+    vocab_size: int
+
+    def forward_hidden(self, batch: ForwardBatch, attention: CapturableBackend) -> Tensor:
+        """The hidden states [rows, hidden], of which the first T belong to the batch."""
+
+    def head(self, hidden: Tensor, indices: Tensor) -> HeadLogits:
+        """The result for the rows `indices` of `hidden`."""
+
+    def read_hidden(self, hidden: Tensor, reader: LogitsReader | None) -> None:
+        """Gives the hidden states [T, hidden] of a step to what reads them."""
+
+    def embed_batch(self, batch: ForwardBatch) -> Tensor:
+        """The embeddings [T, hidden] of a step's tokens, or what they have in place of them."""
+
+
+class EmbeddedTokens(NamedTuple):
+    """The memory that a graph reads of a step with tokens of images: of each token, in the graph's layout."""
+
+    embeddings: Tensor  # [most tokens, hidden]
+    deeper: tuple[Tensor, ...]  # [most tokens, hidden] each: ImageRows.deeper, zeros for other tokens
+    turns: Tensor  # int64 [3, most tokens]: the positions for the rotary embedding
+    blocks: ImageBlocks | None  # of [most tokens]; None: all tokens are causal
+
+    @staticmethod
+    def allocate(tokens: int, hidden: Tensor, batch: ForwardBatch) -> "EmbeddedTokens":
+        """For steps like this one, whose embeddings are `hidden` [T, hidden]."""
+        assert batch.images is not None
+        zeros = hidden.new_zeros(tokens, hidden.shape[1])
+        blocks = batch.blocks and batch.blocks._replace(last_keys=batch.blocks.last_keys.new_zeros(tokens))
+        deeper = tuple(zeros.clone() for _ in batch.images.deeper)
+        return EmbeddedTokens(zeros, deeper, batch.positions.new_zeros(3, tokens), blocks)
+
+
+class CapturedModel(NamedTuple):
+    """A model that is captured, and which of its steps."""
+
+    model: CapturableModel
+    attention: CapturableBackend
+    shifts: bool = False  # PromptParts.shifts
+    states: ImageStates | None = None  # PromptParts.states
+    embedded: bool = False  # whether steps with tokens of images are captured
+    bidirectional: bool = False  # such tokens see later ones
+    adapters: bool = True  # whether the adapters of the slots are for this model
+    fixed_tiles: bool = False  # of adapters: PlanShape.of
+    ahead: int = 0  # a token is the id of its slot that is so far behind its position
+    inputs: Tensor | None = None  # [most_tokens, hidden] that the model reads: of each token, in the graph's layout
+    prompt_logprobs: bool = False  # some steps have a reader
+    hidden_states: bool = False  # the model gives its hidden states to something in each step
+
+    def keeps_hidden(self, key: GraphKey) -> bool:
+        """Whether a graph keeps its hidden states. Steps of one token in each row have no reader."""
+        return self.hidden_states or (self.prompt_logprobs and key.tokens > 0)
 
 
 class CapturedGraph(NamedTuple):
@@ -240,31 +301,32 @@ class AdapterTable:
         self._rank = max(self._rank, padded_rank(adapter.rank))
 
 
+def most_tokens(batch_sizes: Sequence[int], chunk_tokens: int) -> int:
+    """The tokens of the largest captured step, padding included."""
+    return max(batch_sizes, default=0) + max(chunk_sizes(chunk_tokens), default=0)
+
+
 class DecodeGraphs:
-    """The captured steps of an engine. Requests have at most `max_total_tokens` tokens. Steps with prompt chunks of up
-    to `chunk_tokens` tokens, and with drafts, are captured too; 0: neither. `shifts`: PromptParts.shifts of the
-    model. `adapted`: rows have the adapters of their slots; a draft model computes without."""
+    """The captured steps of a model. Requests have at most `max_total_tokens` tokens. Steps with prompt chunks of up
+    to `chunk_tokens` tokens, and with drafts, are captured too; 0: neither."""
 
     def __init__(
         self,
-        model: Model,
-        attention: CapturableBackend,
+        captured: CapturedModel,
         slots: Slots,
         batch_sizes: list[int],
         max_total_tokens: int,
         capturer: GraphCapturer,
         chunk_tokens: int = 0,
-        shifts: bool = False,
-        adapted: bool = True,
     ) -> None:
-        self._shifts = shifts
-        self._adapted = adapted
-        self._model = model
-        self._attention = attention
+        self._captured = captured
+        self._model, self._attention = captured.model, captured.attention
         self._slots = slots
         self._max_total_tokens = max_total_tokens
         self._capturer = capturer
-        self._page_table = slots.mirror_page_table(attention.padding_page)
+        self._page_table = slots.mirror_page_table(captured.attention.padding_page)
+        if captured.states is not None:
+            captured.states.mirror(slots.padding_slot + 1)
         self._sizes = sorted(batch_sizes)  # the first that is large enough is replayed
         self._most_rows = max(batch_sizes, default=0)
         ragged = chunk_tokens > 0
@@ -272,9 +334,11 @@ class DecodeGraphs:
         self._lead_sizes = lead_sizes(self._most_rows) if ragged else []
         self._uses: Counter[GraphKey] = Counter()  # of layouts that are not captured
         self._logits: HeadLogits | None = None  # of the largest graph; all write to its first rows
+        self._most_tokens = most_tokens(batch_sizes, chunk_tokens)
+        self._embedded: EmbeddedTokens | None = None  # made for the first step that has such tokens
+        self._hidden: Tensor | None = None  # [most tokens, hidden], to whose first rows graphs write hidden states
         self._graphs: dict[GraphKey, CapturedGraph] = {}
-        gpu = model.kv.gpu_kernels
-        self._adapters = AdapterTable(slots.padding_slot + 1, gpu is not None and gpu.batch_invariant)
+        self._adapters = AdapterTable(slots.padding_slot + 1, captured.fixed_tiles)
 
     def __len__(self) -> int:
         """The number of graphs if all are captured."""
@@ -286,7 +350,7 @@ class DecodeGraphs:
         step needs them. The largest with chunks comes before them, so that later ones need no more memory. Raises
         UserError if a graph cannot be captured or gives other logits than the same step without it."""
         began = time.monotonic()
-        self._logits = None
+        self._logits = self._hidden = None
         self._graphs = {}
         keys = [GraphKey(size) for size in self._sizes[::-1][:limit]]
         if self._chunk_sizes:
@@ -301,38 +365,101 @@ class DecodeGraphs:
             time.monotonic() - began,
         )
 
-    def try_replay(self, rows: StepRows) -> HeadLogits | None:
-        """The logits of the E sampled positions of these rows, valid until the next step; none of them may need prompt
-        logprobs. None if no graph fits."""
-        graph = self._find_graph(rows)
+    def try_replay(
+        self,
+        rows: StepRows,
+        reader: LogitsReader | None = None,
+        inputs: Tensor | None = None,
+        seeing: bool = False,
+        parts: ForwardBatch | None = None,
+    ) -> HeadLogits | None:
+        """The logits of the E sampled positions of these rows, valid until the next step, as Model.forward_head gives
+        them. `inputs` [T, hidden]: of a model with CapturedModel.inputs. `seeing`: PromptParts.place of these rows.
+        `parts`: the batch, if it has tokens of images. None if no graph fits."""
+        graph = self._find_graph(rows, seeing, parts)
         if graph is None or self._logits is None:
             return None
-        inputs = self._columns(graph, rows)
-        graph.inputs.copy_(pin_for_copy(inputs, graph.inputs.device), non_blocking=True)
+        if reader is not None and not self._captured.keeps_hidden(graph.key):
+            return None
+        columns = self._columns(graph, rows)
+        graph.inputs.copy_(pin_for_copy(columns, graph.inputs.device), non_blocking=True)
+        reads_hidden = reader is not None or self._captured.hidden_states
+        if inputs is None and parts is None and not reads_hidden:
+            graph.replay()
+            return self._logits_of(rows)
+        lead = self._leading(graph.key, rows)
+        rest = slice(graph.key.rows, graph.key.rows + int((rows.ends - rows.starts)[lead:].sum()))
+        if inputs is not None and self._captured.inputs is not None:
+            _spread(inputs, self._captured.inputs, lead, rest)
+        if parts is not None:
+            self._write_parts(parts, lead, rest)
         graph.replay()
+        if self._hidden is not None and reads_hidden:
+            hidden = self._hidden[:lead]
+            if rest.start < rest.stop:
+                hidden = self._hidden[rest] if not lead else torch.cat((hidden, self._hidden[rest]))
+            self._model.read_hidden(hidden, reader)
+        return self._logits_of(rows)
+
+    def _logits_of(self, rows: StepRows) -> HeadLogits:
+        assert self._logits is not None
         return self._logits._replace(values=self._logits.values[: len(rows.sampling_rows)])
 
-    def _find_graph(self, rows: StepRows) -> CapturedGraph | None:
+    def _write_parts(self, batch: ForwardBatch, lead: int, rest: slice) -> None:
+        """Writes the tokens of a step to EmbeddedTokens."""
+        to, images = self._embedded, batch.images
+        assert to is not None
+        _spread(self._model.embed_batch(batch), to.embeddings, lead, rest)
+        for level, target in enumerate(to.deeper):
+            target.zero_()
+            if images is not None:
+                whole = target.new_zeros(len(batch.tokens), target.shape[1])
+                _spread(whole.index_copy_(0, images.indices, images.deeper[level]), target, lead, rest)
+        turns = batch.positions if batch.rope_positions is None else batch.rope_positions
+        _spread(turns.expand(3, -1).T, to.turns.T, lead, rest)
+        if to.blocks is not None:
+            last_keys = batch.positions.int() if batch.blocks is None else batch.blocks.last_keys
+            _spread(last_keys, to.blocks.last_keys, lead, rest)
+
+    def _leading(self, key: GraphKey, rows: StepRows) -> int:
+        """How many of the rows are those of one token in the layout; the others come after `key.rows` tokens."""
+        if not key.tokens:
+            return len(rows.slots)
+        return 0 if rows.drafts is not None else min(_leading_ones(rows.ends - rows.starts), key.rows)
+
+    def _find_graph(self, rows: StepRows, seeing: bool, parts: ForwardBatch | None) -> CapturedGraph | None:
         """The smallest graph for a step; None if the step is another or too large."""
-        adapters = self._slots.adapters
+        adapters = self._slots.adapters if self._captured.adapters else {}
         if not self._graphs:  # nothing is captured before `capture`
             return None
         plain = rows.plain_decode
         if not plain and not self._lead_sizes:
             return None
+        if parts is not None and (plain or rows.drafts is not None or not self._fits(parts)):
+            return None
         rank = 0
-        if self._adapted and adapters and not adapters.keys().isdisjoint(rows.slots.tolist()):
+        if adapters and not adapters.keys().isdisjoint(rows.slots.tolist()):
             rank = self._adapters.update(adapters)
         if not plain:
-            return self._find_ragged(rows, rank)
+            return self._find_ragged(rows, rank, seeing, parts is not None)
         while size := next((size for size in self._sizes if size >= len(rows.slots)), None):
-            key = GraphKey(size, rank)
+            key = GraphKey(size, rank, seeing=seeing)
             if (graph := self._graphs.get(key) or self._capture_late(key)) is not None:
                 return graph
             self._sizes.remove(size)
         return None
 
-    def _find_ragged(self, rows: StepRows, rank: int) -> CapturedGraph | None:
+    def _fits(self, batch: ForwardBatch) -> bool:
+        """Whether EmbeddedTokens has room for the tokens of images of this batch."""
+        if not self._captured.embedded or batch.seen_images is not None:
+            return False
+        if self._embedded is None:
+            if batch.images is None or self._captured.bidirectional != (batch.blocks is not None):
+                return False
+            self._embedded = EmbeddedTokens.allocate(self._most_tokens, self._model.embed_batch(batch), batch)
+        return True
+
+    def _find_ragged(self, rows: StepRows, rank: int, seeing: bool, embedded: bool) -> CapturedGraph | None:
         """The graph for a step with chunks or drafts. None if it is too large, or not captured yet or any more."""
         counts, drafts = rows.ends - rows.starts, rows.drafts is not None
         lead = 0 if drafts else _leading_ones(counts)
@@ -348,7 +475,7 @@ class DecodeGraphs:
             return None
         tokens = fitting[1]
         longest = min(tokens, 1 << (longest - 1).bit_length()) if drafts else tokens
-        key = GraphKey(fitting[0], rank, tokens, longest)
+        key = GraphKey(fitting[0], rank, tokens, longest, seeing, embedded)
         if len(rows.slots) - lead >= key.others or len(rows.sampling_rows) > self._sampled(key):
             return None
         if (graph := self._graphs.get(key)) is not None:
@@ -377,7 +504,7 @@ class DecodeGraphs:
             return column
         to.slots.fill(padding)
         counts = rows.ends - rows.starts
-        lead = 0 if rows.drafts is not None else min(_leading_ones(counts), key.rows)
+        lead = self._leading(key, rows)
         # Rows after the leading ones are as far behind in the layout as that has padding before them.
         ones, others = slice(0, lead), slice(key.rows, key.rows + count - lead)
         to.slots[ones], to.positions[ones] = rows.slots[:lead], rows.starts[:lead]
@@ -422,7 +549,13 @@ class DecodeGraphs:
         inputs = torch.from_numpy(self._trial(key, sampled)).to(self._page_table.device)
 
         def forward() -> HeadLogits:
-            return self._model.forward_head(self._build_batch(inputs, key, sampled), self._attention)
+            batch = self._build_batch(inputs, key, sampled)
+            hidden = self._model.forward_hidden(batch, self._attention)
+            if self._captured.keeps_hidden(key):
+                if self._hidden is None:
+                    self._hidden = hidden.new_zeros(self._most_tokens, hidden.shape[1])
+                self._hidden[: len(batch.tokens)].copy_(hidden[: len(batch.tokens)])
+            return self._model.head(hidden, batch.logits_indices)
 
         computed = forward()  # the first run loads and compiles kernels, which cannot be captured
         if self._logits is None:
@@ -493,7 +626,17 @@ class DecodeGraphs:
             logits = torch.arange(key.rows, device=device)
         tables, width = self._page_table.flatten(1), self._page_table.shape[2]
         pages = tables.index_select(1, slots * width + positions // size)
-        tokens = self._slots.ids.view(-1).index_select(0, self._slots.id_indices(slots, positions)).long()
+        ids = self._slots.id_indices(slots, positions + self._captured.ahead)
+        tokens = self._slots.ids.view(-1).index_select(0, ids).long()
+        turns, images, blocks = given.shifted if self._captured.shifts else None, None, None
+        if key.embedded:
+            assert self._embedded is not None
+            embeddings, deeper, turns, blocks = self._embedded
+            count = len(positions)
+            every = torch.arange(count, device=device)
+            images = ImageRows(every, embeddings[:count], tuple(level[:count] for level in deeper))
+            turns = turns[:, :count] if self._captured.shifts else None
+            blocks = blocks and blocks._replace(last_keys=blocks.last_keys[:count])
         if self._model.vocab_size < self._slots.vocab_size:  # of a draft model: see DraftRunner
             tokens = tokens.clamp_(max=self._model.vocab_size - 1)
         return ForwardBatch(
@@ -507,10 +650,23 @@ class DecodeGraphs:
             query_lens_host=key.query_lens,
             context_lens_host=[self._max_total_tokens] * (key.rows + key.others),
             state_slots=None if self._attention.state is None else self._slots.state_slots(row_slots).int(),
-            rope_positions=given.shifted if self._shifts else None,
+            rope_positions=turns,
+            images=images,
+            blocks=blocks,
             kept_states=given.kept.int() if key.drafted and self._attention.state is not None else None,
             adapter_tiles=self._adapters.tiles(given.plan, key),
+            seen_images=self._seen_images(row_slots, slots, bounds, key) if key.seeing else None,
         )
+
+    def _seen_images(self, rows: Tensor, tokens: Tensor, bounds: Tensor, key: GraphKey) -> SeenImages:
+        assert self._captured.states is not None
+        return self._captured.states.of_slots(rows, tokens, bounds, key.query_lens)
+
+
+def _spread(source: Tensor, target: Tensor, lead: int, rest: slice) -> None:
+    """Copies the tokens [T, ...] of a step to a graph's layout, where those from `lead` on are at `rest`."""
+    target[:lead].copy_(source[:lead])
+    target[rest].copy_(source[lead:])
 
 
 def _leading_ones(counts: NDArray[np.int64]) -> int:

@@ -167,8 +167,8 @@ class DecodeFastPath:
         """Remembers a step that was computed from a batch and needed only the greedy tokens."""
         if not self._supported or not rows.plain_decode or batch.lora_spans:
             return
-        if batch.seen_images or (batch.rope_positions is not None and batch.rope_positions.ndim > 1):
-            return  # those of an image
+        if batch.rope_positions is not None and batch.rope_positions.ndim > 1:
+            return  # of a token of an image: the next token's positions are others than one later
         if self._slots.faults.keys().isdisjoint(rows.slots.tolist()):
             self._previous = GreedyStep(step, rows, batch, greedy)
 

@@ -7,18 +7,44 @@ the next step's drafts go on from there. As with a draft model, only the number 
 runner. So keys and values of a cached prefix may be those of another continuation.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from tgi.microkernel.messages.protocol import Step
 from tgi.microkernel.settings.table import MAX_SPECULATED_TOKENS
-from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
+from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, ForwardBatch
+from tgi.worker.engine.cuda_graphs import CapturedModel, DecodeGraphs, most_tokens
 from tgi.worker.engine.input_batch import BatchBuilder, Slots, StepRows
+from tgi.worker.head_logits import HeadLogits
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.draft_head import DraftHead
+from tgi.worker.models.interface import LogitsReader
 from tgi.worker.sampling.noise import Noise
 from tgi.worker.sampling.sampler import sample_ids
+
+
+class CapturableHead:
+    """A head as it is captured: its results are its outputs. Implements CapturableModel."""
+
+    def __init__(self, model: DraftHead, inputs: Tensor) -> None:
+        """`inputs` [most tokens, hidden]: h of a captured step."""
+        self.vocab_size = model.vocab_size
+        self._model, self._inputs = model, inputs
+
+    def forward_hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        return self._model.forward(batch, self._inputs[: len(batch.tokens)], attention)
+
+    def head(self, hidden: Tensor, indices: Tensor) -> HeadLogits:
+        return HeadLogits(hidden.index_select(0, indices))
+
+    def read_hidden(self, hidden: Tensor, reader: LogitsReader | None) -> None:
+        """Nothing reads them."""
+
+    def embed_batch(self, batch: ForwardBatch) -> Tensor:
+        raise NotImplementedError("a head computes text alone")
 
 
 class DraftHeadRunner:
@@ -33,6 +59,7 @@ class DraftHeadRunner:
         batch_builder: BatchBuilder,
         noise: Noise,
     ) -> None:
+        self.graphs: DecodeGraphs | None = None  # of the head
         self._head, self._attention = head, attention
         self._slots = slots
         self._batch_builder = batch_builder
@@ -45,6 +72,14 @@ class DraftHeadRunner:
         self._outputs = torch.zeros(shape, dtype=served.kv.dtype, device=served.device)
         self._first = np.zeros(len(slots.num_known), np.int64)
         served.tap_hidden(head.taps, self._read_tapped)
+
+    def captured_model(self, batch_sizes: Sequence[int], chunk_tokens: int) -> CapturedModel | None:
+        """What is captured of the head, of steps of these sizes; None: it cannot be."""
+        head, attention = self._head, self._attention
+        if head.cuda_graph_obstacle is not None or not isinstance(attention, CapturableBackend):
+            return None
+        inputs = self._outputs.new_zeros(most_tokens(batch_sizes, chunk_tokens), head.hidden_size)
+        return CapturedModel(CapturableHead(head, inputs), attention, adapters=False, ahead=1, inputs=inputs)
 
     def run(self, step: Step, rows: StepRows) -> None:
         """Writes drafts after the known ids of the rows that want them, before the served model computes the step."""
@@ -68,13 +103,12 @@ class DraftHeadRunner:
             slots, positions, wanted = slots[left], positions[left] + 1, wanted[left]
             (kept,) = self._batch_builder.to_device(left)
             now = StepRows(slots, positions, positions + 1, np.arange(len(slots)), positions + 1)
-            hidden = self._head.forward(self._build_batch(now), hidden[kept], self._attention)
+            hidden = self._forward(now, hidden[kept])
 
     def follow(self, rows: StepRows) -> None:
         """Computes the rows of a step that the served model has computed, and whose sampled ids are written."""
         assert self._tapped is not None
-        batch, hidden = self._build_batch(rows), self._head.fuse(self._tapped)
-        outputs, self._tapped = self._head.forward(batch, hidden, self._attention), None
+        outputs, self._tapped = self._forward(rows, self._head.fuse(self._tapped)), None
         sampling = rows.slots[rows.sampling_rows]
         firsts, lengths = np.unique(rows.sampling_rows, return_counts=True)
         starts = np.cumsum(lengths) - lengths
@@ -82,7 +116,15 @@ class DraftHeadRunner:
         places = np.arange(len(sampling)) - np.repeat(starts, lengths)
         kept = np.flatnonzero(places <= MAX_SPECULATED_TOKENS)
         targets = self._batch_builder.to_device(sampling[kept], places[kept], kept)
-        self._outputs[targets[0], targets[1]] = outputs[batch.logits_indices[targets[2]]]
+        self._outputs[targets[0], targets[1]] = outputs[targets[2]]
+
+    def _forward(self, rows: StepRows, hidden: Tensor) -> Tensor:
+        """The head's outputs [E, hidden] at the sampled positions of rows with this h [T, hidden]."""
+        replayed = None if self.graphs is None else self.graphs.try_replay(rows, inputs=hidden)
+        if replayed is not None:
+            return replayed.values
+        batch = self._build_batch(rows)
+        return self._head.forward(batch, hidden, self._attention)[batch.logits_indices]
 
     def _build_batch(self, rows: StepRows) -> ForwardBatch:
         """The head's input, without adapters: at each position the next id."""

@@ -7,6 +7,7 @@ may lag behind, and some of its keys and values may be missing: it does not comp
 when all are accepted, and another request may continue from that row's pages.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +20,10 @@ from tgi.hub.model_config import read_model_config
 from tgi.hub.tokenizer_files import read_tokenizer
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.protocol import Step
-from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
-from tgi.worker.engine.cuda_graphs import DecodeGraphs
+from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, ForwardBatch
+from tgi.worker.engine.cuda_graphs import CapturedModel, DecodeGraphs
 from tgi.worker.engine.input_batch import BatchBuilder, Slots, StepRows
+from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.draft_head import DraftHead
 from tgi.worker.models.interface import Model
 from tgi.worker.sampling.noise import Noise
@@ -70,6 +72,14 @@ class DraftRunner:
         self._gpu_sample = None if kernels is None else kernels.sample
         self._vocab_size = slots.vocab_size
         self._num_computed = np.zeros(len(slots.num_known), np.int64)  # by slot: ids that this model has computed
+
+    def captured_model(self, batch_sizes: Sequence[int], chunk_tokens: int) -> CapturedModel | None:
+        """What is captured of this model, of steps of these sizes; None: it cannot be."""
+        model, attention = self._model, self._attention
+        if model.cuda_graph_obstacle is not None or not isinstance(attention, CapturableBackend):
+            return None
+        assert isinstance(model, DecoderModel)
+        return CapturedModel(model, attention, adapters=False)
 
     def run(self, step: Step, rows: StepRows) -> None:
         """Computes the rows of a validated step, before the served model does. Writes drafts after the known ids of the

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.microkernel.messages.protocol import UNDIVIDED_IMAGES, ImageSegment
+from tgi.worker.attention.image_states import ImageStates
 from tgi.worker.attention.interface import EncoderRows, ForwardBatch
 from tgi.worker.device_copies import copy_columns_to_device
 from tgi.worker.vision.prompt_images import TowerWork
@@ -26,6 +27,7 @@ class EncoderInputs:
     undivided = UNDIVIDED_IMAGES  # an input is one segment of its prompt
     encodes_prompt = True
     shifts = False
+    states: ImageStates | None = None
     weight_bytes = 0  # those of the model include them
 
     def __init__(self, encode: Callable[[Tensor], Tensor]) -> None:
@@ -51,6 +53,9 @@ class EncoderInputs:
 
     def computes(self, slots: Ints, starts: Ints) -> bool:
         return True
+
+    def place(self, slots: Ints, faults: dict[int, str]) -> bool:
+        return False
 
     def shift(self, slot: int) -> int:
         return 0

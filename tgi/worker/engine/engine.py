@@ -19,7 +19,7 @@ from tgi.worker.attention.interface import (
     StorableBackend,
 )
 from tgi.worker.device_copies import copy_to_device, copy_to_host
-from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
+from tgi.worker.engine.cuda_graphs import CapturedModel, DecodeGraphs, GraphCapturer
 from tgi.worker.engine.decode_fast_path import DecodeFastPath
 from tgi.worker.engine.draft_head_runner import DraftHeadRunner
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
@@ -139,17 +139,32 @@ class TorchEngine:
         self._batch_builder = BatchBuilder(self._slots, watermark, attention.state is not None)
         self._decode_fast_path = DecodeFastPath(model, attention, self._slots)
         self._draft_runner = draft_model and self._make_draft_runner(*draft_model)
-        self._decode_graphs = graph_capture and self._make_graphs(model, graph_capture.attention, graph_capture)
-        if isinstance(self._draft_runner, DraftRunner) and draft_model is not None and graph_capture is not None:
-            drafting, its_attention = draft_model
-            assert not isinstance(drafting, DraftHead)
-            if drafting.cuda_graph_obstacle is None and isinstance(its_attention, CapturableBackend):
-                self._draft_runner.graphs = self._make_graphs(drafting, its_attention, graph_capture)
+        self._decode_graphs: DecodeGraphs | None = None
+        if graph_capture is not None:
+            self._decode_graphs = self._make_graphs(self._captured_model(graph_capture), graph_capture)
+            if self._draft_runner is not None:
+                drafting = self._draft_runner.captured_model(graph_capture.batch_sizes, graph_capture.chunk_tokens)
+                self._draft_runner.graphs = drafting and self._make_graphs(drafting, graph_capture)
 
-    def _make_graphs(self, model: Model, attention: CapturableBackend, config: GraphCaptureConfig) -> DecodeGraphs:
+    def _captured_model(self, config: GraphCaptureConfig) -> CapturedModel:
+        """The served model, whose hidden states prompt logprobs and a head that drafts read."""
+        assert isinstance(self._model, DecoderModel)
+        gpu = self._model.kv.gpu_kernels
+        return CapturedModel(
+            self._model,
+            config.attention,
+            fixed_tiles=gpu is not None and gpu.batch_invariant,
+            shifts=self._images is not None and self._images.shifts,
+            states=None if self._images is None else self._images.states,
+            embedded=self._model.embeds_alone,
+            bidirectional=self._images is not None and bool(self._images.undivided),
+            prompt_logprobs=True,
+            hidden_states=isinstance(self._draft_runner, DraftHeadRunner),
+        )
+
+    def _make_graphs(self, captured: CapturedModel, config: GraphCaptureConfig) -> DecodeGraphs:
         rest = config.batch_sizes, self.limits.max_total_tokens, config.capturer, config.chunk_tokens
-        shifted = model is self._model and self._images is not None and self._images.shifts
-        return DecodeGraphs(model, attention, self._slots, *rest, shifted, adapted=model is self._model)
+        return DecodeGraphs(captured, self._slots, *rest)
 
     def _make_draft_runner(
         self, model: Model | DraftHead, attention: AttentionBackend
@@ -163,7 +178,7 @@ class TorchEngine:
     def capture_decode_graphs(self, limit: int | None = None) -> int:
         """Captures the graphs of the models, or only the `limit` largest of each (see DecodeGraphs.capture). Returns
         how many there are in all; 0 without a GraphCaptureConfig."""
-        drafting = self._draft_runner.graphs if isinstance(self._draft_runner, DraftRunner) else None
+        drafting = None if self._draft_runner is None else self._draft_runner.graphs
         found = [graphs for graphs in (self._decode_graphs, drafting) if graphs is not None]
         for graphs in found:
             graphs.capture(limit)
@@ -298,19 +313,24 @@ class TorchEngine:
         indices = self._batch_builder.id_indices(sampling_slots, rows.sampling_positions)
         bitmask, bad_word_rows = None, None
         logits = None
-        parts = self._images is not None and self._images.computes(rows.slots, rows.starts)
-        if self._decode_graphs is not None and reader is None and not parts:
-            logits = self._decode_graphs.try_replay(rows)
+        batch: ForwardBatch | None = None
+        if self._decode_graphs is not None:
+            seeing = False
+            if self._images is not None and self._images.computes(rows.slots, rows.starts):
+                batch = self._forward_batch(rows)
+            elif self._images is not None:
+                seeing = self._images.place(rows.slots, self._slots.faults)
+            logits = self._decode_graphs.try_replay(rows, reader, seeing=seeing, parts=batch)
         gpu_sample = None if self._model.kv.gpu_kernels is None else self._model.kv.gpu_kernels.sample
         if logits is None and gpu_sample is None and self._slots.params.greedy[sampling_slots].all():
-            batch = self._forward_batch(rows)
+            batch = batch or self._forward_batch(rows)
             greedy = self._model.forward_greedy(batch, self._attention, reader)
             sampled = SampledTokens(greedy.ids, greedy.logprobs, None)
             if self._draft_runner is None:  # a draft runner needs every step
                 self._decode_fast_path.remember_greedy_step(step, rows, batch, greedy)
         else:
             if logits is None:
-                batch = self._forward_batch(rows)
+                batch = batch or self._forward_batch(rows)
                 logits = self._model.forward_head(batch, self._attention, reader)
             bitmask = self._grammars.wait_for_bitmask(slots, drafts)
             sampling_batch = self._batch_builder.build_sampling_batch(sampling_slots, rows.sampling_positions, bitmask)

@@ -76,6 +76,12 @@ class StepRows(NamedTuple):
             return False
         return not np.count_nonzero(self.ends - self.starts > 1)
 
+    @property
+    def logits_indices(self) -> Ints:
+        """[E] the token before each sampled position, among the T tokens of the step."""
+        stops = (self.ends - self.starts).cumsum()
+        return (stops - self.ends)[self.sampling_rows] + self.sampling_positions - 1
+
 
 class Slots:
     """State of `count` slots, each with room for `tokens` ids and, in each KV group, the pages of as many.
@@ -428,7 +434,7 @@ class BatchBuilder:
             bounds.astype(np.int32),
             rows.ends.astype(np.int32),
             table.ravel(),
-            (bounds[1:] - rows.ends)[rows.sampling_rows] + rows.sampling_positions - 1,
+            rows.logits_indices,
         )
         kept = None
         if self._recurrent and rows.drafts is not None:

@@ -90,10 +90,17 @@ class CacheRequirements(NamedTuple):
         return left * each // (self.page_bytes * each + self.state_bytes)
 
 
-def feature_bytes(image_bytes: int, device: str) -> int:
-    """Bytes for what the vision tower computes. `image_bytes`: of the largest image, if layers attend to images, else
-    0."""
-    return max(FEATURE_BYTES, RUNNING_IMAGES[device] * image_bytes)
+def stored_images(device: str, max_images: int) -> int:
+    """The images for whose states layers that attend to images have memory: those of running requests, or of one that
+    runs without others. On CPU memory is taken when an image needs it."""
+    return max(RUNNING_IMAGES[device], max_images)
+
+
+def feature_bytes(image_bytes: int, device: str, max_images: int) -> int:
+    """Bytes for what is kept of images. `image_bytes`: of the states of the largest image, if layers attend to images,
+    else 0."""
+    images = RUNNING_IMAGES[device] if device == "cpu" else stored_images(device, max_images)
+    return max(FEATURE_BYTES, images * image_bytes)
 
 
 class PreviousCache(NamedTuple):

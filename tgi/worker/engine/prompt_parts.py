@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tgi.microkernel.messages.protocol import ImageSegment
+from tgi.worker.attention.image_states import ImageStates
 from tgi.worker.attention.interface import ForwardBatch
 from tgi.worker.vision.prompt_images import TowerWork
 
@@ -43,8 +44,15 @@ class PromptParts(Protocol):
     def concern(self, slots: NDArray[np.int64], starts: NDArray[np.int64]) -> bool:
         """Whether `add_to` adds something to a batch with rows of `slots` [R] that begin at positions `starts` [R]."""
 
+    states: ImageStates | None  # None: no layers attend to images
+
     def computes(self, slots: NDArray[np.int64], starts: NDArray[np.int64]) -> bool:
-        """Whether such a batch needs more than shifts of its positions; captured steps have those alone."""
+        """Whether such a batch needs more than shifts of its positions and what `place` does; captured steps have those
+        alone."""
+
+    def place(self, slots: NDArray[np.int64], faults: dict[int, str]) -> bool:
+        """Prepares `states` for a captured step with rows of `slots` [R]. Whether any of them sees an image. A slot
+        gets a fault if an image cannot be computed."""
 
     def shift(self, slot: int) -> int:
         """What the rotary embedding adds to the positions of a slot after its last part."""

@@ -222,15 +222,15 @@ def _load_state(
     _require_draft_pages(models)
     images = _load_prompt_parts(settings, models, progress, place)
     progress("sizing the KV cache", 96)
-    # A captured step has no hidden states for a head.
-    graphs = GraphSizes() if isinstance(models.draft, DraftHead) else _graph_sizes(settings, models.served)
+    graphs = _graph_sizes(settings, models.served)
     required = _cache_requirements(models)
     previous, step_bytes = _read_previous_cache(settings.run_dir)
     if models.served.device.type == "cpu":
         step_bytes = 0
     elif step_bytes is None or models.communicator is not None:  # ranks measure together
         step_bytes = _measure_step(settings, models, graphs, progress, images)
-    taken, mapped = step_bytes + _feature_bytes(models.served, images), 0 if files is None else files.mapped_bytes
+    taken = step_bytes + _feature_bytes(settings, models.served, images)
+    mapped = 0 if files is None else files.mapped_bytes
     available = _cache_memory(settings, models.served.device, taken, mapped)
     if models.communicator is not None:
         sharing = place.local_ranks if place is not None and device == "cpu" else 1
@@ -328,11 +328,19 @@ def _load_prompt_parts(
         raise UserError(f"The images of {settings.model_dir} cannot be served: {fault}. {TEXT_ALONE}")
     served = models.served
     tower = load_tower(settings.model_dir, family, served.kv.dtype, served.device, progress, served.kv.cpu_kernels)
-    kept = memory.feature_bytes(_image_bytes(served), served.device.type)
-    make_pairs = served.image_pairs if family.crosses and isinstance(served, DecoderModel) else None
+    states = None
+    if family.crosses and isinstance(served, DecoderModel):
+        count = memory.stored_images(served.device.type, settings.max_images)
+        try:
+            states = served.image_states(count)
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise UserError(
+                f"There is no memory for what layers attend to of {count} images, of up to "
+                f"{_image_bytes(served) / 1e6:.0f} MB each. Choose a lower --max-images. {TEXT_ALONE}"
+            ) from error
     run = settings.run_dir
     files = ImageFiles(media_directory(run), site_id(run), received_images(run, settings.replica_index))
-    return PromptImages(tower, files, kept, make_pairs)
+    return PromptImages(tower, files, memory.FEATURE_BYTES, states)
 
 
 def _image_bytes(served: Model) -> int:
@@ -340,8 +348,12 @@ def _image_bytes(served: Model) -> int:
     return served.image_bytes if isinstance(served, DecoderModel) else 0
 
 
-def _feature_bytes(served: Model, images: PromptParts | None) -> int:
-    return 0 if images is None else memory.feature_bytes(_image_bytes(served), served.device.type)
+def _feature_bytes(settings: Settings, served: Model, images: PromptParts | None) -> int:
+    """The bytes that images will take. Those of ImageStates are taken on a GPU already."""
+    device = served.device.type
+    if images is None or (images.states is not None and device == "cuda"):
+        return 0
+    return memory.feature_bytes(_image_bytes(served), device, settings.max_images)
 
 
 def _image_obstacle(settings: Settings, family: VisionFamily, place: RankPlace | None) -> str:

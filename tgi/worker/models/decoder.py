@@ -4,7 +4,7 @@ On our CPU kernels, a model without experts runs as a program (see decoder_layer
 by layer on tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
+from tgi.worker.attention.image_states import ImageStates, program_rows
 from tgi.worker.attention.interface import (
     AttentionBackend,
     ForwardBatch,
     KVCacheSpec,
-    SeenImages,
     TransformingBackend,
     state_rows,
 )
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, CpuKernels, VocabularyShards
-from tgi.worker.cpu_kernels.program import StateStep, state_step
+from tgi.worker.cpu_kernels.program import ImageStep, Program, StateStep, image_step, state_step
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
@@ -135,6 +136,7 @@ class DecoderModel:
         written = config, weights, self._rotaries, self.kv, communicator, shards
         self._write_program = partial(write_program, *written)
         self._program = self._write_program()
+        self._image_program: Program | None = None  # made when a step needs it: its buffers take memory of their own
         # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in layer_linears(layer)]
@@ -151,19 +153,40 @@ class DecoderModel:
     def forward_head(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> HeadLogits:
-        hidden, _ = self._run_layers(batch, attention, reader)
+        hidden = self.forward_hidden(batch, attention)
+        self.read_hidden(hidden[: len(batch.tokens)], reader)
+        return self.head(hidden, batch.logits_indices)
+
+    def forward_hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """The hidden states before the last norm, with those that are tapped in further columns: [rows, (1 + taps) *
+        hidden], of which the first T belong to the batch."""
+        hidden, _, tapped = self._run_layers(batch, attention)
+        return hidden if tapped is None else torch.cat((hidden, tapped), 1)
+
+    def head(self, hidden: Tensor, indices: Tensor) -> HeadLogits:
+        """The logits of the rows `indices` of `hidden`, as of `forward_head`."""
         if self.kv.gpu_kernels is None:
-            return HeadLogits(self._logits(hidden, batch.logits_indices))
-        values = self._weights.head(self._head_input(hidden, batch.logits_indices))
+            return HeadLogits(self._logits(hidden, indices))
         shard = None
         if self._communicator is not None:
             shard = VocabularyShard(self._communicator, self._vocabulary_widths)
-        return HeadLogits(values, *self._logits_options, shard)
+        return HeadLogits(self._weights.head(self._head_input(hidden, indices)), *self._logits_options, shard)
+
+    def read_hidden(self, hidden: Tensor, reader: LogitsReader | None) -> None:
+        """Gives what `forward_hidden` returned of the T tokens of a step to `reader`, and to that of `tap_hidden`."""
+        if reader is not None:
+            for block in reader.blocks:
+                reader.read_logits(self._logits(hidden, block))
+        if self._hidden_reader is not None:
+            tapped = hidden[:, self.hidden_size :]
+            self._hidden_reader(tapped if self._taps else self._weights.norm(hidden))
 
     def forward_greedy(
         self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
     ) -> GreedyTokens:
-        hidden, greedy = self._run_layers(batch, attention, reader, batch.logits_indices)
+        hidden, greedy, tapped = self._run_layers(batch, attention, batch.logits_indices)
+        states = hidden if tapped is None else torch.cat((hidden, tapped), 1)
+        self.read_hidden(states[: len(batch.tokens)], reader)
         if greedy is not None:
             return greedy
         x = self._head_input(hidden, batch.logits_indices)
@@ -176,7 +199,7 @@ class DecoderModel:
         return self._weights.head.greedy_tokens(x, *self._logits_options, self._vocabulary_shards)
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
-        program = self._program
+        program = self._program_for(batch)
         if program is None or not isinstance(attention, CpuKernelAttention) or self._hidden_reader is not None:
             return None
         hidden = torch.empty(len(batch.tokens), self._config.hidden, dtype=self.kv.dtype)
@@ -201,6 +224,7 @@ class DecoderModel:
             *(hidden, turns, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices),
             _program_state(batch, attention),
             layer_inputs,
+            _program_images(batch),
         )
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
@@ -210,12 +234,12 @@ class DecoderModel:
         in this order; the number of all layers stands for those after the last. Without layers, the output [T, hidden]
         of the last norm."""
         self._taps, self._hidden_reader = layers, reader
-        self._program = self._write_program(layers)
+        self._program, self._image_program = self._write_program(layers), None
 
     def run_inputs(self, batch: ForwardBatch, attention: AttentionBackend, inputs: Tensor) -> Tensor:
         """The hidden states [T, hidden] after the layers, where `inputs` [T, hidden] take the place of the embedding.
         With joins_embedding they are [T, 2 * hidden]: what attention reads first, and the hidden states."""
-        return self._run_layers(batch, attention, None, inputs=inputs)[0][: len(batch.tokens)]
+        return self._run_layers(batch, attention, inputs=inputs)[0][: len(batch.tokens)]
 
     def last_norm(self, hidden: Tensor) -> Tensor:
         """The last norm of hidden states [n, hidden]."""
@@ -250,12 +274,11 @@ class DecoderModel:
         self,
         batch: ForwardBatch,
         attention: AttentionBackend,
-        reader: LogitsReader | None,
         logits_indices: Tensor | None = None,
         inputs: Tensor | None = None,
-    ) -> tuple[Tensor, GreedyTokens | None]:
+    ) -> tuple[Tensor, GreedyTokens | None, Tensor | None]:
         """Runs embedding, which `inputs` may replace, and layers: the hidden states [rows, hidden], of which the first
-        T belong to the batch.
+        T belong to the batch, and those that are tapped [rows, taps * hidden], if there are taps.
 
         A program also computes the greedy tokens at `logits_indices`. Pads the tokens once, to a row count that all
         linear layers accept.
@@ -280,15 +303,15 @@ class DecoderModel:
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.lora_spans or batch.adapter_tiles is not None else None
         deeper = () if batch.images is None else batch.images.deeper
-        layered = bool(deeper or batch.seen_images)
-        if self._program is not None and not layered and isinstance(attention, CpuKernelAttention):
+        program = self._program_for(batch)
+        if program is not None and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             side = layer_inputs if tapped is None else tapped
             if layer_inputs is not None and tapped is not None:
                 side = torch.cat((layer_inputs, tapped), 1)
                 tapped = side[:, layer_inputs.shape[1] :]
-            greedy = self._program.run(
-                self._program.prepare(
+            greedy = program.run(
+                program.prepare(
                     hidden,
                     angles[0][1] if angles else positions,
                     angles,
@@ -299,6 +322,7 @@ class DecoderModel:
                     logits_indices,
                     _program_state(batch, attention),
                     side,
+                    _program_images(batch),
                 )
             )
         else:
@@ -319,7 +343,8 @@ class DecoderModel:
                 seen_images=batch.seen_images,
                 joined=joined,
             )
-            sees = _seeing(batch.seen_images, hidden)
+            seen = batch.seen_images
+            sees = None if seen is None else F.pad(seen.sees, (0, 0, *pad))
             streams = self._weights.streams
             hidden = hidden if streams is None else streams.split(hidden)
             for number, layer in enumerate(self._weights.layers):
@@ -336,12 +361,25 @@ class DecoderModel:
                     hidden.index_add_(0, batch.images.indices, deeper[number])
             self._copy_tapped(len(self._weights.layers), hidden, tapped)
             hidden = hidden if streams is None else streams.merge(hidden)
-        if reader is not None:
-            for block in reader.blocks:
-                reader.read_logits(self._logits(hidden, block))
-        if self._hidden_reader is not None:
-            self._hidden_reader(self._weights.norm(hidden[:count]) if tapped is None else tapped[:count])
-        return hidden, greedy
+        return hidden, greedy, tapped
+
+    def _program_for(self, batch: ForwardBatch) -> Program | None:
+        """The program for a step; None: it runs layer by layer."""
+        if self._program is None or _program_images(batch) is None:
+            return self._program
+        if self._image_program is None:
+            self._image_program = self._write_program(self._taps, images=True)
+        return self._image_program
+
+    def image_states(self, images: int) -> ImageStates | None:
+        """Memory for what layers attend to of so many images; None: no layer attends to images."""
+        config = self._config
+        if not config.image_layers:
+            return None
+        kv = self.kv._replace(
+            layers=config.image_layers, sliding_windows=(), softcap=None, groups=ONE_FULL_GROUP, stored_dtype=None
+        )
+        return ImageStates(kv, images, config.image_states, self.device, self._project_image)
 
     def _copy_tapped(self, number: int, hidden: Tensor, tapped: Tensor | None) -> None:
         """Copies the hidden states before layer `number` to their places among those that are tapped, if they are."""
@@ -350,23 +388,35 @@ class DecoderModel:
                 tapped[:, place * self.hidden_size : (place + 1) * self.hidden_size] = hidden
 
     @torch.inference_mode()
-    def image_pairs(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values of the states [n, hidden] of an image, for each layer that attends to images: [2, kv_heads,
-        n, head_dim]. Empty: no layer does."""
+    def _project_image(self, states: Tensor) -> list[Tensor]:
+        """Keys and values [n, 2 * kv_heads, head_dim] of the states [n, hidden] of an image, for each layer that
+        attends to images."""
         found = []
-        count, heads = len(states), (2, self._config.kv_heads, self._config.head_dim)
+        count, kv_heads = len(states), self._config.kv_heads
         padded = F.pad(states, (0, 0, 0, self._row_counts.padded(count) - count))
         for layer in self._weights.layers:
             if (cross := layer.cross) is not None:
-                pairs = cross.pairs(padded)[:count].view(count, *heads).permute(1, 2, 0, 3).contiguous()
-                pairs[0] = cross.key_norm(pairs[0].view(-1, heads[2])).view_as(pairs[0])
-                found.append(pairs)
-        return tuple(found)
+                pairs = cross.pairs(padded)
+                cross.key_norm.normalize_in_place(pairs[:, : pairs.shape[1] // 2].unflatten(1, (kv_heads, -1)))
+                found.append(pairs[:count].unflatten(1, (2 * kv_heads, -1)))
+        return found
 
     def _add_positions(self, hidden: Tensor, positions: Tensor) -> None:
         """Adds the learned vectors of `positions` [rows] to `hidden`."""
         assert self._weights.positions is not None
         hidden += self._weights.positions.index_select(0, positions)
+
+    @property
+    def embeds_alone(self) -> bool:
+        """Whether the embeddings of a step's tokens are all that the layers get of them."""
+        return self._weights.layer_inputs is None
+
+    def embed_batch(self, batch: ForwardBatch) -> Tensor:
+        """The embeddings [T, hidden] of a step's tokens, or what they have in place of them."""
+        hidden = self.embed(batch.tokens)
+        if batch.images is not None:
+            hidden.index_copy_(0, batch.images.indices, batch.images.embeddings)
+        return hidden
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """The embeddings [rows, hidden] of the tokens, as they are stored. Where ranks divide the embedding, each comes
@@ -417,7 +467,8 @@ class DecoderModel:
         return self._communicator.all_gather(logits, self._vocabulary_widths)
 
     def _head_input(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        return self._weights.norm(hidden.index_select(0, indices))
+        chosen = hidden.index_select(0, indices)
+        return self._weights.norm(chosen[:, : self.hidden_size].contiguous() if self._taps else chosen)
 
 
 def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
@@ -428,14 +479,13 @@ def _state_spec(config: DecoderConfig, dtype: torch.dtype) -> StateSpec | None:
     return StateSpec((tensors,) * config.recurrent_layers)
 
 
-def _seeing(seen: Sequence[SeenImages], hidden: Tensor) -> Tensor | None:
-    """Which rows [rows, 1] of the hidden states belong to tokens that see images; None: none do."""
-    if not seen:
-        return None
-    sees = hidden.new_zeros(len(hidden), 1, dtype=torch.bool)
-    for first, stop, _ in seen:
-        sees[first:stop] = True
-    return sees
+def _program_images(batch: ForwardBatch) -> ImageStep | None:
+    """What a program gets of a step's images, besides embeddings."""
+    if (seen := batch.seen_images) is not None:
+        return image_step((seen.sees, seen.states.addresses, program_rows(seen)), None, ())
+    if batch.images is not None and batch.images.deeper:
+        return image_step(None, batch.images.indices, batch.images.deeper)
+    return None
 
 
 def _program_state(batch: ForwardBatch, attention: AttentionBackend) -> StateStep | None:

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.attention.cross_attention import attend_images
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec, SeenImages, TransformingBackend
 from tgi.worker.cpu_kernels.experts import PackedExperts
 from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, VocabularyShards
@@ -85,9 +84,9 @@ class CrossAttention(NamedTuple):
     sees no image, and the layers of a step in which no token does."""
 
     query: Linear
-    query_norm: Norm  # of each head
+    query_norm: Norm  # with a weight [heads, head_dim]
     pairs: Linear  # [2 * kv_heads * head_dim, hidden]: keys, then values, of the states
-    key_norm: Norm  # of each head
+    key_norm: Norm  # with a weight [kv_heads, head_dim]
     output: Linear
     gate: float  # multiplies the result
 
@@ -198,7 +197,8 @@ class LayerOperations(Protocol[X]):
         """The result of a recurrent layer's mixer, whose output projection follows. `normed` is the layer's input."""
 
     def attend_images(self, cross: CrossAttention, queries: X) -> X:
-        """The attention of these queries to the images that their tokens see; zeros for tokens that see none."""
+        """The attention of these queries to the images that their tokens see; anything for tokens that see none. May
+        overwrite queries."""
 
     def gate(self, gate: Linear, normed: X, mixed: X) -> X:
         """mixed * sigmoid(gate(normed)). May overwrite mixed."""
@@ -360,7 +360,7 @@ class DecoderStep(NamedTuple):
     communicator: Communicator | None  # None: the only rank
     state: StateRows | None = None  # of the recurrent layers
     layer_inputs: Tensor | None = None  # [rows, layers * width], see LayerInputConfig
-    seen_images: Sequence[SeenImages] = ()
+    seen_images: SeenImages | None = None
     joined: Tensor | None = None  # [rows, hidden], see DecoderConfig.joins_embedding
 
     def layer(self, number: int) -> "TensorOperations":
@@ -408,11 +408,12 @@ class TensorOperations(NamedTuple):
         return self._padded(mixer(normed, projected[: self.step.tokens], self.step.state), len(projected))
 
     def attend_images(self, cross: CrossAttention, queries: Tensor) -> Tensor:
-        config = self.step.config
-        heads = queries.view(-1, config.head_dim)
-        number = sum(layer.sees_images for layer in config.layers[: self.number])
-        normed = cross.query_norm(heads).view(len(queries), -1, config.head_dim)
-        return attend_images(normed, self.step.seen_images, number, config.attention_scale)
+        config, seen = self.step.config, self.step.seen_images
+        assert seen is not None
+        _norm_heads((cross.query_norm,), queries)
+        heads = queries.view(len(queries), -1, config.head_dim)[: self.step.tokens]
+        mixed = seen.states.attend(config.image_number(self.number), heads, seen, config.attention_scale)
+        return self._padded(mixed, len(queries))
 
     def gate(self, gate: Linear, normed: Tensor, mixed: Tensor) -> Tensor:
         factors, kernels = gate(normed), self.step.kv.cpu_kernels
@@ -519,6 +520,8 @@ class ProgramBuffer(IntEnum):
     MIXER_OUTPUT = auto()
     MIXER_GATES = auto()
     OUTPUT_GATE = auto()  # of attention
+    KEPT = auto()  # HIDDEN before a layer that attends to images
+    CROSS_QUERY = auto()
     # Of latent attention alone.
     QUERY_DOWN = auto()
     QUERY = auto()  # of the heads, before K is absorbed
@@ -531,6 +534,7 @@ LATENT_GROUPS = {"query_down": ProgramBuffer.QUERY_DOWN, "query": ProgramBuffer.
 _PROJECTED = {
     "attention": ProgramBuffer.QKV,
     MIXER_INPUT: ProgramBuffer.MIXER_INPUT,
+    CROSS_QUERY: ProgramBuffer.CROSS_QUERY,
     INPUT_DOWN: ProgramBuffer.LAYER_INPUT,
     **LATENT_GROUPS,
 }
@@ -544,9 +548,11 @@ def write_program(
     communicator: Communicator | None = None,
     shards: VocabularyShards = WHOLE_VOCABULARY,
     taps: Sequence[int] = (),
+    images: bool = False,
 ) -> Program | None:
     """The layers and the output head, of several ranks the `shards`, as a program for our CPU kernels. `taps`: numbers
-    of layers before which the hidden states are copied to SIDE.
+    of layers before which the hidden states are copied to SIDE. `images`: for steps with an ImageStep; one for other
+    steps has no layers that attend to images.
 
     None if a program is impossible: without our CPU kernels; with several ranks that do not share memory; with experts
     of different formats; with streams or low-rank residuals; for the layer of a head that drafts, if it joins two
@@ -575,6 +581,8 @@ def write_program(
         ProgramBuffer.MIXER_GATES: mixer_widths[2],
         ProgramBuffer.OUTPUT_GATE: kv.heads * kv.result_dim if config.output_gate else 0,
     }
+    if images and config.image_layers:
+        widths[ProgramBuffer.KEPT], widths[ProgramBuffer.CROSS_QUERY] = config.hidden, kv.heads * kv.head_dim
     inputs = 0
     if config.layer_inputs is not None:
         inputs = config.layer_inputs.width * len(layers)
@@ -604,10 +612,17 @@ def write_program(
 
     for number, layer in enumerate(layers):
         copy_tapped(number)
-        if layer.cross is not None:  # steps with images run layer by layer
+        if layer.cross is not None and not images:
             continue
         operations = ProgramOperations(program, config, rotaries, kv, number, communicator, others)
-        run_layer(layer, config, operations, ProgramBuffer.HIDDEN)
+        if layer.cross is None:
+            run_layer(layer, config, operations, ProgramBuffer.HIDDEN)
+        else:
+            program.copy_unseeing(ProgramBuffer.HIDDEN, ProgramBuffer.KEPT)
+            run_layer(layer, config, operations, ProgramBuffer.HIDDEN)
+            program.copy_unseeing(ProgramBuffer.KEPT, ProgramBuffer.HIDDEN)
+        if images and not config.image_layers:
+            program.add_features(ProgramBuffer.HIDDEN, number)
     copy_tapped(len(layers))
     scoring = config.logit_scale, config.logit_cap
     weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring, shards)
@@ -694,7 +709,11 @@ class ProgramOperations(NamedTuple):
         return ProgramBuffer.MIXER_OUTPUT
 
     def attend_images(self, cross: CrossAttention, queries: ProgramBuffer) -> ProgramBuffer:
-        raise NotImplementedError("a program has no layers that attend to images")
+        config, heads = self.config, (self.kv.heads, self.kv.kv_heads)
+        self._norm_heads((cross.query_norm,), queries)
+        number, scale = config.image_number(self.number), config.attention_scale
+        self.program.attend_images(queries, ProgramBuffer.MIXED, number, heads, config.head_dim, scale)
+        return ProgramBuffer.MIXED
 
     def gate(self, gate: Linear, normed: ProgramBuffer, mixed: ProgramBuffer) -> ProgramBuffer:
         gate.append_to(self.program, normed, ProgramBuffer.OUTPUT_GATE)

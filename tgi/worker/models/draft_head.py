@@ -59,6 +59,7 @@ class DraftHead:
         self.vocab_size, self.context_length = served.vocab_size, served.context_length
         self.hidden_size = config.decoder.hidden
         self.kv, self.device, self.footprint = self._decoder.kv, served.device, weights.footprint
+        self.cuda_graph_obstacle = self._decoder.cuda_graph_obstacle
         embedding = weights.embedding
         self._embed: Callable[[Tensor], Tensor] = embedding if embedding is not None else served.embed
         if embedding is None and config.taps:  # the embedding of an EAGLE-3 head is not scaled

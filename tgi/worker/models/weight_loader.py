@@ -349,12 +349,16 @@ class DecoderWeightLoader:
         output = StoredMatrix(prefix + names.cross_output, config.hidden, range(config.hidden))
         return CrossAttention(
             query=self._linear(False, config.hidden, StoredMatrix(prefix + names.cross_query, heads, queries)),
-            query_norm=self._norm(prefix + names.cross_query_norm, dim),
+            query_norm=self._head_norm(prefix + names.cross_query_norm, len(self._shard.heads)),
             pairs=self._linear(False, config.hidden, key, value),
-            key_norm=self._norm(prefix + names.cross_key_norm, dim),
+            key_norm=self._head_norm(prefix + names.cross_key_norm, len(self._shard.kv_heads)),
             output=self._last_linear(False, heads, queries, output, more_follows=True),  # a factor
             gate=self._gate(prefix + names.cross_gate),
         )
+
+    def _head_norm(self, name: str, heads: int) -> Norm:
+        norm = self._norm(name, self._config.head_dim)
+        return norm._replace(weight=norm.weight.expand(heads, -1).contiguous())
 
     def _gate(self, name: str) -> float:
         return float(self._source.tensor(name, 1).to(self._dtype).tanh())

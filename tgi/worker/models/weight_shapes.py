@@ -75,8 +75,9 @@ def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
             if config.sinks:
                 yield VectorShape(prefix + names.sinks, config.heads, len(shard.heads), True)
         if layer.sees_images:
-            for name in (names.cross_query_norm, names.cross_key_norm):
-                yield VectorShape(f"{prefix}{name}.weight", config.head_dim, config.head_dim, True)
+            for name, heads in ((names.cross_query_norm, shard.heads), (names.cross_key_norm, shard.kv_heads)):
+                held = len(heads) * config.head_dim  # expanded over the heads
+                yield VectorShape(f"{prefix}{name}.weight", config.head_dim, held, True)
             for name in (names.cross_gate, names.cross_mlp_gate):  # kept on the host
                 yield VectorShape(prefix + name, 1, 0, True)
         if layer.recurs:

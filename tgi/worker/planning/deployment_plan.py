@@ -296,7 +296,7 @@ def rank_memory(deployment: PlannedDeployment, shard: Shard, device: Devices, se
     reserve = _reserve(deployment, shard, device, settings)
     if served.tower:
         largest = local_config(served.config, shard).image_bytes(ITEM_SIZES[served.dtype])
-        reserve += memory.feature_bytes(largest, device.type)
+        reserve += memory.feature_bytes(largest, device.type, settings.max_images)
     return RankMemory(weights + served.tower, adapters, reserve, kv_token, state)
 
 

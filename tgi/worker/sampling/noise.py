@@ -29,7 +29,8 @@ def noise_keys(
     """
     key = _mix64(seeds + GOLDEN)
     key = _mix64((key ^ positions.astype(np.uint64)) + GOLDEN)
-    key = np.where(choices == 0, key, _mix64((key ^ choices) + GOLDEN))
+    if np.count_nonzero(choices):
+        key = np.where(choices == 0, key, _mix64((key ^ choices) + GOLDEN))
     return key.view(np.int32).reshape(-1, 2)
 
 

@@ -184,17 +184,19 @@ def has_limits(params: SamplingColumns, vocab_size: int) -> bool:
 
 def pack_columns(batch: SamplingBatch, vocab_size: int) -> NDArray[np.int32]:
     """The parameters of D rows as gpu_kernels.sampling reads them, int32 [7, D]: temperature, top_k (0: off), top_p,
-    log(min_p) (-inf: off), the two noise keys, and whether the row samples. Floats are stored as their bits."""
+    log(min_p) (-inf: off), the two noise keys (0 where no row samples), and whether the row samples. Floats are stored
+    as their bits."""
     params = batch.params
-    columns = np.empty((7, len(batch.positions)), np.int32)
+    columns = np.zeros((7, len(batch.positions)), np.int32)
     floats = columns.view(np.float32)
     floats[0] = np.maximum(params.temperature, np.float32(MIN_TEMPERATURE))
     columns[1] = _used_top_k(params, vocab_size)
     floats[2] = params.top_p
-    with np.errstate(divide="ignore"):
-        floats[3] = np.log(params.min_p)
-    columns[4:6] = noise_keys(params.seed, batch.positions, params.choice).T
+    floats[3] = -np.inf
+    np.log(params.min_p, out=floats[3], where=params.min_p > 0)
     columns[6] = params.samples
+    if np.count_nonzero(columns[6]):
+        columns[4:6] = noise_keys(params.seed, batch.positions, params.choice).T
     return columns
 
 

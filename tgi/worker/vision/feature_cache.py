@@ -14,7 +14,6 @@ class FeatureCache:
         self._limit = limit
         self._features: OrderedDict[bytes, ImageFeatures] = OrderedDict()
         self.bytes = 0
-        self.computed = 0  # images that were not found
 
     def get(self, digest: bytes, compute: Callable[[], ImageFeatures]) -> ImageFeatures:
         """The features of an image, which are computed if they are not there. Raises what `compute` raises."""
@@ -22,7 +21,6 @@ class FeatureCache:
             self._features.move_to_end(digest)
             return found
         made = self._features[digest] = compute()
-        self.computed += 1
         self.bytes += made.nbytes
         while self.bytes > self._limit and len(self._features) > 1:
             _, evicted = self._features.popitem(last=False)

@@ -1,7 +1,7 @@
 """The images of the requests in the slots, and what they add to a batch."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tgi.hub.vision_towers import Bidirectional
 from tgi.microkernel.messages.protocol import UNDIVIDED_IMAGES, UNDIVIDED_PROMPT, ImageSegment
-from tgi.worker.attention.interface import ForwardBatch, ImageBlocks, ImageRows, SeenImages
+from tgi.worker.attention.image_states import ImageStates, Run, StoredImages, TooManyImages
+from tgi.worker.attention.interface import ForwardBatch, ImageBlocks, ImageRows
 from tgi.worker.device_copies import copy_columns_to_device
 from tgi.worker.vision.feature_cache import FeatureCache
 from tgi.worker.vision.image_file import BadImage, ImageFiles
@@ -36,11 +37,12 @@ class TowerWork(NamedTuple):
 
 
 class SeenGroup(NamedTuple):
-    """Positions `first` to before `stop` of a prompt see these images."""
+    """Positions `first` to before `stop` of a prompt see the first `shown` of these images, which follow each other."""
 
     first: int
     stop: int
     images: list[PlacedImage]
+    shown: int
 
 
 class SlotImages(NamedTuple):
@@ -76,18 +78,20 @@ def _seen_groups(images: list[PlacedImage]) -> list[SeenGroup]:
     """SlotImages.groups: a position sees the last image token up to it, and those directly before that."""
     groups: list[SeenGroup] = []
     for image in images:
-        position, before = int(image.tokens[0]), []
+        position, run = int(image.tokens[0]), [image]
         if groups:
-            before = groups[-1].images if position == groups[-1].first + 1 else []
+            if position == groups[-1].first + 1:
+                run = groups[-1].images  # of all groups of these images
+                run.append(image)
             groups[-1] = groups[-1]._replace(stop=position)
-        groups.append(SeenGroup(position, ENDLESS, [*before, image]))
+        groups.append(SeenGroup(position, ENDLESS, run, len(run)))
     return groups
 
 
 class PromptImages:
-    """Keeps the images of each slot, and computes those that a step needs, from their `files`; at most
-    `cache_bytes` of what the tower computes are kept. `make_pairs` makes ImageFeatures.pairs of the tower's result
-    [states, hidden], in a model whose layers attend to images. Implements PromptParts."""
+    """Keeps the images of each slot, and computes those that a step needs, from their `files`; at most `cache_bytes` of
+    what the tower computes are kept, or, if layers attend to images, what these make of it in `states`. Implements
+    PromptParts."""
 
     encodes_prompt = False
 
@@ -96,10 +100,11 @@ class PromptImages:
         tower: VisionTower,
         files: ImageFiles,
         cache_bytes: int,
-        make_pairs: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
+        states: ImageStates | None = None,
     ) -> None:
         self.tower = tower
-        self._make_pairs = make_pairs
+        self.states = states
+        self.computed = 0  # images
         self.cache = FeatureCache(cache_bytes)
         self._files = files
         self._slots: dict[int, SlotImages] = {}
@@ -128,11 +133,13 @@ class PromptImages:
         return work
 
     def reset(self) -> None:
-        self._slots.clear()
+        for slot in list(self._slots):
+            self.discard(slot)
 
     def discard(self, slot: int) -> None:
         """Another request gets this slot."""
-        self._slots.pop(slot, None)
+        if self._slots.pop(slot, None) is not None and self.states is not None:
+            self.states.place(slot, None, 0)
 
     def assign(self, slot: int, images: Sequence[ImageSegment], ids: Ints) -> None:
         """A request with these images and ids gets the slot. Raises BadImage."""
@@ -157,7 +164,27 @@ class PromptImages:
         if not self._slots:
             return False
         rows = zip(map(self._slots.get, slots.tolist()), starts.tolist(), strict=True)
+        if self.states is not None:  # from its last image on, a request sees the same
+            return any(own is not None and start < own.groups[-1].first for own, start in rows)
         return any(own is not None and start < own.end for own, start in rows)
+
+    def place(self, slots: Ints, faults: dict[int, str]) -> bool:
+        if self.states is None or not self._slots:
+            return False
+        self.states.begin_step()
+        found = False
+        for slot in slots.tolist():
+            if (own := self._slots.get(slot)) is None or slot in faults:
+                continue
+            try:
+                stored = self._stored(own.groups[-1])
+            except BadImage as error:
+                faults[slot] = str(error)
+                self.states.place(slot, None, 0)
+            else:
+                self.states.place(slot, stored, stored.ends[-1])
+                found = True
+        return found
 
     def shift(self, slot: int) -> int:
         own = self._slots.get(slot)
@@ -170,7 +197,9 @@ class PromptImages:
             return batch
         where: list[Ints] = []
         features: list[ImageFeatures] = []
-        seen: list[SeenImages] = []
+        runs: list[Run] = []
+        if self.states is not None:
+            self.states.begin_step()
         axes: list[Ints] = []
         last_keys: Ints | None = None
         turned, row_begin = False, 0
@@ -184,12 +213,14 @@ class PromptImages:
                             counts = np.array(batch.query_lens_host)
                             last_keys = np.arange(counts.sum()) + np.repeat(starts + counts - counts.cumsum(), counts)
                         last_keys[row_begin : row_begin + length] = own.last_keys(start, end)
-                    seen += self._seen(own.groups, start, end, row_begin)
+                    runs += self._runs(own.groups, start, end)
                     for tokens, found in () if own.groups else self._chunk(own, start, end):
                         where.append(tokens + (row_begin - start))
                         features.append(found)
                 except BadImage as error:
                     faults[slot] = str(error)
+            if missing := row_begin + length - sum(run.tokens for run in runs):
+                runs.append(Run(missing))
             if own is not None and own.rope is not None:
                 axes.append(own.rope.select(start, end))
                 turned = True
@@ -197,8 +228,8 @@ class PromptImages:
                 axes.append(np.broadcast_to(np.arange(start, end), (3, length)))
             row_begin += length
         device = batch.tokens.device
-        if seen:
-            batch = batch._replace(seen_images=seen)
+        if self.states is not None:
+            batch = batch._replace(seen_images=self.states.seen(runs))
         if features:
             (indices,) = copy_columns_to_device((np.concatenate(where),), device)
             deeper = zip(*(one.deeper for one in features), strict=True)
@@ -236,13 +267,26 @@ class PromptImages:
                 ImageFeatures(found.embeddings[chosen], tuple(level[chosen] for level in found.deeper)),
             )
 
-    def _seen(self, groups: list[SeenGroup], start: int, end: int, row_begin: int) -> Iterator[SeenImages]:
-        """What the positions from `start` to before `end` see, which are tokens of the step from `row_begin` on. Raises
-        BadImage."""
-        for first, stop, images in groups:
-            if (begin := max(first, start)) < (last := min(stop, end)):
-                pairs = tuple(self._features(image).pairs for image in images)
-                yield SeenImages(row_begin + begin - start, row_begin + last - start, pairs)
+    def _runs(self, groups: list[SeenGroup], start: int, end: int) -> list[Run]:
+        """What the positions from `start` to before `end` see. Raises BadImage."""
+        found: list[Run] = []
+        for group in groups:
+            if (begin := max(group.first, start)) < (stop := min(group.stop, end)):
+                if begin > start and not found:
+                    found.append(Run(begin - start))
+                stored = self._stored(group)
+                found.append(Run(stop - begin, stored, stored.ends[group.shown - 1]))
+        return found
+
+    def _stored(self, group: SeenGroup) -> StoredImages:
+        """The images of a group in `states`. Raises BadImage."""
+        assert self.states is not None
+        project, images = self.states.project, group.images
+        digests = tuple(image.segment.digest for image in images)
+        try:
+            return self.states.find(digests, lambda: [project(self._compute(image).embeddings) for image in images])
+        except TooManyImages as error:
+            raise BadImage(str(error)) from error
 
     def _features(self, image: PlacedImage) -> ImageFeatures:
         return self.cache.get(image.segment.digest, lambda: self._compute(image))
@@ -250,10 +294,8 @@ class PromptImages:
     def _compute(self, image: PlacedImage) -> ImageFeatures:
         began = time.monotonic()
         found = self.tower.compute(self._files.read(image.segment, self.tower.family))
-        positions = len(found.embeddings)
-        if self._make_pairs is not None:
-            positions, made = len(image.tokens), self._make_pairs(found.embeddings)
-            found = ImageFeatures(found.embeddings[:0].clone(), pairs=made)
+        self.computed += 1
+        positions = len(found.embeddings) if self.states is None else len(image.tokens)
         took, done = int(1e6 * (time.monotonic() - began)), self._work
         self._work = TowerWork(done.positions + positions, done.us + took)
         return found

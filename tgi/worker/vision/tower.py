@@ -19,14 +19,12 @@ class ImageFeatures(NamedTuple):
     """What the decoder gets of an image, on the model's device: for each of its image tokens, in order, the embedding,
     and with deepstack (Qwen3-VL, 2025) what is added to the result of each of the first layers."""
 
-    embeddings: Tensor  # [n, hidden]; with `pairs` [0, hidden]
+    embeddings: Tensor  # [n, hidden]
     deeper: tuple[Tensor, ...] = ()  # [n, hidden] each
-    # Where layers attend to images, what each of them attends to: [2, kv_heads, states, head_dim].
-    pairs: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in (self.embeddings, *self.deeper, *self.pairs))
+        return sum(one.nbytes for one in (self.embeddings, *self.deeper))
 
 
 class VisionTower:
