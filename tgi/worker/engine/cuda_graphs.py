@@ -189,7 +189,7 @@ class CapturedModel(NamedTuple):
     embedded: bool = False  # whether steps with tokens of images are captured
     bidirectional: bool = False  # such tokens see later ones
     adapters: bool = True  # whether the adapters of the slots are for this model
-    fixed_tiles: bool = False  # of adapters: PlanShape.of
+    batch_invariant: bool = False  # of adapters: PlanShape.of
     ahead: int = 0  # a token is the id of its slot that is so far behind its position
     inputs: Tensor | None = None  # [most_tokens, hidden] that the model reads: of each token, in the graph's layout
     prompt_logprobs: bool = False  # some steps have a reader
@@ -338,7 +338,7 @@ class DecodeGraphs:
         self._embedded: EmbeddedTokens | None = None  # made for the first step that has such tokens
         self._hidden: Tensor | None = None  # [most tokens, hidden], to whose first rows graphs write hidden states
         self._graphs: dict[GraphKey, CapturedGraph] = {}
-        self._adapters = AdapterTable(slots.padding_slot + 1, captured.fixed_tiles)
+        self._adapters = AdapterTable(slots.padding_slot + 1, captured.batch_invariant)
 
     def __len__(self) -> int:
         """The number of graphs if all are captured."""

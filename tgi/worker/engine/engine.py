@@ -153,7 +153,7 @@ class TorchEngine:
         return CapturedModel(
             self._model,
             config.attention,
-            fixed_tiles=gpu is not None and gpu.batch_invariant,
+            batch_invariant=gpu is not None and gpu.batch_invariant,
             shifts=self._images is not None and self._images.shifts,
             states=None if self._images is None else self._images.states,
             embedded=self._model.embeds_alone,
