@@ -21,6 +21,7 @@ class Form(NamedTuple):
     flags: tuple[str, ...] = ()  # of norm_before_residual, norm_before_fc, fc_norm, norm_output
     hidden: int = 64
     scored: int = 200
+    bias: bool = False  # of fc
     taps: tuple[int, ...] | None = None  # named in config.json; None: the default
     named_after: bool = False  # eagle_config names the layers whose output is tapped
 
@@ -51,7 +52,7 @@ class Eagle3Head(nn.Module):
             setattr(layer.self_attn, name, nn.Linear(2 * size, outputs, bias=False))
         layer.hidden_norm = LlamaRMSNorm(size, 1e-5)
         self.midlayer, self.norm = layer, LlamaRMSNorm(size, 1e-5)
-        self.fc = nn.Linear(fused, size, bias=False)
+        self.fc = nn.Linear(fused, size, bias=form.bias)
         self.lm_head = nn.Linear(size, form.scored, bias=False)
         self.embed_tokens = model.get_input_embeddings()
         if form.speculators:
@@ -77,23 +78,23 @@ class Eagle3Head(nn.Module):
         return self.form.speculators or not name.startswith("embed_tokens")
 
     def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
-        """h of the served model's hidden states before each layer, [1, T, hidden] each."""
-        tapped = [states[tap][0] for tap in self.taps]
+        """h of the served model's hidden states before each layer, [B, T, hidden] each."""
+        tapped = [states[tap] for tap in self.taps]
         if "fc_norm" in self.form.flags:
             tapped = [norm(one) for norm, one in zip(self.fc_norm, tapped, strict=True)]
-        fused = torch.cat(tapped, 1)
+        fused = torch.cat(tapped, -1)
         return self.fc(self.input_norm(fused) if "norm_before_fc" in self.form.flags else fused)
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What a further token is predicted from [T, hidden], and the logits [T, scored], of h [T, hidden] and the next
-        ids [T]."""
+        """What a further token is predicted from [B, T, hidden], and the logits [B, T, scored], of h [B, T, hidden] and
+        the next ids [B, T]."""
         layer, flags = self.midlayer, self.form.flags
         normed = layer.hidden_norm(hidden)
         residual = normed if "norm_before_residual" in flags else hidden
-        inputs = torch.cat((layer.input_layernorm(self.embed_tokens(tokens)), normed), 1)[None]
-        positions = self._rotary(inputs, torch.arange(len(tokens))[None])
+        inputs = torch.cat((layer.input_layernorm(self.embed_tokens(tokens)), normed), -1)
+        positions = self._rotary(inputs, torch.arange(tokens.shape[1])[None])
         mixed, _ = layer.self_attn(hidden_states=inputs, position_embeddings=positions, attention_mask=None)
-        x = residual + mixed[0]
+        x = residual + mixed
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         normed = self.norm(x)
         return normed if "norm_output" in flags else x, self.lm_head(normed)
@@ -101,15 +102,15 @@ class Eagle3Head(nn.Module):
     def propose(self, model: Any, ids: list[int], count: int) -> tuple[list[int], list[Tensor]]:
         """Greedy drafts after these ids, and the logits [vocab] of each."""
         with torch.no_grad():
-            hidden, known = self.fuse(hidden_states(model, ids))[:-1], ids[1:]
+            hidden, known = self.fuse(hidden_states(model, [ids]))[:, :-1], ids[1:]
             found: list[Tensor] = []
             for _ in range(count):
-                outputs, logits = self(hidden, torch.tensor(known))
+                outputs, logits = self(hidden, torch.tensor([known]))
                 whole = torch.full((self.config.vocab_size,), -torch.inf)
-                whole[self.targets] = logits[-1]
+                whole[self.targets] = logits[0, -1]
                 found.append(whole)
                 known = [*known, int(whole.argmax())]
-                hidden = torch.cat((hidden, outputs[-1:]))
+                hidden = torch.cat((hidden, outputs[:, -1:]), 1)
             return known[-count:], found
 
     def save(self, directory: Path) -> Path:
@@ -144,17 +145,15 @@ def trained_head(model: Any, form: Form, texts: list[list[int]], steps: int) -> 
     torch.set_num_threads(1)  # several would spend their time on waiting for each other
     head = Eagle3Head(form, model)
     with torch.no_grad():
-        states = [hidden_states(model, ids) for ids in texts]
+        states, ids = hidden_states(model, texts), torch.tensor(texts)
     place = torch.full((head.config.vocab_size,), -100).index_put_((head.targets,), torch.arange(form.scored))
-    optimizer = torch.optim.Adam(head.own(), 3e-3)
-    for step in range(steps):
-        at = step % len(texts)
-        ids = torch.tensor(texts[at])
-        hidden, loss = head.fuse(states[at])[:-2], torch.zeros(())
+    optimizer = torch.optim.Adam(head.own(), 1e-2)
+    for _ in range(steps):
+        hidden, loss = head.fuse(states)[:, :-2], torch.zeros(())
         for ahead in (1, 2):
-            hidden = hidden[: len(ids) - 1 - ahead]
-            outputs, logits = head(hidden, ids[ahead : ahead + len(hidden)])
-            loss = loss + nn.functional.cross_entropy(logits, place[ids[ahead + 1 :]])
+            hidden = hidden[:, : ids.shape[1] - 1 - ahead]
+            outputs, logits = head(hidden, ids[:, ahead : ahead + hidden.shape[1]])
+            loss = loss + nn.functional.cross_entropy(logits.flatten(0, 1), place[ids[:, ahead + 1 :]].flatten())
             hidden = outputs
         optimizer.zero_grad()
         loss.backward()
@@ -163,10 +162,10 @@ def trained_head(model: Any, form: Form, texts: list[list[int]], steps: int) -> 
     return head.eval()
 
 
-def hidden_states(model: Any, ids: list[int]) -> tuple[Tensor, ...]:
-    """The hidden states before each layer, and after the last one, [1, T, hidden] each."""
+def hidden_states(model: Any, texts: list[list[int]]) -> tuple[Tensor, ...]:
+    """The hidden states of B texts of one length before each layer, and after the last one, [B, T, hidden] each."""
     last: list[Tensor] = []
     handle = model.model.norm.register_forward_pre_hook(lambda _, given: last.append(given[0]))
-    states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    states = model(torch.tensor(texts), output_hidden_states=True).hidden_states
     handle.remove()
     return (*states[:-1], *last)

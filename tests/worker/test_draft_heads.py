@@ -194,7 +194,7 @@ def follow(engine: TorchEngine, propose: Callable[[list[int], int], list[int]]) 
 FORMS = {
     "paper": Form(),
     "paper, all ids, named layers": Form(scored=VOCAB, taps=(1, 3, 6), named_after=True),
-    "speculators": Form(True, ("norm_before_residual", "norm_before_fc"), taps=(0, 4)),
+    "speculators": Form(True, ("norm_before_residual", "norm_before_fc"), taps=(0, 4), bias=True),
     "speculators, other width": Form(True, ("fc_norm", "norm_output"), hidden=48, taps=(2, 2, 5)),
 }
 
@@ -277,7 +277,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("trained")
     model = counting(make("llama", layers=6), directory / "model")
     texts = [[(at + n) % VOCAB for n in range(32)] for at in range(0, VOCAB, 16)]
-    head = trained_head(transformers_model(model), Form(scored=VOCAB - 12), texts, 300)
+    head = trained_head(transformers_model(model), Form(scored=VOCAB - 12), texts, 40)
     return model, head.save(directory / "head")
 
 
@@ -374,6 +374,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 2}, "has 2 layers; heads of one layer are computed"),
     "last states": ({"eagle_config": {"use_aux_hidden_state": False}}, "reads the last hidden states alone"),
     "family": ({"model_type": "gemma2"}, "is one of gemma2, which is not computed"),
+    "many taps": ({"eagle_aux_hidden_state_layer_ids": [1] * 9}, "reads the hidden states before layers 1, 1, 1"),
+    "scored": ({"draft_vocab_size": 513}, "its draft_vocab_size is 513, and its vocab_size 512"),
+    "infinite": ({"draft_vocab_size": float("inf")}, "is not that of an EAGLE-3 head"),
+    "no size": ({"target_hidden_size": "x"}, "is not that of an EAGLE-3 head"),
+    "no object": ({"eagle_config": [1]}, "is not that of an EAGLE-3 head"),
     "missing": ({"intermediate_size": None}, "is not that of an EAGLE-3 head"),
     "activation": ({"hidden_act": "tanh"}, "hidden_act 'tanh', which is not computed in the layer of an EAGLE-3 head"),
     "shape": ({"num_attention_heads": 2}, "asks for"),

@@ -164,10 +164,10 @@ def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
 def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of an EAGLE-3 head, which drafts for a model, as the paper's authors and the
     speculators library publish them."""
-    kind, architectures = config.get("speculators_model_type"), config.get("architectures") or []
+    kind = config.get("speculators_model_type")
     if kind is not None:
         return bool(kind == "eagle3")
-    return "draft_vocab_size" in config or any("Eagle3" in str(name) for name in architectures)
+    return "draft_vocab_size" in config or "Eagle3" in str(config.get("architectures"))
 
 
 def is_draft_head(directory: Path) -> bool:

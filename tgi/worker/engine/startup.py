@@ -52,6 +52,7 @@ from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.config_reader import read_config
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.draft_head import DraftHead
+from tgi.worker.models.draft_head_config import read_eagle3_config
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_eagle3, build_model, build_mtp, read_model_spec
@@ -388,10 +389,16 @@ def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLi
 def _load_models(
     settings: Settings, device: str, progress: Progress, place: RankPlace | None, files: PackedWeightFiles | None
 ) -> LoadedModels:
-    """Loads the models. Checks first that the draft model has the tokenizer of the served model."""
+    """Loads the models. Checks first that the draft model has the tokenizer of the served model, or that a head is for
+    it."""
     has_head = settings.draft_model_dir is not None and is_draft_head(settings.draft_model_dir)
     if settings.draft_model_dir is not None and not has_head:
         require_same_tokenizer(settings.model_dir, settings.draft_model_dir)
+    if (settings.draft_model_id == MTP or has_head) and not settings.needs_weights:
+        raise UserError(
+            "A head that drafts needs its weights, and the model's. Start without --load-format dummy, or without "
+            "--draft-model-id."
+        )
 
     quantize = quantization_by_directory(settings)
     # The draft model computes in the served model's dtype, whatever its own is.
@@ -400,6 +407,8 @@ def _load_models(
     kernels = gpu = None
     reason = "--disable-custom-kernels"
     specs = [read_model_spec(path, dtype, asked) for path, asked in quantize.items()]
+    if has_head and settings.draft_model_dir is not None:  # refuses one for another model before that is loaded
+        read_eagle3_config(settings.draft_model_dir, specs[0].decoder)
     if not settings.disable_custom_kernels:
         if device == "cpu":
             kernels, reason = select_cpu_kernels(specs, device, progress)
@@ -440,11 +449,6 @@ def _load_models(
 
     served = build(settings.model_dir, progress, communicator)
     if settings.draft_model_id == MTP or has_head:
-        if not settings.needs_weights:
-            raise UserError(
-                "A head that drafts needs its weights, and the model's. Start without --load-format dummy, or without "
-                "--draft-model-id."
-            )
         if settings.draft_model_dir is not None:
             build_head, directory, what = build_eagle3, settings.draft_model_dir, "EAGLE-3 head"
         else:

@@ -179,6 +179,16 @@ def read_decoder_config(config: Values) -> DecoderConfig:
     return DecoderConfig(**fields | family.fixed | computed)
 
 
+def require_sizes(config: DecoderConfig) -> DecoderConfig:
+    """The config. Raises ValueError unless its sizes are numbers above 0."""
+    names = ["vocab_size", "hidden", "heads", "kv_heads", "head_dim", "context_length"]
+    for name in [*names, *["intermediate"] * any(layer.has_mlp for layer in config.layers)]:
+        size = getattr(config, name)
+        if not isinstance(size, int) or size <= 0:
+            raise ValueError(f"{name} is {size!r}, but a whole number above 0 is expected")
+    return config
+
+
 def _query_scale(values: Values, rope: Values) -> Values | None:
     """The parameters of a QUERY_SCALE, if the queries of some layers have one."""
     if rope.get("llama_4_scaling_beta"):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import CheckpointLayout, DecoderConfig, TensorNames, UnsupportedConfig
-from tgi.worker.models.config_reader import read_config_file, read_decoder_config
+from tgi.worker.models.config_reader import read_config_file, read_decoder_config, require_sizes
 
 # Layers that a head may be made of: with heads of queries and keys as in Llama.
 _LAYER_TYPES = ("llama", "qwen2", "qwen3", "mistral")
@@ -54,7 +54,12 @@ class DraftHeadConfig:
 def mtp_configs(config: DecoderConfig) -> list[DraftHeadConfig]:
     """The first MTP layer of this model, as checkpoints have it: DeepSeek-V3 and GLM after the last layer, Qwen3-Next
     and MiMo under prefixes of their own. It is like the last layer with attention, and routed if the model has
-    experts."""
+    experts. Raises UserError if no layer has attention."""
+    if not config.attention_layers:
+        raise UserError(
+            "A model without attention cannot draft for itself: layers for multi-token prediction have attention. "
+            "Choose another --draft-model-id, or --speculate without one."
+        )
     layer = config.layers[config.attention_layers[-1]]._replace(routed=config.experts is not None)
     decoder = replace(config, layers=(layer,), recurrent=None)
     after, mimo = f"model.layers.{len(config.layers)}.", "model.mtp_layers.0."
@@ -83,12 +88,14 @@ def read_mtp_config(directory: Path, stored: Collection[str], config: DecoderCon
     )
 
 
-def read_eagle3_config(directory: Path, layers: int | None = None) -> DraftHeadConfig:
-    """The EAGLE-3 head of a directory, for a model of this many layers; None: not known, nor are the taps then. Raises
-    UserError if it cannot be computed."""
+def read_eagle3_config(directory: Path, served: DecoderConfig | None = None) -> DraftHeadConfig:
+    """The EAGLE-3 head of a directory, for this model, whose context it has; None: not known, nor are the taps then.
+    Raises UserError if it cannot be computed, or is not for the model."""
     config = read_config_file(directory)
     path, eagle = directory / "config.json", config.get("eagle_config") or {}
     layer = config.get("transformer_layer_config") or config
+    if not isinstance(eagle, dict) or not isinstance(layer, dict):
+        raise UserError(f"{path} is not that of an EAGLE-3 head: it has no object where one is expected.")
     kind = layer.get("model_type", "llama")
     if kind not in _LAYER_TYPES:
         raise UserError(f"The layer of the EAGLE-3 head in {directory} is one of {kind}, which is not computed.")
@@ -106,13 +113,19 @@ def read_eagle3_config(directory: Path, layers: int | None = None) -> DraftHeadC
         return bool(config.get(name, eagle.get(name)))
 
     try:
-        decoder = read_decoder_config(layer | {"model_type": kind, "num_hidden_layers": 1})
-        taps = _taps(directory, config, eagle, layers)
+        decoder = require_sizes(read_decoder_config(layer | {"model_type": kind, "num_hidden_layers": 1}))
+        taps = _taps(directory, config, eagle, None if served is None else len(served.layers))
         scored = int(config.get("draft_vocab_size") or decoder.vocab_size)
+        target_hidden = int(config.get("target_hidden_size") or decoder.hidden)
     except UnsupportedConfig as reason:
         raise UserError(f"{path} has {reason}, which is not computed in the layer of an EAGLE-3 head.") from reason
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UserError(f"{path} is not that of an EAGLE-3 head: {error!r}.") from error
+    if not 0 < scored <= decoder.vocab_size:
+        raise UserError(
+            f"{path} is not that of an EAGLE-3 head: its draft_vocab_size is {scored}, and its vocab_size "
+            f"{decoder.vocab_size}."
+        )
     fusion_norms: tuple[str, ...] = ()
     if flag("norm_before_fc"):
         fusion_norms = ("model.input_norm",)
@@ -127,17 +140,15 @@ def read_eagle3_config(directory: Path, layers: int | None = None) -> DraftHeadC
         fusion_norms=fusion_norms,
         targets="d2t" if scored < decoder.vocab_size else None,
     )
-    return DraftHeadConfig(
-        replace(decoder, joins_embedding=True, tied=False, names=names),
-        own,
-        taps,
-        int(config.get("target_hidden_size") or decoder.hidden),
-        scored,
-        returns_normed=flag("norm_output"),
-    )
+    decoder = replace(decoder, joins_embedding=True, tied=False, names=names)
+    head = DraftHeadConfig(decoder, own, taps, target_hidden, scored, returns_normed=flag("norm_output"))
+    if served is None:
+        return head
+    _require_fit(directory, head, served)
+    return replace(head, decoder=replace(decoder, context_length=served.context_length))
 
 
-def require_fit(directory: Path, head: DraftHeadConfig, served: DecoderConfig) -> None:
+def _require_fit(directory: Path, head: DraftHeadConfig, served: DecoderConfig) -> None:
     """Raises UserError if an EAGLE-3 head is not for this model."""
     for what, own, wanted in (
         ("vocab_size", head.decoder.vocab_size, served.vocab_size),
@@ -166,7 +177,7 @@ def _taps(directory: Path, config: dict[str, Any], eagle: dict[str, Any], layers
         taps = sorted(int(number) + 1 for number in after)
     else:
         taps = sorted((2, count // 2, count - 3))
-    if layers is not None and not (taps[0] >= 0 and taps[-1] <= layers):
+    if layers is not None and not (taps[0] >= 0 and taps[-1] <= layers and len(taps) <= layers + 1):
         raise UserError(
             f"The EAGLE-3 head in {directory} reads the hidden states before layers {', '.join(map(str, taps))}, and "
             f"the model has layers 0 to {layers - 1}. Choose a head that was trained for the model."

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from tgi.worker.models.config_reader import IS_PART, read_config, read_config_fi
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.decoder_layer import DecoderWeights
 from tgi.worker.models.draft_head import DraftHead
-from tgi.worker.models.draft_head_config import DraftHeadConfig, read_eagle3_config, read_mtp_config, require_fit
+from tgi.worker.models.draft_head_config import DraftHeadConfig, read_eagle3_config, read_mtp_config
 from tgi.worker.models.dtype import resolve_dtype, warn_of_emulation
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.interface import Model
@@ -205,10 +204,8 @@ def build_eagle3(
             "An EAGLE-3 head drafts for models of the built-in decoder only, and the served model is computed "
             "otherwise. Start with --speculate and without --draft-model-id."
         )
-    spec, model = read_model_spec(directory, dtype, quantize), served.whole_config
-    config = read_eagle3_config(directory, len(model.layers))
-    require_fit(directory, config, model)
-    config = replace(config, decoder=replace(config.decoder, context_length=model.context_length))
+    spec = read_model_spec(directory, dtype, quantize)
+    config = read_eagle3_config(directory, served.whole_config)
     with open_checkpoint(directory, config.decoder) as checkpoint:
         return _build_draft_head(checkpoint, config, spec, served, kernels, gpu)
 

@@ -255,7 +255,8 @@ class DecoderWeightLoader:
         )
 
     def _whole(self, name: str, outputs: int, inputs: int) -> Linear:
-        return self._linear(False, inputs, StoredMatrix(name, outputs, range(outputs)))
+        """A layer that ranks do not divide. It has a bias if the checkpoint does."""
+        return self._linear(f"{name}.bias" in self._source, inputs, StoredMatrix(name, outputs, range(outputs)))
 
     def _layer(self, number: int, prefix: str = "") -> DecoderLayer:
         config, names, prefix = self._config, self._config.layer_names(number), prefix or f"model.layers.{number}."

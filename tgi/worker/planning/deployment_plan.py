@@ -27,8 +27,8 @@ from tgi.worker.engine import memory
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim, state_tensor_bytes, token_bytes
 from tgi.worker.lora.config import LoraConfig
 from tgi.worker.lora.projections import adapter_bytes
-from tgi.worker.models.config_reader import read_config, read_decoder_config, stored_dtype
-from tgi.worker.models.draft_head_config import DraftHeadConfig, mtp_configs, read_eagle3_config, require_fit
+from tgi.worker.models.config_reader import read_config, read_decoder_config, require_sizes, stored_dtype
+from tgi.worker.models.draft_head_config import DraftHeadConfig, mtp_configs, read_eagle3_config
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.weight_shapes import head_matrices, head_vectors, matrices, vectors
 from tgi.worker.planning.devices import Devices
@@ -206,8 +206,7 @@ def read_planned_deployment(request: PlanRequest) -> PlannedDeployment:
         head = mtp_configs(served.config)[0]
         draft = served._replace(config=head.decoder, head=head, tensors=None, tower=0)
     elif request.draft is not None and request.draft.is_dir() and is_draft_head(request.draft):
-        head = read_eagle3_config(request.draft, len(served.config.layers))
-        require_fit(request.draft, head, served.config)
+        head = read_eagle3_config(request.draft, served.config)
         made = QUANTIZED_AT_LOAD.get(of_draft.quantize or "")
         draft = PlannedModel(head.decoder, served.dtype, served.dtype, made, head=head)
     elif request.draft is not None:
@@ -387,7 +386,7 @@ def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
     described = path if path.suffix.lower() == ".gguf" else path / "config.json"
     try:
         if config["model_type"] in FAMILIES:
-            return _require_sizes(read_decoder_config(config))
+            return require_sizes(read_decoder_config(config))
         reason = f"model_type {config['model_type']!r}"
     except UnsupportedConfig as error:
         reason = str(error)
@@ -403,16 +402,6 @@ def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
         f"The model in {path} ({reason}) runs through transformers, on one device, and cannot be planned from its "
         f"config.json.{told}"
     )
-
-
-def _require_sizes(config: DecoderConfig) -> DecoderConfig:
-    """The config. Raises ValueError unless its sizes are numbers above 0."""
-    names = ["vocab_size", "hidden", "heads", "kv_heads", "head_dim", "context_length"]
-    for name in [*names, *["intermediate"] * any(layer.has_mlp for layer in config.layers)]:
-        size = getattr(config, name)
-        if not isinstance(size, int) or size <= 0:
-            raise ValueError(f"{name} is {size!r}, but a whole number above 0 is expected")
-    return config
 
 
 def _indexed_size(directory: Path) -> int | None:
