@@ -121,9 +121,14 @@ def read_model_config(directory: Path, *, weights: bool = True) -> ModelConfig:
         return _read_model_config(Path(directory).absolute(), weights)
 
 
-def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
+def require_directory(directory: Path) -> None:
+    """Raises UserError if it is none."""
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory. Name a model directory, a .gguf file or a Hub id.")
+
+
+def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
+    require_directory(directory)
     if not (directory / "config.json").is_file() and (directory / adapter_files.CONFIG).is_file():
         raise adapter_files.not_a_model_error(str(directory), directory)
     config = _json(directory / "config.json", required=True)

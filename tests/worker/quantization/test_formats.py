@@ -249,10 +249,12 @@ def served(directory: Path, native: bool) -> list[Drawn]:
 def test_a_checkpoint_is_served_like_its_dequantized_twin(
     kind: str, form: Form, left: tuple[str, ...], native: bool, tmp_path: Path
 ) -> None:
-    """To the bit where weights are rounded to bfloat16 before the product; our FMA engine does not round them."""
+    """To the bit where weights are rounded to bfloat16 before the product. Our FMA engine does not round them, and our
+    products with MXFP4 round activations less (dot_mxfp4.h; its bits: test_mxfp4_linear.py)."""
     written = write(kind, form, tmp_path, left, hidden=128, intermediate=192)
     found, expected = served(written.directory, native), served(written.twin, native)
-    if native and not our_kernels(read_model_spec(written.directory, "bfloat16")).dot_engine:
+    rounded = our_kernels(read_model_spec(written.directory, "bfloat16")).dot_engine and "MXFP4" not in form
+    if native and not rounded:
         for one, other in zip(found, expected, strict=True):
             assert one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.1)
         return

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tgi.hub.model_config import scaled_context
+from tgi.hub.model_config import require_directory, scaled_context
 from tgi.hub.vision_towers import VISION_FAMILIES, rope_axes
 from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import (
@@ -48,6 +48,7 @@ ATTENTION_BIAS = ("attention_bias", "use_bias", "use_qkv_bias", "qkv_bias")
 
 def read_config_file(directory: Path) -> Values:
     """The directory's config.json. Raises UserError if it is missing or invalid."""
+    require_directory(directory)
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text())
