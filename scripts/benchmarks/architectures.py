@@ -381,7 +381,7 @@ def measure(options: argparse.Namespace, architecture: str, threads: int, cpu: b
             best: dict[int, Peer] = {}
             for rows in options.rows:
                 ids = ours(engine, rows, prompt, tokens, clock).ids
-                rates = {peer: theirs(ids, prompt, peer, cpu) for _ in range(2) for peer in settings}
+                rates = {peer: theirs(ids, prompt, peer, cpu) for peer in settings}
                 best[rows] = max(rates, key=rates.__getitem__)
             turns = []
             for _ in range(options.turns):
