@@ -33,6 +33,14 @@ class TopTokens(NamedTuple):
 NO_TOKENS = DrawnTokens(b"", b"", b"")
 
 
+def increment_each(column: "array[int]") -> "array[int]":
+    """Returns an int32 column of positions with 1 added to each: as one long integer, since none is large enough to
+    carry into the next one."""
+    packed = column.tobytes()
+    incremented = int.from_bytes(packed, "little") + int.from_bytes(ONE * len(column), "little")
+    return array(INT32, incremented.to_bytes(len(packed), "little"))
+
+
 def compress_columns(columns: DrawnTokens, kept: Sequence[bool]) -> DrawnTokens:
     """The rows for which `kept` is true."""
     return DrawnTokens(*(array(UINT32, compress(memoryview(one).cast("I"), kept)).tobytes() for one in columns))

@@ -97,15 +97,19 @@ class ImageTransfers:
     @property
     def due_at(self) -> float | None:
         """When `late` must be called; None: no such time."""
+        if not self.waiting:
+            return None
         return min((one.progress_at + TRANSFER_SECONDS for one in self._arriving()), default=None)
 
     def late(self, now: float) -> list[Request]:
         """Requests that wait for an image that does not come."""
+        if not self.waiting:
+            return []
         late = [one for one in self._arriving() if now >= one.progress_at + TRANSFER_SECONDS]
         return list(dict.fromkeys(request for image in late for request in image.requests))
 
     def _arriving(self) -> list[NeededImage]:
-        return [one for one in self._images.values() if not one.received] if self.waiting else []
+        return [one for one in self._images.values() if not one.received]
 
     def _lacks(self, request: Request) -> bool:
         found = (self._images.get(segment.digest) for segment in request.images)

@@ -385,11 +385,13 @@ class Scheduler:
         """The requests that no other replica may compute, a column as of a work register: those on trial or
         quarantined, and those that a worker had in progress that has died of an unknown cause, or that has not answered
         in time."""
-        isolation, lost = self._isolation, self._lost_worker
-        suspects = dict.fromkeys(isolation.dangerous) if isolation.suspects else {}
+        isolation, lost, stalled = self._isolation, self._lost_worker, self.pipeline.is_stalled(now)
+        if not isolation.suspects and lost is None and not stalled:
+            return b""
+        suspects = dict.fromkeys(isolation.dangerous)
         if lost is not None:
             suspects |= lost.in_progress
-        if self.pipeline.is_stalled(now):
+        if stalled:
             suspects |= requests_in_progress(self.pipeline.steps)
         return join_in_progress(suspects)
 

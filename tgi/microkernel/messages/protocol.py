@@ -445,19 +445,18 @@ class RequestContext(NamedTuple):
 
     def out_of_range(self) -> str:
         """Which number no front end sends, in words; "" if there is none."""
-        for name, most in CONTEXT_MAXIMA.items():
-            if not 0 <= (value := getattr(self, name)) <= most:
-                return f"the context's `{name}` is {value}"
-        return "" if MIN_WEIGHT <= self.weight <= MAX_WEIGHT else f"the context's `weight` is {self.weight}"
-
-
-# `request_key` and `request_index` are stamped as uint64 and int32, the times counted in int64.
-CONTEXT_MAXIMA = {
-    "request_key": 2**64 - 1,
-    "request_index": 2**31 - 1,
-    "deadline_ms": 2**63 - 1,
-    "waited_ms": 2**63 - 1,
-}
+        # `request_key` and `request_index` are stamped as uint64 and int32, the times counted in int64.
+        if not 0 <= self.request_key < 2**64:
+            return f"the context's `request_key` is {self.request_key}"
+        if not 0 <= self.request_index < 2**31:
+            return f"the context's `request_index` is {self.request_index}"
+        if not 0 <= self.deadline_ms < 2**63:
+            return f"the context's `deadline_ms` is {self.deadline_ms}"
+        if not 0 <= self.waited_ms < 2**63:
+            return f"the context's `waited_ms` is {self.waited_ms}"
+        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
+            return f"the context's `weight` is {self.weight}"
+        return ""
 
 
 # --- api -> media, and back -------------------------------------------------------------------------------------------

@@ -247,6 +247,9 @@ class Process:
     def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
         """Writes the state file: "starting", "ready" or "draining", stage and percentage of start-up, and the facts,
         among them the model, the version and a front end's address."""
+        if (state, stage, percent, self.facts) == self._published:
+            return  # loops call this in each turn
+        self._published = (state, stage, percent, dict(self.facts))
         if self._stages.enter("" if state == "ready" else stage or state):
             # Of a process that replaces another one, for which clients have waited, it is worth a line.
             level = logging.DEBUG if self.last_exit is None else logging.INFO
@@ -254,23 +257,21 @@ class Process:
         facts = {"model": self.settings.served_name or self.settings.model_id, "version": __version__, **self.facts}
         if self.role == "api":
             facts["url"] = server_url(self.settings)
-        if (state, stage, percent, facts) != self._published:
-            self._published = (state, stage, percent, facts)
-            self._has_been_ready = self._has_been_ready or state == "ready"
-            rundir.write_state(
-                self.run_dir,
-                rundir.ProcessState(
-                    role=self.role,
-                    replica=self.replica,
-                    pid=os.getpid(),
-                    boot=self.boot.hex(),
-                    state=state,
-                    stage=stage,
-                    percent=percent,
-                    facts=facts,
-                    rank=self.rank,
-                ),
-            )
+        self._has_been_ready = self._has_been_ready or state == "ready"
+        rundir.write_state(
+            self.run_dir,
+            rundir.ProcessState(
+                role=self.role,
+                replica=self.replica,
+                pid=os.getpid(),
+                boot=self.boot.hex(),
+                state=state,
+                stage=stage,
+                percent=percent,
+                facts=facts,
+                rank=self.rank,
+            ),
+        )
 
 
 class StartStages:
