@@ -440,6 +440,8 @@ class RequestContext(NamedTuple):
 
     def after(self, elapsed_ms: int) -> "RequestContext":
         """The context of the same request when it is passed on so much later. Clocks of processes are not compared."""
+        if not elapsed_ms:
+            return self
         deadline_ms = self.deadline_ms and max(1, self.deadline_ms - elapsed_ms)
         return self._replace(deadline_ms=deadline_ms, waited_ms=self.waited_ms + elapsed_ms)
 
