@@ -485,11 +485,13 @@ class Written(asyncio.Transport):
         self.pieces.append(b"closed")
 
 
-def test_the_head_of_a_response_is_written_with_its_body() -> None:
-    async def written(*pieces: bytes, closes: bool = False) -> list[bytes]:
+def test_the_head_of_a_response_is_written_with_its_body_and_its_last_piece_with_the_end() -> None:
+    async def written(*pieces: bytes, closes: bool = False, last: bytes = b"") -> list[bytes]:
         transport = Written()
         responses = ResponseTransport(transport, asyncio.get_running_loop())
         for piece in pieces:
+            if piece == last:
+                responses.hold_next()
             responses.write(piece)
         if closes:
             responses.close()
@@ -500,6 +502,10 @@ def test_the_head_of_a_response_is_written_with_its_body() -> None:
     assert asyncio.run(written(head, b"5\r\n", b"6\r\n")) == [head + b"5\r\n", b"6\r\n"]
     assert asyncio.run(written(head)) == [head]  # its body has not come in this turn of the loop
     assert asyncio.run(written(head, closes=True)) == [head, b"closed"]
+    assert asyncio.run(written(head, b"5\r\n", b"6\r\n", b"0\r\n", last=b"6\r\n")) == [head + b"5\r\n", b"6\r\n0\r\n"]
+    assert asyncio.run(written(head, b"5\r\n", b"0\r\n", last=b"5\r\n")) == [head + b"5\r\n0\r\n"]
+    assert asyncio.run(written(b"5\r\n", last=b"5\r\n")) == [b"5\r\n"]  # the end has not come in this turn
+    assert asyncio.run(written(b"5\r\n", last=b"5\r\n", closes=True)) == [b"5\r\n", b"closed"]
 
 
 def test_no_token_is_lost_or_repeated_over_many_tokenizer_losses(serve: Any) -> None:
