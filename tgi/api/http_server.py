@@ -48,8 +48,8 @@ RESERVED_FILES = 256
 # The default of --max-connections where the limit of open files allows more. An idle connection takes about
 # 10 KB, one with TLS 25 KB.
 DEFAULT_MAX_CONNECTIONS = 16_384
-# Per turn of the event loop, so that requests have their turns in a flood of connections.
-ACCEPTS_PER_TURN = 64
+# Per turn of the event loop, so that requests and tokens have their turns in a flood of connections.
+ACCEPTS_PER_TURN = 8
 # Until the next attempt when the system has no file or memory left for a connection.
 ACCEPT_RETRY_SECONDS = 0.1
 # A refused connection stays open this long for its client to read the answer, unless there are many.
