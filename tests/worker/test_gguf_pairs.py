@@ -3,6 +3,7 @@ they were made of: tensors bit for bit, pixels, and answers."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from tests.families import in_depth
 from tests.media.pictures import noise
 from tests.models import vision_model
 from tests.worker.test_images import COUNT, Harness, agrees, expected, prompt
+from tgi.hub.gguf.architecture import plan_conversion
 from tgi.hub.gguf.convert import convert
+from tgi.hub.gguf.projector import plan_vision
+from tgi.hub.gguf.reader import read_gguf
+from tgi.hub.gguf.weights import write_weights
 from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import import_gguf, model_directory
 from tgi.hub.vision import read_vision_config
@@ -177,6 +182,19 @@ def test_refused_vision_parts(tmp_path: Path) -> None:
     write_gguf_pair(wide, tmp_path / "wide.gguf", tmp_path / "other.gguf")
     with pytest.raises(UserError, match=r"other\.gguf is the vision part of another model: .*\[32, 96\], and .* 64"):
         refuse(file, tmp_path / "other.gguf", tmp_path / "other")
+
+
+def test_dimensions_of_one_behind_turned_axes(tmp_path: Path) -> None:
+    directory = make("gemma4_unified", tmp_path)
+    write_gguf_pair(directory, tmp_path / "model.gguf", tmp_path / "seen.gguf")
+    source, seen = (read_gguf(tmp_path / name) for name in ("model.gguf", "seen.gguf"))
+    position = seen.tensors[name := "v.position_embd.weight"]
+    longer = replace(seen, tensors=seen.tensors | {name: replace(position, shape=(*position.shape, 1))})
+    text = plan_conversion(source).config
+    for number, file in enumerate((seen, longer)):
+        tensors = plan_vision(file, source, text).tensors
+        write_weights(file, tensors, tmp_path / f"{number}.safetensors", lambda *_: None, packed=True, plain=True)
+    assert (tmp_path / "0.safetensors").read_bytes() == (tmp_path / "1.safetensors").read_bytes()
 
 
 def refuse(file: Path, mmproj: Path, made: Path) -> None:

@@ -175,7 +175,7 @@ def _target(file: GGUFFile, tensor: VisionTensor, sources: list[str], name: str,
         raise UserError(
             f"{file.path} has {shape} {source!r}, where {list(expected)} was expected. Fetch or convert it again."
         )
-    own = file.tensors[sources[0]].shape
+    own = _shape(tensor.stored or tensor.shape, sizes, file.tensors[sources[0]].shape)
     stacked = (len(sources), *own) if len(sources) > 1 else own
     turned = tuple(stacked[axis] for axis in tensor.axes) if len(tensor.axes) == len(stacked) else own
     return TargetTensor(
