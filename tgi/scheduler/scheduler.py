@@ -298,7 +298,7 @@ class Scheduler:
         if age is None:
             return Beat(None)
         steps = self.pipeline.steps
-        limit = self.pipeline.answer_limit if steps else LATE_SECONDS
+        limit = self.pipeline.answer_limit if steps else TRANSFER_SECONDS if self._images.waiting else LATE_SECONDS
         return Beat(int(1000 * age), int(1000 * limit), steps[0].description if steps else f"{self.queued} queued")
 
     def deadline(self, now: float) -> float:
