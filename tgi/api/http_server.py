@@ -142,9 +142,9 @@ class ResponseTransport:
         self._transport.close()
 
     def _flush(self) -> None:
-        if self._head:
+        if self._head and not self._transport.is_closing():  # the client may have left meanwhile
             self._transport.write(self._head)
-            self._head = b""
+        self._head = b""
 
 
 class HttpConnection(HttpToolsProtocol):
