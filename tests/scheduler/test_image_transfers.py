@@ -156,6 +156,9 @@ def test_images_that_do_not_come() -> None:
     driven.handle(add(1, [REMOTE]))
     driven.handle(FetchImage(0, REMOTE.digest, 0, "no space"), WORKER)
     assert [(end.rid, end.reason, end.message) for end in driven.told(TOKENIZER)] == [(1, "generation", "no space")]
+    driven.handle(add(4, [REMOTE]))
+    driven.handle(FetchImage(0, REMOTE.digest, 0, "no room now", overloaded=True), WORKER)
+    assert [(end.rid, end.reason) for end in driven.told(TOKENIZER)] == [(4, "overloaded")]
     driven.handle(add(2, [REMOTE]))
     driven.handle(add(3, [REMOTE]), OTHER)
     driven.handle(ImageChunk(2, REMOTE.digest, 0, b"", "it is gone"))

@@ -467,7 +467,8 @@ class Scheduler:
         complete, failed = self._images.record(fetch, now)
         self._queue_again(complete)
         if failed:
-            self._end_requests([(one, FinishReason.FAILED) for one in failed], now, fetch.error)
+            reason = FinishReason.OVERLOADED if fetch.overloaded else FinishReason.FAILED
+            self._end_requests([(one, reason) for one in failed], now, fetch.error)
 
     def _admit_suspect(self, request: Request, now: float) -> bool:
         """Puts a request on trial whose like has crashed a process. False: it is quarantined, and has been answered."""
