@@ -209,9 +209,12 @@ def test_refused_tiles_and_axes(tmp_path: Path) -> None:
         ("llava_next", {"clip.vision.image_grid_pinpoints": [56, 112, 56]}, "pairs of pixels was expected"),
         ("llava", {"clip.vision.feature_layer": [0, 1]}, "the last layer, 1, was expected"),
         ("qwen2_vl", {"clip.vision.image_max_pixels": 1 << 31}, "at most 268435456 was expected"),
+        ("qwen2_vl", {"clip.vision.image_min_pixels": 1 << 26}, "image_max_pixels' .* at least 67108864"),
+        ("gemma4", {"clip.vision.projector.scale_factor": 1 << 14}, "scale_factor' .* at most 64 was expected"),
+        ("glm4v", {"clip.vision.spatial_merge_size": 65}, "spatial_merge_size' .* at most 64 was expected"),
         ("qwen3_vl", {"clip.vision.is_deepstack_layers": [True]}, "a list of 3 truth values"),
     )
-    for kind, metadata, words in cases:
+    for number, (kind, metadata, words) in enumerate(cases):
         write_gguf_pair(vision_model(kind), tmp_path / f"{kind}.gguf", tmp_path / "seen.gguf", metadata)
         with pytest.raises(UserError, match=words):
-            refuse(tmp_path / f"{kind}.gguf", tmp_path / "seen.gguf", tmp_path / kind)
+            refuse(tmp_path / f"{kind}.gguf", tmp_path / "seen.gguf", tmp_path / str(number))
