@@ -150,8 +150,8 @@ class ResponseTransport:
         self._transport.close()
 
     def _flush(self) -> None:
-        if self._held:
-            data, self._held = self._held, b""
+        data, self._held = self._held, b""
+        if data and not self._transport.is_closing():  # the client may have left meanwhile
             self._transport.write(data)
 
 

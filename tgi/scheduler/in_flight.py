@@ -10,7 +10,7 @@ from tgi.microkernel.messages.codec import ITEM_BYTES, column_slice, unpack_floa
 from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, FinishReason, PromptLogprobs, Step, StepResult
 from tgi.microkernel.recovery.work_register import names_of
 from tgi.scheduler.columns import (
-    DrawnTokens,
+    SampledColumns,
     TopTokens,
     compress_columns,
     split_top_tokens,
@@ -254,7 +254,7 @@ def _distribute_partition(
     planned, perhaps of this partition. Returns the requests that have sampled one of their stop ids."""
     begin, end, token_ids, stop_ids = rows.begin, rows.end, rows.token_ids, rows.stop_ids
     tokens = sampled[begin:end]
-    columns = DrawnTokens(
+    columns = SampledColumns(
         rows.rids, column_slice(result.token_ids, begin, end), column_slice(result.logprobs, begin, end)
     )
     if some_left:

@@ -25,7 +25,7 @@ from tgi.microkernel.messages.protocol import (
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.recovery.work_register import register_number
-from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
+from tgi.scheduler.columns import NO_TOKENS, SampledColumns, SampledRow, TopTokens
 
 NO_SLOT = -1
 NO_SNAPSHOTS: list[int] = []
@@ -340,11 +340,11 @@ class TokenizerPeer:
     def __init__(self, peer: PeerId) -> None:
         self.peer = peer
         self.requests: dict[int, Request] = {}
-        self.token_columns: DrawnTokens = NO_TOKENS
-        self.token_rows: list[DrawnToken] = []  # follow those in the columns
+        self.token_columns: SampledColumns = NO_TOKENS
+        self.token_rows: list[SampledRow] = []  # follow those in the columns
         self.top_tokens: list[TopTokens] = []  # empty, or one per row; then the columns are empty
 
-    def take_tokens(self) -> tuple[DrawnTokens, list[DrawnToken], list[TopTokens]]:
+    def take_tokens(self) -> tuple[SampledColumns, list[SampledRow], list[TopTokens]]:
         tokens = self.token_columns, self.token_rows, self.top_tokens
         self.token_columns, self.token_rows, self.top_tokens = NO_TOKENS, [], []
         return tokens

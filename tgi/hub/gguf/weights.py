@@ -217,7 +217,7 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
 def _expanded(
     file: GGUFFile, wanted: TargetTensor, heads: int, of_keys: int, of_values: int
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """See TargetTensor."""
+    """The numbers of a tensor with TargetTensor.expanded."""
     rank = wanted.shape[1]
     keys, values = _whole_sources(file, wanted)
     turned = keys.reshape(heads, rank, of_keys).swapaxes(1, 2)
@@ -226,7 +226,7 @@ def _expanded(
 
 
 def _turned(file: GGUFFile, wanted: TargetTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """See TargetTensor."""
+    """The numbers of a tensor with TargetTensor.axes."""
     both = np.concatenate(_whole_sources(file, wanted)).reshape(wanted.view)
     return np.ascontiguousarray(both.transpose(wanted.axes).reshape(wanted.shape))
 

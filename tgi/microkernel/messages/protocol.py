@@ -864,6 +864,7 @@ class FetchImage(NamedTuple):
     digest: bytes
     offset: int
     error: str = ""
+    overloaded: bool = False  # with an error: images of other requests take the room for it
 
 
 class ImageChunk(NamedTuple):
