@@ -75,7 +75,14 @@ LLAMA_70B = {
 
 @each_case(("kind", "tie"), with_variants(FAMILIES, (False, True)))
 def test_shapes_are_those_of_the_checkpoint(kind: str, tie: bool) -> None:
-    directory = make(kind, tie=tie)
+    check_shapes(make(kind, tie=tie))
+
+
+def test_norms_of_heads_that_are_tensors_of_their_own() -> None:
+    check_shapes(make("stablelm", more=(("use_parallel_residual", True), ("qk_layernorm", True))))
+
+
+def check_shapes(directory: Path) -> None:
     config = read_planned_model(directory, Settings()).config
     found: dict[str, int] = {}
     for matrix in matrices(config, whole_model(config)):

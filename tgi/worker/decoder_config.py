@@ -226,7 +226,7 @@ class TensorNames:
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     output: str = "self_attn.o_proj"
-    query_norm: str = "self_attn.q_norm"
+    query_norm: str = "self_attn.q_norm"  # "{}": each head has a tensor, of this number
     key_norm: str = "self_attn.k_norm"
     # Of latent attention; the up projection of the latent has for each head K, then V.
     query_down: str = "self_attn.q_a_proj"

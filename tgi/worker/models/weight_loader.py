@@ -616,7 +616,10 @@ class DecoderWeightLoader:
         weights = []
         for name, heads, own in parts:
             stored = (heads, dim) if kind == "each" else (dim,)
-            weight = self._norm_weight(name, *stored) if config.query_key_norm_scaled else self._ones(dim)
+            if "{}" in name:
+                weight = torch.stack([self._norm_weight(name.format(head), dim) for head in range(heads)])
+            else:
+                weight = self._norm_weight(name, *stored) if config.query_key_norm_scaled else self._ones(dim)
             weights.append(weight.expand(heads, -1)[own.start : own.stop])
         if config.value_norm and layer.shares is None:
             weights.append(self._ones(dim).expand(len(local), -1))

@@ -252,6 +252,10 @@ def _query_key_norms(config: DecoderConfig, shard: Shard, number: int, prefix: s
     for name, heads, local in parts[:1] if layer.shares is not None else parts:
         stored = dim if config.query_key_norm == "head" else heads * dim
         held = heads * dim if config.query_key_norm == "all" else len(local) * dim
+        if "{}" in name:
+            for head in range(heads):
+                yield VectorShape(f"{prefix}{name.format(head)}.weight", dim, dim * (head in local), True)
+            continue
         yield VectorShape(f"{prefix}{name}.weight", stored if scaled else 0, held, True)
     if config.value_norm and layer.shares is None:
         yield VectorShape(f"{prefix}{VALUE_NORM}.weight", 0, len(own) * dim, True)
