@@ -33,7 +33,7 @@ from tgi.worker.checkpoint import SINGLE_FILE
 from tgi.worker.engine.engine import PendingStep, TorchEngine
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.draft_head import DraftHead
-from tgi.worker.models.loader import build_eagle3, build_model, build_mtp, read_model_spec
+from tgi.worker.models.loader import HeadOptions, build_eagle3, build_model, build_mtp, read_model_spec
 
 pytestmark = pytest.mark.slow
 
@@ -112,9 +112,10 @@ def build(
         directory, dtype, "cpu", lambda stage, percent: None, False, kernels, quantize, communicator=communicator
     )
     assert isinstance(served, DecoderModel)
+    options = HeadOptions(dtype, kernels, quantize)
     if eagle3 is not None:
-        return served, build_eagle3(eagle3, served, dtype, kernels, quantize)
-    return served, build_mtp(directory, served, dtype, kernels, quantize)
+        return served, build_eagle3(eagle3, served, options)
+    return served, build_mtp(directory, served, options)
 
 
 class Reference:
