@@ -35,7 +35,7 @@ from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
 from tgi.worker.attention import build_attention
 from tgi.worker.models.loader import build_model
-from tgi.worker.models.t5 import read_t5_config
+from tgi.worker.models.t5_config import read_t5_config
 
 pytestmark = pytest.mark.slow
 
