@@ -407,7 +407,8 @@ def test_heads_that_draft(quantize: str | None, tmp_path: Path) -> None:
     """They are whole on each rank, and what a request may hold is that of the model."""
     llama, deepseek = make("llama", layers=6), with_mtp("deepseek_v3", tmp_path / "deepseek")
     eagle3 = small_head(tmp_path / "head", llama, flags=("norm_before_fc", "norm_before_residual"))
-    for directory, draft in ((llama, eagle3), (deepseek, None)):
+    deeper = small_head(tmp_path / "deeper", llama, layers=2)
+    for directory, draft in ((llama, eagle3), (llama, deeper), (deepseek, None)):
         settings = Settings(quantize=quantize, draft_model_id=MTP if draft is None else str(draft))
         planned = read_planned_deployment(PlanRequest(directory, settings, [CPU], draft=draft))
         assert planned.context == planned.served.config.context_length

@@ -38,7 +38,8 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
 def head_matrices(head: DraftHeadConfig) -> Iterator[MatrixShape]:
     """All matrices of a head that drafts, with the embedding that an EAGLE-3 head may have."""
     config, names = head.decoder, head.names
-    yield from _layer_matrices(config, whole_model(config), 0)
+    for number in range(len(config.layers)):
+        yield from _layer_matrices(config, whole_model(config), number)
     rows, fused = config.hidden, len(head.taps) * head.target_hidden
     for name, inputs in ((names.projection, 2 * config.hidden), (names.fusion, fused)):
         if name is not None:
@@ -153,7 +154,7 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
 
 
 def _attention_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:
-    names, hidden, layer = config.names, config.attention_inputs, config.layers[number]
+    names, hidden, layer = config.names, config.attention_inputs(number), config.layers[number]
     (kv_heads, dim), own = config.head_shape(number), layer_kv_heads(config, shard, number)
     if config.output_gate:
         yield MatrixShape(prefix + names.query, config.heads * dim, hidden, len(shard.heads) * dim, range(hidden))
