@@ -53,9 +53,10 @@ ARCHITECTURES = {
     "phi": MODEL_ARCH.PHI2,
     "gpt_neox": MODEL_ARCH.GPTNEOX,
     "gpt_bigcode": MODEL_ARCH.STARCODER,
+    "bamba": MODEL_ARCH.GRANITE_HYBRID,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
-PERMUTED = ("llama", "ministral3", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoehybrid")
+PERMUTED = ("llama", "ministral3", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoehybrid", "bamba")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
 # others, so that random codes have a mean of 0.
 SCALES = {
@@ -119,7 +120,7 @@ NUMBERS_OF_STREAMS = {
     "altup_active_idx": "altup.active_idx",
     "altup_num_inputs": "altup.num_inputs",
 }
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 NUMBERS_OF_LATENT = {
     "kv_lora_rank": "attention.kv_lora_rank",
     "q_lora_rank": "attention.q_lora_rank",
@@ -242,13 +243,14 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     fused: bool = False,
+    joint: bool = False,
     absorbed: bool = True,
     name_of_architecture: str = "",
 ) -> Path:
     """`metadata` overrides keys; a value of None leaves a key out. `quantization` is a block type, or says the
     one of each stored name; where rows are no multiple of its blocks, float16. Norms, biases and routers stay float32.
-    `fused`: gates of experts and their up projections are one tensor. `absorbed`: the expansion of latents to keys is
-    transposed, apart from that to values.
+    `fused`: gates of experts and their up projections are one tensor. `joint`: so are queries, keys and values.
+    `absorbed`: the expansion of latents to keys is transposed, apart from that to values.
     """
     config = json.loads((model / "config.json").read_text())
     kind = config["model_type"]
@@ -302,6 +304,10 @@ def write_gguf(
         keys[f"{arch}.ssm.inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
         keys[f"{arch}.attention.layer_norm_epsilon"] = keys.pop(f"{arch}.attention.layer_norm_rms_epsilon")
         keys[f"{arch}.rope.dimension_count"] = config["hidden_size"] // heads  # whatever head_dim is
+    if kind == "bamba":
+        keys[f"{arch}.attention.head_count_kv"] = [kv_heads * (n in config["attn_layer_indices"]) for n in range(count)]
+        keys[f"{arch}.ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+        keys[f"{arch}.rope.scaling.finetuned"] = True
     if kind == "granitemoehybrid":
         keys[f"{arch}.ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
         keys[f"{arch}.rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
@@ -411,14 +417,18 @@ def write_gguf(
         values_of_head = keys.pop(f"{arch}.attention.value_length_mla")
         keys[f"{arch}.attention.value_length"] = rank if absorbed else values_of_head
         keys[f"{arch}.attention.value_length_mla"] = values_of_head if absorbed else None
-        keys[f"{arch}.expert_gating_func"] = 1 if kind == "deepseek_v2" else 2
+        keys[f"{arch}.expert_gating_func"] = 1 if kind in ("deepseek_v2", "mistral4") else 2
         if "mscale_all_dim" in rope:
             keys[f"{arch}.rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if kind == "apertus":
+        for factor in ("alpha_p", "alpha_n", "beta", "eps"):
+            of_layers = [tensors.pop(f"model.layers.{layer}.mlp.act_fn.{factor}") for layer in range(count)]
+            keys[f"xielu.{factor}"] = [float(one) for one in of_layers]
     keys |= metadata or {}
     writer = GGUFWriter(path, arch)
     for key, value in keys.items():
         add(writer, key, value)
-    plain_tensors = joined(tensors, kind in DELTA)
+    plain_tensors = joined(tensors, kind in (*DELTA, "mistral4"))
     for name in [name for name in plain_tensors if absorbed and name.endswith("kv_b_proj.weight")]:
         both = plain_tensors.pop(name).reshape(heads, -1, config["kv_lora_rank"])
         keys_of_heads, values_of_heads = np.split(both, [config["qk_nope_head_dim"]], axis=1)
@@ -442,6 +452,12 @@ def write_gguf(
     for name in [name for name in plain_tensors if fused and name.endswith("experts.gate_proj.weight")]:
         gate, up = (plain_tensors.pop(name.replace("gate_proj", f"{part}_proj")) for part in ("gate", "up"))
         plain_tensors[name.replace("gate_proj", "gate_up_proj")] = np.concatenate((gate, up), axis=1)
+    for layer in range(count if kind == "stablelm" and config["qk_layernorm"] else 0):
+        for part, of_part in (("q", heads), ("k", kv_heads)):
+            stem = f"model.layers.{layer}.self_attn.{part}_layernorm"
+            each = [plain_tensors.pop(f"{stem}.norms.{head}.weight") for head in range(of_part)]
+            plain_tensors[f"{stem}.weight"] = np.stack(each)
+    together: dict[str, np.ndarray] = {}
     for name, values in plain_tensors.items():
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
@@ -482,6 +498,12 @@ def write_gguf(
             part = {"first": "gate", "second": "up", "output_linear": "down"}[match[3]]
             stored = f"blk.{match[1]}.ffn_{part}{end}.weight"
         assert stored is not None, name
+        if joint and (match := re.fullmatch(r"(blk\.\d+\.attn_)[qkv](\.weight|\.bias)", stored)):
+            together[stored] = values
+            of_joint = [f"{match[1]}{part}{match[2]}" for part in "qkv"]
+            if any(one not in together for one in of_joint):
+                continue
+            stored, values = f"{match[1]}qkv{match[2]}", np.concatenate([together[one] for one in of_joint])
         plain = values.ndim == 1 or stored.endswith(PLAIN)
         asked = quantization if isinstance(quantization, str) else quantization(stored)
         block = GGMLQuantizationType["F32" if plain else asked]
@@ -491,6 +513,54 @@ def write_gguf(
         writer.add_tensor(stored, raw, raw_dtype=block)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_t5_gguf(model: Path, path: Path, quantization: str = "F32", metadata: dict[str, Any] | None = None) -> Path:
+    """The same of an encoder-decoder model."""
+    config = json.loads((model / "config.json").read_text())
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    left = config["vocab_size"] - len(vocabulary)
+    types = [{"<pad>": 3, "</s>": 3, "<unk>": 2}.get(token, 1) for token, _ in vocabulary]
+    keys: dict[str, Any] = {
+        "t5.context_length": 512,
+        "t5.embedding_length": config["d_model"],
+        "t5.feed_forward_length": config["d_ff"],
+        "t5.block_count": config["num_layers"],
+        "t5.decoder_block_count": config["num_decoder_layers"],
+        "t5.attention.head_count": config["num_heads"],
+        "t5.attention.key_length": config["d_kv"],
+        "t5.attention.value_length": config["d_kv"],
+        "t5.attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "t5.attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "t5.attention.relative_buckets_count": config["relative_attention_num_buckets"],
+        "t5.decoder_start_token_id": config["decoder_start_token_id"],
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [token for token, _ in vocabulary] + [f"[PAD{number}]" for number in range(left)],
+        "tokenizer.ggml.scores": [score for _, score in vocabulary] + [-10000.0] * left,
+        "tokenizer.ggml.token_type": types + [5] * left,
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.remove_extra_whitespaces": "WhitespaceSplit" in json.dumps(tokenizer["pre_tokenizer"]),
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+    writer = GGUFWriter(path, "t5")
+    for key, value in (keys | (metadata or {})).items():
+        add(writer, key, value)
+    names = get_tensor_name_map(MODEL_ARCH.T5, max(config["num_layers"], config["num_decoder_layers"]))
+    for name, tensor in load_file(model / "model.safetensors").items():
+        stored, values = names.get_name(name, (".weight",)), tensor.float().numpy()
+        assert stored is not None, name
+        block = GGMLQuantizationType["F32" if values.ndim == 1 or "rel_b" in stored else quantization]
+        if values.shape[-1] % GGML_QUANT_SIZES[block][0]:
+            block = GGMLQuantizationType.F16
+        writer.add_tensor(stored, quantize(values, block), raw_dtype=block)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

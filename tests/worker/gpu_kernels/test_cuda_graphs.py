@@ -271,19 +271,23 @@ def test_a_draft_model_replays_graphs_of_its_own(llama: Model) -> None:
 
 
 @pytest.mark.usefixtures("small_layouts")
-def test_a_layer_for_multi_token_prediction_replays_graphs_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_a_head_that_drafts_replays_graphs_of_its_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads the hidden states that the graphs of its model leave: the drafts are those of steps without graphs."""
+    """It reads the hidden states that the graphs of its model leave, those of EAGLE-3 of several layers: the drafts are
+    those of steps without graphs."""
     monkeypatch.setattr(test_draft_heads, "LAYERS", 1)
-    directory, found = test_draft_heads.with_mtp("llama", tmp_path), []
+    directory, eagle3, found = test_draft_heads.with_mtp("llama", tmp_path / "model"), None, []
+    if kind == "eagle3":
+        eagle3 = test_draft_heads.small_head(tmp_path / "head", directory, taps=(0, 1), scored=400)
     for recorded in (False, True):
-        served, mtp = test_draft_heads.build(directory, native=False)
-        mtp.cuda_graph_obstacle = None
-        attention, drafting = (CudaAttention(one.kv._replace(gpu_kernels=GPU), PAGES, CPU) for one in (served, mtp))
+        served, head = test_draft_heads.build(directory, native=False, eagle3=eagle3)
+        head.cuda_graph_obstacle = None
+        attention, drafting = (CudaAttention(one.kv._replace(gpu_kernels=GPU), PAGES, CPU) for one in (served, head))
         recording = GraphCaptureConfig(Tapes(), attention, [2, 8], 30) if recorded else None
         sizes = {"slots": 8, "pages": PAGES}
-        engine = make_engine(served, draft=mtp, attention=attention, drafting=drafting, recording=recording, **sizes)
+        engine = make_engine(served, draft=head, attention=attention, drafting=drafting, recording=recording, **sizes)
         engine.capture_decode_graphs(1)
         drafts: list[list[int]] = []
         launch = engine.launch

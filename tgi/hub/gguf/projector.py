@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tgi.hub.gguf.architecture import MAX_LAYERS, Metadata, TargetTensor
+from tgi.hub.gguf.conversion_plan import MAX_LAYERS, Metadata, TargetTensor
 from tgi.hub.gguf.projector_families import DEEPSTACK, FAMILIES, ProjectorFamily, VisionTensor
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError

@@ -55,7 +55,7 @@ from tgi.worker.models.draft_head import DraftHead
 from tgi.worker.models.draft_head_config import read_eagle3_config
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
-from tgi.worker.models.loader import build_eagle3, build_model, build_mtp, read_model_spec
+from tgi.worker.models.loader import HeadOptions, build_eagle3, build_model, build_mtp, read_model_spec
 from tgi.worker.models.packed_weights import PackedWeightFiles
 from tgi.worker.models.t5 import T5Model
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
@@ -454,7 +454,7 @@ def _load_models(
         else:
             build_head, directory, what = build_mtp, settings.model_dir, "layer for multi-token prediction"
         progress(f"loading the {what}", 95)
-        head = build_head(directory, served, dtype, kernels, quantize[directory], gpu)
+        head = build_head(directory, served, HeadOptions(dtype, kernels, quantize[directory], gpu))
         return LoadedModels(served, head, kv_cache_dtype, words, kernels, communicator)
     if settings.draft_model_dir is None:
         return LoadedModels(served, None, kv_cache_dtype, words, kernels, communicator)
