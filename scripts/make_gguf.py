@@ -576,6 +576,7 @@ class VisionPart(NamedTuple):
     names: tuple[tuple[str, str], ...] = ()  # of tensors that the gguf package does not map
     tokens: dict[str, str] = {}  # of small models: published ones
     numbers: dict[str, str] = {}  # metadata keys: those of config.json that are not in each vision_config
+    constants: dict[str, Any] = {}  # metadata that the converter writes whatever config.json has
     # What processors have by default.
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
@@ -588,7 +589,14 @@ _QWEN3_NAMES = (
     (r"merger\.norm", "v.post_ln"),
     (r"deepstack_merger_list\.(\d+)\.(?:linear_)?(\w+)", r"v.deepstack.\1.\2"),
 )
-_QWEN3 = VisionPart("qwen3vl_merger", ("qwen3", "qwen3vl"), _QWEN3_NAMES, _QWEN_TOKENS)
+_GELU = {"clip.use_gelu": True}
+_EPSILON = "clip.vision.attention.layer_norm_epsilon"
+_MERGED = {"clip.vision.spatial_merge_size": "spatial_merge_size"}
+_QWEN2_SIZES = {_EPSILON: 1e-6, "clip.vision.image_size": 560}
+_QWEN3 = VisionPart(
+    *("qwen3vl_merger", ("qwen3", "qwen3vl"), _QWEN3_NAMES, _QWEN_TOKENS, _MERGED),
+    constants={**_GELU, _EPSILON: 1e-6},
+)
 _LLAVA_NAMES = (
     (r"multi_modal_projector\.linear_1", "mm.0"),
     (r"multi_modal_projector\.linear_2", "mm.2"),
@@ -606,8 +614,10 @@ _GLM_TOKENS = {
 _HALF, _ZERO, _ONE = (0.5, 0.5, 0.5), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 _POOLED = {"clip.vision.projector.scale_factor": "pooling_kernel_size"}
 VISION_PARTS = {
-    "gemma3": VisionPart("gemma3", mean=_HALF, deviation=_HALF),
-    "gemma4": VisionPart("gemma4v", tokens=_GEMMA4_TOKENS, numbers=_POOLED, mean=_ZERO, deviation=_ONE),
+    "gemma3": VisionPart("gemma3", constants=_GELU, mean=_HALF, deviation=_HALF),
+    "gemma4": VisionPart(
+        *("gemma4v", ("", ""), (), _GEMMA4_TOKENS, _POOLED, {"clip.vision.image_size": 224}, _ZERO, _ONE)
+    ),
     "gemma4_unified": VisionPart(
         "gemma4uv",
         ("gemma4_text", ""),
@@ -619,13 +629,17 @@ VISION_PARTS = {
         ),
         _GEMMA4_TOKENS,
         {**_POOLED, "clip.vision.embedding_length": "mm_embed_dim"},
-        _ZERO,
-        _ONE,
+        mean=_ZERO,
+        deviation=_ONE,
     ),
     "glm4v": VisionPart("glm4v", ("glm4", ""), tokens=_GLM_TOKENS),
     "glm4v_moe": VisionPart("glm4v", ("glm4_moe", ""), tokens=_GLM_TOKENS),
     "idefics3": VisionPart(
-        "idefics3", numbers={"clip.vision.projector.scale_factor": "scale_factor"}, mean=_HALF, deviation=_HALF
+        "idefics3",
+        numbers={"clip.vision.projector.scale_factor": "scale_factor"},
+        constants=_GELU,
+        mean=_HALF,
+        deviation=_HALF,
     ),
     "internvl": VisionPart(
         "internvl",
@@ -635,6 +649,7 @@ VISION_PARTS = {
             (r"multi_modal_projector\.linear_2", "mm.model.mlp.3"),
         ),
         tokens={"<image>": "<IMG_CONTEXT>", "<|vision_start|>": "<img>", "<|vision_end|>": "</img>"},
+        constants={"clip.vision.projector.scale_factor": 2},
     ),
     "lfm2_vl": VisionPart(
         "lfm2",
@@ -643,25 +658,23 @@ VISION_PARTS = {
             "<global-img>": "<|img_thumbnail|>",
         },
         numbers={"clip.vision.projector.scale_factor": "downsample_factor"},
+        constants={**_GELU, "clip.vision.image_size": 256},
         mean=_HALF,
         deviation=_HALF,
     ),
     "llama4": VisionPart(
         "llama4",
         names=((r"multi_modal_projector\.linear_1", "mm.model.fc"),),
-        numbers={"clip.vision.attention.layer_norm_epsilon": "norm_eps"},
+        numbers={_EPSILON: "norm_eps"},
         mean=_HALF,
         deviation=_HALF,
     ),
     "llava": VisionPart("mlp", names=_LLAVA_NAMES),
     "llava_next": VisionPart("mlp", names=_LLAVA_NAMES),
-    "mistral3": VisionPart(
-        *("pixtral", ("llama", "mistral3"), (), _PIXTRAL_TOKENS),
-        {"clip.vision.spatial_merge_size": "spatial_merge_size"},
-    ),
-    "pixtral": VisionPart("pixtral", ("llama", ""), tokens=_PIXTRAL_TOKENS),
-    "qwen2_5_vl": VisionPart("qwen2.5vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS),
-    "qwen2_vl": VisionPart("qwen2vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS),
+    "mistral3": VisionPart(*("pixtral", ("llama", "mistral3"), (), _PIXTRAL_TOKENS, _MERGED, {_EPSILON: 1e-5})),
+    "pixtral": VisionPart("pixtral", ("llama", ""), tokens=_PIXTRAL_TOKENS, constants={_EPSILON: 1e-5}),
+    "qwen2_5_vl": VisionPart("qwen2.5vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS, constants=_QWEN2_SIZES),
+    "qwen2_vl": VisionPart("qwen2vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS, constants=_QWEN2_SIZES),
     "qwen3_5": _QWEN3._replace(text=("", "")),
     "qwen3_5_moe": _QWEN3._replace(text=("", "")),
     "qwen3_vl": _QWEN3,
@@ -690,7 +703,7 @@ def write_gguf_pair(
 ) -> None:
     """Writes a multimodal model as the file of its text part and that of its vision part, whose keys `metadata`
     overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had. `half`: matrices of the
-    vision part are float16, as published ones are; else float32."""
+    text part are bfloat16, and those of the vision part float16, as published ones are; else float32."""
     config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     vision, images = config["vision_config"], json.loads((model / "preprocessor_config.json").read_text())
     kind = "pixtral" if vision.get("model_type") == "pixtral" and config["model_type"] == "llava" else ""
@@ -715,13 +728,16 @@ def write_gguf_pair(
             (directory / name).write_text(given)
         arch = part.text[1] or MODEL_ARCH_NAMES[architecture(of_text["model_type"])]
         more = {f"{arch}.rope.dimension_sections": [*sections, 0]} if sections else {}
+        if deeper := vision.get("deepstack_visual_indexes"):
+            more[f"{arch}.n_deepstack_layers"] = len(deeper)
         if arch == "gemma4":
             more["tokenizer.ggml.padding_token_id"] = of_text["pad_token_id"]
-        write_gguf(directory, path, metadata=more, name_of_architecture=part.text[1])
+        write_gguf(directory, path, "BF16" if half else "F32", more, name_of_architecture=part.text[1])
     found = {key: next((vision[one] for one in names if one in vision), 0) for key, names in VISION_NUMBERS.items()}
     keys: dict[str, Any] = {
         f"clip.vision.{key}": one[0] if isinstance(one, list) else one for key, one in found.items() if one is not None
     }
+    keys["clip.vision.projection_dim"] = config["text_config"]["hidden_size"]
     keys |= {key: config.get(name, vision.get(name)) for key, name in part.numbers.items()}
     keys |= {"general.architecture": None, "clip.has_vision_encoder": True, "clip.projector_type": part.projector}
     keys["clip.vision.image_mean"] = images.get("image_mean", [*part.mean])
@@ -751,9 +767,16 @@ def write_gguf_pair(
         keys["clip.vision.preproc_max_tiles"] = images["max_patches"]
     keys.setdefault("clip.vision.image_size", 224)  # as the converter has it where it means nothing
     keys["clip.vision.image_size"] = keys["clip.vision.image_size"] or 224
+    if part.projector == "llama4":
+        keys["clip.vision.projector.scale_factor"] = round(1 / vision["pixel_shuffle_ratio"])
+    keys |= part.constants
     writer = GGUFWriter(mmproj, "clip")
     for key, value in (keys | (metadata or {})).items():
         add(writer, key, value)
+    if part.projector == "pixtral":  # the end of a row of patches, of which llama.cpp makes a part of the image
+        added = json.loads((model / "tokenizer.json").read_text())["added_tokens"]
+        row = next(one["id"] for one in added if one["content"] == "<row>")
+        writer.add_tensor("v.token_embd.img_break", plain["model.embed_tokens.weight"][row].float().numpy())
     for name, values in joined({name: one for name, one in tensors.items() if name not in text}).items():
         if ".head." in name or (part.projector == "mlp" and "post_layernorm" in name):
             continue
@@ -763,7 +786,8 @@ def write_gguf_pair(
             layer = re.match(r"v\.blk\.(\d+)", stored)
             if layer is None or int(layer[1]) < keys["clip.vision.block_count"]:
                 one = np.ascontiguousarray(one)
-                writer.add_tensor(stored, one.astype(np.float16) if half and one.ndim == 2 else one)
+                matrix = one.ndim > 1 and not stored.startswith("v.position_embd")
+                writer.add_tensor(stored, one.astype(np.float16) if half and matrix else one)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

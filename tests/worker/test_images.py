@@ -7,9 +7,11 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -39,7 +41,7 @@ from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.planning.deployment_plan import read_planned_model
 from tgi.worker.vision.image_file import ImageFiles
-from tgi.worker.vision.prompt_images import PromptImages
+from tgi.worker.vision.prompt_images import MAX_RUNS, PromptImages
 from tgi.worker.vision.rope_positions import PlacedGrid, rope_positions
 from tgi.worker.vision.tower import load_tower
 
@@ -267,7 +269,7 @@ class Harness:
         total = pages * size
         limits = DeploymentLimits(
             total, total - 1, total, chunk, slots, pages, size, model.vocab_size, "float32", "cpu", groups,
-            self.images.undivided,
+            self.images.undivided, tower_slices=self.images.slices,
         )  # fmt: skip
         self.engine = TorchEngine(model, attention, limits, images=self.images, graph_capture=capture)
         self.engine.capture_decode_graphs()
@@ -418,6 +420,40 @@ def test_tower_on_our_kernels(kind: str) -> None:
         for one, other in zip((found.embeddings, *found.deeper), (wanted.embeddings, *wanted.deeper), strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
     assert torch.equal(computed[0].embeddings, computed[2].embeddings)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_tower_in_slices(native: bool, tmp_path: Path) -> None:
+    """An image that is computed in slices, with others between, is bit for bit what one call computes; the worker
+    completes what a row needs, and gives up what too many others follow."""
+    directory = make("llava")
+    harness = Harness(directory, tmp_path, native=native)
+    tower, prompts = harness.images.tower, [prompt("llava", tmp_path, 1, number) for number in range(MAX_RUNS + 2)]
+    assert tower.slices == 2
+    read = [partial(ImageFiles(tmp_path).read, one.images[0], tower.family) for one in prompts]
+    whole = [tower.compute(one()).embeddings for one in read]
+    runs = [tower.begin(one) for one in read]
+    assert [tower.advance(run, 1) for run in runs] == [None] * len(runs)
+    for run, wanted in zip(runs, whole, strict=True):
+        found = tower.advance(run, 1)
+        assert found is not None
+        assert torch.equal(found.embeddings, wanted)
+
+    images, faults = harness.images, dict[int, str]()
+    for slot, one in enumerate(prompts):
+        images.assign(slot, one.images, np.array(one.ids))
+        images.advance(slot, 0, 1, faults)
+    assert images.computed == 0
+    images.advance(len(prompts) - 1, 0, 1, faults)
+    assert images.computed == 1
+    for _ in range(2):  # of one that was given up, from its begin
+        assert images.computed == 1
+        images.advance(0, 0, 1, faults)
+    assert images.computed == 2
+    assert not faults
+    (tmp_path / prompts[1].images[0].name).unlink()
+    images.advance(1, 0, 1, faults)
+    assert faults == {1: "the file of an image is gone"}
 
 
 def test_tower_in_bfloat16() -> None:

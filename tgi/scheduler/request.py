@@ -108,6 +108,8 @@ class Request:
         "tables_from_step",
         "token_ids",
         "tokenizer",
+        "tower_images",
+        "tower_slices",
         "valid_from_step",
         "vector",
         "work_number",
@@ -120,6 +122,8 @@ class Request:
     capacity: int  # tokens that its pages hold: those of the shortest table
     found_tokens: int  # positions that were computed when it got its slot: its first pages were in the prefix cache
     planned: int  # positions below this are computed by the steps sent so far; while it decodes, see `partition.starts`
+    tower_images: int  # its first images, which the vision tower has computed by the steps sent so far
+    tower_slices: int  # and what it has computed of the one after them, see DeploymentLimits.tower_slices
     shares_pages: bool  # whether it uses the prefix cache: finds pages of other requests, and they find its pages
     published_pages: int  # of each table: its first pages, which are in the prefix cache
     block_hash: bytes  # of the last of these pages in the first group
@@ -240,6 +244,17 @@ class Request:
                 end = stop
             positions, waits = positions + computed, waits or computed > 0
         return end, positions
+
+    def next_image(self, start: int, end: int, undivided: str) -> ImageSegment | None:
+        """The first image of a chunk from `start` to before `end` that the vision tower has not computed as a whole.
+        Its index is `tower_images` then."""
+        for image in self.images[self.tower_images :]:
+            if image.position >= end and undivided != UNDIVIDED_PROMPT:
+                return None
+            if image.position + image.length > start:
+                return image
+            self.tower_images, self.tower_slices = self.tower_images + 1, 0  # it is in the prefix cache
+        return None
 
     def undivided_tokens(self, undivided: str) -> int:
         """The most tokens of its prompt that one step has to compute together."""

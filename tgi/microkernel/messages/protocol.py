@@ -201,6 +201,7 @@ class DeploymentLimits(NamedTuple):
     groups: list[KVGroup] = ONE_FULL_GROUP  # what the model's layers keep; each but a recurrent one has a page table
     undivided: str = ""  # what of a prompt with images one step computes as a whole, since its tokens see later ones
     max_running_images: int = 1 << 16  # of the requests that hold slots; one that holds them alone may have more
+    tower_slices: int = 1  # into which the vision tower's work for an image may be divided; 1: it is not
 
     def pages_needed(self, tokens: int) -> int:
         """The pages that a request of this many tokens holds at most."""
@@ -746,6 +747,9 @@ class Step(NamedTuple):
     of the row is unknown until then: the step after a step with drafts is sent only when that has been answered.
     The worker takes the states of recurrent layers back to the first rejected draft. A step has no more drafts than
     the group of such layers (KVGroup.drafts) tells.
+
+    Images: before the rows the worker computes the slices of its vision tower that `tower` tells, in order. Such a step
+    may have no rows. What is left of an image that a row needs is computed with that row.
     """
 
     number: int  # counts up from 1 in an epoch
@@ -761,6 +765,7 @@ class Step(NamedTuple):
     draft_ids: bytes = b""  # int32, sum(drafts); empty: the worker's draft model proposes them
     limit_ms: int = 0  # the worker hangs if it computes this step for longer; 0: nothing is known of such steps
     state_copies: bytes = b""  # int32: pairs of source and target, in order: slot s, or snapshot n as -1 - n
+    tower: bytes = b""  # int32: triples of a slot, the index of one of its images, and how many slices more
 
 
 class StepResult(NamedTuple):

@@ -238,7 +238,7 @@ def _load_state(
         required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
     limits = memory.choose_limits(settings, required, available, previous)
     if images is not None:
-        limits = limits._replace(undivided=images.undivided)
+        limits = limits._replace(undivided=images.undivided, tower_slices=images.slices)
         if _image_bytes(models.served):
             limits = limits._replace(max_running_images=memory.RUNNING_IMAGES[limits.device])
         if images.encodes_prompt:  # in one step
