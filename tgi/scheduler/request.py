@@ -5,6 +5,8 @@ from collections import deque
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
+
 from tgi.microkernel.links.link import PeerId
 from tgi.microkernel.messages.codec import INT32, unpack_int32
 from tgi.microkernel.messages.protocol import (
@@ -344,7 +346,8 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
             f"{what} must have at most {limits.max_batch_prefill_tokens} tokens (`max_batch_prefill_tokens`), since "
             f"this model computes it in one step. Given: {together}"
         )
-    if max(memoryview(request.token_ids).cast("B").cast("I")) >= limits.vocab_size:  # a negative id is large as uint32
+    # A negative id is large as uint32. `reduce` because `max` makes two calls of Python code for it.
+    if np.maximum.reduce(np.frombuffer(request.token_ids, np.uint32)) >= limits.vocab_size:
         return f"token ids must be below {limits.vocab_size}, and not negative"
     return ""
 
