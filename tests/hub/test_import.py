@@ -270,6 +270,17 @@ def test_encoder_decoder_models(kind: str, tmp_path: Path) -> None:
     assert torch.equal(one, other)
 
 
+def test_mistral_large_3_is_a_deepseek2_whose_weights_of_experts_are_normed(tmp_path: Path) -> None:
+    yarn = LATENT_YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+    original = model("mistral4", dtype="bfloat16", more=(("rope_parameters", yarn),))
+    keys = {"temperature_scale": 0.3, "temperature_length": yarn["original_max_position_embeddings"]}
+    metadata = {f"deepseek2.attention.{key}": value for key, value in keys.items()}
+    source = write_gguf(original, tmp_path / "m.gguf", "BF16", metadata, name_of_architecture="deepseek2")
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", quiet, packed=True)
+    assert torch.equal(decoded(tmp_path / "out"), decoded(original))
+
+
 def charsmap() -> list[int]:
     """SentencePiece's table of a normalization that replaces A by B: a double array, with one path, and the text."""
     units = [0] * 513
@@ -303,6 +314,7 @@ def test_encoder_decoder_models_keep_no_codes(tmp_path: Path) -> None:
         ({"t5.decoder_block_count": 2}, "has tensors that a t5 model does not use, such as 'dec.blk.2"),
         ({"t5.attention.value_length": 8}, "value_length' is '8'; the length of keys, 16, was expected"),
         ({"t5.attention.scale": 0.5}, "'t5.attention.scale' set, which import does not know"),
+        ({"t5.attention.relative_buckets_count": 3}, "at least 4 was expected"),
         ({"tokenizer.ggml.scores": None}, "neither merges nor scores"),
     ],
 )

@@ -414,14 +414,14 @@ def _add_latent(metadata: Metadata, architecture: str, config: dict[str, Any]) -
     if (key := f"{architecture}.rope.scaling.yarn_log_multiplier") in metadata.file.metadata:
         scale = float(f"{metadata.number(key) / 0.1:.6g}")
         config["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
-    if config["model_type"] == "mistral4":
+    if config["model_type"] == "mistral4" and "original_max_position_embeddings" in config["rope_parameters"]:
         _add_query_scale(metadata, architecture, config["rope_parameters"])
 
 
 def _add_query_scale(metadata: Metadata, architecture: str, rope: dict[str, Any]) -> None:
     """The factor of queries by their position. Files of Mistral Small 4 lack it; 0.1 is the published model's."""
     prefix = f"{architecture}.attention.temperature_"
-    length = metadata.positive(f"{prefix}length", original := rope.get("original_max_position_embeddings", 0))
+    length = metadata.positive(f"{prefix}length", original := rope["original_max_position_embeddings"])
     if length != original:
         raise metadata.wrong(f"{prefix}length", length, f"the {original} positions that yarn scales,")
     rope["llama_4_scaling_beta"] = metadata.number(f"{prefix}scale", 0.1)

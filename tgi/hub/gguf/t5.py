@@ -14,6 +14,7 @@ from tgi.hub.gguf.conversion_plan import (
 from tgi.hub.gguf.reader import GGUFFile
 
 T5 = "t5"
+MIN_BUCKETS = 4  # in the encoder one direction has half of them, and half of these are for one distance each
 MAX_DISTANCE = 128  # of all published models; files lack it
 # Part of a layer -> its number in the layer, its name there, and the tensors of it: names in the file and in the
 # result, shapes by D all heads, H hidden state, I MLP.
@@ -43,6 +44,8 @@ def plan_t5(file: GGUFFile) -> ConversionPlan:
     if (of_values := number("attention.value_length", head_dim)) != head_dim:
         raise metadata.wrong(f"{T5}.attention.value_length", of_values, f"the length of keys, {head_dim},")
     buckets = number("attention.relative_buckets_count")
+    if buckets < MIN_BUCKETS:
+        raise metadata.wrong(f"{T5}.attention.relative_buckets_count", buckets, f"at least {MIN_BUCKETS}")
     vocab_size = metadata.vocabulary_size()
     gated, tied = "enc.blk.0.ffn_gate.weight" in tensors, "output.weight" not in tensors
     end = metadata.integer("tokenizer.ggml.eos_token_id", 1)

@@ -290,7 +290,7 @@ def _planned_t5(path: Path, config: dict[str, Any], dtype: str, stored: str, set
         )
     except KeyError as error:
         raise UserError(f"{path} has no {error}, which {config['model_type']} needs.") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{path} does not describe a model: {error}. Fetch it again.") from error
 
 
