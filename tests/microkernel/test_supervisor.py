@@ -96,6 +96,28 @@ def test_processes_that_do_not_get_ready_in_time_are_retired(tmp_path: Path, mon
         child.signal(signal.SIGKILL)
 
 
+def test_further_processes_of_a_role_start_once_the_first_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir.create_run_dir(tmp_path)
+    supervisor = Supervisor(Settings(run_dir=tmp_path), [], ControllingTerminal())
+    idle = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    monkeypatch.setattr("tgi.microkernel.host.interpreter.python_command", lambda *_: idle)
+    first, second, other = supervisor.add("tokenizer"), supervisor.add("tokenizer"), supervisor.add("worker")
+    children = supervisor._children
+    try:
+        assert set(children) == {first.name, other.name}
+        pid = children[first.name].pid
+        for stage in ("starting", "ready"):
+            rundir.write_state(tmp_path, rundir.ProcessState("tokenizer", 0, pid, "", stage))
+            supervisor._start_due()
+            assert (second.name in children) == (stage == "ready")
+    finally:
+        for child in children.values():
+            child.signal(signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+
+
 def test_pipelines_use_the_lowest_free_number(tmp_path: Path) -> None:
     """So reloads without end leave a bounded number of files."""
     rundir.create_run_dir(tmp_path)

@@ -1,10 +1,18 @@
 """What the fork server of workers imports. Imports no torch itself: the supervisor uses it, too."""
 
+import ctypes
+from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, numa_nodes, request_reproducible_mkl
+
+# Of what the worker imports besides torch, that which takes longest.
+BESIDE_TORCH = ("numpy", "asyncio", "llguidance", "multiprocessing.shared_memory", "tokenizers")
 
 
 class Preload(NamedTuple):
@@ -26,9 +34,22 @@ class Preload(NamedTuple):
         configure_thread_waiting()
         limit_instruction_set(self.cpu)
         request_reproducible_mkl()
+        libraries = Thread(target=_load_torch_libraries)
+        libraries.start()
+        for module in BESIDE_TORCH:
+            import_module(module)
+        libraries.join()  # the fork server has one thread again
         set_number = import_module("torch").set_num_threads
         usual = import_module("torch").get_num_threads()
         set_number(1)  # a parallel operation would start OpenMP's threads, for which it would wait in forked processes
         for module in ("tgi.worker.main", "tgi.worker.engine.startup"):
             import_module(module)
         set_number(usual)
+
+
+def _load_torch_libraries() -> None:
+    """Loads the libraries of torch without its modules: 0.16 s during which other modules are imported."""
+    with suppress(ImportError, OSError):  # the import of torch tells what is wrong
+        found = find_spec("torch")
+        if found is not None and found.origin is not None:
+            ctypes.CDLL(str(Path(found.origin).parent / "lib" / "libtorch_cpu.so"))

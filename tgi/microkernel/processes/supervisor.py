@@ -386,11 +386,12 @@ class Supervisor:
         self._hang_up = True
 
     def _start(self, spec: ProcessSpec) -> None:
-        """Starts a process, which is put off while its fork server imports. Raises UserError if the system cannot."""
+        """Starts a process, which is put off while its fork server imports, and while the first process of its role
+        does what it would do beside it. Raises UserError if the system cannot."""
         now = time.monotonic()
         fork_server = self._fork_server_of(spec)
-        in_time = now < self._began + self.settings.start_timeout
-        if fork_server is not None and fork_server.is_ready() is None and in_time:
+        imports = fork_server is not None and fork_server.is_ready() is None
+        if (imports or self._first_is_starting(spec)) and now < self._began + self.settings.start_timeout:
             self._start_at[spec.name] = now
             return
         self._last_start = now
@@ -404,6 +405,18 @@ class Supervisor:
         self._children[spec.name] = child
         self._ended.discard(child.pid)  # a reused pid: the child continues to count in the existing file
         log.debug("started %s", spec.name, extra={"pid": child.pid})
+
+    def _first_is_starting(self, spec: ProcessSpec) -> bool:
+        """Whether a server that starts has the first process of this one's role still to wait for.
+
+        The processors are for the imports of torch meanwhile, which a start waits for longest. The workers and
+        schedulers of several replicas start at once.
+        """
+        first = self.processes(spec.role)[0]
+        if spec is first or spec.role in rundir.SINGLE_ROLES or spec.name in self._last_exits:
+            return False
+        state = self.state(first)
+        return first.name not in self._last_exits and (state is None or state.state == "starting")
 
     def _settings_of(self, spec: ProcessSpec) -> Settings:
         return replace(self._pipelines[spec.pipeline], replica_index=spec.index)
