@@ -727,7 +727,7 @@ def write_gguf_pair(
                 given = re.sub(re.escape(json.dumps(old)[1:-1]), new, given)
             (directory / name).write_text(given)
         arch = part.text[1] or MODEL_ARCH_NAMES[architecture(of_text["model_type"])]
-        more = {f"{arch}.rope.dimension_sections": [*sections, 0]} if sections else {}
+        more: dict[str, Any] = {f"{arch}.rope.dimension_sections": [*sections, 0]} if sections else {}
         if deeper := vision.get("deepstack_visual_indexes"):
             more[f"{arch}.n_deepstack_layers"] = len(deeper)
         if arch == "gemma4":

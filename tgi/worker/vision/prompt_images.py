@@ -113,7 +113,7 @@ class PromptImages:
         self._files = files
         self._slots: dict[int, SlotImages] = {}
         self._work = TowerWork()
-        self._runs_by_digest: dict[bytes, TowerRun] = {}  # of images that are computed in part, in order of their begin
+        self.runs: dict[bytes, TowerRun] = {}  # of images that are computed in part, by digest
 
     @property
     def shifts(self) -> bool:
@@ -144,8 +144,8 @@ class PromptImages:
     def reset(self) -> None:
         for slot in list(self._slots):
             self.discard(slot)
-        for digest in list(self._runs_by_digest):
-            self._runs_by_digest.pop(digest).abandon()
+        for digest in list(self.runs):
+            self.runs.pop(digest).abandon()
 
     def discard(self, slot: int) -> None:
         """Another request gets this slot."""
@@ -326,16 +326,16 @@ class PromptImages:
         """Computes so many slices more of an image. Returns its features if they are complete. Raises BadImage."""
         began = time.monotonic()
         digest = image.segment.digest
-        run = self._runs_by_digest.pop(digest, None)
+        run = self.runs.pop(digest, None)
         if run is None and slices >= self.slices:
             found: ImageFeatures | None = self.tower.compute(self._files.read(image.segment, self.tower.family))
         else:
             run = run or self.tower.begin(lambda: self._files.read(image.segment, self.tower.family))
             found = self.tower.advance(run, slices)
         if found is None and run is not None:
-            self._runs_by_digest[digest] = run
-            if len(self._runs_by_digest) > MAX_RUNS:
-                self._runs_by_digest.pop(next(iter(self._runs_by_digest))).abandon()
+            self.runs[digest] = run
+            if len(self.runs) > MAX_RUNS:
+                self.runs.pop(next(iter(self.runs))).abandon()
         else:
             self.computed += 1
         took, done = int(1e6 * (time.monotonic() - began)), self._work
