@@ -74,8 +74,8 @@ for kind in kinds(base.TextModel):
     kind.no_mtp = True
 read, base.ModelBase.load_hparams = base.ModelBase.load_hparams, staticmethod(load_hparams)
 for line in sys.stdin:
-    model, out = json.loads(line)
-    sys.argv = ["convert", model, "--outfile", out, "--outtype", "f32"]
+    model, out, *options = json.loads(line)
+    sys.argv = ["convert", model, "--outfile", out, "--outtype", "f32", *options]
     try:
         program.main()
         print("converted", flush=True)
@@ -91,7 +91,15 @@ GPT_OSS_YARN = {
     **{"rope_type": "yarn", "rope_theta": 10764.7, "factor": 32.0, "truncate": False},
     "original_max_position_embeddings": 64,
 }
+MISTRAL4_YARN = (  # queries are scaled from the 256th position on, which the converter does not write
+    "rope_parameters",
+    LATENT_YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 256},
+)
 YARN = ("rope_parameters", LATENT_YARN | {"mscale": 0.7})
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
 LONGROPE = {
     **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256, "factor": 8.0},
     **{"short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], "long_factor": [float(n) for n in range(1, 7)]},
@@ -116,6 +124,7 @@ NEMOTRON_H = (
 FAMILIES: dict[str, Options] = {
     **{"llama": {}, "mistral": {}, "mixtral": {}, "qwen2": {}, "qwen3": {}, "granite": {}, "gemma": {"tie": True}},
     "ministral3": {},
+    **{"llama/fused": {}, "qwen2/fused": {}, "glm4/fused": {}},  # queries, keys and values are one tensor
     "phi3": {"more": (("sliding_window", None),)},  # which llama.cpp disregards
     "phi3/longrope": {
         "more": (("sliding_window", None), ("rope_parameters", LONGROPE), ("original_max_position_embeddings", 256))
@@ -135,6 +144,7 @@ FAMILIES: dict[str, Options] = {
         ),
     },
     **{"olmo2": {}, "olmo3": {}, "seed_oss": {}, "hunyuan_v1_dense": {}, "glm4": {}, "stablelm": {}, "nemotron": {}},
+    "apertus": {"more": (("rope_parameters", LLAMA3),)},
     "exaone4": {"layers": 64, "more": (("sliding_window_pattern", 4),)},
     "exaone4/1.2b": {"more": (("sliding_window", None), ("layer_types", [FULL] * 3))},
     "ernie4_5": {"more": (("use_bias", False),)},
@@ -178,6 +188,7 @@ FAMILIES: dict[str, Options] = {
         "more": (YARN, ("topk_method", "greedy"), ("n_group", 1), ("topk_group", 1)),
     },
     "deepseek_v3": {"more": (YARN,)},
+    "mistral4": {"more": (MISTRAL4_YARN,)},
     "glm4_moe_lite": {"more": (("attention_bias", False), ("rms_norm_eps", 1e-6))},
     "lfm2": {"tie": True},
     "lfm2_moe": {"tie": True, "more": (("routed_scaling_factor", 1.0),)},
@@ -186,6 +197,7 @@ FAMILIES: dict[str, Options] = {
     "qwen3_5_moe_text": {"layers": 4, "more": DELTA[:2]},
     "mamba2": {"more": (UNBOUNDED, ("use_bias", False))},
     "nemotron_h": {"more": NEMOTRON_H},
+    "bamba": {"more": (UNBOUNDED, ("rope_parameters", {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}))},
     "falcon_h1": {"more": (UNBOUNDED, ("mamba_norm_before_gate", False))},
     "falcon_h1/plain": {"more": (UNBOUNDED, ("mamba_rms_norm", False))},
     "granitemoehybrid": {"more": (UNBOUNDED,)},
@@ -207,6 +219,7 @@ PUBLISHED: dict[str, Options] = {
     "glm4_moe_lite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "minimax_m2": {"scoring_func": "sigmoid", "rotary_dim": 64},
     "falcon_h1": {"head_dim": 16},
+    "mistral4": {"architectures": ["Mistral3ForConditionalGeneration"]},
     "hunyuan_v1_moe": {"moe_intermediate_size": [128] * 3, "num_shared_expert": [1] * 3},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
     "llama4_text": {"architectures": ["Llama4ForConditionalGeneration"]},
@@ -226,11 +239,11 @@ class Converter:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
-    def convert(self, directory: Path, file: Path) -> None:
-        """Raises RuntimeError with what the converter says."""
+    def convert(self, directory: Path, file: Path, *options: str) -> None:
+        """With these options of the program. Raises RuntimeError with what the converter says."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(directory), str(file)]) + "\n")
+        self._process.stdin.write(json.dumps([str(directory), str(file), *options]) + "\n")
         self._process.stdin.flush()
         if (said := self._process.stdout.readline().strip()) != "converted":
             raise RuntimeError(f"not converted: {said}")
@@ -310,7 +323,7 @@ def check(family: str, place: Path, program: Path, writer: Converter) -> Result:
     ids = torch.randint(6, 400, (PROMPT,), generator=torch.Generator().manual_seed(3)).tolist()
     try:
         network = made(kind, place / "model", options)
-        writer.convert(place / "model", place / "m.gguf")
+        writer.convert(place / "model", place / "m.gguf", *["--fuse-qkv"] * family.endswith("/fused"))
         greedy, llamas = theirs(program, place / "m.gguf", ids, GREEDY)
         with torch.inference_mode():
             expected = network(torch.tensor([ids + greedy]), use_cache=False).logits[0].log_softmax(-1)
@@ -339,8 +352,10 @@ def check(family: str, place: Path, program: Path, writer: Converter) -> Result:
 def made(kind: str, directory: Path, options: Options) -> Any:
     """Writes a tiny model, with a config.json as published ones are. Returns transformers' network."""
     make_model(kind, directory, vocab=VOCABULARY, **options)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    network = load(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    (named,) = json.loads((directory / "config.json").read_text())["architectures"]
+    network = (
+        getattr(transformers, named).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    )
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | PUBLISHED.get(kind, {})))
     return network

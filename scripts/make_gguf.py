@@ -53,9 +53,10 @@ ARCHITECTURES = {
     "phi": MODEL_ARCH.PHI2,
     "gpt_neox": MODEL_ARCH.GPTNEOX,
     "gpt_bigcode": MODEL_ARCH.STARCODER,
+    "bamba": MODEL_ARCH.GRANITE_HYBRID,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), MODEL_ARCH.DEEPSEEK2),
 }
-PERMUTED = ("llama", "ministral3", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoehybrid")
+PERMUTED = ("llama", "ministral3", "mixtral", "granite", "smollm3", "arcee", "granitemoe", "granitemoehybrid", "bamba")
 # Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
 # others, so that random codes have a mean of 0.
 SCALES = {
@@ -119,7 +120,7 @@ NUMBERS_OF_STREAMS = {
     "altup_active_idx": "altup.active_idx",
     "altup_num_inputs": "altup.num_inputs",
 }
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 NUMBERS_OF_LATENT = {
     "kv_lora_rank": "attention.kv_lora_rank",
     "q_lora_rank": "attention.q_lora_rank",
@@ -242,13 +243,14 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     fused: bool = False,
+    joint: bool = False,
     absorbed: bool = True,
     name_of_architecture: str = "",
 ) -> Path:
     """`metadata` overrides keys; a value of None leaves a key out. `quantization` is a block type, or says the
     one of each stored name; where rows are no multiple of its blocks, float16. Norms, biases and routers stay float32.
-    `fused`: gates of experts and their up projections are one tensor. `absorbed`: the expansion of latents to keys is
-    transposed, apart from that to values.
+    `fused`: gates of experts and their up projections are one tensor. `joint`: so are queries, keys and values.
+    `absorbed`: the expansion of latents to keys is transposed, apart from that to values.
     """
     config = json.loads((model / "config.json").read_text())
     kind = config["model_type"]
@@ -302,6 +304,10 @@ def write_gguf(
         keys[f"{arch}.ssm.inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
         keys[f"{arch}.attention.layer_norm_epsilon"] = keys.pop(f"{arch}.attention.layer_norm_rms_epsilon")
         keys[f"{arch}.rope.dimension_count"] = config["hidden_size"] // heads  # whatever head_dim is
+    if kind == "bamba":
+        keys[f"{arch}.attention.head_count_kv"] = [kv_heads * (n in config["attn_layer_indices"]) for n in range(count)]
+        keys[f"{arch}.ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
+        keys[f"{arch}.rope.scaling.finetuned"] = True
     if kind == "granitemoehybrid":
         keys[f"{arch}.ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
         keys[f"{arch}.rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
@@ -411,14 +417,18 @@ def write_gguf(
         values_of_head = keys.pop(f"{arch}.attention.value_length_mla")
         keys[f"{arch}.attention.value_length"] = rank if absorbed else values_of_head
         keys[f"{arch}.attention.value_length_mla"] = values_of_head if absorbed else None
-        keys[f"{arch}.expert_gating_func"] = 1 if kind == "deepseek_v2" else 2
+        keys[f"{arch}.expert_gating_func"] = 1 if kind in ("deepseek_v2", "mistral4") else 2
         if "mscale_all_dim" in rope:
             keys[f"{arch}.rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if kind == "apertus":
+        for factor in ("alpha_p", "alpha_n", "beta", "eps"):
+            of_layers = [tensors.pop(f"model.layers.{layer}.mlp.act_fn.{factor}") for layer in range(count)]
+            keys[f"xielu.{factor}"] = [float(one) for one in of_layers]
     keys |= metadata or {}
     writer = GGUFWriter(path, arch)
     for key, value in keys.items():
         add(writer, key, value)
-    plain_tensors = joined(tensors, kind in DELTA)
+    plain_tensors = joined(tensors, kind in (*DELTA, "mistral4"))
     for name in [name for name in plain_tensors if absorbed and name.endswith("kv_b_proj.weight")]:
         both = plain_tensors.pop(name).reshape(heads, -1, config["kv_lora_rank"])
         keys_of_heads, values_of_heads = np.split(both, [config["qk_nope_head_dim"]], axis=1)
@@ -442,6 +452,12 @@ def write_gguf(
     for name in [name for name in plain_tensors if fused and name.endswith("experts.gate_proj.weight")]:
         gate, up = (plain_tensors.pop(name.replace("gate_proj", f"{part}_proj")) for part in ("gate", "up"))
         plain_tensors[name.replace("gate_proj", "gate_up_proj")] = np.concatenate((gate, up), axis=1)
+    for layer in range(count if kind == "stablelm" and config["qk_layernorm"] else 0):
+        for part, of_part in (("q", heads), ("k", kv_heads)):
+            stem = f"model.layers.{layer}.self_attn.{part}_layernorm"
+            each = [plain_tensors.pop(f"{stem}.norms.{head}.weight") for head in range(of_part)]
+            plain_tensors[f"{stem}.weight"] = np.stack(each)
+    together: dict[str, np.ndarray] = {}
     for name, values in plain_tensors.items():
         if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
@@ -482,6 +498,12 @@ def write_gguf(
             part = {"first": "gate", "second": "up", "output_linear": "down"}[match[3]]
             stored = f"blk.{match[1]}.ffn_{part}{end}.weight"
         assert stored is not None, name
+        if joint and (match := re.fullmatch(r"(blk\.\d+\.attn_)[qkv](\.weight|\.bias)", stored)):
+            together[stored] = values
+            of_joint = [f"{match[1]}{part}{match[2]}" for part in "qkv"]
+            if any(one not in together for one in of_joint):
+                continue
+            stored, values = f"{match[1]}qkv{match[2]}", np.concatenate([together[one] for one in of_joint])
         plain = values.ndim == 1 or stored.endswith(PLAIN)
         asked = quantization if isinstance(quantization, str) else quantization(stored)
         block = GGMLQuantizationType["F32" if plain else asked]
@@ -498,6 +520,54 @@ def write_gguf(
     return path
 
 
+def write_t5_gguf(model: Path, path: Path, quantization: str = "F32", metadata: dict[str, Any] | None = None) -> Path:
+    """The same of an encoder-decoder model."""
+    config = json.loads((model / "config.json").read_text())
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    left = config["vocab_size"] - len(vocabulary)
+    types = [{"<pad>": 3, "</s>": 3, "<unk>": 2}.get(token, 1) for token, _ in vocabulary]
+    keys: dict[str, Any] = {
+        "t5.context_length": 512,
+        "t5.embedding_length": config["d_model"],
+        "t5.feed_forward_length": config["d_ff"],
+        "t5.block_count": config["num_layers"],
+        "t5.decoder_block_count": config["num_decoder_layers"],
+        "t5.attention.head_count": config["num_heads"],
+        "t5.attention.key_length": config["d_kv"],
+        "t5.attention.value_length": config["d_kv"],
+        "t5.attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "t5.attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "t5.attention.relative_buckets_count": config["relative_attention_num_buckets"],
+        "t5.decoder_start_token_id": config["decoder_start_token_id"],
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [token for token, _ in vocabulary] + [f"[PAD{number}]" for number in range(left)],
+        "tokenizer.ggml.scores": [score for _, score in vocabulary] + [-10000.0] * left,
+        "tokenizer.ggml.token_type": types + [5] * left,
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.remove_extra_whitespaces": "WhitespaceSplit" in json.dumps(tokenizer["pre_tokenizer"]),
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+    writer = GGUFWriter(path, "t5")
+    for key, value in (keys | (metadata or {})).items():
+        add(writer, key, value)
+    names = get_tensor_name_map(MODEL_ARCH.T5, max(config["num_layers"], config["num_decoder_layers"]))
+    for name, tensor in load_file(model / "model.safetensors").items():
+        stored, values = names.get_name(name, (".weight",)), tensor.float().numpy()
+        assert stored is not None, name
+        block = GGMLQuantizationType["F32" if values.ndim == 1 or "rel_b" in stored else quantization]
+        if values.shape[-1] % GGML_QUANT_SIZES[block][0]:
+            block = GGMLQuantizationType.F16
+        writer.add_tensor(stored, quantize(values, block), raw_dtype=block)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 class VisionPart(NamedTuple):
     """A multimodal model_type, as llama.cpp's converter writes it."""
 
@@ -506,6 +576,7 @@ class VisionPart(NamedTuple):
     names: tuple[tuple[str, str], ...] = ()  # of tensors that the gguf package does not map
     tokens: dict[str, str] = {}  # of small models: published ones
     numbers: dict[str, str] = {}  # metadata keys: those of config.json that are not in each vision_config
+    constants: dict[str, Any] = {}  # metadata that the converter writes whatever config.json has
     # What processors have by default.
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
@@ -518,7 +589,14 @@ _QWEN3_NAMES = (
     (r"merger\.norm", "v.post_ln"),
     (r"deepstack_merger_list\.(\d+)\.(?:linear_)?(\w+)", r"v.deepstack.\1.\2"),
 )
-_QWEN3 = VisionPart("qwen3vl_merger", ("qwen3", "qwen3vl"), _QWEN3_NAMES, _QWEN_TOKENS)
+_GELU = {"clip.use_gelu": True}
+_EPSILON = "clip.vision.attention.layer_norm_epsilon"
+_MERGED = {"clip.vision.spatial_merge_size": "spatial_merge_size"}
+_QWEN2_SIZES = {_EPSILON: 1e-6, "clip.vision.image_size": 560}
+_QWEN3 = VisionPart(
+    *("qwen3vl_merger", ("qwen3", "qwen3vl"), _QWEN3_NAMES, _QWEN_TOKENS, _MERGED),
+    constants={**_GELU, _EPSILON: 1e-6},
+)
 _LLAVA_NAMES = (
     (r"multi_modal_projector\.linear_1", "mm.0"),
     (r"multi_modal_projector\.linear_2", "mm.2"),
@@ -536,8 +614,10 @@ _GLM_TOKENS = {
 _HALF, _ZERO, _ONE = (0.5, 0.5, 0.5), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 _POOLED = {"clip.vision.projector.scale_factor": "pooling_kernel_size"}
 VISION_PARTS = {
-    "gemma3": VisionPart("gemma3", mean=_HALF, deviation=_HALF),
-    "gemma4": VisionPart("gemma4v", tokens=_GEMMA4_TOKENS, numbers=_POOLED, mean=_ZERO, deviation=_ONE),
+    "gemma3": VisionPart("gemma3", constants=_GELU, mean=_HALF, deviation=_HALF),
+    "gemma4": VisionPart(
+        *("gemma4v", ("", ""), (), _GEMMA4_TOKENS, _POOLED, {"clip.vision.image_size": 224}, _ZERO, _ONE)
+    ),
     "gemma4_unified": VisionPart(
         "gemma4uv",
         ("gemma4_text", ""),
@@ -549,13 +629,17 @@ VISION_PARTS = {
         ),
         _GEMMA4_TOKENS,
         {**_POOLED, "clip.vision.embedding_length": "mm_embed_dim"},
-        _ZERO,
-        _ONE,
+        mean=_ZERO,
+        deviation=_ONE,
     ),
     "glm4v": VisionPart("glm4v", ("glm4", ""), tokens=_GLM_TOKENS),
     "glm4v_moe": VisionPart("glm4v", ("glm4_moe", ""), tokens=_GLM_TOKENS),
     "idefics3": VisionPart(
-        "idefics3", numbers={"clip.vision.projector.scale_factor": "scale_factor"}, mean=_HALF, deviation=_HALF
+        "idefics3",
+        numbers={"clip.vision.projector.scale_factor": "scale_factor"},
+        constants=_GELU,
+        mean=_HALF,
+        deviation=_HALF,
     ),
     "internvl": VisionPart(
         "internvl",
@@ -565,6 +649,7 @@ VISION_PARTS = {
             (r"multi_modal_projector\.linear_2", "mm.model.mlp.3"),
         ),
         tokens={"<image>": "<IMG_CONTEXT>", "<|vision_start|>": "<img>", "<|vision_end|>": "</img>"},
+        constants={"clip.vision.projector.scale_factor": 2},
     ),
     "lfm2_vl": VisionPart(
         "lfm2",
@@ -573,25 +658,23 @@ VISION_PARTS = {
             "<global-img>": "<|img_thumbnail|>",
         },
         numbers={"clip.vision.projector.scale_factor": "downsample_factor"},
+        constants={**_GELU, "clip.vision.image_size": 256},
         mean=_HALF,
         deviation=_HALF,
     ),
     "llama4": VisionPart(
         "llama4",
         names=((r"multi_modal_projector\.linear_1", "mm.model.fc"),),
-        numbers={"clip.vision.attention.layer_norm_epsilon": "norm_eps"},
+        numbers={_EPSILON: "norm_eps"},
         mean=_HALF,
         deviation=_HALF,
     ),
     "llava": VisionPart("mlp", names=_LLAVA_NAMES),
     "llava_next": VisionPart("mlp", names=_LLAVA_NAMES),
-    "mistral3": VisionPart(
-        *("pixtral", ("llama", "mistral3"), (), _PIXTRAL_TOKENS),
-        {"clip.vision.spatial_merge_size": "spatial_merge_size"},
-    ),
-    "pixtral": VisionPart("pixtral", ("llama", ""), tokens=_PIXTRAL_TOKENS),
-    "qwen2_5_vl": VisionPart("qwen2.5vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS),
-    "qwen2_vl": VisionPart("qwen2vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS),
+    "mistral3": VisionPart(*("pixtral", ("llama", "mistral3"), (), _PIXTRAL_TOKENS, _MERGED, {_EPSILON: 1e-5})),
+    "pixtral": VisionPart("pixtral", ("llama", ""), tokens=_PIXTRAL_TOKENS, constants={_EPSILON: 1e-5}),
+    "qwen2_5_vl": VisionPart("qwen2.5vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS, constants=_QWEN2_SIZES),
+    "qwen2_vl": VisionPart("qwen2vl_merger", ("qwen2", "qwen2vl"), tokens=_QWEN_TOKENS, constants=_QWEN2_SIZES),
     "qwen3_5": _QWEN3._replace(text=("", "")),
     "qwen3_5_moe": _QWEN3._replace(text=("", "")),
     "qwen3_vl": _QWEN3,
@@ -620,7 +703,7 @@ def write_gguf_pair(
 ) -> None:
     """Writes a multimodal model as the file of its text part and that of its vision part, whose keys `metadata`
     overrides. `swapped`: the two matrices of an MLP have each other's names, as they once had. `half`: matrices of the
-    vision part are float16, as published ones are; else float32."""
+    text part are bfloat16, and those of the vision part float16, as published ones are; else float32."""
     config, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     vision, images = config["vision_config"], json.loads((model / "preprocessor_config.json").read_text())
     kind = "pixtral" if vision.get("model_type") == "pixtral" and config["model_type"] == "llava" else ""
@@ -644,14 +727,17 @@ def write_gguf_pair(
                 given = re.sub(re.escape(json.dumps(old)[1:-1]), new, given)
             (directory / name).write_text(given)
         arch = part.text[1] or MODEL_ARCH_NAMES[architecture(of_text["model_type"])]
-        more = {f"{arch}.rope.dimension_sections": [*sections, 0]} if sections else {}
+        more: dict[str, Any] = {f"{arch}.rope.dimension_sections": [*sections, 0]} if sections else {}
+        if deeper := vision.get("deepstack_visual_indexes"):
+            more[f"{arch}.n_deepstack_layers"] = len(deeper)
         if arch == "gemma4":
             more["tokenizer.ggml.padding_token_id"] = of_text["pad_token_id"]
-        write_gguf(directory, path, metadata=more, name_of_architecture=part.text[1])
+        write_gguf(directory, path, "BF16" if half else "F32", more, name_of_architecture=part.text[1])
     found = {key: next((vision[one] for one in names if one in vision), 0) for key, names in VISION_NUMBERS.items()}
     keys: dict[str, Any] = {
         f"clip.vision.{key}": one[0] if isinstance(one, list) else one for key, one in found.items() if one is not None
     }
+    keys["clip.vision.projection_dim"] = config["text_config"]["hidden_size"]
     keys |= {key: config.get(name, vision.get(name)) for key, name in part.numbers.items()}
     keys |= {"general.architecture": None, "clip.has_vision_encoder": True, "clip.projector_type": part.projector}
     keys["clip.vision.image_mean"] = images.get("image_mean", [*part.mean])
@@ -681,9 +767,16 @@ def write_gguf_pair(
         keys["clip.vision.preproc_max_tiles"] = images["max_patches"]
     keys.setdefault("clip.vision.image_size", 224)  # as the converter has it where it means nothing
     keys["clip.vision.image_size"] = keys["clip.vision.image_size"] or 224
+    if part.projector == "llama4":
+        keys["clip.vision.projector.scale_factor"] = round(1 / vision["pixel_shuffle_ratio"])
+    keys |= part.constants
     writer = GGUFWriter(mmproj, "clip")
     for key, value in (keys | (metadata or {})).items():
         add(writer, key, value)
+    if part.projector == "pixtral":  # the end of a row of patches, of which llama.cpp makes a part of the image
+        added = json.loads((model / "tokenizer.json").read_text())["added_tokens"]
+        row = next(one["id"] for one in added if one["content"] == "<row>")
+        writer.add_tensor("v.token_embd.img_break", plain["model.embed_tokens.weight"][row].float().numpy())
     for name, values in joined({name: one for name, one in tensors.items() if name not in text}).items():
         if ".head." in name or (part.projector == "mlp" and "post_layernorm" in name):
             continue
@@ -693,7 +786,8 @@ def write_gguf_pair(
             layer = re.match(r"v\.blk\.(\d+)", stored)
             if layer is None or int(layer[1]) < keys["clip.vision.block_count"]:
                 one = np.ascontiguousarray(one)
-                writer.add_tensor(stored, one.astype(np.float16) if half and one.ndim == 2 else one)
+                matrix = one.ndim > 1 and not stored.startswith("v.position_embd")
+                writer.add_tensor(stored, one.astype(np.float16) if half and matrix else one)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -17,7 +17,9 @@ KINDS: dict[str, tuple[str, str, bool]] = {
 VOCABULARY = 320
 
 
-def make_t5_model(kind: str, directory: Path | str, *, seed: int = 0, dtype: str = "float32") -> Path:
+def make_t5_model(
+    kind: str, directory: Path | str, *, seed: int = 0, dtype: str = "float32", max_distance: int = 40
+) -> Path:
     """Writes a model of `kind` (one of KINDS) to `directory` and returns it. More layers decode than encode."""
     import torch
     import transformers
@@ -32,7 +34,7 @@ def make_t5_model(kind: str, directory: Path | str, *, seed: int = 0, dtype: str
         num_decoder_layers=3,
         feed_forward_proj=activation,
         tie_word_embeddings=tied,
-        relative_attention_max_distance=40,
+        relative_attention_max_distance=max_distance,
         decoder_start_token_id=0,
         pad_token_id=0,
         eos_token_id=1,

@@ -62,6 +62,19 @@ def vision_model(kind: str, **options: Any) -> Path:
     return made(f"vision-{kind}", options, make, scripts)
 
 
+def write_adapter(directory: Path, base: Path, **options: Any) -> Path:
+    """Writes a LoRA adapter for one of these models: that of tests/worker/loras.py, whose options it takes. It is made
+    once, so that live tests seldom import torch."""
+    script = Path(__file__).with_name("worker") / "loras.py"
+
+    def make(name: str, made_in: Path, **given: Any) -> Path:
+        from tests.worker.loras import make_adapter
+
+        return make_adapter(made_in, base, **given)
+
+    return shutil.copytree(made(f"adapter-{base.name}", options, make, script.read_bytes()), directory)
+
+
 def store() -> Path:
     """The directory of the models, which all checkouts of a user share."""
     directory = Path(tempfile.gettempdir()) / f"tgi-test-models-{os.getuid()}"

@@ -96,9 +96,9 @@ class Server:
         return found
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """Its child processes at the first token, by command line."""
+        """Its child processes, by command line. Some may start after the first token."""
         found: dict[str, list[psutil.Process]] = {}
-        for process in self._tree[1:]:
+        for process in self._children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 found.setdefault(" ".join(process.cmdline()).strip(), []).append(process)
         return found

@@ -56,9 +56,9 @@ def measure(server: Server, concurrency: int, arguments: argparse.Namespace) -> 
         begin = time.perf_counter()
         streams = burst(server.port, ROUTE, asked)
         seconds = time.perf_counter() - begin
-        spent = {name: after - before[name] for name, after in cpu(server).items()}
+        spent = {name: after - before.get(name, 0.0) for name, after in cpu(server).items()}
         rows.append(figures(streams, seconds, spent))
-    return {key: median([row[key] for row in rows]) for key in rows[0]}
+    return {key: median([row[key] for row in rows if key in row]) for key in rows[-1]}
 
 
 def figures(streams: list[Stream], seconds: float, spent: dict[str, float]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Requests over time: disconnects, tokenizer losses, permits, keep-alive events, pipelining."""
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -8,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+import uvloop
 
 from tests.api.conftest import FakeTokenizer, Front, Stream, events, request, silent, texts, word
 from tests.api.test_hostile_clients import until
@@ -481,15 +483,20 @@ class Written(asyncio.Transport):
     def write(self, data: Any) -> None:
         self.pieces.append(data)
 
+    def is_closing(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.pieces.append(b"closed")
 
 
-def test_the_head_of_a_response_is_written_with_its_body() -> None:
-    async def written(*pieces: bytes, closes: bool = False) -> list[bytes]:
+def test_the_head_of_a_response_is_written_with_its_body_and_its_last_piece_with_the_end() -> None:
+    async def written(*pieces: bytes, closes: bool = False, last: bytes = b"") -> list[bytes]:
         transport = Written()
         responses = ResponseTransport(transport, asyncio.get_running_loop())
         for piece in pieces:
+            if piece == last:
+                responses.hold_next()
             responses.write(piece)
         if closes:
             responses.close()
@@ -500,6 +507,33 @@ def test_the_head_of_a_response_is_written_with_its_body() -> None:
     assert asyncio.run(written(head, b"5\r\n", b"6\r\n")) == [head + b"5\r\n", b"6\r\n"]
     assert asyncio.run(written(head)) == [head]  # its body has not come in this turn of the loop
     assert asyncio.run(written(head, closes=True)) == [head, b"closed"]
+    assert asyncio.run(written(head, b"5\r\n", b"6\r\n", b"0\r\n", last=b"6\r\n")) == [head + b"5\r\n", b"6\r\n0\r\n"]
+    assert asyncio.run(written(head, b"5\r\n", b"0\r\n", last=b"5\r\n")) == [head + b"5\r\n0\r\n"]
+    assert asyncio.run(written(b"5\r\n", last=b"5\r\n")) == [b"5\r\n"]  # the end has not come in this turn
+    assert asyncio.run(written(b"5\r\n", last=b"5\r\n", closes=True)) == [b"5\r\n", b"closed"]
+
+
+def test_the_head_of_a_response_whose_client_is_lost() -> None:
+    """The connection is lost in the turn of the loop in which the head was written: nothing is left to do."""
+    faults: list[dict[str, Any]] = []
+
+    class Lost(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            transport.abort()
+            ResponseTransport(transport, asyncio.get_running_loop()).write(b"HTTP/1.1 200 OK\r\n\r\n")
+
+    async def serve_one() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, fault: faults.append(fault))
+        server = await loop.create_server(Lost, "127.0.0.1", 0)
+        with socket.create_connection(server.sockets[0].getsockname()) as client:
+            client.setblocking(False)
+            with contextlib.suppress(ConnectionResetError):
+                assert await loop.sock_recv(client, 99) == b""
+        server.close()
+
+    uvloop.run(serve_one())
+    assert faults == []
 
 
 def test_no_token_is_lost_or_repeated_over_many_tokenizer_losses(serve: Any) -> None:

@@ -117,6 +117,8 @@ def key(name: str, kind: int, value: bytes) -> bytes:
         (header(1, 0, key("t", 1, struct.pack("<QIQ", 33, 8, 0))), "does not divide"),
         (header(1, 0, key("t", 1, struct.pack("<QIQ", 32, 0, 2**62))), "truncated"),
         (header(1, 0, key("t", 9, b"")), "9 dimensions"),
+        (header(0, 1, key("split.count", 8, struct.pack("<Q", 1) + b"2")), "'2' parts, where a number"),
+        (header(2, 0, b"".join(key(name, 1, struct.pack("<QIQ", 96, 0, 0)) for name in "tu") + bytes(500)), "overlap"),
         (header(1, 0, key("t", 4, struct.pack("<QQQQIQ", *[2**63] * 4, 0, 0))), "truncated"),
     ],
 )
@@ -211,6 +213,12 @@ def test_the_child_process_reports_one_message(sound: bytes, tmp_path: Path) -> 
         import_gguf(tmp_path / "x.gguf", tmp_path / "out", quiet)
     assert "Traceback" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.gguf"]
+
+
+def test_a_name_of_no_parts_is_that_of_a_file(sound: bytes, tmp_path: Path) -> None:
+    source = tmp_path / "x-00001-of-00000.gguf"
+    source.write_bytes(sound)
+    assert reader.read_gguf(source).tensors
 
 
 def test_a_missing_file_is_rejected(tmp_path: Path) -> None:

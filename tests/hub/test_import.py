@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Sequence, Split
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from scripts.make_gguf import add, write_gguf
+from scripts.make_gguf import add, write_gguf, write_t5_gguf
 from scripts.make_model import LATENT_YARN
 from tests.dequantized import plain_weights
-from tests.models import model
+from tests.models import model, t5_model
 from tests.worker.batches import prefill
 from tgi.hub.gguf import reader, weights
-from tgi.hub.gguf.architecture import TargetTensor
+from tgi.hub.gguf.conversion_plan import TargetTensor
 from tgi.hub.gguf.convert import convert
 from tgi.hub.gguf.families import REFUSED as REFUSED_ARCHITECTURES
 from tgi.hub.gguf.tokenizer import REFUSED, SPLITS, complete_tokenizer
@@ -34,6 +35,7 @@ from tgi.hub.resolver import import_gguf
 from tgi.microkernel.errors import UserError
 from tgi.worker.attention import build_attention
 from tgi.worker.models.loader import build_model
+from tgi.worker.models.t5_config import read_t5_config
 
 pytestmark = pytest.mark.slow
 
@@ -161,14 +163,21 @@ GRANTED: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "nemotron": {},
     "glm": {},
+    "glm/joint": {},
+    "qwen2/joint": {},
+    "llama/joint": {},
     "phi": {},
+    "stablelm/12b": {"more": (("use_parallel_residual", True), ("qk_layernorm", True))},
+    "apertus": {"more": (("rope_parameters", {"rope_type": "default", "rope_theta": 12000000.0}),)},
+    "bamba": {"more": (("time_step_limit", (0.0, 1e9)),)},
 }
 
 
 @pytest.mark.parametrize("kind", GRANTED)
 def test_every_model_family_is_converted_back(kind: str, tmp_path: Path) -> None:
     original = model(kind.partition("/")[0], dtype="bfloat16", **GRANTED[kind])
-    source = write_gguf(original, tmp_path / "m.gguf", absorbed=not kind.endswith("/kv_b"))
+    absorbed, joint = not kind.endswith("/kv_b"), kind.endswith("/joint")
+    source = write_gguf(original, tmp_path / "m.gguf", absorbed=absorbed, joint=joint)
     result = imported(source, tmp_path / "out")
     before, after = load_file(original / "model.safetensors"), load_file(result / "model.safetensors")
     assert set(after) == set(before) - ({"lm_head.weight"} if "tie" in GRANTED[kind] else set())
@@ -186,6 +195,7 @@ LLAMA4 = (  # Maverick, of fewer layers
     *(("moe_layers", [1, 3]), ("no_rope_layers", [1, 1, 1, 0]), ("attention_chunk_size", 8192)),
     *(("floor_scale", 8192), ("attn_scale", 0.1), ("layer_types", None)),
 )
+MISTRAL4_YARN = LATENT_YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 FALCON_7B = (("new_decoder_architecture", False), ("multi_query", True))
 WIDE = (("num_hidden_layers", 5), ("hidden_size_per_layer_input", 32))
 DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_only_layers", None))
@@ -212,6 +222,8 @@ DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]), ("mlp_o
         ("gemma4_text", "BF16", {"tie": True, "more": DENSE}, False),
         ("gemma3n_text", "Q8_0", {"tie": True, "more": WIDE}, False),
         ("deepseek_v3", "Q8_0", {}, False),
+        ("mistral4", "BF16", {"more": (("rope_parameters", MISTRAL4_YARN),)}, False),
+        ("mistral4", "Q8_0", {}, False),
         ("granitemoe", "BF16", {}, False),
     ],
 )
@@ -232,6 +244,83 @@ def test_families_with_other_names_of_tensors(
         save_file(exact, tmp_path / "plain" / "model.safetensors")
     wanted, found = (decoded(one) for one in (original if block == "BF16" else tmp_path / "plain", tmp_path / "out"))
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["t5", "flan-t5", "mt5"])
+def test_encoder_decoder_models(kind: str, tmp_path: Path) -> None:
+    original = t5_model(kind, dtype="bfloat16", max_distance=128)
+    result = imported(write_t5_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
+    before, after = (load_file(one / "model.safetensors") for one in (original, result))
+    assert set(after) == set(before)
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    configs = [json.loads((one / "config.json").read_text()) for one in (original, result)]
+    wanted, found = map(read_t5_config, configs)
+    assert found == wanted
+    assert read_model_config(result).decoder_start == 0
+    texts = ["What is the answer?", "  Paris,  Tokyo\n today ", "naïf", ""]
+    tokenizers = [Tokenizer.from_file(str(one / "tokenizer.json")) for one in (original, result)]
+    for text in texts:
+        wanted_ids, ids = (one.encode(text).ids for one in tokenizers)
+        assert ids == wanted_ids
+        assert tokenizers[1].decode(ids) == tokenizers[0].decode(ids)
+    network = transformers.AutoModelForSeq2SeqLM.from_pretrained
+    given = {"input_ids": torch.arange(3, 40)[None], "decoder_input_ids": torch.tensor([[0, 7, 9]])}
+    with torch.no_grad():
+        one, other = (network(path, dtype=torch.float32)(**given).logits for path in (original, result))
+    assert torch.equal(one, other)
+
+
+def test_mistral_large_3_is_a_deepseek2_whose_weights_of_experts_are_normed(tmp_path: Path) -> None:
+    yarn = LATENT_YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+    original = model("mistral4", dtype="bfloat16", more=(("rope_parameters", yarn),))
+    keys = {"temperature_scale": 0.3, "temperature_length": yarn["original_max_position_embeddings"]}
+    metadata = {f"deepseek2.attention.{key}": value for key, value in keys.items()}
+    source = write_gguf(original, tmp_path / "m.gguf", "BF16", metadata, name_of_architecture="deepseek2")
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", quiet, packed=True)
+    assert torch.equal(decoded(tmp_path / "out"), decoded(original))
+
+
+def charsmap() -> list[int]:
+    """SentencePiece's table of a normalization that replaces A by B: a double array, with one path, and the text."""
+    units = [0] * 513
+    units[0] = 256 << 10  # to the children
+    units[256 ^ ord("A")] = (256 ^ ord("A") ^ 512) << 10 | 1 << 8 | ord("A")  # the key ends here, with unit 512
+    return list(struct.pack("<I513I", 4 * len(units), *units) + b"B\0")
+
+
+def test_encoder_decoder_models_keep_no_codes(tmp_path: Path) -> None:
+    """They are computed with plain weights: an import to serve dequantizes them without rounding."""
+    original = t5_model("flan-t5", max_distance=128)
+    of_text = {"remove_extra_whitespaces": True, "precompiled_charsmap": charsmap()}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in of_text.items()}
+    file = write_t5_gguf(original, tmp_path / "m.gguf", "Q4_0", metadata)
+    (tmp_path / "out").mkdir()
+    convert(file, tmp_path / "out", quiet, packed=True)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    tensor = reader.read_gguf(file).tensors["enc.blk.0.attn_o.weight"]
+    exact = dequantize(np.frombuffer(tensor.data, np.uint8).reshape(len(tensor.data) // 18, 18), tensor.type)
+    found = load_file(tmp_path / "out" / "model.safetensors")["encoder.block.0.layer.0.SelfAttention.o.weight"]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert tokenizer.encode("  Paris,  A ").ids == tokenizer.encode("Paris, B").ids
+    assert found.dtype == torch.float32
+    assert np.array_equal(found.numpy().reshape(-1), exact.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"t5.block_count": 3}, "lacks the tensor 'enc.blk.2"),
+        ({"t5.decoder_block_count": 2}, "has tensors that a t5 model does not use, such as 'dec.blk.2"),
+        ({"t5.attention.value_length": 8}, "value_length' is '8'; the length of keys, 16, was expected"),
+        ({"t5.attention.scale": 0.5}, "'t5.attention.scale' set, which import does not know"),
+        ({"t5.attention.relative_buckets_count": 3}, "at least 4 was expected"),
+        ({"tokenizer.ggml.scores": None}, "neither merges nor scores"),
+    ],
+)
+def test_encoder_decoder_models_that_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        imported(write_t5_gguf(t5_model("t5"), tmp_path / "m.gguf", metadata=change), tmp_path / "out")
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("F16", 0.002), ("BF16", 0.01), ("Q8_0", 0.02), ("Q4_0", 0.15)])

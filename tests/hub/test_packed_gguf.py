@@ -19,8 +19,8 @@ from tests.models import model
 from tests.worker.batches import prefill
 from tests.worker.test_families import load, memory, pages
 from tgi.hub.gguf import reader, weights
-from tgi.hub.gguf.architecture import UNQUANTIZED, TargetTensor
 from tgi.hub.gguf.block_types import FORMS
+from tgi.hub.gguf.conversion_plan import UNQUANTIZED, TargetTensor
 from tgi.hub.gguf.convert import convert
 from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import model_directory

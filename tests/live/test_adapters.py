@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.live.server import MAX_ATTEMPTS, Server
-from tests.models import model
-from tests.worker.loras import make_adapter
+from tests.models import model, write_adapter
 
 pytestmark = pytest.mark.live
 
@@ -27,8 +26,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directories of adapters: two that are preloaded, one that is loaded later, and two that cannot be loaded."""
     base, store = model("llama"), tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("poems", "code", "new")):
-        make_adapter(store / name, base, seed=seed)
-    make_adapter(store / "foreign", model("llama", hidden=32), seed=3)
+        write_adapter(store / name, base, seed=seed)
+    write_adapter(store / "foreign", model("llama", hidden=32), seed=3)
     shutil.copytree(store / "new", store / "cut")
     whole = (store / "cut" / "adapter_model.safetensors").read_bytes()
     (store / "cut" / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])

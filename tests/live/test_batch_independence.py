@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.live.server import Server
-from tests.models import model
+from tests.models import model, write_adapter
 from tests.parameters import accepted
-from tests.worker.loras import make_adapter
 from tgi.api.shapes.parameters import NATIVE, OPENAI
 
 pytestmark = pytest.mark.live
@@ -40,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--speculate",
         "1",
         "--lora-adapters",
-        f"{ADAPTER}={make_adapter(directory / ADAPTER, base)}",
+        f"{ADAPTER}={write_adapter(directory / ADAPTER, base)}",
     )
     with Server(directory / "run", *flags, *more, "--validation-workers", "1") as server:
         yield server.start().wait_until_ready()

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from tests.live.server import Server, SharedServers
 from tests.models import minilm, pooling_model
@@ -30,6 +28,9 @@ def embeddings(server: Server, texts: list[str], **fields: Any) -> np.ndarray[An
 
 def test_embeddings_of_real_weights_are_those_of_sentence_transformers(shared_server: SharedServers) -> None:
     """Mean of the last hidden states, divided by its length: what sentence-transformers computes with this model."""
+    import torch
+    import transformers
+
     directory = minilm()
     model = transformers.AutoModel.from_pretrained(directory).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)

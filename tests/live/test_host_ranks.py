@@ -14,7 +14,7 @@ import pytest
 from tests.live.server import Server, SharedServers, free_port
 from tests.live.test_tree import all_streams, token_ids
 from tests.microkernel.tcp import Cable, cable
-from tests.worker.loras import make_adapter
+from tests.models import write_adapter
 
 pytestmark = pytest.mark.live
 
@@ -138,12 +138,12 @@ def test_an_adapter_of_run_time_is_the_same_on_all_ranks(
     ranks: Ranks, tiny_llama: Path, tmp_path: Path, shared_server: SharedServers
 ) -> None:
     """Paths below /proc/self/cwd name other files on each rank, as if on hosts of their own."""
-    good = make_adapter(tmp_path / "good", tiny_llama)
+    good = write_adapter(tmp_path / "good", tiny_llama)
     assert ranks.first.cwd is not None
     assert ranks.second.cwd is not None
-    make_adapter(ranks.first.cwd / "missing", tiny_llama)
-    make_adapter(ranks.first.cwd / "different", tiny_llama, seed=1)
-    make_adapter(ranks.second.cwd / "different", tiny_llama, seed=2)
+    write_adapter(ranks.first.cwd / "missing", tiny_llama)
+    write_adapter(ranks.first.cwd / "different", tiny_llama, seed=1)
+    write_adapter(ranks.second.cwd / "different", tiny_llama, seed=2)
 
     def load(path: str) -> Any:
         return ranks.first.client.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": path})

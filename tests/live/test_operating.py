@@ -17,8 +17,7 @@ import httpx
 import pytest
 
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, free_port
-from tests.models import model
-from tests.worker.loras import make_adapter
+from tests.models import model, write_adapter
 from tgi.microkernel.host import rundir
 
 pytestmark = pytest.mark.live
@@ -372,8 +371,8 @@ def test_sighup_reloads_the_keys_of_the_file(server: Server, tmp_path: Path) -> 
 
 def test_sighup_reloads_adapters_whose_files_have_changed(tmp_path: Path) -> None:
     base, adapter = model("llama"), tmp_path / "poems"
-    make_adapter(adapter, base, seed=1)
-    make_adapter(tmp_path / "other", base, seed=2)
+    write_adapter(adapter, base, seed=1)
+    write_adapter(tmp_path / "other", base, seed=2)
     with Server(tmp_path / "run", "--model-id", str(base), "--lora-adapters", f"poems={adapter}") as server:
         server.start().wait_until_ready()
         before = answer(server)

@@ -10,8 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-import transformers
 from tokenizers import Tokenizer
 
 from tests.live.server import CLIENT_OPTIONS, Server
@@ -45,16 +43,20 @@ class Reference:
     """The logprobs of a prompt according to transformers."""
 
     def __init__(self) -> None:
+        import torch
+        import transformers
+
+        self._torch: Any = torch
         self._network = transformers.AutoModelForCausalLM.from_pretrained(model("llama"), dtype=torch.float32)
 
-    def rows(self, ids: list[int]) -> torch.Tensor:
+    def rows(self, ids: list[int]) -> Any:
         """The logprobs of the whole vocabulary after each token but the last: [tokens - 1, vocabulary]."""
-        with torch.inference_mode():
-            return self._network(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)  # type: ignore[no-any-return]
+        with self._torch.inference_mode():
+            return self._network(self._torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 
     def logprobs(self, ids: list[int]) -> list[float]:
         """The logprob of each token but the first."""
-        return self.rows(ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
+        return self.rows(ids).gather(1, self._torch.tensor(ids[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from tests.live.server import Server, SharedServers
 from tests.live.test_tree import SCRIPTED, all_streams, token_ids
 from tgi.microkernel.host import rundir
 from tgi.microkernel.processes.control import carry_out
-from tgi.worker.cpu_kernels.kernels import PAGE_SIZE
+from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE
 
 pytestmark = pytest.mark.live
 
@@ -58,4 +58,4 @@ def test_streams_go_on_from_the_pages_of_a_worker_that_is_replaced(
     found = server.metric("tgi_prefix_cache_hit_tokens") - found_before
     print(f"{resumed:.0f} generated tokens submitted again, {found:.0f} tokens found in the prefix cache")
     assert resumed >= 8 * 100
-    assert found >= resumed - 8 * 2 * PAGE_SIZE
+    assert found >= resumed - 8 * 2 * CPU_PAGE_SIZE

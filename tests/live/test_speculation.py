@@ -9,7 +9,6 @@ import pytest
 from tests.live.server import Server, SharedServers
 from tests.live.test_models import LLAMA, Answer, ask, draft_metrics, streams
 from tests.models import model
-from tests.worker.test_draft_heads import small_head
 
 pytestmark = pytest.mark.live
 
@@ -31,6 +30,8 @@ def test_drafts_do_not_change_greedy_seeded_and_resumed_answers(shared_server: S
     server = shared_server(*flags)
     expected, expected_streams = ask_all(server), streams(server)
     assert draft_metrics(server) == (0, 0)
+    from tests.worker.test_draft_heads import small_head
+
     head = str(small_head(tmp_path / "head", Path(directory)))
     ways = {"ngram": ["--speculate", "4"], "model": ["--draft-model-id", directory], "head": ["--draft-model-id", head]}
     for name, more in ways.items():

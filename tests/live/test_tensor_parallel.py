@@ -8,7 +8,7 @@ import pytest
 
 from tests.live.server import Server
 from tests.live.test_tree import all_streams, token_ids
-from tests.worker.loras import make_adapter
+from tests.models import write_adapter
 from tgi.microkernel.host import rundir
 
 pytestmark = pytest.mark.live
@@ -19,7 +19,7 @@ TOKENS = 100
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("ranks")
-    adapter = make_adapter(directory / "adapter", tiny_llama)
+    adapter = write_adapter(directory / "adapter", tiny_llama)
     flags = "--num-shard", "2", "--lora-adapters", f"a={adapter}", "--allow-adapter-updates", "--hang-timeout", "5"
     with Server(directory / "run", "--model-id", str(tiny_llama), *flags) as started:
         yield started.start().wait_until_ready()
@@ -80,7 +80,7 @@ def test_adapters_are_loaded_and_unloaded_on_all_ranks(server: Server, tiny_llam
         return [token["id"] for token in answer["details"]["tokens"]]
 
     own = ids("a")
-    again = make_adapter(tmp_path / "adapter", tiny_llama)
+    again = write_adapter(tmp_path / "adapter", tiny_llama)
     loaded = {"lora_name": "b", "lora_path": str(again)}
     assert server.client.post("/v1/load_lora_adapter", json=loaded).status_code == 200
     assert ids("b") == own

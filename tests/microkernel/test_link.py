@@ -285,3 +285,18 @@ def test_link_that_sends_does_not_lose_the_signal_of_what_has_arrived(address: s
     assert low.has_pending_work
     assert [message for _, message in low.receive()] == [Cancel(7)]
     assert not low.has_pending_work
+
+
+def test_a_link_found_quiet_is_asked_again_the_next_time(address: str, links: Any) -> None:
+    low, up = links(Link.bind(address, hello("scheduler"))), links(Link.connect(address, hello("tokenizer", 1)))
+    until([low, up], lambda received: all(received))
+    up.send(next(iter(up.peers)), Cancel(1))
+    up.flush()
+    assert low.socket.poll(30_000)
+    low.found_quiet = True  # as a loop says that had waited before the message came
+    assert list(low.receive()) == []
+    assert [message for _, message in low.receive()] == [Cancel(1)]
+    low.found_quiet = True
+    up.close()
+    (lost,) = events_after_disconnect(low)
+    assert isinstance(lost[1], PeerDisconnected)

@@ -16,7 +16,7 @@ from tgi.microkernel.messages.codec import (
 from tgi.microkernel.messages.protocol import StepResult
 from tgi.scheduler.columns import (
     NO_TOKENS,
-    DrawnTokens,
+    SampledColumns,
     TopTokens,
     compress_columns,
     split_top_tokens,
@@ -37,12 +37,12 @@ def test_compress_columns(rids: list[int], data: st.DataObject) -> None:
     kept = data.draw(st.lists(st.booleans(), min_size=len(rids), max_size=len(rids)))
     column = pack_column(UINT32, rids)
     expected = [rid for rid, keep in zip(rids, kept, strict=True) if keep]
-    for one in compress_columns(DrawnTokens(column, column, column), kept):
+    for one in compress_columns(SampledColumns(column, column, column), kept):
         assert unpack_uint32(one) == expected
 
 
 def test_messages() -> None:
-    columns = DrawnTokens(pack_column(UINT32, [7]), pack_column(INT32, [70]), pack_column(FLOAT32, [-1.0]))
+    columns = SampledColumns(pack_column(UINT32, [7]), pack_column(INT32, [70]), pack_column(FLOAT32, [-1.0]))
     message = tokens_message(columns, [(8, 80, -2.0)], [], 3)
     assert message.load == 3
     assert unpack_uint32(message.rids) == [7, 8]

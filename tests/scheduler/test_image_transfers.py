@@ -156,6 +156,9 @@ def test_images_that_do_not_come() -> None:
     driven.handle(add(1, [REMOTE]))
     driven.handle(FetchImage(0, REMOTE.digest, 0, "no space"), WORKER)
     assert [(end.rid, end.reason, end.message) for end in driven.told(TOKENIZER)] == [(1, "generation", "no space")]
+    driven.handle(add(4, [REMOTE]))
+    driven.handle(FetchImage(0, REMOTE.digest, 0, "no room now", overloaded=True), WORKER)
+    assert [(end.rid, end.reason) for end in driven.told(TOKENIZER)] == [(4, "overloaded")]
     driven.handle(add(2, [REMOTE]))
     driven.handle(add(3, [REMOTE]), OTHER)
     driven.handle(ImageChunk(2, REMOTE.digest, 0, b"", "it is gone"))
@@ -168,6 +171,34 @@ def test_images_that_do_not_come() -> None:
     driven.now = TRANSFER_SECONDS
     assert ["within 60 s" in end.message for end in driven.told(OTHER)] == [True]
     assert driven.slots() == 1
+
+
+def test_images_that_have_not_had_their_turn() -> None:
+    """The worker asks for few images at a time. The others have as long from the latest chunk of any, and as long
+    again if one that is asked for does not come."""
+    driven = Driven()
+    driven.handle(add(1, [REMOTE]))
+    driven.handle(add(2, [ALSO]), OTHER)
+    driven.handle(FetchImage(0, REMOTE.digest, 0), WORKER)
+    driven.now = TRANSFER_SECONDS - 1
+    driven.handle(FetchImage(0, REMOTE.digest, IMAGE_CHUNK_BYTES), WORKER)
+    driven.now = TRANSFER_SECONDS
+    assert [one for one in driven.told(OTHER) if isinstance(one, End)] == []
+    driven.now = 2 * TRANSFER_SECONDS
+    assert [one.rid for one in driven.told(TOKENIZER) if isinstance(one, End)] == [1]
+    assert [one for one in driven.told(OTHER) if isinstance(one, End)] == []
+    assert driven.scheduler.deadline(driven.now) == 3 * TRANSFER_SECONDS
+    driven.now = 3 * TRANSFER_SECONDS
+    assert [one.rid for one in driven.told(OTHER)] == [2]
+
+
+def test_a_scheduler_that_waits_for_images_alone_is_not_late() -> None:
+    driven = Driven()
+    driven.handle(add(1, [REMOTE]))
+    for driven.now in range(int(TRANSFER_SECONDS)):
+        beat = driven.scheduler.beat(driven.now)
+        assert beat.progress_age_ms is not None
+        assert beat.progress_age_ms < beat.limit_ms
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 31])

@@ -13,9 +13,11 @@ from scripts.benchmarks import engine_driver, gpu
 from scripts.benchmarks.engine_driver import Alone, flow
 from scripts.benchmarks.gpu import decodes, longest, prefill_flop
 from scripts.benchmarks.shapes import CONFIG, SHAPES
+from tests.worker.gpu_kernels.interpreter_fixes import fix_interpreter
 from tests.worker.gpu_kernels.test_cuda_graphs import Tapes, build, engines
 from tgi.microkernel.messages.protocol import StepResult
 from tgi.worker.engine.engine import PendingStep
+from tgi.worker.gpu_kernels import paged_attention
 from tgi.worker.vision.prompt_images import TowerWork
 
 pytestmark = pytest.mark.slow
@@ -88,6 +90,8 @@ def test_an_unsupported_quantization_is_rejected(monkeypatch: pytest.MonkeyPatch
 
 def test_decode_is_measured_with_and_without_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph exists for one row."""
+    fix_interpreter()
+    monkeypatch.setattr(paged_attention, "MAX_SPLITS", 1)
     monkeypatch.setattr(gpu, "WARM", 1)  # kernels are interpreted
     tapes = Tapes()
     _, engine = engines(build("llama", layers=1), tapes, [1])

@@ -261,7 +261,7 @@ PLANTED_BUGS = {
         AdapterDirectory,
         "record_changes",
         answers([]),
-        seed=5,
+        seed=19,
         adapter_share=0.1,
         adapter_failures=0.3,
         replicas=2,
@@ -289,7 +289,7 @@ PLANTED_BUGS = {
         faults=NO_FAULTS._replace(mean_seconds=2.0, weights=(0, 0, 0, 0, 1), role_weights=(0, 0, 1, 0)),
     ),
     "scheduler does not tell its suspects": PlantedBug(
-        Scheduler, "suspects", answers(b""), seed=1, replicas=3, faults=NO_FAULTS, **POISONED_WORKERS
+        Scheduler, "suspects", answers(b""), seed=3, replicas=3, faults=NO_FAULTS, **POISONED_WORKERS
     ),
     "tokenizer keeps the requests of a lost front end": PlantedBug(
         TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1
@@ -308,7 +308,7 @@ PLANTED_BUGS = {
     "scheduler ignores lost workers": PlantedBug(
         Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=13
     ),
-    "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing, seed=1),
+    "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing, seed=29),
     "scheduler does not notice a stalled worker": PlantedBug(
         StepPipeline,
         "is_stalled",
@@ -325,7 +325,7 @@ PLANTED_BUGS = {
         KVCacheManager, "worker_state_lost", does_nothing, seed=8
     ),
     "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_finish_steps", does_nothing, seed=1),
-    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing, seed=3),
+    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing, seed=11),
     "link does not notice that a front end is stopped": PlantedBug(
         SilenceDetector,
         "tick",

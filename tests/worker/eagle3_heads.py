@@ -23,6 +23,7 @@ class Form(NamedTuple):
     scored: int = 200
     bias: bool = False  # of fc
     taps: tuple[int, ...] | None = None  # named in config.json; None: the default
+    layers: int = 1
     named_after: bool = False  # eagle_config names the layers whose output is tapped
 
     def all_taps(self, layers: int) -> list[int]:
@@ -41,12 +42,14 @@ class Eagle3Head(nn.Module):
         kind = transformers.Qwen3Config if form.speculators else transformers.LlamaConfig
         self.config = kind(
             hidden_size=form.hidden, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
-            num_hidden_layers=1, vocab_size=served.vocab_size, max_position_embeddings=64, rope_theta=5000.0,
+            num_hidden_layers=form.layers, vocab_size=served.vocab_size, max_position_embeddings=64, rope_theta=5000.0,
             rms_norm_eps=1e-5,
         )  # fmt: skip
         self.config._attn_implementation = "sdpa"
         size, fused = form.hidden, len(self.taps) * served.hidden_size
-        layer = (Qwen3DecoderLayer if form.speculators else LlamaDecoderLayer)(self.config, 0)
+        build = Qwen3DecoderLayer if form.speculators else LlamaDecoderLayer
+        layer, *further = (build(self.config, number) for number in range(form.layers))
+        self.further = nn.ModuleList(further)
         for name in ("q_proj", "k_proj", "v_proj"):
             outputs = getattr(layer.self_attn, name).out_features
             setattr(layer.self_attn, name, nn.Linear(2 * size, outputs, bias=False))
@@ -96,6 +99,8 @@ class Eagle3Head(nn.Module):
         mixed, _ = layer.self_attn(hidden_states=inputs, position_embeddings=positions, attention_mask=None)
         x = residual + mixed
         x = x + layer.mlp(layer.post_attention_layernorm(x))
+        for more in self.further:
+            x = more(x, position_embeddings=positions, attention_mask=None)
         normed = self.norm(x)
         return normed if "norm_output" in flags else x, self.lm_head(normed)
 
@@ -132,6 +137,9 @@ class Eagle3Head(nn.Module):
             config = own | {"transformer_layer_config": layer}
         else:
             config = layer | own | {"architectures": ["LlamaForCausalLMEagle3"]}
+        further = {f"layers.{number + 1}.": f"further.{number}." for number in range(len(self.further))}
+        for own_name, name in further.items():
+            tensors = {one.replace(name, own_name): tensor for one, tensor in tensors.items()}
         tensors["d2t"] = self.targets - torch.arange(form.scored)
         tensors["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool).index_fill_(0, self.targets, True)
         save_file({name: one.contiguous() for name, one in tensors.items()}, directory / SINGLE_FILE)

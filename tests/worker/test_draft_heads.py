@@ -33,7 +33,7 @@ from tgi.worker.checkpoint import SINGLE_FILE
 from tgi.worker.engine.engine import PendingStep, TorchEngine
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.draft_head import DraftHead
-from tgi.worker.models.loader import build_eagle3, build_model, build_mtp, read_model_spec
+from tgi.worker.models.loader import HeadOptions, build_eagle3, build_model, build_mtp, read_model_spec
 
 pytestmark = pytest.mark.slow
 
@@ -112,9 +112,10 @@ def build(
         directory, dtype, "cpu", lambda stage, percent: None, False, kernels, quantize, communicator=communicator
     )
     assert isinstance(served, DecoderModel)
+    options = HeadOptions(dtype, kernels, quantize)
     if eagle3 is not None:
-        return served, build_eagle3(eagle3, served, dtype, kernels, quantize)
-    return served, build_mtp(directory, served, dtype, kernels, quantize)
+        return served, build_eagle3(eagle3, served, options)
+    return served, build_mtp(directory, served, options)
 
 
 class Reference:
@@ -195,6 +196,8 @@ FORMS = {
     "paper": Form(),
     "paper, all ids, named layers": Form(scored=VOCAB, taps=(1, 3, 6), named_after=True),
     "speculators": Form(True, ("norm_before_residual", "norm_before_fc"), taps=(0, 4), bias=True),
+    "paper, three layers": Form(layers=3),
+    "speculators, two layers": Form(True, ("norm_before_residual",), layers=2),
     "speculators, other width": Form(True, ("fc_norm", "norm_output"), hidden=48, taps=(2, 2, 5)),
 }
 
@@ -371,7 +374,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "width": ({"target_hidden_size": 32}, "it is for a hidden_size of 32, and the model's is 64"),
     "taps": ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, "before layers 1, 3, 7, and the model has layers 0 to"),
-    "layers": ({"num_hidden_layers": 2}, "has 2 layers; heads of one layer are computed"),
+    "layers": ({"num_hidden_layers": 17}, "it has 17 layers, 1 to 16 expected"),
+    "more layers": ({"num_hidden_layers": 2}, "asks for"),
+    "no last norm": ({"eagle_config": {"use_last_layernorm": False}}, "has no last norm .use_last_layernorm False"),
+    "several tokens": ({"eagle_config": {"parallel_draft_step": 4}}, "predicts several tokens at once"),
     "last states": ({"eagle_config": {"use_aux_hidden_state": False}}, "reads the last hidden states alone"),
     "family": ({"model_type": "gemma2"}, "is one of gemma2, which is not computed"),
     "many taps": ({"eagle_aux_hidden_state_layer_ids": [1] * 9}, "reads the hidden states before layers 1, 1, 1"),
@@ -416,6 +422,10 @@ def test_other_refusals(tmp_path: Path) -> None:
     narrow = small_head(tmp_path / "narrow", model, hidden=48)
     with pytest.raises(UserError, match="it needs an embedding and an output head of its own"):
         start(narrow, tmp_path, model)
+    for first in ({"architectures": ["LlamaForCausalLMEagle"]}, {"model_type": "eagle"}):
+        (head / "config.json").write_text(json.dumps(first))
+        with pytest.raises(UserError, match="has an EAGLE head of the first kinds"):
+            read_model_config(head)
     (head / "config.json").write_text(json.dumps({"speculators_model_type": "dflash"}))
     with pytest.raises(UserError, match="of the kind dflash"):
         read_model_config(head)

@@ -121,6 +121,13 @@ def test_against_transformers(kind: str, native: bool) -> None:
     check_against_transformers(make(kind, hidden=hidden, intermediate=100), native)
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_norms_of_heads_that_are_tensors_of_their_own(native: bool) -> None:
+    """As those of StableLM 2 12B."""
+    changes = (("use_parallel_residual", True), ("qk_layernorm", True))
+    check_against_transformers(make("stablelm", hidden=72, intermediate=100, more=changes), native)
+
+
 def test_layers_of_speculation_are_not_read(tmp_path: Path) -> None:
     """They follow the last layer, under the next number, in the published weights of DeepSeek-V3 and others."""
     source = make("deepseek_v3")

@@ -3,6 +3,7 @@ they were made of: tensors bit for bit, pixels, and answers."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from tests.families import in_depth
 from tests.media.pictures import noise
 from tests.models import vision_model
 from tests.worker.test_images import COUNT, Harness, agrees, expected, prompt
+from tgi.hub.gguf.architecture import plan_conversion
 from tgi.hub.gguf.convert import convert
+from tgi.hub.gguf.projector import plan_vision
+from tgi.hub.gguf.reader import read_gguf
+from tgi.hub.gguf.weights import write_weights
 from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import import_gguf, model_directory
 from tgi.hub.vision import read_vision_config
@@ -179,6 +184,19 @@ def test_refused_vision_parts(tmp_path: Path) -> None:
         refuse(file, tmp_path / "other.gguf", tmp_path / "other")
 
 
+def test_dimensions_of_one_behind_turned_axes(tmp_path: Path) -> None:
+    directory = make("gemma4_unified", tmp_path)
+    write_gguf_pair(directory, tmp_path / "model.gguf", tmp_path / "seen.gguf")
+    source, seen = (read_gguf(tmp_path / name) for name in ("model.gguf", "seen.gguf"))
+    position = seen.tensors[name := "v.position_embd.weight"]
+    longer = replace(seen, tensors=seen.tensors | {name: replace(position, shape=(*position.shape, 1))})
+    text = plan_conversion(source).config
+    for number, file in enumerate((seen, longer)):
+        tensors = plan_vision(file, source, text).tensors
+        write_weights(file, tensors, tmp_path / f"{number}.safetensors", lambda *_: None, packed=True, plain=True)
+    assert (tmp_path / "0.safetensors").read_bytes() == (tmp_path / "1.safetensors").read_bytes()
+
+
 def refuse(file: Path, mmproj: Path, made: Path) -> None:
     made.mkdir()
     convert(file, made, lambda *_: None, packed=True, mmproj=mmproj)
@@ -191,9 +209,12 @@ def test_refused_tiles_and_axes(tmp_path: Path) -> None:
         ("llava_next", {"clip.vision.image_grid_pinpoints": [56, 112, 56]}, "pairs of pixels was expected"),
         ("llava", {"clip.vision.feature_layer": [0, 1]}, "the last layer, 1, was expected"),
         ("qwen2_vl", {"clip.vision.image_max_pixels": 1 << 31}, "at most 268435456 was expected"),
+        ("qwen2_vl", {"clip.vision.image_min_pixels": 1 << 26}, "image_max_pixels' .* at least 67108864"),
+        ("gemma4", {"clip.vision.projector.scale_factor": 1 << 14}, "scale_factor' .* at most 64 was expected"),
+        ("glm4v", {"clip.vision.spatial_merge_size": 65}, "spatial_merge_size' .* at most 64 was expected"),
         ("qwen3_vl", {"clip.vision.is_deepstack_layers": [True]}, "a list of 3 truth values"),
     )
-    for kind, metadata, words in cases:
+    for number, (kind, metadata, words) in enumerate(cases):
         write_gguf_pair(vision_model(kind), tmp_path / f"{kind}.gguf", tmp_path / "seen.gguf", metadata)
         with pytest.raises(UserError, match=words):
-            refuse(tmp_path / f"{kind}.gguf", tmp_path / "seen.gguf", tmp_path / kind)
+            refuse(tmp_path / f"{kind}.gguf", tmp_path / "seen.gguf", tmp_path / str(number))

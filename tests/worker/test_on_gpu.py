@@ -111,6 +111,60 @@ def gpu() -> GpuKernels:
     return found
 
 
+@pytest.mark.parametrize("rank", [16, 64, 200])
+@pytest.mark.parametrize("tokens", [1, 64, 256, 3000])
+def test_adapters_of_a_captured_launch_are_what_torch_computes(gpu: GpuKernels, tokens: int, rank: int) -> None:
+    """The plan changes from replay to replay: many programs wait for what others compute, or have nothing to do.
+
+    These tests are the first of this file, since no interpreter shows what they do. It runs one program after the
+    other; here programs wait while others of their grid have not begun (of 3000 tokens there are more than a GPU runs
+    at a time, and products on another stream take their places), read sums of other multiprocessors as soon as the
+    counters say that they are complete, and find counters of zero at each replay.
+    """
+    there, dtype, widths = torch.device(GPU), torch.bfloat16, (4096, 1024, 1000)
+    columns = tuple((at, start, width) for at, (start, width) in enumerate(zip((0, 4096, 5120), widths, strict=True)))
+    pairs = [
+        [
+            tuple(
+                random_tensor(there, *shape, dtype=dtype, seed=7 * adapter + at) / 16
+                for shape in ((4096, own), (own, width))
+            )
+            for at, width in enumerate(widths)
+        ]
+        for adapter, own in enumerate((8, rank, rank, 24))
+    ]
+    addresses = [[(a.data_ptr(), b.data_ptr(), len(b)) for a, b in of_one] for of_one in pairs]
+    table, shape = torch.tensor(addresses, device=there)[:, None], PlanShape.of(tokens, tokens, dtype, False)
+    x, y = random_tensor(there, tokens, 4096, dtype=dtype), random_tensor(there, tokens, 6120, dtype=dtype, seed=1)
+    plan, found = torch.zeros(shape.length, dtype=torch.int64, device=there), y.clone()
+
+    def run() -> None:
+        found.copy_(y)
+        gpu.add_lora(x, found, AdapterTiles.of(table, plan, shape, padded_rank(rank), dtype), 0, columns)
+
+    run()
+    replay = cuda_graphs.CudaGraphCapturer().capture(run)
+    generator, other = np.random.default_rng(rank), torch.cuda.Stream()
+    large = random_tensor(there, 4096, 4096, dtype=dtype)
+    torch.cuda.synchronize()
+    for turn in range(40):
+        owners = generator.integers(-1, len(pairs), tokens) if turn % 4 else np.full(tokens, turn // 4 % 5 - 1)
+        host = np.zeros(shape.length, np.int64)
+        write_plan(host, owners, shape)
+        plan.copy_(torch.from_numpy(host))
+        with torch.cuda.stream(other):
+            for _ in range(4 * (turn % 2)):
+                torch.mm(large, large)
+        replay()
+        if turn % 8 < 2:
+            expected, of_tokens = y.float(), torch.from_numpy(owners).to(there)
+            for adapter, of_one in enumerate(pairs):
+                own = of_tokens == adapter
+                for (_, start, width), (a, b) in zip(columns, of_one, strict=True):
+                    expected[own, start : start + width] += (x[own].float() @ a.float()).to(dtype).float() @ b.float()
+            torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.05)
+
+
 def test_kernels_pass_their_trials(gpu: GpuKernels) -> None:
     """Otherwise a worker does not use the kernels, and neither do the engines below."""
     assert gpu.capability == torch.cuda.get_device_capability()
@@ -369,49 +423,6 @@ def test_adapters_give_the_same_logits_as_on_a_cpu(gpu: GpuKernels, tmp_path: Pa
         found.append(made.forward(adapted, build_attention(made.kv, 20, made.device)).log_softmax(-1).cpu())
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-3)
     torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("rank", [16, 64, 200])
-@pytest.mark.parametrize("tokens", [1, 64, 256, 3000])
-def test_adapters_of_a_captured_launch_are_what_torch_computes(gpu: GpuKernels, tokens: int, rank: int) -> None:
-    """The plan changes from replay to replay: many programs wait for what others compute, or have nothing to do."""
-    there, dtype, widths = torch.device(GPU), torch.bfloat16, (4096, 1024, 1000)
-    columns = tuple((at, start, width) for at, (start, width) in enumerate(zip((0, 4096, 5120), widths, strict=True)))
-    pairs = [
-        [
-            tuple(
-                random_tensor(there, *shape, dtype=dtype, seed=7 * adapter + at) / 16
-                for shape in ((4096, own), (own, width))
-            )
-            for at, width in enumerate(widths)
-        ]
-        for adapter, own in enumerate((8, rank, rank, 24))
-    ]
-    addresses = [[(a.data_ptr(), b.data_ptr(), len(b)) for a, b in of_one] for of_one in pairs]
-    table, shape = torch.tensor(addresses, device=there)[:, None], PlanShape.of(tokens, tokens, dtype, False)
-    x, y = random_tensor(there, tokens, 4096, dtype=dtype), random_tensor(there, tokens, 6120, dtype=dtype, seed=1)
-    plan, found = torch.zeros(shape.length, dtype=torch.int64, device=there), y.clone()
-
-    def run() -> None:
-        found.copy_(y)
-        gpu.add_lora(x, found, AdapterTiles.of(table, plan, shape, padded_rank(rank), dtype), 0, columns)
-
-    run()
-    replay = cuda_graphs.CudaGraphCapturer().capture(run)
-    generator = np.random.default_rng(rank)
-    for turn in range(40):
-        owners = generator.integers(-1, len(pairs), tokens) if turn % 4 else np.full(tokens, turn // 4 % 5 - 1)
-        host = np.zeros(shape.length, np.int64)
-        write_plan(host, owners, shape)
-        plan.copy_(torch.from_numpy(host))
-        replay()
-        if turn % 8 < 2:
-            expected, of_tokens = y.float(), torch.from_numpy(owners).to(there)
-            for adapter, of_one in enumerate(pairs):
-                own = of_tokens == adapter
-                for (_, start, width), (a, b) in zip(columns, of_one, strict=True):
-                    expected[own, start : start + width] += (x[own].float() @ a.float()).to(dtype).float() @ b.float()
-            torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -12,11 +12,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from scripts.make_gguf import write_gguf
+from scripts.make_gguf import write_gguf, write_t5_gguf
 from tests.cases import each_case
 from tests.families import STRUCTURES, in_depth, with_variants
 from tests.models import model as make
-from tests.models import vision_model
+from tests.models import t5_model, vision_model
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Awq, Compressed, Float4, Form, Fp8, Gptq, write
@@ -25,6 +25,7 @@ from tgi.cli import main
 from tgi.hub.gguf.convert import convert
 from tgi.microkernel.settings.table import MTP, Settings
 from tgi.worker.attention import page_size
+from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.cpu_kernels.recurrent import DeltaRule, GatedNorm, Ssd
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
@@ -38,7 +39,7 @@ from tgi.worker.lora.weights import LoraWeights
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.decoder_layer import DecoderWeights
 from tgi.worker.models.families import FAMILIES
-from tgi.worker.models.loader import read_model_spec
+from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.models.stacked_experts import open_checkpoint
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 from tgi.worker.models.weight_shapes import matrices, vectors
@@ -75,7 +76,14 @@ LLAMA_70B = {
 
 @each_case(("kind", "tie"), with_variants(FAMILIES, (False, True)))
 def test_shapes_are_those_of_the_checkpoint(kind: str, tie: bool) -> None:
-    directory = make(kind, tie=tie)
+    check_shapes(make(kind, tie=tie))
+
+
+def test_norms_of_heads_that_are_tensors_of_their_own() -> None:
+    check_shapes(make("stablelm", more=(("use_parallel_residual", True), ("qk_layernorm", True))))
+
+
+def check_shapes(directory: Path) -> None:
     config = read_planned_model(directory, Settings()).config
     found: dict[str, int] = {}
     for matrix in matrices(config, whole_model(config)):
@@ -337,6 +345,42 @@ def test_gguf_files(files: Path, kind: str, block: str, tie: bool, native: bool)
     check(directory, 2, native, quantize="int8")  # the directory of the import itself
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("t5", "bfloat16"), ("flan-t5", "float32"), ("mt5", "auto")])
+def test_encoder_decoder_models(kind: str, dtype: str) -> None:
+    """The weights of encoder and decoder, and the bytes of a position, of the input or of the answer."""
+    directory = t5_model(kind)
+    loaded = build_model(directory, dtype, "cpu", lambda stage, percent: None)
+    for device in (CPU, GPU):
+        deployment = PlannedDeployment(planned := read_planned_model(directory, Settings(dtype=dtype)))
+        found = rank_memory(deployment, whole_model(planned.config), device, Settings())
+        assert (planned.numbers, found.weights) == (loaded.footprint.numbers, loaded.footprint.bytes)
+        assert found.kv_token == loaded.kv.token_bytes
+    with Checkpoint(directory) as checkpoint:
+        assert planned.numbers == sum(checkpoint.raw_tensor(name).numel() for name in checkpoint)
+
+
+def test_encoder_decoder_models_from_the_command_line(tmp_path: Path) -> None:
+    directory = t5_model("flan-t5", max_distance=128)
+    file = write_t5_gguf(directory, tmp_path / "m.gguf", "Q8_0")
+    plans = []
+    for source in (directory, file):
+        command = ["plan", "--model-id", str(source), "--devices", "2xA100-80GB", "--dtype", "bfloat16", "--json"]
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 0, done.output
+        plans.append(json.loads(done.output))
+    one, other = ([split | {"command": ""} for split in plan["splits"]] for plan in plans)
+    assert one == other
+    assert [split["ranks"] for split in one] == [1]
+    assert one[0]["longest"] == 4096
+    for arguments, said in (
+        (["--quantize", "int8"], "--quantize is not for encoder-decoder models"),
+        (["--num-shard", "2"], "--num-shard is not for encoder-decoder models"),
+        (["--dtype", "float16"], "--dtype float16 is not for encoder-decoder models"),
+    ):
+        done = CliRunner().invoke(main, ["plan", "--model-id", str(directory), "--devices", "2xA100-80GB", *arguments])
+        assert said in done.output
+
+
 @pytest.mark.parametrize("native", [False, True], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("quantize", [None, "int4", "gptq"])
 def test_draft_models(quantize: str | None, native: bool, tmp_path: Path) -> None:
@@ -363,7 +407,8 @@ def test_heads_that_draft(quantize: str | None, tmp_path: Path) -> None:
     """They are whole on each rank, and what a request may hold is that of the model."""
     llama, deepseek = make("llama", layers=6), with_mtp("deepseek_v3", tmp_path / "deepseek")
     eagle3 = small_head(tmp_path / "head", llama, flags=("norm_before_fc", "norm_before_residual"))
-    for directory, draft in ((llama, eagle3), (deepseek, None)):
+    deeper = small_head(tmp_path / "deeper", llama, layers=2)
+    for directory, draft in ((llama, eagle3), (llama, deeper), (deepseek, None)):
         settings = Settings(quantize=quantize, draft_model_id=MTP if draft is None else str(draft))
         planned = read_planned_deployment(PlanRequest(directory, settings, [CPU], draft=draft))
         assert planned.context == planned.served.config.context_length

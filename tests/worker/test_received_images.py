@@ -50,7 +50,7 @@ class Worker:
     def answer(self) -> None:
         """Sends what was asked for."""
         asked, self.asked = self.asked, []
-        for _, key, offset, _ in asked:
+        for _, key, offset, *_ in asked:
             self.images.receive(ImageChunk(1, key, offset, self.files[key][offset : offset + IMAGE_CHUNK_BYTES]))
 
     def run(self, ends: int = 1) -> list[FetchImage]:
@@ -165,7 +165,11 @@ def test_the_least_recently_used_gives_way_to_those_that_are_needed(tmp_path: Pa
     assert worker.run()[0].error == ""
     assert worker.names() == {received_path(worker.directory, digest(number)).name for number in (2, 3)}
     worker.need(4, content(4, 1.5))  # the others are needed
-    assert "take all memory" in worker.run()[0].error
+    (end,) = worker.run()
+    assert ("take all memory" in end.error, end.overloaded) == (True, True)
+    worker.need(5, content(5, 4.5))
+    (end,) = worker.run()
+    assert (f"{len(content(5, 4.5))} bytes" in end.error, end.overloaded) == (True, False)
     worker.images.close()
 
 

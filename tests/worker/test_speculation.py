@@ -31,6 +31,8 @@ from tgi.worker.sampling.token_bitmask import allows_token
 from tgi.worker.sampling.top_logprobs import TopLogprobs
 from tgi.worker.sampling.verification import DraftBatch, count_accepted, keep_accepted
 
+pytestmark = pytest.mark.slow
+
 COUNT = 20
 VOCAB = 512
 

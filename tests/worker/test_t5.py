@@ -41,42 +41,41 @@ def inputs() -> list[list[int]]:
     return [[*torch.randint(3, 320, (length - 1,), generator=generator).tolist(), 1] for length in lengths]
 
 
-def reference(directory: Path, ids: list[int], count: int, **options: Any) -> Drawn:
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
+def transformers_model(directory: Path) -> Any:
+    return transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def is_greedy(got: Drawn, model: Any, ids: list[int]) -> None:
+    """Each token is the likeliest one after those before it, which one forward pass shows."""
+    before = torch.tensor([[START, *got.ids[:-1]]])
     with torch.no_grad():
-        out = model.generate(
-            torch.tensor([ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False, num_beams=1,
-            eos_token_id=None, use_cache=False, output_logits=True, output_scores=True, return_dict_in_generate=True,
-            **options,
-        )  # fmt: skip
-    found = out.sequences[0, 1:].tolist()
-    rows = [one[0].log_softmax(-1) for one in (out.scores if options else out.logits)]
-    return Drawn(found, [float(row[token]) for row, token in zip(rows, found, strict=True)], [[]] * count)
-
-
-def same(got: Drawn, want: Drawn) -> None:
-    assert got.ids == want.ids
-    assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+        rows = model(input_ids=torch.tensor([ids]), decoder_input_ids=before).logits[0].log_softmax(-1)
+    assert got.ids == rows.argmax(-1).tolist()
+    assert got.logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["t5", "flan-t5", "mt5"])
 def test_tokens_against_transformers(kind: str) -> None:
     """Alone and in a batch, and so far that distances of decoder and encoder are in the last bucket."""
     directory = t5_model(kind)
-    engine, count = engine_of(build(directory)), 50
+    model, engine, count = transformers_model(directory), engine_of(build(directory)), 50
     prompts = [[*ids, START] for ids in inputs()]
-    want = [reference(directory, ids, count) for ids in inputs()]
-    assert len({tuple(one.ids) for one in want}) > 4  # the input matters
-    same(drive(engine, prompts[-1:], count)[0], want[-1])
-    for got, one in zip(drive(engine, prompts, count, stagger=1), want, strict=True):
-        same(got, one)
+    found = drive(engine, prompts, count, stagger=1)
+    assert len({tuple(one.ids) for one in found}) > 4  # the input matters
+    for got, ids in zip([*found, *drive(engine, prompts[-1:], count)], [*inputs(), inputs()[-1]], strict=True):
+        is_greedy(got, model, ids)
 
 
 def test_penalties_see_what_the_decoder_has() -> None:
     directory, ids = t5_model("t5"), inputs()[3]
     params = SamplingParams(0, repetition_penalty=1.7)
     got = drive(engine_of(build(directory)), [[*ids, START]], 20, [params])[0]
-    assert got.ids == reference(directory, ids, 20, repetition_penalty=1.7).ids
+    with torch.no_grad():
+        want = transformers_model(directory).generate(
+            torch.tensor([ids]), max_new_tokens=20, min_new_tokens=20, do_sample=False, num_beams=1,
+            eos_token_id=None, use_cache=False, repetition_penalty=1.7,
+        )  # fmt: skip
+    assert got.ids == want[0, 1:].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

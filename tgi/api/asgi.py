@@ -15,6 +15,7 @@ AsgiApp = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 RECEIVE_KEY = "tgi.receive"  # ASGI's receive callable, for DisconnectWatcher
 WHOLE_BODY_KEY = "tgi.whole_body"  # present once the whole body has been received (http_server.py)
 ABORT_KEY = "tgi.abort"  # closes the connection without sending what is buffered (http_server.py)
+HOLD_KEY = "tgi.hold"  # sends the next piece of the body with the end of the response, which follows at once
 RECORD_KEY = "tgi.record"  # RequestRecord (requests.py); absent in requests of the readiness probe
 PROBE_KEY = "tgi.probe"  # present in requests of the readiness probe only (readiness.py)
 CLIENT_KEY = "tgi.client"  # Client (clients.py) of a request that this process makes for one, which sends no key

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
-from tgi.api.asgi import is_probe
+from tgi.api.asgi import HOLD_KEY, is_probe
 from tgi.api.clients import Client
 from tgi.api.errors import ApiError
 from tgi.api.images import ImageSet, check_images, markdown_images
@@ -320,7 +320,8 @@ async def stream_generations(
     """
     numbering = event_numbering(req, len(generations)) if service.settings.resume_window else None
     watcher = service.submit(generations, req)
-    event_stream = EventStream(generations, formatter, watcher, service.cancel, numbering)
+    hold_next = req.scope.get(HOLD_KEY, lambda: None)
+    event_stream = EventStream(generations, formatter, watcher, service.cancel, numbering, hold_next)
     try:
         await event_stream.wait_for_first_token()
     except BaseException:

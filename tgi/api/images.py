@@ -165,7 +165,7 @@ class ImageLoading:
 
     def read_chunk(self, images: ImageSet, fetch: FetchImage) -> ImageChunk:
         """What a worker on another host asks for of an image of this set."""
-        rid, digest, offset, _ = fetch
+        rid, digest, offset, *_ = fetch
         answer = ImageChunk(rid, digest, offset, b"")
         image = next((one for one in images.inputs if one.digest == digest), None)
         if image is None or not 0 <= offset < image.size:

@@ -63,7 +63,9 @@ class EventStream:
         watcher: DisconnectWatcher,
         cancel: Cancel,
         numbering: EventNumbering | None = None,
+        hold_next: Callable[[], None] = lambda: None,
     ) -> None:
+        """`hold_next`: called before the last chunk, which the end of the response follows at once."""
         self._generations = generations
         self._wake_event = generations[0].wake_event
         self._unfinished = [*enumerate(generations)]  # those whose last token is not written
@@ -71,6 +73,7 @@ class EventStream:
         self._watcher = watcher
         self._cancel = cancel
         self._numbering = numbering  # of a stream that its client may resume
+        self._hold_next = hold_next
         self._is_open = False  # the opening events are written
         self._has_more = True  # more events may be ready than the latest chunk held
         self._keep_alive_due = False
@@ -109,6 +112,8 @@ class EventStream:
             if chunk:
                 self._keep_alive_due = False
                 self._last_event_time = self._loop.time()
+                if not self._unfinished:
+                    self._hold_next()
                 return chunk.encode()
             if self._keep_alive_due:
                 self._keep_alive_due = False

@@ -40,7 +40,7 @@ def gguf_parts(file: Path) -> list[Path]:
     """All parts of a split GGUF file in their order, whether they exist or not; the file alone if it is not named as a
     part (NAME-00001-of-00003.gguf)."""
     match = _PART.fullmatch(file.name)
-    if match is None:
+    if match is None or not int(match[2]):
         return [file]
     return [file.with_name(f"{match[1]}{part:05}-of-{match[2]}.gguf") for part in range(1, int(match[2]) + 1)]
 

@@ -240,6 +240,11 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
             f"{directory} has an EAGLE-3 head, which drafts for another model. Name that model with --model-id, and "
             "the head with --draft-model-id."
         )
+    if "Eagle" in str(config.get("architectures")) or config.get("model_type") == "eagle":
+        raise UserError(
+            f"{directory} has an EAGLE head of the first kinds, which drafts from the last hidden states alone. Of "
+            "EAGLE heads, those of EAGLE-3 are computed."
+        )
     if drafter := config.get("speculators_model_type"):
         raise UserError(f"{directory} has a head that drafts, of the kind {drafter}. Of these, eagle3 is computed.")
     kind = config.get("model_type")

@@ -11,10 +11,10 @@ from tgi.microkernel.messages.protocol import StepResult, Tokens
 
 ONE = pack_column(INT32, [1])  # also as uint32
 
-DrawnToken = tuple[int, int, float]  # rid, token id, logprob: a row that is not in columns yet
+SampledRow = tuple[int, int, float]  # rid, token id, logprob: a row that is not in columns yet
 
 
-class DrawnTokens(NamedTuple):
+class SampledColumns(NamedTuple):
     """Columns of rows of one token each, as `Tokens` carries them."""
 
     rids: bytes  # uint32
@@ -30,18 +30,26 @@ class TopTokens(NamedTuple):
     logprobs: bytes  # float32, `n` of them
 
 
-NO_TOKENS = DrawnTokens(b"", b"", b"")
+NO_TOKENS = SampledColumns(b"", b"", b"")
 
 
-def compress_columns(columns: DrawnTokens, kept: Sequence[bool]) -> DrawnTokens:
+def increment_each(column: "array[int]") -> "array[int]":
+    """Returns an int32 column of positions with 1 added to each: as one long integer, since none is large enough to
+    carry into the next one."""
+    packed = column.tobytes()
+    incremented = int.from_bytes(packed, "little") + int.from_bytes(ONE * len(column), "little")
+    return array(INT32, incremented.to_bytes(len(packed), "little"))
+
+
+def compress_columns(columns: SampledColumns, kept: Sequence[bool]) -> SampledColumns:
     """The rows for which `kept` is true."""
-    return DrawnTokens(*(array(UINT32, compress(memoryview(one).cast("I"), kept)).tobytes() for one in columns))
+    return SampledColumns(*(array(UINT32, compress(memoryview(one).cast("I"), kept)).tobytes() for one in columns))
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def tokens_message(columns: DrawnTokens, rows: list[DrawnToken], top_tokens: list[TopTokens], load: int) -> Tokens:
+def tokens_message(columns: SampledColumns, rows: list[SampledRow], top_tokens: list[TopTokens], load: int) -> Tokens:
     """One token for each request: those in `columns`, then those in `rows`. `top_tokens` is empty or has one item per
     row; then `columns` is empty. `load`: see Tokens."""
     rids, ids, logprobs = columns
@@ -61,7 +69,9 @@ def tokens_message(columns: DrawnTokens, rows: list[DrawnToken], top_tokens: lis
     )
 
 
-def token_runs_message(columns: DrawnTokens, rows: list[DrawnToken], top_tokens: list[TopTokens], load: int) -> Tokens:
+def token_runs_message(
+    columns: SampledColumns, rows: list[SampledRow], top_tokens: list[TopTokens], load: int
+) -> Tokens:
     """The same where a request may have several tokens: its rows are adjacent."""
     counts = [(rid, len(list(run))) for rid, run in groupby(rows, itemgetter(0))]
     rids, lengths = zip(*counts, strict=True)

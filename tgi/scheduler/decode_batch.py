@@ -4,11 +4,10 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tgi.microkernel.messages.codec import INT32, UINT32
 from tgi.microkernel.messages.protocol import PREFILL
 from tgi.microkernel.recovery.work_register import WorkRegister
+from tgi.scheduler.columns import increment_each
 from tgi.scheduler.request import NO_SLOT, NO_STEP, ClientShare, Request, TokenizerPeer
 
 
@@ -251,8 +250,7 @@ class DecodePartition:
             stop_ids=self.stop_ids.copy(),
             stop_id_union=self.stop_id_union,
         )
-        starts = np.frombuffer(self.starts, np.int32)
-        starts += 1
+        self.starts = increment_each(self.starts)
         self.starts_sum += count
         self._due.pop(self._steps, None)
         self._steps += 1

@@ -14,6 +14,8 @@ STEP_COST_WEIGHT = 0.2
 # A step is worthwhile when its prompt tokens take this many times what a decode step takes: a larger one saves little
 # more.
 AMORTIZING_RATIO = 16
+# What slices of the vision tower take in a step, unless one takes longer: much more than a step costs by itself.
+TOWER_SECONDS = 0.02
 
 
 class PrefillBudget:
@@ -46,7 +48,7 @@ class PrefillBudget:
     def record_step(self, decode_rows: int, prefill_tokens: int, step_us: int) -> None:
         """Updates the averages with a finished step, without its images. `step_us` is 0 if the worker did not measure
         it."""
-        if step_us <= 0:
+        if step_us <= 0 or not (decode_rows or prefill_tokens):
             return
         if not prefill_tokens:
             self._decode_us = _average(self._decode_us, step_us)
@@ -68,6 +70,12 @@ class PrefillBudget:
         if not self._token_us:
             return at_most
         return int(min(at_most, max(self._target_us, AMORTIZING_RATIO * self._shortest_us) / self._token_us)) or 1
+
+    def tower_tokens(self, at_most: int) -> int:
+        """What slices of the vision tower may cost in a step, in prompt tokens: requests that arrive wait for them."""
+        if not self._token_us:
+            return at_most
+        return int(min(at_most, TOWER_SECONDS * 1e6 / self._token_us))
 
     def amortizing_tokens(self, at_most: int) -> int:
         """Prompt tokens that make a step worth its fixed cost: at least 1, so that the first prompt is computed;

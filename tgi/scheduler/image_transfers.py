@@ -12,7 +12,8 @@ from tgi.microkernel.messages.protocol import FetchImage, NeedImage
 from tgi.scheduler.peers import Outbox, WorkerPeer
 from tgi.scheduler.request import Request
 
-# An image that has made no progress for this long does not come.
+# An image that has made no progress for this long does not come. One that the worker has not asked for yet, since it
+# asks for few at a time, makes progress with the others.
 TRANSFER_SECONDS = 60.0
 
 
@@ -22,6 +23,7 @@ class NeededImage:
     def __init__(self, size: int, now: float) -> None:
         self.size = size
         self.requests: dict[Request, None] = {}  # an ordered set: the chunks come over the first
+        self.asked = False  # the worker has asked for a part of it
         self.received = False  # the worker has it
         self.progress_at = now
 
@@ -40,6 +42,7 @@ class ImageTransfers:
         self._outbox = outbox
         self._worker = worker
         self._images: dict[bytes, NeededImage] = {}  # by digest
+        self._latest_at = 0.0  # when any image has made progress, or was given up
         self.waiting: dict[Request, None] = {}  # an ordered set
 
     def need(self, request: Request, now: float) -> bool:
@@ -61,7 +64,8 @@ class ImageTransfers:
         """The worker asks for a chunk, has an image, or cannot have it."""
         if (image := self._images.get(fetch.digest)) is None:
             return TransferResult([], [])  # it is not needed any more
-        image.progress_at = now
+        image.asked = True
+        image.progress_at = self._latest_at = now
         if fetch.error:
             return TransferResult([], [*image.requests])
         if fetch.offset < image.size:
@@ -97,15 +101,25 @@ class ImageTransfers:
     @property
     def due_at(self) -> float | None:
         """When `late` must be called; None: no such time."""
-        return min((one.progress_at + TRANSFER_SECONDS for one in self._arriving()), default=None)
+        if not self.waiting:
+            return None
+        return min(map(self._late_at, self._arriving()), default=None)
 
     def late(self, now: float) -> list[Request]:
         """Requests that wait for an image that does not come."""
-        late = [one for one in self._arriving() if now >= one.progress_at + TRANSFER_SECONDS]
+        if not self.waiting:
+            return []
+        late = [one for one in self._arriving() if now >= self._late_at(one)]
+        if late:
+            late = [one for one in late if one.asked] or late
+            self._latest_at = now
         return list(dict.fromkeys(request for image in late for request in image.requests))
 
+    def _late_at(self, image: NeededImage) -> float:
+        return (image.progress_at if image.asked else max(image.progress_at, self._latest_at)) + TRANSFER_SECONDS
+
     def _arriving(self) -> list[NeededImage]:
-        return [one for one in self._images.values() if not one.received] if self.waiting else []
+        return [one for one in self._images.values() if not one.received]
 
     def _lacks(self, request: Request) -> bool:
         found = (self._images.get(segment.digest) for segment in request.images)

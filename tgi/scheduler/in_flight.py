@@ -10,7 +10,7 @@ from tgi.microkernel.messages.codec import ITEM_BYTES, column_slice, unpack_floa
 from tgi.microkernel.messages.protocol import PIPELINE_DEPTH, FinishReason, PromptLogprobs, Step, StepResult
 from tgi.microkernel.recovery.work_register import names_of
 from tgi.scheduler.columns import (
-    DrawnTokens,
+    SampledColumns,
     TopTokens,
     compress_columns,
     split_top_tokens,
@@ -42,6 +42,7 @@ class InFlightStep(NamedTuple):
     finishing: list[Request]  # those of the sampling rows that sample their request's last token by length
     prefilling: list[Request]  # the requests of chunks that sample nothing
     prompt_logprob_rows: list[PromptLogprobRow]  # in the order of the step's rows
+    encoding: list[Request]  # the requests without a row for whose images the vision tower works
     pooled: list[Request]  # those of `prefilling` that end in a vector, in the order of the step's rows
     decode_rows: int
     prefill_tokens: int
@@ -57,8 +58,8 @@ class InFlightStep(NamedTuple):
 
     @property
     def requests(self) -> list[Request]:
-        """The requests that have a row."""
-        return self.sampling_requests + self.prefilling
+        """The requests that it works on."""
+        return self.sampling_requests + self.prefilling + self.encoding
 
     @property
     def requests_in_row_order(self) -> list[Request]:
@@ -74,7 +75,7 @@ class InFlightStep(NamedTuple):
     @property
     def method(self) -> str:
         """The value of the label `method` in TGI's metrics."""
-        return "prefill" if self.prefill_tokens else "decode"
+        return "prefill" if self.prefill_tokens or not self.decode_rows else "decode"
 
     def mismatch(self, result: StepResult, vocab_size: int) -> str:
         """Why the result does not match this step, or ""."""
@@ -203,7 +204,7 @@ class StepPipeline:
 
 
 def requests_in_progress(steps: list[InFlightStep]) -> dict[bytes, None]:
-    """The names of the requests with a row in these steps. Those that have been cancelled or preempted since are
+    """The names of the requests that these steps work on. Those that have been cancelled or preempted since are
     included: the worker computes their rows nevertheless."""
     return names_of(request for step in steps for request in step.requests)
 
@@ -254,7 +255,7 @@ def _distribute_partition(
     planned, perhaps of this partition. Returns the requests that have sampled one of their stop ids."""
     begin, end, token_ids, stop_ids = rows.begin, rows.end, rows.token_ids, rows.stop_ids
     tokens = sampled[begin:end]
-    columns = DrawnTokens(
+    columns = SampledColumns(
         rows.rids, column_slice(result.token_ids, begin, end), column_slice(result.logprobs, begin, end)
     )
     if some_left:

@@ -23,7 +23,7 @@ from tgi.microkernel.messages.protocol import (
 )
 from tgi.microkernel.observability.log import ComplaintLimit
 from tgi.scheduler.adapters import WorkerAdapters
-from tgi.scheduler.columns import DrawnToken, DrawnTokens, TopTokens
+from tgi.scheduler.columns import SampledColumns, SampledRow, TopTokens
 from tgi.scheduler.request import Request, TokenizerPeer
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class TokenizerPeers:
         return request
 
     def queue_tokens(
-        self, make_message: Callable[[DrawnTokens, list[DrawnToken], list[TopTokens], int], Tokens], load: int
+        self, make_message: Callable[[SampledColumns, list[SampledRow], list[TopTokens], int], Tokens], load: int
     ) -> None:
         """Queues the tokens that each tokenizer's requests have sampled, with the number of requests that the scheduler
         has. The messages are made when they are sent."""

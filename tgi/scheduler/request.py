@@ -27,7 +27,7 @@ from tgi.microkernel.messages.protocol import (
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.microkernel.recovery.work_register import register_number
-from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
+from tgi.scheduler.columns import NO_TOKENS, SampledColumns, SampledRow, TopTokens
 
 NO_SLOT = -1
 NO_SNAPSHOTS: list[int] = []
@@ -110,6 +110,8 @@ class Request:
         "tables_from_step",
         "token_ids",
         "tokenizer",
+        "tower_images",
+        "tower_slices",
         "valid_from_step",
         "vector",
         "work_number",
@@ -122,6 +124,8 @@ class Request:
     capacity: int  # tokens that its pages hold: those of the shortest table
     found_tokens: int  # positions that were computed when it got its slot: its first pages were in the prefix cache
     planned: int  # positions below this are computed by the steps sent so far; while it decodes, see `partition.starts`
+    tower_images: int  # its first images, which the vision tower has computed by the steps sent so far
+    tower_slices: int  # and what it has computed of the one after them, see DeploymentLimits.tower_slices
     shares_pages: bool  # whether it uses the prefix cache: finds pages of other requests, and they find its pages
     published_pages: int  # of each table: its first pages, which are in the prefix cache
     block_hash: bytes  # of the last of these pages in the first group
@@ -243,6 +247,17 @@ class Request:
             positions, waits = positions + computed, waits or computed > 0
         return end, positions
 
+    def next_image(self, start: int, end: int, undivided: str) -> ImageSegment | None:
+        """The first image of a chunk from `start` to before `end` that the vision tower has not computed as a whole.
+        Its index is `tower_images` then."""
+        for image in self.images[self.tower_images :]:
+            if image.position >= end and undivided != UNDIVIDED_PROMPT:
+                return None
+            if image.position + image.length > start:
+                return image
+            self.tower_images, self.tower_slices = self.tower_images + 1, 0  # it is in the prefix cache
+        return None
+
     def undivided_tokens(self, undivided: str) -> int:
         """The most tokens of its prompt that one step has to compute together."""
         if not self.images or not undivided:
@@ -331,7 +346,8 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
             f"{what} must have at most {limits.max_batch_prefill_tokens} tokens (`max_batch_prefill_tokens`), since "
             f"this model computes it in one step. Given: {together}"
         )
-    if np.frombuffer(request.token_ids, np.uint32).max() >= limits.vocab_size:  # a negative id is large as uint32
+    # A negative id is large as uint32. `reduce` because `max` makes two calls of Python code for it.
+    if np.maximum.reduce(np.frombuffer(request.token_ids, np.uint32)) >= limits.vocab_size:
         return f"token ids must be below {limits.vocab_size}, and not negative"
     return ""
 
@@ -342,11 +358,11 @@ class TokenizerPeer:
     def __init__(self, peer: PeerId) -> None:
         self.peer = peer
         self.requests: dict[int, Request] = {}
-        self.token_columns: DrawnTokens = NO_TOKENS
-        self.token_rows: list[DrawnToken] = []  # follow those in the columns
+        self.token_columns: SampledColumns = NO_TOKENS
+        self.token_rows: list[SampledRow] = []  # follow those in the columns
         self.top_tokens: list[TopTokens] = []  # empty, or one per row; then the columns are empty
 
-    def take_tokens(self) -> tuple[DrawnTokens, list[DrawnToken], list[TopTokens]]:
+    def take_tokens(self) -> tuple[SampledColumns, list[SampledRow], list[TopTokens]]:
         tokens = self.token_columns, self.token_rows, self.top_tokens
         self.token_columns, self.token_rows, self.top_tokens = NO_TOKENS, [], []
         return tokens

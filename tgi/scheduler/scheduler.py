@@ -298,7 +298,7 @@ class Scheduler:
         if age is None:
             return Beat(None)
         steps = self.pipeline.steps
-        limit = self.pipeline.answer_limit if steps else LATE_SECONDS
+        limit = self.pipeline.answer_limit if steps else TRANSFER_SECONDS if self._images.waiting else LATE_SECONDS
         return Beat(int(1000 * age), int(1000 * limit), steps[0].description if steps else f"{self.queued} queued")
 
     def deadline(self, now: float) -> float:
@@ -385,11 +385,13 @@ class Scheduler:
         """The requests that no other replica may compute, a column as of a work register: those on trial or
         quarantined, and those that a worker had in progress that has died of an unknown cause, or that has not answered
         in time."""
-        isolation, lost = self._isolation, self._lost_worker
-        suspects = dict.fromkeys(isolation.dangerous) if isolation.suspects else {}
+        isolation, lost, stalled = self._isolation, self._lost_worker, self.pipeline.is_stalled(now)
+        if not isolation.suspects and lost is None and not stalled:
+            return b""
+        suspects = dict.fromkeys(isolation.dangerous)
         if lost is not None:
             suspects |= lost.in_progress
-        if self.pipeline.is_stalled(now):
+        if stalled:
             suspects |= requests_in_progress(self.pipeline.steps)
         return join_in_progress(suspects)
 
@@ -467,7 +469,8 @@ class Scheduler:
         complete, failed = self._images.record(fetch, now)
         self._queue_again(complete)
         if failed:
-            self._end_requests([(one, FinishReason.FAILED) for one in failed], now, fetch.error)
+            reason = FinishReason.OVERLOADED if fetch.overloaded else FinishReason.FAILED
+            self._end_requests([(one, reason) for one in failed], now, fetch.error)
 
     def _admit_suspect(self, request: Request, now: float) -> bool:
         """Puts a request on trial whose like has crashed a process. False: it is quarantined, and has been answered."""

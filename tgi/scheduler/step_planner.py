@@ -105,8 +105,8 @@ class StepPlanner:
         self._plan_prefill(builder, number, now)
         kv_cache.begin_step()
         if kv_cache.index is not None:
-            kv_cache.index.step = number if builder.rows or builder.chunks else number - 1
-        if not builder.rows and not builder.chunks:
+            kv_cache.index.step = number if builder.works else number - 1
+        if not builder.works:
             return None
         # This step writes the pages of its prompts; later steps may find them.
         kv_cache.mark_filled(builder.sampling_requests[decode_rows:] + builder.prefilling)
@@ -303,6 +303,8 @@ class StepPlanner:
             tokens = budget
         encoder_cost = 0
         if request.images and start < request.prompt_tokens:
+            if self.limits.tower_slices > 1 and request.next_image(start, start + tokens, self.limits.undivided):
+                return self._add_tower_slices(builder, request, tokens, left)
             tokens, encoder_cost = self._add_images(builder, request, tokens, left)
             if not tokens:
                 return 0
@@ -341,6 +343,8 @@ class StepPlanner:
         in tokens. 0: there are too few pages for one that is not divided; or it goes on with an image that does not fit
         a step in which prompts of other clients have tokens, which do not wait for it."""
         start, cost = request.planned, self._prefill_budget.encoder_cost
+        if self.limits.tower_slices > 1:
+            cost = 0.0  # the tower has done its work
         shared = bool(builder.rows or builder.chunks or len(self.queue.clients) > 1)
         undivided = self.limits.undivided
         end, positions = request.image_chunk(start, start + tokens, budget, cost, shared, undivided)
@@ -349,12 +353,46 @@ class StepPlanner:
         others = (*builder.finishing, *builder.prefilling)
         if end > request.capacity or (too_large and any(other.share is not request.share for other in others)):
             return 0, 0
+        if not cost:
+            return end - start, 0
         builder.encoder_positions += positions
         builder.encoder_cost += encoder_cost
         builder.unmeasured |= positions > 0 and not self._prefill_budget.encoder_measured
         if start >= request.charged_tokens:  # not so if it was computed before a preemption
             request.share.served += request.share.input_cost * encoder_cost
         return end - start, encoder_cost
+
+    def _add_tower_slices(self, builder: "StepBuilder", request: Request, tokens: int, budget: int) -> int:
+        """Adds slices of the vision tower for the images of the next chunk of a prompt that would have `tokens`, which
+        is planned once the tower has computed them. Returns `budget`: no prompt follows in this step.
+
+        They are few, so that requests that arrive do not wait long, and none in a step with prompt tokens, whose first
+        token would wait for them.
+        """
+        start, whole = request.planned, self.limits.tower_slices
+        request.state = CHUNK[request.state]
+        self.batch.prefilling[request] = None
+        if builder.chunks:
+            return budget
+        most, cost = self._prefill_budget.tower_tokens(budget), 0.0
+        while image := request.next_image(start, start + tokens, self.limits.undivided):
+            each = image.length * self._prefill_budget.encoder_cost / whole
+            slices = min(whole - request.tower_slices, int((most - cost) / each))
+            if slices < 1 or not self._prefill_budget.encoder_measured:
+                if builder.tower:
+                    break
+                slices = 1
+            builder.tower.extend((request.slot, request.tower_images, slices))
+            cost += slices * each
+            request.tower_slices += slices
+            if request.tower_slices == whole:
+                request.tower_images, request.tower_slices = request.tower_images + 1, 0
+        builder.encoding.append(request)
+        builder.encoder_cost += int(cost)
+        builder.unmeasured |= not self._prefill_budget.encoder_measured
+        if start >= request.charged_tokens:  # not so if it was computed before a preemption
+            request.share.served += request.share.input_cost * cost
+        return budget
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
         """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available, or too
@@ -390,6 +428,7 @@ class StepPlanner:
         if kv_cache.snapshots is not None:
             kv_cache.restore_state(kv_cache.snapshots, request)
         request.found_tokens = request.planned
+        request.tower_images = request.tower_slices = 0
         self._counters.cache_hit_tokens += request.planned
         if request.first_planned_at is None:
             request.first_planned_at = now
@@ -523,6 +562,7 @@ class StepBuilder:
         self.starts = array(INT32)  # their positions
         self.starts_sum = 0
         self.state_copies = b""  # as in Step
+        self.tower = array(INT32)  # as in Step
         self.chunks: list[tuple[int, int, int, bool]] = []  # slot, start, tokens, whether the row samples
         self.draft_ids: list[bytes] = []  # of each row in `drafts`: int32
         # As in InFlightStep:
@@ -532,9 +572,15 @@ class StepBuilder:
         self.finishing: list[Request] = []
         self.prefilling: list[Request] = []
         self.prompt_logprob_rows: list[PromptLogprobRow] = []
+        self.encoding: list[Request] = []
         self.pooled: list[Request] = []
         self.encoder_positions = self.encoder_cost = 0  # the latter in tokens
         self.unmeasured = False  # it has an image, and what one costs is not known
+
+    @property
+    def works(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.rows or self.chunks or self.tower)
 
     def add_decode_row(self, request: Request) -> None:
         partition = request.partition
@@ -599,6 +645,7 @@ class StepBuilder:
             samples=samples,
             limit_ms=0 if late_after is None else int(1000 * (late_after + HANG_SECONDS)),
             state_copies=self.state_copies,
+            tower=self.tower.tobytes(),
         )
         if self.drafts:
             drafts = pack_column(INT32, self.drafts) + bytes(ITEM_BYTES * len(self.chunks))
@@ -610,6 +657,7 @@ class StepBuilder:
             finishing=self.finishing,
             prefilling=self.prefilling,
             prompt_logprob_rows=self.prompt_logprob_rows,
+            encoding=self.encoding,
             pooled=self.pooled,
             decode_rows=decode_rows,
             prefill_tokens=prefill_tokens,

@@ -33,6 +33,9 @@ from tgi.tokenizer.vocabulary import Vocabulary
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60.0
+# Of a burst of messages from the front ends this many are handled at a time: the scheduler works on the first requests
+# while the others are encoded, and tokens of streams do not wait for all of them.
+MESSAGES_PER_PART = 8
 
 
 def main(process: Process) -> None:
@@ -177,20 +180,34 @@ def run_once(
 ) -> None:
     """One iteration of the loop: handles all received messages and completed jobs, then sends what they produced.
     `note_replica` is called for each scheduler that has connected."""
-    for link in scheduler_links:
-        for peer, message in link.receive():
-            pool.handle(peer, message)
-            if isinstance(message, Hello):
-                note_replica(link, ReplicaId(message.site, peer.replica))
+    _receive_from_schedulers(pool, scheduler_links, note_replica)
     for link in api_links:
-        for peer, message in link.receive():
+        for number, (peer, message) in enumerate(link.receive(), 1):
             streams.receive(peer, message)
+            if number % MESSAGES_PER_PART == 0:
+                _receive_from_schedulers(pool, scheduler_links, note_replica)
+                _send(pool, streams, api_links, scheduler_links)
     streams.drop_expired()
     for job, result in executors.completed_jobs():
         pool.complete_job(job.key, result)
     if pool.jobs.trials and executors.idle:
         pool.run_trials()
     executors.start_jobs(pool.jobs)
+    _send(pool, streams, api_links, scheduler_links)
+
+
+def _receive_from_schedulers(
+    pool: TokenizerPool, links: list[Link], note_replica: Callable[[Link, ReplicaId], None]
+) -> None:
+    for link in links:
+        for peer, message in link.receive():
+            pool.handle(peer, message)
+            if isinstance(message, Hello):
+                note_replica(link, ReplicaId(message.site, peer.replica))
+
+
+def _send(pool: TokenizerPool, streams: ResumableStreams, api_links: list[Link], scheduler_links: list[Link]) -> None:
+    """Sends what the pool has produced."""
     for peer, message in streams.forward(pool.drain_outgoing()):
         for link in scheduler_links if peer.role == "scheduler" else api_links:
             link.send(peer, message)  # dropped by a link that has no such peer

@@ -19,23 +19,27 @@ from tgi.microkernel.messages.protocol import (
 from tgi.microkernel.recovery.work_register import FINGERPRINT_BYTES
 
 MAX_INT32 = 2**31 - 1
-RANGES = {
-    "rid": 2**32 - 1,
-    "max_new_tokens": MAX_INT32,
-    "truncate": MAX_INT32,
-    "prompt_logprobs_from": MAX_INT32,
-    "prompt_top_n": MAX_PROMPT_TOP_TOKENS,
-}
+MAX_RID = 2**32 - 1
 
 
 def check_generate(generate: Generate) -> None:
     """From an api."""
-    for name in ("resume_ids", "stop_token_ids", "input_ids"):
-        if len(getattr(generate, name)) % ITEM_BYTES:
-            raise ProtocolError(f"`{name}` is not a column of int32")
-    for name, most in RANGES.items():
-        if (value := getattr(generate, name)) is not None and not 0 <= value <= most:
-            raise ProtocolError(f"`{name}` is {value}")
+    if len(generate.resume_ids) % ITEM_BYTES:
+        raise ProtocolError("`resume_ids` is not a column of int32")
+    if len(generate.stop_token_ids) % ITEM_BYTES:
+        raise ProtocolError("`stop_token_ids` is not a column of int32")
+    if len(generate.input_ids) % ITEM_BYTES:
+        raise ProtocolError("`input_ids` is not a column of int32")
+    if not 0 <= generate.rid <= MAX_RID:
+        raise ProtocolError(f"`rid` is {generate.rid}")
+    if not 0 <= (generate.max_new_tokens or 0) <= MAX_INT32:
+        raise ProtocolError(f"`max_new_tokens` is {generate.max_new_tokens}")
+    if not 0 <= (generate.truncate or 0) <= MAX_INT32:
+        raise ProtocolError(f"`truncate` is {generate.truncate}")
+    if not 0 <= (generate.prompt_logprobs_from or 0) <= MAX_INT32:
+        raise ProtocolError(f"`prompt_logprobs_from` is {generate.prompt_logprobs_from}")
+    if not 0 <= generate.prompt_top_n <= MAX_PROMPT_TOP_TOKENS:
+        raise ProtocolError(f"`prompt_top_n` is {generate.prompt_top_n}")
     if fault := generate.context.out_of_range():
         raise ProtocolError(fault)
     if (pooling := generate.pooling) is not None and not 0 <= (pooling.truncate or 0) <= MAX_INT32:

@@ -117,7 +117,9 @@ class TokenizerRequestState:
         self.max_new_tokens = max_new_tokens
         self.stop_ids = self._stop_token_ids | (frozenset() if self.generate.ignore_eos else vocabulary.eos_ids)
         self._min_new_tokens = self.generate.sampling.min_new_tokens
-        sampling: dict[str, Any] = {"grammar": self.prompt.grammar}
+        sampling: dict[str, Any] = {}
+        if self.generate.sampling.grammar != self.prompt.grammar:
+            sampling["grammar"] = self.prompt.grammar
         if self._min_new_tokens:
             end_ids = sorted(token_id for token_id in self.stop_ids if token_id < model_vocab_size)
             sampling["end_ids"] = pack_column(INT32, end_ids)
@@ -130,7 +132,8 @@ class TokenizerRequestState:
         if limit is not None and answer_format is not None:
             budget = limit.budget(max_new_tokens)
             sampling |= reasoning_sampling(answer_format, format_tokens, budget, model_vocab_size)
-        self.generate = self.generate._replace(sampling=self.generate.sampling._replace(**sampling))
+        if sampling:
+            self.generate = self.generate._replace(sampling=self.generate.sampling._replace(**sampling))
         if self.generate.skip_special_tokens:
             self._hidden_ids = vocabulary.special_ids
         if self.generate.hide_stop and not self.stop_ids <= self._hidden_ids:

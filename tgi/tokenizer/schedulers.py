@@ -193,13 +193,16 @@ class Schedulers:
         for replica in self._suspecting:
             if among([request], replica.worker_suspects) and self._tries_suspects(replica, now):
                 return replica if replica.peer is not None else None
+        if len(self._replicas) == 1:
+            (replica,) = self
+            return replica if replica.takes_requests and replica.peer is not None else None
         # Perhaps some start, do not respond or lack the adapter. Which are the best?
         digest = request.generate.sampling.adapter_digest
         ranks = {replica: _rank(replica, digest) for replica in self if replica.takes_requests}
         best = min(ranks.values(), default=None)
         usable = [replica for replica, rank in ranks.items() if rank == best and replica.peer is not None]
-        if len(self._replicas) < 2 or not usable:
-            return usable[0] if usable else None
+        if not usable:
+            return None
         prompt = prompt_keys(request.prompt.ids, digest)
         candidates = [Candidate(one.number, one.load, one.slots, one.sent, one.lasting_excess) for one in usable]
         chosen = usable[best_candidate(prompt, candidates)]

@@ -74,6 +74,9 @@ class LayerConfig(NamedTuple):
     keys_as_values: bool = False  # values are the keys, before these are normed and rotated
     sparse_above: float | None = None  # see Mlp.sparse_above
     shares: int | None = None  # number of the earlier layer whose keys and values it attends to, in place of its own
+    # Attention reads a further input next to attention_before(x), which comes first: the first layer of an EAGLE-3 head
+    # (see models/draft_head.py).
+    joins_embedding: bool = False
 
     @property
     def attends(self) -> bool:
@@ -226,7 +229,7 @@ class TensorNames:
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     output: str = "self_attn.o_proj"
-    query_norm: str = "self_attn.q_norm"
+    query_norm: str = "self_attn.q_norm"  # "{}": each head has a tensor, of this number
     key_norm: str = "self_attn.k_norm"
     # Of latent attention; the up projection of the latent has for each head K, then V.
     query_down: str = "self_attn.q_a_proj"
@@ -342,9 +345,6 @@ class DecoderConfig:
     alibi: tuple[float, ...] = ()  # slopes of the heads: a score is reduced by slope * distance
     # The result is multiplied by sigmoid(g): of each head, the query projection has the query, then g.
     output_gate: bool = False
-    # Attention reads a further input next to attention_before(x), which comes first: the layer of an EAGLE-3 head (see
-    # models/draft_head.py).
-    joins_embedding: bool = False
 
     # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an activation of activations.ACTIVATIONS, by
     # which the product may be another: activations.gated. Without a gate it may be xielu.
@@ -358,6 +358,7 @@ class DecoderConfig:
 
     recurrent: MixerConfig | None = None  # the mixer of recurrent layers; None: there are none
     recurrent_names: TensorNames | None = None  # of recurrent layers, where not `names`
+    joining_names: TensorNames | None = None  # the same of layers with joins_embedding
 
     # Residual stream and logits.
     # x + attention(attention_before(x)) + mlp(mlp_before(x)); without mlp_before, mlp(attention_before(x))
@@ -379,10 +380,14 @@ class DecoderConfig:
     logit_scale: float = 1.0  # logits = logit_scale * head(norm(x)),
     logit_cap: float | None = None  # then c * tanh(logits / c), if set
 
-    @property
-    def attention_inputs(self) -> int:
+    def attention_inputs(self, layer: int) -> int:
         """Columns of the matrices of queries, keys and values."""
-        return 2 * self.hidden if self.joins_embedding else self.hidden
+        return 2 * self.hidden if self.layers[layer].joins_embedding else self.hidden
+
+    @property
+    def joins_embedding(self) -> bool:
+        """Whether a layer has a further input: LayerConfig.joins_embedding."""
+        return any(layer.joins_embedding for layer in self.layers)
 
     @property
     def attention_layers(self) -> list[int]:
@@ -415,7 +420,9 @@ class DecoderConfig:
 
     def layer_names(self, layer: int) -> TensorNames:
         """The names of a layer's tensors."""
-        return self.recurrent_names if self.recurrent_names and self.layers[layer].recurs else self.names
+        found = self.layers[layer]
+        own = self.recurrent_names if found.recurs else self.joining_names if found.joins_embedding else None
+        return own or self.names
 
     def cache_number(self, layer: int) -> int:
         """The number of a layer among those that have attention with keys of their own. One without has that of the

@@ -20,3 +20,12 @@ def interpreter() -> Iterator[None]:
         patch.setattr(paged_attention, "MAX_SPLITS", 2)
         patch.setattr(lora, "PROGRAMS", 2)
         yield
+
+
+@pytest.fixture
+def one_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of whole engines, whose contexts have a page or two: half of the programs. Their first test, and those
+    of the kernels, have two splits."""
+    from tgi.worker.gpu_kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "MAX_SPLITS", 1)

@@ -48,7 +48,7 @@ from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model
 from tgi.worker.sampling.watermark import Watermark
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_split")]
 
 CPU, PAGES = torch.device("cpu"), 64
 GPU = GpuKernels((9, 0))
@@ -128,8 +128,9 @@ def engines(
     limit: int | None = None,
     chunk_tokens: int = 0,
 ) -> tuple[TorchEngine, TorchEngine]:
-    """Two engines with the CUDA attention backend: one without graphs, one with."""
-    plain, attention = (cuda_attention(model.kv._replace(gpu_kernels=GPU), PAGES, CPU) for _ in range(2))
+    """Two engines with the CUDA attention backend: one with torch's attention and without graphs, which takes no
+    interpreter, and one with our kernels and graphs, each of which its capture compares with the launches alone."""
+    plain, attention = (cuda_attention(model.kv._replace(gpu_kernels=gpu), PAGES, CPU) for gpu in (None, GPU))
     recording = GraphCaptureConfig(recorder, attention, list(rows), chunk_tokens)
     recorded = make_engine(model, slots=8, pages=PAGES, attention=attention, recording=recording)
     recorded.capture_decode_graphs(limit)
@@ -271,19 +272,24 @@ def test_a_draft_model_replays_graphs_of_its_own(llama: Model) -> None:
 
 
 @pytest.mark.usefixtures("small_layouts")
-def test_a_layer_for_multi_token_prediction_replays_graphs_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_a_head_that_drafts_replays_graphs_of_its_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads the hidden states that the graphs of its model leave: the drafts are those of steps without graphs."""
+    """It reads the hidden states that the graphs of its model leave, those of EAGLE-3 of several layers: the drafts are
+    those of steps without graphs, on torch's attention."""
     monkeypatch.setattr(test_draft_heads, "LAYERS", 1)
-    directory, found = test_draft_heads.with_mtp("llama", tmp_path), []
+    directory, eagle3, found = test_draft_heads.with_mtp("llama", tmp_path / "model"), None, []
+    if kind == "eagle3":
+        eagle3 = test_draft_heads.small_head(tmp_path / "head", directory, taps=(0, 1), scored=400)
     for recorded in (False, True):
-        served, mtp = test_draft_heads.build(directory, native=False)
-        mtp.cuda_graph_obstacle = None
-        attention, drafting = (CudaAttention(one.kv._replace(gpu_kernels=GPU), PAGES, CPU) for one in (served, mtp))
+        served, head = test_draft_heads.build(directory, native=False, eagle3=eagle3)
+        head.cuda_graph_obstacle = None
+        gpu = GPU if recorded else None
+        attention, drafting = (CudaAttention(one.kv._replace(gpu_kernels=gpu), PAGES, CPU) for one in (served, head))
         recording = GraphCaptureConfig(Tapes(), attention, [2, 8], 30) if recorded else None
         sizes = {"slots": 8, "pages": PAGES}
-        engine = make_engine(served, draft=mtp, attention=attention, drafting=drafting, recording=recording, **sizes)
+        engine = make_engine(served, draft=head, attention=attention, drafting=drafting, recording=recording, **sizes)
         engine.capture_decode_graphs(1)
         drafts: list[list[int]] = []
         launch = engine.launch

@@ -21,6 +21,7 @@ from tgi.worker.engine import cuda_graphs
 from tgi.worker.engine.cuda_graphs import GraphKey
 from tgi.worker.engine.engine import GraphCaptureConfig
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, warm_up
+from tgi.worker.gpu_kernels import paged_attention
 from tgi.worker.gpu_kernels.attention_arguments import HeadTransform, Rotation
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.lora.registry import load_adapters
@@ -30,7 +31,11 @@ CPU, PAGES = torch.device("cpu"), 24
 GPU = GpuKernels((8, 0))
 PROMPTS = [[5, 9, 3], [7] * 15, [1]]  # pages have 16 tokens
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("one_split"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),
+]
 
 
 def drawn(kind: str, stored: torch.dtype | None, gpu: GpuKernels | None) -> list[Drawn]:
@@ -54,7 +59,10 @@ def drawn(kind: str, stored: torch.dtype | None, gpu: GpuKernels | None) -> list
         ("llama", torch.float8_e4m3fn),
     ],
 )
-def test_an_engine_generates_the_tokens_of_torch(kind: str, stored: torch.dtype | None) -> None:
+def test_an_engine_generates_the_tokens_of_torch(
+    kind: str, stored: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "MAX_SPLITS", 2)
     for ours, torchs in zip(drawn(kind, stored, GPU), drawn(kind, stored, None), strict=True):
         assert ours.ids == torchs.ids
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=1e-4)

@@ -23,7 +23,7 @@ from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model
 from tgi.worker.state_cache import StateCache
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_split")]
 
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))

@@ -32,6 +32,8 @@ from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.quantization.scheme import resolve_scheme
 from tgi.worker.quantization.weight import QuantizedWeight, as_plain
 
+pytestmark = pytest.mark.slow
+
 INTEGERS: list[tuple[Form, int, int, bool]] = [  # format, bits, group and shifts of the QuantizedWeight
     (Gptq(), 4, 32, False),
     (Gptq(symmetric=False), 4, 32, True),

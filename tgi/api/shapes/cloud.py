@@ -28,7 +28,7 @@ SagemakerStreamResponse = Annotated[
 
 
 class GenerateVertexInstance(Struct):
-    """A prompt. Of the parameters only `max_new_tokens` and `seed` count; tokens are always drawn at random."""
+    """A prompt. Of the parameters only `max_new_tokens` and `seed` count; tokens are always sampled."""
 
     inputs: Annotated[str, doc(example="What is Deep Learning?")]
     parameters: GenerateParameters | None = None

@@ -1,30 +1,27 @@
 """Maps a GGUF file's metadata and tensor names to those of Hugging Face models."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
+from tgi.hub.gguf.conversion_plan import (
+    KNOWN,
+    MAX_LAYERS,
+    ConversionPlan,
+    Metadata,
+    TargetTensor,
+    TiledHeads,
+    refuse_unknown_keys,
+    require_tensors,
+)
 from tgi.hub.gguf.families import FAMILIES, REFUSED, GGUFArchitecture
 from tgi.hub.gguf.reader import GGUFFile
+from tgi.hub.gguf.t5 import T5, plan_t5
 from tgi.microkernel.errors import UserError
 
-MAX_LAYERS = 1024
 MAX_EXPERTS = 1024
 MAX_STREAMS = 64
-
-# Prefixes of keys that change the computation: an unknown key with one of them is refused.
-HEEDED = (
-    *("attention.", "rope.", "expert_", "embedding_scale", "residual_scale", "logit_scale"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
-)
-KNOWN = {
-    *(f"attention.{key}" for key in ("head_count", "head_count_kv", "key_length", "value_length")),
-    "attention.layer_norm_rms_epsilon",
-    "attention.layer_norm_epsilon",
-    *(f"rope.{key}" for key in ("dimension_count", "freq_base", "scaling.type", "scaling.factor")),
-    *(f"rope.scaling.{key}" for key in ("original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")),
-}
 
 # Llama 3.1's rope scaling is stored as one divisor per frequency. All published models of the family have these
 # bounds and differ in the factor. (https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling)
@@ -32,161 +29,21 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 LLAMA4_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
 
-
-class Metadata:
-    """Typed access to metadata. Raises UserError for a missing or invalid value."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        self.file = file
-
-    def string(self, key: str) -> str:
-        """A required string."""
-        value = self.file.metadata.get(key)
-        if not isinstance(value, str):
-            raise self.wrong(key, value, "a string")
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 0."""
-        value = self.file.metadata.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.wrong(key, value, "a whole number")
-        return value
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
-        value = self.integer(key, default)
-        if value == 0:
-            raise self.wrong(key, value, "a positive number")
-        return value
-
-    def of_some_layers(self, key: str, layers: int) -> tuple[int, list[int]]:
-        """A positive integer that some layers have, and a list that has it for these, for others 0."""
-        value = self.file.metadata.get(key)
-        if not isinstance(value, list) or len(value) != layers or not all(type(one) is int for one in value):
-            raise self.wrong(key, value, f"a list of {layers} whole numbers")
-        if len(found := {*value} - {0}) != 1 or min(found) < 0:
-            raise self.wrong(key, value, "one positive number, or 0, for each layer")
-        return found.pop(), value
-
-    def largest(self, key: str, layers: int, default: int | None = None) -> int:
-        """A positive integer, or the largest one of a list of one for each layer."""
-        value = self.file.metadata.get(key)
-        if not isinstance(value, list):
-            return self.positive(key, default)
-        if len(value) != layers or not all(type(one) is int and one > 0 for one in value):
-            raise self.wrong(key, value, f"a list of {layers} positive numbers")
-        return int(max(value))
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
-        value = self.file.metadata.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.wrong(key, value, "a positive number")
-        return float(f"{value:.7g}")  # 1e-5 stored as float32 reads 9.999999747378752e-06
-
-    def wrong(self, key: str, value: Any, expected: str) -> UserError:
-        """The error for a missing or invalid value."""
-        found = "is missing" if value is None else f"is {str(value)[:80]!r}"
-        return UserError(f"{self.file.path}: the metadata key {key!r} {found}; {expected} was expected.")
-
-
+ATTENDING = "attn_layer_indices"  # a layer_types_key that has the numbers of layers with attention
+NO_ROWS: dict[str, tuple[int, int]] = {}
+QKV, JOINT = ("attn_q", "attn_k", "attn_v"), "attn_qkv"
 KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")  # which layers that share those of others may have for nothing
-# Norms, routers of experts, gates of shared ones and of the delta rule, positions, and what latent attention absorbs.
-UNQUANTIZED = (
-    *("norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight"),
-    *("attn_k_b.weight", "attn_kv_b.weight", "ssm_ba.weight", "ssm_alpha.weight", "ssm_beta.weight"),
-)
-
-
-class TiledHeads(NamedTuple):
-    """Value heads of the delta rule in the order of llama.cpp."""
-
-    key_heads: int
-    each: int  # value heads of a key head
-    size: int  # rows, or columns, of a value head
-    columns: bool = False
-
-    @property
-    def total(self) -> int:
-        """The rows, or columns, of all value heads."""
-        return self.key_heads * self.each * self.size
-
-
-@dataclass(frozen=True, slots=True)
-class TargetTensor:
-    """A tensor of the resulting model: its name in the file, its name and shape in the result.
-
-    weights.py undoes what llama.cpp's converter has done: where `heads` is set, it has reordered the rows of each head;
-    where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
-    into one tensor, of which this is the nth; `reshaped` is the shape in the file, if it has changed it; where
-    `exponent` is set, it has stored -exp of the numbers; where `then` is set, it has split the rows, and `then` has the
-    further parts. With `expanded`, (heads, rows of K, rows of V), `source` has all K, transposed, and `then` all V,
-    where the result has K and V of one head after another. With `half`, (n, parts), the file has two such tensors, of
-    each part the rows of the first, then those of the second; this is the nth. With `tiled`, it has sorted value heads
-    by their number within a key head, then by the key head, in the last rows, or in the columns. With `pairs`, (rows of
-    a head, rows that rotate), it has put the first rows of the pairs that rotate before the second ones. With `axes`,
-    the tensor, or all of its sources stacked, in the shape `view` has its axes in another order.
-    """
-
-    source: str
-    name: str
-    shape: tuple[int, ...]
-    heads: int = 0
-    shift: float = 0.0
-    part: tuple[int, int] | None = None
-    reshaped: tuple[int, ...] = ()
-    exponent: bool = False
-    then: tuple[str, ...] = ()
-    expanded: tuple[int, int, int] | None = None
-    half: tuple[int, int] | None = None
-    tiled: TiledHeads | None = None
-    pairs: tuple[int, int] | None = None
-    view: tuple[int, ...] = ()
-    axes: tuple[int, ...] = ()
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """The shape in the file, the first one of several."""
-        rows, *columns = self.shape
-        if self.expanded is not None:
-            return (self.expanded[0], *columns, self.expanded[1])
-        if self.half is not None:
-            return (2 * rows, *columns)
-        whole = (rows // len(self.sources), *columns)
-        return self.reshaped or (whole if self.part is None else (self.part[1], *whole))
-
-    @property
-    def stored_then(self) -> tuple[int, ...]:
-        """The shape of `then` in the file."""
-        return self.stored if self.expanded is None else (self.expanded[0], self.expanded[2], self.shape[1])
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The tensors of the file."""
-        return (self.source, *self.then)
-
-    @property
-    def matrix(self) -> bool:
-        """Whether this is the weight of a linear layer, the embedding or the head, except UNQUANTIZED."""
-        return len(self.shape) == 2 and not self.source.endswith(UNQUANTIZED)
-
-
-@dataclass(frozen=True, slots=True)
-class ConversionPlan:
-    """The configuration and tensors of the resulting model directory."""
-
-    config: dict[str, Any]
-    tensors: list[TargetTensor]
 
 
 def plan_conversion(file: GGUFFile) -> ConversionPlan:
     """Checks that the file has a complete model of a supported architecture. Raises UserError otherwise."""
     metadata = Metadata(file)
     architecture = metadata.string("general.architecture")
+    if architecture == T5:
+        return plan_t5(file)
     family = FAMILIES.get(architecture)
     if family is None:
-        known = f"import knows {', '.join(FAMILIES)}"
+        known = f"import knows {', '.join((*FAMILIES, T5))}"
         raise UserError(
             f"{file.path} holds a model of architecture {architecture!r}; {REFUSED.get(architecture, known)}. "
             "Use the model's safetensors version instead."
@@ -194,35 +51,12 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     if family.instead is not None:
         marker, other = family.instead
         family = other if marker in file.tensors or file.metadata.get(f"{architecture}.{marker}") else family
-    known_keys = KNOWN | set(family.numbers) | set(family.required) | set(family.further)
     for name, value in family.required.items():
         if file.metadata.get(key := f"{architecture}.{name}", value) != value:
             raise metadata.wrong(key, file.metadata[key], str(value))
-    for key in file.metadata:
-        name = key.removeprefix(f"{architecture}.")
-        if name != key and name.startswith(HEEDED) and name not in known_keys:
-            raise UserError(
-                f"{file.path} has {key!r} set, which import does not know. Use the model's safetensors version instead."
-            )
+    refuse_unknown_keys(file, architecture, KNOWN | {*family.numbers, *family.required, *family.further})
     config = _config(metadata, architecture, family)
     wanted = _tensors(config, family, file)
-    for tensor in wanted:
-        for source in tensor.sources:
-            found = file.tensors.get(source)
-            if found is None:
-                raise UserError(f"{file.path} lacks the tensor {source!r}. Fetch or convert it again.")
-            expected = tensor.stored if source == tensor.source else tensor.stored_then
-            # Some releases of the converter leave out dimensions of 1.
-            if [size for size in found.shape if size != 1] != [size for size in expected if size != 1]:
-                raise UserError(
-                    f"{file.path}: the tensor {source!r} has shape {list(found.shape)}, "
-                    f"expected {list(expected)}. Fetch or convert it again."
-                )
-            if tensor.expanded is None and found.type != file.tensors[tensor.source].type:
-                raise UserError(
-                    f"{file.path}: the tensors {' and '.join(tensor.sources)}, which become one, are of different "
-                    "types. Use another quantization of the model, or its safetensors version."
-                )
     shared = range(config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0), config["num_hidden_layers"])
     unused = {f"blk.{layer}.{name}.weight" for layer in shared for name in KEYS_AND_VALUES}
     further = tuple(
@@ -230,14 +64,7 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     )  # of multi-token prediction, which are not read
     unused |= {name for name in file.tensors if name.startswith(further)}
     unused |= set(LONGROPE) if config["rope_parameters"].get("rope_type") == "longrope" else set()
-    unknown = (
-        set(file.tensors) - unused - {source for tensor in wanted for source in tensor.sources} - {"rope_freqs.weight"}
-    )
-    if unknown:
-        raise UserError(
-            f"{file.path} has tensors that a {architecture} model does not use, such as {min(unknown)!r}. "
-            "Use the model's safetensors version instead."
-        )
+    require_tensors(file, architecture, wanted, unused | {"rope_freqs.weight"})
     return ConversionPlan(config, wanted)
 
 
@@ -276,15 +103,7 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         raise metadata.wrong(f"{architecture}.attention.value_length", head_dim, f"the head size {head_dim}, even,")
     if (family.attention and turned % 2) or turned > head_dim or (turned != head_dim and not family.rotates_part):
         raise metadata.wrong(f"{architecture}.rope.dimension_count", turned, f"the head size {head_dim}")
-    if "token_embd.weight" not in tensors:
-        raise UserError(f"{metadata.file.path} lacks the tensor 'token_embd.weight'. Fetch or convert it again.")
-    tokens = metadata.file.metadata.get("tokenizer.ggml.tokens")
-    vocab_size = tensors["token_embd.weight"].shape[0]
-    if not isinstance(tokens, list) or not 0 < len(tokens) <= vocab_size:
-        raise UserError(
-            f"{metadata.file.path}: the vocabulary does not fit an embedding of {vocab_size} rows. "
-            "Fetch or convert it again."
-        )
+    vocab_size = metadata.vocabulary_size()
     theta = metadata.number(f"{architecture}.rope.freq_base", 10000.0)
     rope = _rope(metadata, architecture, theta, head_dim, turned, context)
     if family.rotates_part:
@@ -327,8 +146,17 @@ def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> 
         config[family.layer_types_key] = [
             names["attention" if heads else "mlp" if inner else "recurrent"] for heads, inner in kinds
         ]
+        if family.layer_types_key == ATTENDING:
+            config[ATTENDING] = [number for number, heads in enumerate(own_kv_heads) if heads]
+    for key, _, _ in family.metadata_blocks:
+        value = metadata.file.metadata.get(key)
+        if not isinstance(value, list) or len(value) != layers or not all(isinstance(one, float) for one in value):
+            raise metadata.wrong(key, value, f"a list of {layers} numbers")
+        if key == "xielu.beta" and set(value) != {0.5}:
+            raise metadata.wrong(key, value, "0.5 for each layer, as of the published models,")
     for name, sources in family.biases.items():
-        config[name] = f"blk.0.{sources[0]}.bias" in tensors
+        stored_biases = {f"blk.0.{one}.bias" for one in (sources[0], JOINT if sources[0] in QKV else sources[0])}
+        config[name] = not stored_biases.isdisjoint(tensors)
     for name, sources in family.optional.items():
         config[name] = f"blk.0.{sources[0]}.weight" in tensors
     _add_unstated_values(metadata, architecture, family, config)
@@ -461,6 +289,8 @@ def _add_unstated_values(
             config["attn_config"]["clip_qkv"] = metadata.number(key)
     if family.latent:
         _add_latent(metadata, architecture, config)
+    if kind == "stablelm":  # files of models without it may say otherwise
+        config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in metadata.file.tensors
     if kind == "cohere":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
 
@@ -570,7 +400,10 @@ def _add_latent(metadata: Metadata, architecture: str, config: dict[str, Any]) -
     if config["qk_nope_head_dim"] < 1:
         raise metadata.wrong(f"{architecture}.rope.dimension_count", config["qk_rope_head_dim"], f"less than {whole}")
     config["num_key_value_heads"], config["head_dim"] = heads, config["qk_rope_head_dim"]
-    if not any(name.endswith("exp_probs_b.bias") for name in tensors):
+    biased = any(name.endswith("exp_probs_b.bias") for name in tensors)
+    if not biased and config["norm_topk_prob"]:  # also Mistral Large 3, whose architecture is deepseek2
+        config |= {"model_type": "mistral4", "architectures": ["Mistral4ForCausalLM"]}
+    elif not biased and config["model_type"] == "deepseek_v3":
         grouped = config["n_group"] > 1
         config |= {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
         config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
@@ -581,6 +414,17 @@ def _add_latent(metadata: Metadata, architecture: str, config: dict[str, Any]) -
     if (key := f"{architecture}.rope.scaling.yarn_log_multiplier") in metadata.file.metadata:
         scale = float(f"{metadata.number(key) / 0.1:.6g}")
         config["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
+    if config["model_type"] == "mistral4" and "original_max_position_embeddings" in config["rope_parameters"]:
+        _add_query_scale(metadata, architecture, config["rope_parameters"])
+
+
+def _add_query_scale(metadata: Metadata, architecture: str, rope: dict[str, Any]) -> None:
+    """The factor of queries by their position. Files of Mistral Small 4 lack it; 0.1 is the published model's."""
+    prefix = f"{architecture}.attention.temperature_"
+    length = metadata.positive(f"{prefix}length", original := rope["original_max_position_embeddings"])
+    if length != original:
+        raise metadata.wrong(f"{prefix}length", length, f"the {original} positions that yarn scales,")
+    rope["llama_4_scaling_beta"] = metadata.number(f"{prefix}scale", 0.1)
 
 
 def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -> list[TargetTensor]:
@@ -591,7 +435,7 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     experts = next((config[key] for key in of_experts if config.get(key)), 0)
     sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
     sizes["I"] = config.get("intermediate_size_mlp", inner)
-    sizes |= {"A": heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
+    sizes |= {"A": heads, "k": kv_heads, "E": experts, "M": config.get("moe_intermediate_size", 0)}
     of_shared = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     shared = next((config[key] for key in of_shared if config.get(key)), 0)
     counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
@@ -624,7 +468,9 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     left_out = {name for flag, names in family.optional.items() if not config[flag] for name in names}
     if family.latent:
         left_out |= {"attn_q"} if config["q_lora_rank"] else {"attn_q_a", "attn_q_a_norm", "attn_q_b"}
-        left_out |= {"exp_probs_b.bias"} if config["model_type"] == "deepseek_v2" else set()
+        left_out |= {"exp_probs_b.bias"} if config["model_type"] != "deepseek_v3" else set()
+    if config["model_type"] == "stablelm" and config["use_parallel_residual"]:
+        left_out.add("ffn_norm")
     if config.get("hidden_size_per_layer_input") == 0:
         left_out |= {"inp_gate", "proj", "post_norm"}
         left_out |= {source for source, _, _ in family.whole}
@@ -644,7 +490,9 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     sorted_pairs = ("attn_q", "attn_k") if family.sorts_pairs_of_axes and has_axes(file) else ()
     wanted = [TargetTensor("token_embd.weight", f"{family.embedding}.weight", (config["vocab_size"], hidden))]
 
-    def add(prefix: str, short: str, name: str, shape: tuple[int, ...]) -> None:
+    def add(
+        prefix: str, short: str, name: str, shape: tuple[int, ...], rows: Mapping[str, tuple[int, int]] = NO_ROWS
+    ) -> None:
         if short in left_out:
             return
         if short == "ssm_ba":
@@ -684,10 +532,10 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
                 TargetTensor(source, name, shape, reshaped=reshaped, exponent=short == "ssm_a", tiled=heads_of)
             )
             return
-        full = f"{name}.weight"
+        full, joint = f"{name}.weight", prefix + JOINT
         wanted.append(
             TargetTensor(
-                f"{source}.weight",
+                f"{joint if short in rows else source}.weight",
                 full,
                 shape,
                 permuted,
@@ -696,10 +544,13 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
                 then=further,
                 tiled=heads_of,
                 pairs=pairs,
+                rows=rows.get(short),
             )
         )
         if short in biased:
-            wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted, pairs=pairs))
+            within = rows.get(short) if f"{joint}.bias" in file.tensors else None
+            end = f"{joint if within else source}.bias"
+            wanted.append(TargetTensor(end, f"{name}.bias", shape[:1], permuted, pairs=pairs, rows=within))
 
     starts = ("num_dense_layers", "first_k_dense_replace", "moe_layer_start_index")
     first_routed = next((config[key] for key in starts if key in config), 0)
@@ -707,22 +558,49 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
     for source, name, shape in family.whole:
         add("", source, name, tuple(sizes[size] for size in shape))
     for layer in range(config["num_hidden_layers"]):
-        kind = family.layer_types[config[family.layer_types_key][layer]] if family.layer_types else "attention"
+        kind = _layer_kind(config, family, layer)
         routed = layer >= first_routed and (layer + 1) % step == 0
         kinds = (kind, "experts" if experts and routed else "dense")
         own = sizes | _own_sizes(config, layer)
         shares = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
-        for source, name, shape in (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ()))):
+        every = (*blocks, *(block for kind in kinds for block in family.kinds.get(kind, ())))
+        rows = NO_ROWS
+        if f"blk.{layer}.{JOINT}.weight" in file.tensors:  # of convert_hf_to_gguf.py --fuse-qkv, and of old ChatGLM
+            rows = _rows_of_joint({source: own[shape[0]] for source, _, shape in every if source in QKV})
+        for key, name, shape in family.metadata_blocks:
+            numbers = (file.metadata[key][layer],)
+            full = f"{family.layers}.{layer}.{name}"
+            wanted.append(TargetTensor("", full, tuple(own[size] for size in shape), numbers=numbers))
+        for source, name, shape in every:
             values_are_keys = config.get("attention_k_eq_v") and config["layer_types"][layer] == "full_attention"
             if (shares and source in KEYS_AND_VALUES) or (values_are_keys and source == "attn_v"):
                 continue
-            add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(own[size] for size in shape))
+            add(f"blk.{layer}.", source, f"{family.layers}.{layer}.{name}", tuple(own[size] for size in shape), rows)
     add("", *family.last_norm, (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
         if "output" in biased:
             wanted.append(TargetTensor("output.bias", "lm_head.bias", (config["vocab_size"],)))
     return wanted
+
+
+def _layer_kind(config: dict[str, Any], family: GGUFArchitecture, layer: int) -> str:
+    """A key of GGUFArchitecture.kinds."""
+    if not family.layer_types:
+        return "attention"
+    found = config[family.layer_types_key]
+    if family.layer_types_key == ATTENDING:
+        return "attention" if layer in found else "recurrent"
+    return family.layer_types[found[layer]]
+
+
+def _rows_of_joint(rows: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """TargetTensor.rows of queries, keys and values, which have this number of rows. Empty without any."""
+    first, found, total = 0, {}, sum(rows.values())
+    for name, count in rows.items():
+        found[name] = first, total
+        first += count
+    return found
 
 
 def has_axes(file: GGUFFile) -> bool:

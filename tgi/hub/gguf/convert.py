@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tgi.hub import weight_files
-from tgi.hub.gguf import architecture, projector, reader, tokenizer, weights
+from tgi.hub.gguf import architecture, conversion_plan, projector, reader, tokenizer, weights
 from tgi.hub.gguf_import import ProgressCallback
 from tgi.microkernel.errors import UserError
 
@@ -43,7 +43,7 @@ def convert(
         ]
         plan = replace(plan, tensors=tensors)
     generation = tokenizer.generation_config(source)
-    tokenizer_config = tokenizer.tokenizer_config(source, plan.config["max_position_embeddings"])
+    tokenizer_config = tokenizer.tokenizer_config(source, plan.context)
     described = tokenizer.tokenizer_description(source)
     weights.write_weights(
         source,
@@ -51,6 +51,7 @@ def convert(
         directory / ("model.safetensors" if vision is None else "text.safetensors"),
         lambda done, size: progress("importing weights", 100 * done / size, size),
         packed=packed,
+        plain=plan.plain,
     )
     if vision is not None:
         path = directory / "vision.safetensors"
@@ -63,17 +64,17 @@ def convert(
     _write_tokenizer(source, described, directory / "tokenizer.json")
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _write_json(directory / "generation_config.json", generation)
-    if packed and (quantized := _quantization(source, plan)):
+    if packed and not plan.plain and (quantized := _quantization(source, plan)):
         config["quantization_config"] = quantized
     _write_json(directory / "config.json", config)
     progress("importing tokenizer", 100)
 
 
-def _quantization(source: reader.GGUFFile, plan: architecture.ConversionPlan) -> dict[str, Any]:
+def _quantization(source: reader.GGUFFile, plan: conversion_plan.ConversionPlan) -> dict[str, Any]:
     """The config.json entry for weights in their own bits: tensors per block type. Empty without such weights."""
     kept: Counter[str] = Counter()
     plain: Counter[str] = Counter()
-    for tensor in {tensor.source: tensor for tensor in plan.tensors}.values():
+    for tensor in {tensor.source: tensor for tensor in plan.tensors if tensor.sources}.values():
         counter = plain if weights.stored_block_format(source, tensor) is None else kept
         counter[source.tensors[tensor.source].type.name] += 1
     if not kept:
@@ -91,6 +92,8 @@ def _write_tokenizer(source: reader.GGUFFile, described: dict[str, Any], path: P
     try:
         if tokenizer.merges_characters(source):
             backend = tokenizer.character_tokenizer(source, described)
+        elif described["tokenizer_type"] == tokenizer.UNIGRAM:
+            backend = tokenizer.unigram_tokenizer(source, described)
         else:
             kind = source.metadata["general.architecture"]
             backend, _ = gguf_tokenizer_mapping.convert_gguf_tokenizer(kind, described)

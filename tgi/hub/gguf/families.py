@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 # "a+b" is the tensor whose rows are those of a, then those of b.
-# Sizes: A number of query heads, Q all of them, K all key heads, S queries, keys and values, D one head; H hidden
-# state, 3H three of them; I MLP, 2I its two joint matrices; E number of experts, M one expert; L tokens that a
-# convolution reads. Of Mamba2: X its channels, X/G those of a group, G number of groups, T heads, C channels of the
-# convolution, P the joint projection; W all shared experts, 2W their two joint matrices. N positions. Of latent
+# Sizes: A number of query heads, k of key heads, Q all of them, K all key heads, S queries, keys and values, D one
+# head; H hidden state, 3H three of them; I MLP, 2I its two joint matrices; E number of experts, M one expert; L tokens
+# that a convolution reads. Of Mamba2: X its channels, X/G those of a group, G number of groups, T heads, C channels of
+# the convolution, P the joint projection; W all shared experts, 2W their two joint matrices. N positions. Of latent
 # attention: q the inner width of queries, U all queries, V all values, R the key, r the latent, KV keys and values. Of
 # streams: a their number, aa its square, l the rank of residuals. Y the input of a layer, YL those of all layers, Z the
 # vocabulary of these. Of the delta rule: 2Q queries and their gates, C channels of the convolution, T value heads, X
@@ -86,6 +86,8 @@ class GGUFArchitecture:
     whole: tuple[Block, ...] = ()  # that belong to no layer
     # Key of config.json -> tensors that layers have if it is set.
     optional: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Tensors whose numbers are metadata: keys without the prefix of the architecture, with one number of each layer.
+    metadata_blocks: tuple[Block, ...] = ()
     further: tuple[str, ...] = ()  # metadata keys that architecture.py reads for this architecture
     attention: bool = True  # some layers have it
     rotary: bool = True  # with rotary positions
@@ -356,6 +358,91 @@ _FALCON_40B = replace(
         ("attn_norm_2", "input_layernorm", ("H",)),
     ),
     fixed={**_FALCON.fixed, "num_ln_in_parallel_attn": 2},
+)
+
+# Kimi K2, GLM-4.7-Flash and Mistral Large 3, too: architecture.py tells them apart (_add_latent).
+_DEEPSEEK = GGUFArchitecture(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    (
+        ("attn_q", "self_attn.q_proj", ("U", "H")),
+        ("attn_q_a", "self_attn.q_a_proj", ("q", "H")),
+        ("attn_q_a_norm", "self_attn.q_a_layernorm", ("q",)),
+        ("attn_q_b", "self_attn.q_b_proj", ("U", "q")),
+        ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa", ("R", "H")),
+        ("attn_kv_a_norm", "self_attn.kv_a_layernorm", ("r",)),
+        ("attn_kv_b", "self_attn.kv_b_proj", ("KV", "r")),
+        ("attn_output", "self_attn.o_proj", ("H", "V")),
+        *_NORMS,
+    ),
+    numbers={
+        **_NUMBERS_OF_ROUTED,
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.q_lora_rank": "q_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+    },
+    fixed={
+        **_ROUTED,
+        **{"q_lora_rank": None, "rope_interleave": True, "num_nextn_predict_layers": 0, **_NO_PADDING},
+    },
+    further=(
+        *("attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
+        *("expert_gating_func", "attention.temperature_scale", "attention.temperature_length"),
+    ),
+    kinds={
+        "dense": _MLP,
+        "experts": _routed("mlp.gate.e_score_correction_bias"),
+    },
+    latent=True,
+)
+
+_GRANITE_HYBRID = GGUFArchitecture(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    _NORMS,
+    numbers={
+        **_GRANITE,
+        **_NUMBERS_OF_EXPERTS,
+        "expert_shared_feed_forward_length": "shared_intermediate_size",
+    },
+    fixed={"num_local_experts": 0},
+    permuted=True,
+    layer_types={"mamba": "recurrent", "attention": "attention"},
+    mamba2=Mamba2Names("mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_n_groups", "mamba_d_head"),
+    reshaped=_MAMBA2_SHAPES,
+    kinds={
+        "attention": _ATTENTION,
+        "recurrent": _mamba2("mamba"),
+        "dense": (
+            ("ffn_gate+ffn_up", "shared_mlp.input_linear", ("2W", "H")),
+            ("ffn_down", "shared_mlp.output_linear", ("H", "W")),
+        ),
+        "experts": (
+            ("ffn_gate_shexp+ffn_up_shexp", "shared_mlp.input_linear", ("2W", "H")),
+            ("ffn_down_shexp", "shared_mlp.output_linear", ("H", "W")),
+            ("ffn_gate_inp", "block_sparse_moe.router.layer", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
+        ),
+    },
+)
+_BAMBA = replace(
+    _GRANITE_HYBRID,
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    blocks=(
+        *((name, own.replace("mlp", "feed_forward"), shape) for name, own, shape in _MLP),
+        ("attn_norm", "input_layernorm", ("H",)),
+        ("ffn_norm", "pre_ff_layernorm", ("H",)),
+    ),
+    numbers={},
+    fixed={},
+    required={"rope.scaling.finetuned": True},
+    rotates_part=True,
+    layer_types_key="attn_layer_indices",
+    kinds={"attention": _ATTENTION, "recurrent": _mamba2("mamba")},
+    last_norm=("output_norm", "model.final_layernorm"),
 )
 
 FAMILIES: dict[str, GGUFArchitecture] = {
@@ -633,6 +720,25 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             *_NORMS,
             ("attn_q_norm", "self_attn.query_layernorm", ("D",)),
             ("attn_k_norm", "self_attn.key_layernorm", ("D",)),
+        ),
+    ),
+    "apertus": GGUFArchitecture(
+        "apertus",
+        "ApertusForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP[1:],
+            *_HEAD_NORMS,
+            ("attn_norm", "attention_layernorm", ("H",)),
+            ("ffn_norm", "feedforward_layernorm", ("H",)),
+        ),
+        _ATTENTION_BIASES,
+        fixed={"hidden_act": "xielu", **_NO_PADDING},
+        metadata_blocks=(
+            ("xielu.alpha_p", "mlp.act_fn.alpha_p", ("1",)),
+            ("xielu.alpha_n", "mlp.act_fn.alpha_n", ("1",)),
+            ("xielu.beta", "mlp.act_fn.beta", ()),
+            ("xielu.eps", "mlp.act_fn.eps", ()),
         ),
     ),
     "arcee": GGUFArchitecture(
@@ -921,9 +1027,16 @@ FAMILIES: dict[str, GGUFArchitecture] = {
     "stablelm": GGUFArchitecture(
         "stablelm",
         "StableLmForCausalLM",
-        _ATTENTION + _MLP + _NORMS,
+        _ATTENTION
+        + _MLP
+        + _NORMS
+        + (
+            ("attn_q_norm", "self_attn.q_layernorm.norms.{}", ("A", "D")),
+            ("attn_k_norm", "self_attn.k_layernorm.norms.{}", ("k", "D")),
+        ),
         {"use_qkv_bias": ("attn_q", "attn_k", "attn_v")},
         always_biased=("attn_norm", "ffn_norm", "output_norm"),
+        optional={"qk_layernorm": ("attn_q_norm", "attn_k_norm")},
         epsilon=(_LAYER_NORM, "layer_norm_eps"),
         rotates_part=True,
     ),
@@ -1044,41 +1157,8 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         reshaped=_MAMBA2_SHAPES,
         last_norm=("output_norm", "model.final_layernorm"),
     ),
-    # Kimi K2 and GLM-4.7-Flash, too. Without biases of the experts' choice it is a DeepSeek-V2.
-    "deepseek2": GGUFArchitecture(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        (
-            ("attn_q", "self_attn.q_proj", ("U", "H")),
-            ("attn_q_a", "self_attn.q_a_proj", ("q", "H")),
-            ("attn_q_a_norm", "self_attn.q_a_layernorm", ("q",)),
-            ("attn_q_b", "self_attn.q_b_proj", ("U", "q")),
-            ("attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa", ("R", "H")),
-            ("attn_kv_a_norm", "self_attn.kv_a_layernorm", ("r",)),
-            ("attn_kv_b", "self_attn.kv_b_proj", ("KV", "r")),
-            ("attn_output", "self_attn.o_proj", ("H", "V")),
-            *_NORMS,
-        ),
-        numbers={
-            **_NUMBERS_OF_ROUTED,
-            "attention.kv_lora_rank": "kv_lora_rank",
-            "attention.q_lora_rank": "q_lora_rank",
-            "rope.dimension_count": "qk_rope_head_dim",
-        },
-        fixed={
-            **_ROUTED,
-            **{"q_lora_rank": None, "rope_interleave": True, "num_nextn_predict_layers": 0, **_NO_PADDING},
-        },
-        further=(
-            *("attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
-            "expert_gating_func",
-        ),
-        kinds={
-            "dense": _MLP,
-            "experts": _routed("mlp.gate.e_score_correction_bias"),
-        },
-        latent=True,
-    ),
+    "deepseek2": _DEEPSEEK,
+    "mistral4": replace(_DEEPSEEK, model_type="mistral4", architecture="Mistral4ForCausalLM"),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": replace(
         _NEMOTRON,
@@ -1105,37 +1185,7 @@ FAMILIES: dict[str, GGUFArchitecture] = {
             ),
         },
     ),
-    "granitehybrid": GGUFArchitecture(
-        "granitemoehybrid",
-        "GraniteMoeHybridForCausalLM",
-        _NORMS,
-        numbers={
-            **_GRANITE,
-            **_NUMBERS_OF_EXPERTS,
-            "expert_shared_feed_forward_length": "shared_intermediate_size",
-        },
-        fixed={"num_local_experts": 0},
-        permuted=True,
-        layer_types={"mamba": "recurrent", "attention": "attention"},
-        mamba2=Mamba2Names("mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_n_groups", "mamba_d_head"),
-        reshaped=_MAMBA2_SHAPES,
-        kinds={
-            "attention": _ATTENTION,
-            "recurrent": _mamba2("mamba"),
-            "dense": (
-                ("ffn_gate+ffn_up", "shared_mlp.input_linear", ("2W", "H")),
-                ("ffn_down", "shared_mlp.output_linear", ("H", "W")),
-            ),
-            "experts": (
-                ("ffn_gate_shexp+ffn_up_shexp", "shared_mlp.input_linear", ("2W", "H")),
-                ("ffn_down_shexp", "shared_mlp.output_linear", ("H", "W")),
-                ("ffn_gate_inp", "block_sparse_moe.router.layer", ("E", "H")),
-                ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "I", "H")),
-                ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "I", "H")),
-                ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "I")),
-            ),
-        },
-    ),
+    "granitehybrid": replace(_BAMBA, instead=("attention.scale", _GRANITE_HYBRID)),
 }
 
 # The text part of models that see images. With text alone all sections of the rotary embedding have one position.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tgi.hub.gguf.architecture import MAX_LAYERS, Metadata, TargetTensor
+from tgi.hub.gguf.conversion_plan import MAX_LAYERS, Metadata, TargetTensor
 from tgi.hub.gguf.projector_families import DEEPSTACK, FAMILIES, ProjectorFamily, VisionTensor
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError
@@ -14,6 +14,7 @@ from tgi.microkernel.errors import UserError
 PROJECTOR_TYPES = ("clip.projector_type", "clip.vision.projector_type")  # the second one beside a part for audio
 MAX_IMAGE_SIZE = 1 << 14  # pixels, of a side
 MAX_TILES = 256  # of an image
+MAX_MERGED = 64  # patches of a token, squared: processors make an image larger that has fewer
 # The width of the Gemma 4 whose images do not see later tokens, which files do not tell (llama.cpp, mtmd.cpp).
 CAUSAL_GEMMA4 = (1536, 2560)
 
@@ -106,8 +107,10 @@ def _sizes(metadata: Metadata, family: ProjectorFamily, text: int) -> dict[str, 
     layers, heads = read("clip.vision.block_count"), read("clip.vision.attention.head_count")
     hidden, inner = metadata.positive("clip.vision.embedding_length"), read("clip.vision.feed_forward_length")
     size, patch = metadata.positive("clip.vision.image_size"), metadata.positive("clip.vision.patch_size")
-    scale = metadata.positive("clip.vision.projector.scale_factor", family.merged)
-    merged = metadata.positive("clip.vision.spatial_merge_size", scale)
+    merged = family.merged
+    for key in ("clip.vision.projector.scale_factor", "clip.vision.spatial_merge_size"):
+        if (merged := metadata.positive(key, merged)) > MAX_MERGED:
+            raise metadata.wrong(key, merged, f"at most {MAX_MERGED}")
     if layers > MAX_LAYERS:
         raise metadata.wrong("clip.vision.block_count", layers, f"at most {MAX_LAYERS}")
     if size > MAX_IMAGE_SIZE:
@@ -175,7 +178,7 @@ def _target(file: GGUFFile, tensor: VisionTensor, sources: list[str], name: str,
         raise UserError(
             f"{file.path} has {shape} {source!r}, where {list(expected)} was expected. Fetch or convert it again."
         )
-    own = file.tensors[sources[0]].shape
+    own = _shape(tensor.stored or tensor.shape, sizes, file.tensors[sources[0]].shape)
     stacked = (len(sources), *own) if len(sources) > 1 else own
     turned = tuple(stacked[axis] for axis in tensor.axes) if len(tensor.axes) == len(stacked) else own
     return TargetTensor(
@@ -272,10 +275,14 @@ def _add_qwen3(metadata: Metadata, sizes: dict[str, int], parts: _Parts) -> None
 
 def _add_pixels(metadata: Metadata, sizes: dict[str, int], parts: _Parts) -> None:
     """The fewest and the most pixels of an image, if the file tells."""
+    least = 1
     for edge, name in (("shortest_edge", "min"), ("longest_edge", "max")):
         pixels = metadata.positive(key := f"clip.vision.image_{name}_pixels", parts.images["size"][edge])
         if pixels > MAX_IMAGE_SIZE**2:
             raise metadata.wrong(key, pixels, f"at most {MAX_IMAGE_SIZE**2}")
+        if pixels < least:
+            raise metadata.wrong(key, pixels, f"at least {least}")
+        least = pixels
         parts.images["size"] = parts.images["size"] | {edge: pixels}
 
 

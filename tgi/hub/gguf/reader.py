@@ -71,6 +71,8 @@ def read_gguf(path: Path) -> GGUFFile:
     first, *others = gguf_parts(path)
     file = _read_part(first)
     count = file.metadata.get("split.count") or 1
+    if type(count) is not int:
+        raise UserError(f"{first} is one of {str(count)[:80]!r} parts, where a number was expected. Fetch it again.")
     if count != len(others) + 1:
         raise UserError(
             f"{first} is one of {count} parts, but its name says {len(others) + 1}. Parts have names such as "
@@ -133,6 +135,9 @@ class _Header:
             if name in tensors:
                 raise _Broken(f"the tensor {name!r} appears twice")
             tensors[name] = self.tensor(name, shape, type_number, start + offset)
+        # Otherwise an import could write any multiple of the file.
+        if sum(len(tensor.data) for tensor in tensors.values()) > len(self.view):
+            raise _Broken("its tensors overlap")
         return metadata, tensors
 
     def take(self, size: int, what: str) -> memoryview:

@@ -1,5 +1,6 @@
 """The tokenizer of a GGUF file, with what transformers' converter omits completed from the file's metadata."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -121,6 +122,11 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 REFUSED = {"whitespace": "it drops the spaces of a text"}  # names of llama.cpp that are known, and what is missing
 
+UNIGRAM = "t5"  # the kind of tokenizer that T5 has
+SENTINELS = 100
+# Ids that it has where the file says nothing, as llama.cpp reads it.
+UNIGRAM_IDS = {"eos": 1, "unknown": 2, "padding": 0}
+
 CONTROL = 3  # token_type of special tokens
 UNKNOWN, USER_DEFINED = 2, 4
 # Recommended sampling: names of generation_config.json -> keys behind "general.sampling." (gguf-py, constants.py).
@@ -144,19 +150,19 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
     if len(set(tokens)) != len(tokens):
         raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
     kind = found.get("model")
-    if kind not in ("gpt2", "llama", "gemma4"):
+    if kind not in (kinds := ("gpt2", "llama", "gemma4", UNIGRAM)):
         raise UserError(
-            f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; 'gpt2', 'llama' or 'gemma4' was expected."
+            f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; one of {', '.join(kinds)} was expected."
         )
     if "merges" in found and not (_strings(found["merges"]) and all(m.count(" ") == 1 for m in found["merges"])):
         raise UserError(f"{file.path} has merges that are not pairs. Fetch or convert it again.")
-    if "merges" not in found and kind != "llama":
+    if "merges" not in found and kind not in ("llama", UNIGRAM):
         raise UserError(f"{file.path} has no merges ('tokenizer.ggml.merges'). Fetch or convert it again.")
     for name in ("scores", "token_type"):
         items = found.get(name)
         if items is not None and not (isinstance(items, list) and len(items) == len(tokens)):
             raise UserError(f"{file.path}: 'tokenizer.ggml.{name}' does not have one entry for each token.")
-    if "merges" not in found and "scores" not in found:
+    if (kind == UNIGRAM or "merges" not in found) and "scores" not in found:
         raise UserError(f"{file.path} has neither merges nor scores for its tokens. Fetch or convert it again.")
     described = {
         "tokenizer_type": kind,
@@ -203,6 +209,42 @@ def character_tokenizer(file: GGUFFile, described: Mapping[str, Any]) -> Tokeniz
     ):
         found = [token for token, token_type in zip(tokens, types, strict=True) if token_type in wanted]
         add([AddedToken(token, normalized=normalized) for token in found])
+    return tokenizer
+
+
+def unigram_tokenizer(file: GGUFFile, described: Mapping[str, Any]) -> Tokenizer:
+    """That of T5; `described` is a tokenizer_description. Raises what `tokenizers` raises for a charsmap that it cannot
+    read."""
+    metadata, tokens = file.metadata, list(described["tokens"])
+    types = described.get("token_type", [0] * len(tokens))
+    # Places of the embedding that the vocabulary leaves; the first ones are the sentinels of blanks, counted down.
+    left = [number for number, token in enumerate(tokens) if re.fullmatch(r"\[PAD\d+\]", token)]
+    sentinels = {number: f"<extra_id_{SENTINELS - 1 - at}>" for at, number in enumerate(left[:SENTINELS])}
+    tokens = [sentinels.get(number, token) for number, token in enumerate(tokens)]
+    if len(set(tokens)) != len(tokens):
+        raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
+    unknown = _token(file, "unknown")
+    tokenizer = Tokenizer(
+        models.Unigram(
+            vocab=list(zip(tokens, described["scores"], strict=True)), unk_id=None if unknown is None else unknown[0]
+        )
+    )
+    charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
+    if charsmap is not None:
+        tokenizer.normalizer = normalizers.Precompiled(bytes(one & 0xFF for one in charsmap))
+    scheme = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
+    spaces = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", True):
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    else:
+        tokenizer.pre_tokenizer = spaces
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    special = [
+        token for number, token in enumerate(tokens) if types[number] in (CONTROL, UNKNOWN) or number in sentinels
+    ]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    added = [token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
     return tokenizer
 
 
@@ -302,6 +344,8 @@ def _token(file: GGUFFile, role: str) -> tuple[int, str] | None:
     """The id and text of a special token; None if the file has none."""
     key = f"tokenizer.ggml.{role}_token_id"
     number, tokens = file.metadata.get(key), file.metadata["tokenizer.ggml.tokens"]
+    if number is None and file.metadata.get("tokenizer.ggml.model") == UNIGRAM:
+        number = UNIGRAM_IDS.get(role)
     if number is None or number == 0xFFFFFFFF:  # llama.cpp's "none"
         return None
     if not isinstance(number, int) or not 0 <= number < len(tokens):
@@ -315,6 +359,7 @@ def _adds(file: GGUFFile, role: str) -> bool:
     if role == "bos" and _pre_tokenizer(file) in BOS_ALWAYS:
         return True
     default = role == "bos" and (sentencepiece or _pre_tokenizer(file) in BOS_BY_DEFAULT)
+    default = default or (role == "eos" and file.metadata.get("tokenizer.ggml.model") == UNIGRAM)
     return bool(file.metadata.get(f"tokenizer.ggml.add_{role}_token", default))
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import QuantError, dequantize
 
-from tgi.hub.gguf.architecture import TargetTensor, TiledHeads
 from tgi.hub.gguf.block_types import FORMS, Array, BlockFormat
+from tgi.hub.gguf.conversion_plan import TargetTensor, TiledHeads
 from tgi.hub.gguf.reader import GGUFFile, GGUFTensor
 from tgi.hub.weight_files import StoredTensor
 from tgi.microkernel.errors import UserError
@@ -96,6 +96,8 @@ def packed_tensors(file: GGUFFile, wanted: list[TargetTensor]) -> dict[str, Stor
 def _stored_form(file: GGUFFile, wanted: TargetTensor, plain: bool = False) -> StoredForm:
     """The smallest form that holds a tensor exactly, or if `plain` the smallest type. Float32 tensors are read for it:
     those of models that were trained in bfloat16 often hold only such numbers."""
+    if wanted.numbers:
+        return "F32"
     kept, block = None if plain else stored_block_format(file, wanted), file.tensors[wanted.source].type
     if kept is not None:
         return kept
@@ -161,6 +163,10 @@ def _untiled(values: Array, tiled: TiledHeads, axis: int) -> Array:
 def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
     """Yields the tensor's stored columns in row order, at most PIECE elements at a time, but expanded and turned ones
     whole."""
+    if wanted.numbers:
+        assert isinstance(form, str)
+        yield [PLAIN_FORMS[form](np.array(wanted.numbers, np.float32))]
+        return
     if wanted.expanded is not None or wanted.axes:
         assert isinstance(form, str)
         whole = _turned(file, wanted) if wanted.expanded is None else _expanded(file, wanted, *wanted.expanded)
@@ -175,7 +181,7 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = math.prod(tensor.shape) // columns
     tiled = wanted.tiled
-    if len(tensor.shape) == 1 and not heads and tiled is None and wanted.pairs is None:
+    if len(tensor.shape) == 1 and not heads and tiled is None and wanted.pairs is None and wanted.rows is None:
         rows, columns = 1, rows
     block, block_bytes = GGML_QUANT_SIZES[tensor.type]
     if columns % block:
@@ -185,6 +191,9 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
         number, count = wanted.part
         rows //= count
         stored = stored[number * rows : (number + 1) * rows]
+    if wanted.rows is not None:
+        start, rows = wanted.rows[0], wanted.shape[0]
+        stored = stored[start : start + rows]
     order = row_order(rows, heads) if heads else None
     if wanted.pairs is not None:
         order = pair_order(rows, *wanted.pairs)
@@ -217,7 +226,7 @@ def _pieces_of(file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, form: S
 def _expanded(
     file: GGUFFile, wanted: TargetTensor, heads: int, of_keys: int, of_values: int
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """See TargetTensor."""
+    """The numbers of a tensor with TargetTensor.expanded."""
     rank = wanted.shape[1]
     keys, values = _whole_sources(file, wanted)
     turned = keys.reshape(heads, rank, of_keys).swapaxes(1, 2)
@@ -226,7 +235,7 @@ def _expanded(
 
 
 def _turned(file: GGUFFile, wanted: TargetTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """See TargetTensor."""
+    """The numbers of a tensor with TargetTensor.axes."""
     both = np.concatenate(_whole_sources(file, wanted)).reshape(wanted.view)
     return np.ascontiguousarray(both.transpose(wanted.axes).reshape(wanted.shape))
 

@@ -151,6 +151,7 @@ class Link:
         self._events: deque[tuple[PeerId, Any]] = deque()
         self._may_have_more = False  # the latest receive() reached its limit
         self._has_sent = True  # since receive() has found no more
+        self.found_quiet = False  # a loop has just waited, and nothing has arrived: the next receive() need not ask
         self._binds = socket.type == zmq.ROUTER
         self._guard = guard  # of a ROUTER that listens on TCP
         self._peer_of_connection: dict[int, PeerId] = {}  # by file descriptor; only with a guard
@@ -216,6 +217,9 @@ class Link:
             self._connector.retry_if_due()
         if self._guard is not None:
             self._guard.close_silent_if_due(self._peer_of_connection)
+        quiet, self.found_quiet = self.found_quiet, False
+        if quiet and not self._events:
+            return
         self._may_have_more = False
         size = 0  # of messages over TCP
         for _ in range(MAX_MESSAGES_PER_RECEIVE):

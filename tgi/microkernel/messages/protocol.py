@@ -201,6 +201,7 @@ class DeploymentLimits(NamedTuple):
     groups: list[KVGroup] = ONE_FULL_GROUP  # what the model's layers keep; each but a recurrent one has a page table
     undivided: str = ""  # what of a prompt with images one step computes as a whole, since its tokens see later ones
     max_running_images: int = 1 << 16  # of the requests that hold slots; one that holds them alone may have more
+    tower_slices: int = 1  # into which the vision tower's work for an image may be divided; 1: it is not
 
     def pages_needed(self, tokens: int) -> int:
         """The pages that a request of this many tokens holds at most."""
@@ -440,24 +441,25 @@ class RequestContext(NamedTuple):
 
     def after(self, elapsed_ms: int) -> "RequestContext":
         """The context of the same request when it is passed on so much later. Clocks of processes are not compared."""
+        if not elapsed_ms:
+            return self
         deadline_ms = self.deadline_ms and max(1, self.deadline_ms - elapsed_ms)
         return self._replace(deadline_ms=deadline_ms, waited_ms=self.waited_ms + elapsed_ms)
 
     def out_of_range(self) -> str:
         """Which number no front end sends, in words; "" if there is none."""
-        for name, most in CONTEXT_MAXIMA.items():
-            if not 0 <= (value := getattr(self, name)) <= most:
-                return f"the context's `{name}` is {value}"
-        return "" if MIN_WEIGHT <= self.weight <= MAX_WEIGHT else f"the context's `weight` is {self.weight}"
-
-
-# `request_key` and `request_index` are stamped as uint64 and int32, the times counted in int64.
-CONTEXT_MAXIMA = {
-    "request_key": 2**64 - 1,
-    "request_index": 2**31 - 1,
-    "deadline_ms": 2**63 - 1,
-    "waited_ms": 2**63 - 1,
-}
+        # `request_key` and `request_index` are stamped as uint64 and int32, the times counted in int64.
+        if not 0 <= self.request_key < 2**64:
+            return f"the context's `request_key` is {self.request_key}"
+        if not 0 <= self.request_index < 2**31:
+            return f"the context's `request_index` is {self.request_index}"
+        if not 0 <= self.deadline_ms < 2**63:
+            return f"the context's `deadline_ms` is {self.deadline_ms}"
+        if not 0 <= self.waited_ms < 2**63:
+            return f"the context's `waited_ms` is {self.waited_ms}"
+        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
+            return f"the context's `weight` is {self.weight}"
+        return ""
 
 
 # --- api -> media, and back -------------------------------------------------------------------------------------------
@@ -745,6 +747,9 @@ class Step(NamedTuple):
     of the row is unknown until then: the step after a step with drafts is sent only when that has been answered.
     The worker takes the states of recurrent layers back to the first rejected draft. A step has no more drafts than
     the group of such layers (KVGroup.drafts) tells.
+
+    Images: before the rows the worker computes the slices of its vision tower that `tower` tells, in order. Such a step
+    may have no rows. What is left of an image that a row needs is computed with that row.
     """
 
     number: int  # counts up from 1 in an epoch
@@ -760,6 +765,7 @@ class Step(NamedTuple):
     draft_ids: bytes = b""  # int32, sum(drafts); empty: the worker's draft model proposes them
     limit_ms: int = 0  # the worker hangs if it computes this step for longer; 0: nothing is known of such steps
     state_copies: bytes = b""  # int32: pairs of source and target, in order: slot s, or snapshot n as -1 - n
+    tower: bytes = b""  # int32: triples of a slot, the index of one of its images, and how many slices more
 
 
 class StepResult(NamedTuple):
@@ -863,6 +869,7 @@ class FetchImage(NamedTuple):
     digest: bytes
     offset: int
     error: str = ""
+    overloaded: bool = False  # with an error: images of other requests take the room for it
 
 
 class ImageChunk(NamedTuple):

@@ -56,7 +56,7 @@ class Event(IntEnum):
     SCHEDULER_LOST = 21  # tokenizer: scheduler `a` has ended or does not respond, or is not there yet
     QUEUED = 30  # scheduler: in the waiting queue; `a` requests wait before it, `b` run
     ADMITTED = 31  # scheduler: has a slot; `a` tokens came from the prefix cache, `b` requests run
-    PREFILLED = 32  # scheduler: its prompt is computed, and the first token after it drawn
+    PREFILLED = 32  # scheduler: its prompt is computed, and the first token after it sampled
     PREEMPTED = 33  # scheduler: lost its slot or pages to other requests; `a` requests wait, `b` run
     WORKER_LOST = 34  # scheduler: the worker was lost or a step failed; it is computed again
     ENDED = 35  # scheduler: ended, `b` tokens

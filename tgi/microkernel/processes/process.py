@@ -93,7 +93,7 @@ class Process:
         self._next_beat_at = 0.0
         self._loop_limit = min(LOOP_TURN_SECONDS, settings.hang_timeout)
         self._parent_fd = parent_fd
-        self._links: list[Link] = []
+        self._links: dict[int, Link] = {}  # by the descriptor of its socket
         self._link_of_event_source: dict[int, Link] = {}  # by descriptor
         self._poller = select.poll()
         self._wake, write = socket.socketpair()
@@ -144,7 +144,7 @@ class Process:
 
     def watch_link(self, link: Link) -> None:
         """Lets `wait` poll this link. The loop calls its `receive` after each `wait`."""
-        self._links.append(link)
+        self._links[link.socket.fileno()] = link
         self._poller.register(link.socket.fileno(), select.POLLIN)
         for source in link.event_sources:
             self._poller.register(source.fileno(), select.POLLIN)
@@ -153,7 +153,7 @@ class Process:
 
     def unwatch_link(self, link: Link) -> None:
         """Ends `watch_link`. To be called before the link is closed."""
-        self._links.remove(link)
+        del self._links[link.socket.fileno()]
         self._poller.unregister(link.socket.fileno())
         for source in link.event_sources:
             self._poller.unregister(source.fileno())
@@ -167,13 +167,16 @@ class Process:
         """
         now = time.monotonic()
         timeout = max(0.0, min(timeout, self._next_beat_at - now))
-        for link in self._links:
-            if link.has_pending_work:
+        for link in self._links.values():
+            link.found_quiet = not link.has_pending_work
+            if not link.found_quiet:
                 timeout = 0.0
         if self._work_deadline is None:
             self._heartbeat.set_deadline(now + timeout + self._loop_limit)
         for descriptor, _ in self._poller.poll(int(timeout * 1000 + 0.999)):
-            if descriptor in self._link_of_event_source:
+            if descriptor in self._links:
+                self._links[descriptor].found_quiet = False
+            elif descriptor in self._link_of_event_source:
                 self._link_of_event_source[descriptor].detect_disconnects()
             elif descriptor in self.wakeup_fds:
                 self.handle_wakeup()
@@ -214,7 +217,7 @@ class Process:
         self._heartbeat.record_progress(beat)
         age = (beat.progress_age_ms or 0) / 1000
         metrics.tgi_last_progress_timestamp_seconds.labels(process=self.name).set(time.time() - age)
-        for link in self._links:
+        for link in self._links.values():
             link.exchange_beats(beat)
 
     def heartbeat(self, seconds: float) -> None:
@@ -247,6 +250,9 @@ class Process:
     def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
         """Writes the state file: "starting", "ready" or "draining", stage and percentage of start-up, and the facts,
         among them the model, the version and a front end's address."""
+        if (state, stage, percent, self.facts) == self._published:
+            return  # loops call this in each turn
+        self._published = (state, stage, percent, dict(self.facts))
         if self._stages.enter("" if state == "ready" else stage or state):
             # Of a process that replaces another one, for which clients have waited, it is worth a line.
             level = logging.DEBUG if self.last_exit is None else logging.INFO
@@ -254,23 +260,21 @@ class Process:
         facts = {"model": self.settings.served_name or self.settings.model_id, "version": __version__, **self.facts}
         if self.role == "api":
             facts["url"] = server_url(self.settings)
-        if (state, stage, percent, facts) != self._published:
-            self._published = (state, stage, percent, facts)
-            self._has_been_ready = self._has_been_ready or state == "ready"
-            rundir.write_state(
-                self.run_dir,
-                rundir.ProcessState(
-                    role=self.role,
-                    replica=self.replica,
-                    pid=os.getpid(),
-                    boot=self.boot.hex(),
-                    state=state,
-                    stage=stage,
-                    percent=percent,
-                    facts=facts,
-                    rank=self.rank,
-                ),
-            )
+        self._has_been_ready = self._has_been_ready or state == "ready"
+        rundir.write_state(
+            self.run_dir,
+            rundir.ProcessState(
+                role=self.role,
+                replica=self.replica,
+                pid=os.getpid(),
+                boot=self.boot.hex(),
+                state=state,
+                stage=stage,
+                percent=percent,
+                facts=facts,
+                rank=self.rank,
+            ),
+        )
 
 
 class StartStages:

@@ -37,6 +37,7 @@ class Quarantine:
     def __init__(self, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._path = quarantine_path(run)
+        self._name = str(self._path)
         self._version: tuple[int, int] | None = None  # of the file whose entries are known
         self._entries: dict[str, QuarantinedRequest] = {}
 
@@ -79,9 +80,11 @@ class Quarantine:
 
     def _refresh(self) -> None:
         """Reads the file if it has been replaced."""
-        try:
-            status = self._path.stat()
+        try:  # the file is missing nearly always, and to ask takes a fraction of an exception
+            status = os.stat(self._name) if os.access(self._name, os.F_OK) else None
         except FileNotFoundError:
+            status = None
+        if status is None:
             if self._version is not None:  # else there may be entries that could not be written
                 self._version, self._entries = None, {}
             return

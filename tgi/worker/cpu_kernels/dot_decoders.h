@@ -28,6 +28,26 @@ struct OutputVectors {
     Float each[4];
 };
 
+// Two buffers for a decoder of 32 inputs at a time, which decodes one block ahead, so that AMX does not wait for what has
+// just been written.
+class BlocksAhead {
+  public:
+    // The next block of a decoder that has these inputs left, which its `decode` counts.
+    template <class Decoder>
+    TGI_INLINE const bf16* next(Decoder& decoder, const int64_t& inputs_left) {
+        if (!begun_) decoder.decode(buffers_[current_]), begun_ = true;
+        bf16* const found = buffers_[current_];
+        current_ ^= 1;
+        if (inputs_left > 0) decoder.decode(buffers_[current_]);
+        return found;
+    }
+
+  private:
+    bool begun_ = false;
+    int current_ = 0;
+    alignas(64) bf16 buffers_[2][1024];
+};
+
 // Decodes a panel of codes in groups with scales, 32 inputs at a time. `floats`: they are 4-bit floats.
 template <int bits, bool shifts, bool floats = false>
 class GroupDecoder {
@@ -40,14 +60,7 @@ class GroupDecoder {
           inputs_left_(packed.inputs - from) {}
 
     // The next 32 inputs, in a buffer of the decoder.
-    const bf16* next_block() {
-        if (!decoded_ahead_) decode(buffers_[buffer_]), decoded_ahead_ = true;
-        bf16* const found = buffers_[buffer_];
-        buffer_ ^= 1;
-        // Decodes one block ahead, so that AMX does not wait for what has just been written.
-        if (inputs_left_ > 0) decode(buffers_[buffer_]);
-        return found;
-    }
+    const bf16* next_block() { return blocks_.next(*this, inputs_left_); }
 
     // Writes the next 32 inputs to `to`.
     void decode(bf16* to) {
@@ -108,10 +121,8 @@ class GroupDecoder {
     const int64_t group_, scale_bytes_;  // inputs of a group, bytes of its scales and shifts
     const uint8_t* at_;
     int64_t inputs_left_, group_inputs_left_ = 0;
-    bool decoded_ahead_ = false;
-    int buffer_ = 0;
     OutputVectors scale_, shift_;
-    alignas(64) bf16 buffers_[2][1024];
+    BlocksAhead blocks_;
 };
 
 // Calls `use` with the second template argument of GroupDecoder for this format.
@@ -130,15 +141,8 @@ class Mxfp4Decoder {
         : scales_(panel + from), at_(panel + weight.form.header_bytes(weight.inputs) + from * PANEL / 2),
           inputs_left_(weight.inputs - from) {}
 
-    // The next 32 inputs, in a buffer of the decoder, which decodes one block ahead, so that AMX does not wait for what
-    // has just been written.
-    const bf16* next_block() {
-        if (!decoded_ahead_) decode(buffers_[buffer_]), decoded_ahead_ = true;
-        bf16* const found = buffers_[buffer_];
-        buffer_ ^= 1;
-        if (inputs_left_ > 0) decode(buffers_[buffer_]);
-        return found;
-    }
+    // The next 32 inputs, in a buffer of the decoder.
+    const bf16* next_block() { return blocks_.next(*this, inputs_left_); }
 
     // Writes the next 32 inputs to `to`.
     void decode(bf16* to) {
@@ -153,10 +157,8 @@ class Mxfp4Decoder {
     static constexpr int64_t BYTES = 512;  // of the codes of 32 inputs
     const uint8_t *scales_, *at_;
     int64_t inputs_left_;
-    bool decoded_ahead_ = false;
-    int buffer_ = 0;
     Mxfp4Numbers numbers_;
-    alignas(64) bf16 buffers_[2][1024];
+    BlocksAhead blocks_;
 };
 
 // The decoder of a panel of codes in groups.

@@ -67,7 +67,7 @@ class DecodeStreak:
             self._longest < self._max_context
             and (step.rows, step.counts, step.samples) == self._row_columns
             and step.starts == self._context_lens.tobytes()
-            and not (step.slots or step.drafts)
+            and not (step.slots or step.drafts or step.tower)
         )
 
     def run_step(self, step: Step) -> StepResult:
@@ -144,7 +144,7 @@ class DecodeFastPath:
         """The result of the step if it continues the previous one. None: it needs a batch; then all ids sampled so far
         are committed to the slots."""
         previous, self._previous = self._previous, None
-        if previous is not None and step.rows == previous.step.rows and not (step.slots or step.drafts):
+        if previous is not None and step.rows == previous.step.rows and not (step.slots or step.drafts or step.tower):
             prepared = self._model.prepare_decode(self._add_spare_pages(previous), self._attention)
             if prepared is None:
                 self._supported = False

@@ -28,6 +28,7 @@ class EncoderInputs:
     encodes_prompt = True
     shifts = False
     states: ImageStates | None = None
+    slices = 1
     weight_bytes = 0  # those of the model include them
 
     def __init__(self, encode: Callable[[Tensor], Tensor]) -> None:
@@ -56,6 +57,9 @@ class EncoderInputs:
 
     def place(self, slots: Ints, faults: dict[int, str]) -> bool:
         return False
+
+    def advance(self, slot: int, index: int, slices: int, faults: dict[int, str]) -> None:
+        """An input is computed with its prompt."""
 
     def shift(self, slot: int) -> int:
         return 0

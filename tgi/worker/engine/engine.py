@@ -299,8 +299,15 @@ class TorchEngine:
             encoder_positions=pending.images.positions,
         )
 
-    def _launch(self, step: Step, began: float) -> PendingStep:
+    def _launch(self, step: Step, began: float) -> PendingStep | StepResult:
         self._slots.apply_step(step)
+        if step.tower:
+            self._slots.advance_tower(step.tower)
+            if not step.rows:
+                work = TowerWork() if self._images is None else self._images.take_work()
+                took = int(1e6 * (time.monotonic() - began))
+                columns = step.number, step.epoch, b"", b"", b""
+                return StepResult(*columns, took, encoder_us=work.us, encoder_positions=work.positions)
         rows = self._slots.validate_rows(step)
         begin_event = end_event = None
         if self._cuda:

@@ -222,6 +222,19 @@ class Slots:
         # The first pages of a new request may be a cached prefix, which it does not write: see validate_rows.
         self._written_from[pages[self.num_computed[slots] != NEW]] = self._steps
 
+    def advance_tower(self, column: bytes) -> None:
+        """Computes slices of the vision tower: Step.tower. Raises BadStep."""
+        if self._images is None or len(numbers := _int64_column(column)) % 3:
+            raise BadStep(
+                f"{len(column)} bytes of tower slices, for a model {'with' if self._images else 'without'} a tower"
+            )
+        slots, indices, slices = numbers.reshape(-1, 3).T
+        self._require_occupied(slots)
+        for slot, index, count in zip(slots.tolist(), indices.tolist(), slices.tolist(), strict=True):
+            if index < 0 or count < 1:
+                raise BadStep(f"{count} tower slices of image {index} of slot {slot}")
+            self._images.advance(slot, index, count, self.faults)
+
     def validate_rows(self, step: Step) -> StepRows:
         """The step's rows. Raises BadStep if they do not continue the state of their slots."""
         slots, starts, counts = _int64_column(step.rows), _int64_column(step.starts), _int64_column(step.counts)

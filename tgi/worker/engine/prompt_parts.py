@@ -26,6 +26,10 @@ class PromptParts(Protocol):
         """DeploymentLimits.undivided of this model."""
 
     @property
+    def slices(self) -> int:
+        """DeploymentLimits.tower_slices of this model."""
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that are not the model's own."""
 
@@ -53,6 +57,9 @@ class PromptParts(Protocol):
     def place(self, slots: NDArray[np.int64], faults: dict[int, str]) -> bool:
         """Prepares `states` for a captured step with rows of `slots` [R]. Whether any of them sees an image. A slot
         gets a fault if an image cannot be computed."""
+
+    def advance(self, slot: int, index: int, slices: int, faults: dict[int, str]) -> None:
+        """Computes so many slices more of an image of a slot. The slot gets a fault if that is not possible."""
 
     def shift(self, slot: int) -> int:
         """What the rotary embedding adds to the positions of a slot after its last part."""

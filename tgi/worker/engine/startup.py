@@ -55,7 +55,7 @@ from tgi.worker.models.draft_head import DraftHead
 from tgi.worker.models.draft_head_config import read_eagle3_config
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
-from tgi.worker.models.loader import build_eagle3, build_model, build_mtp, read_model_spec
+from tgi.worker.models.loader import HeadOptions, build_eagle3, build_model, build_mtp, read_model_spec
 from tgi.worker.models.packed_weights import PackedWeightFiles
 from tgi.worker.models.t5 import T5Model
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
@@ -238,7 +238,7 @@ def _load_state(
         required, available, previous = _agree_on_cache(models.communicator, sharing, required, available, previous)
     limits = memory.choose_limits(settings, required, available, previous)
     if images is not None:
-        limits = limits._replace(undivided=images.undivided)
+        limits = limits._replace(undivided=images.undivided, tower_slices=images.slices)
         if _image_bytes(models.served):
             limits = limits._replace(max_running_images=memory.RUNNING_IMAGES[limits.device])
         if images.encodes_prompt:  # in one step
@@ -454,7 +454,7 @@ def _load_models(
         else:
             build_head, directory, what = build_mtp, settings.model_dir, "layer for multi-token prediction"
         progress(f"loading the {what}", 95)
-        head = build_head(directory, served, dtype, kernels, quantize[directory], gpu)
+        head = build_head(directory, served, HeadOptions(dtype, kernels, quantize[directory], gpu))
         return LoadedModels(served, head, kv_cache_dtype, words, kernels, communicator)
     if settings.draft_model_dir is None:
         return LoadedModels(served, None, kv_cache_dtype, words, kernels, communicator)

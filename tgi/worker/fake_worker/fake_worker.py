@@ -75,6 +75,7 @@ class FakeWorkerConfig(NamedTuple):
     max_batch_prefill_tokens: int = 4096
     device: str = "cpu"  # that it reports
     groups: tuple[KVGroup, ...] = (KVGroup(),)
+    tower_slices: int = 1
     step_us: int = 0  # the shortest duration of a step in microseconds; 0: as fast as possible
     answers: tuple[ScriptedAnswer, ...] = ()
 
@@ -94,6 +95,7 @@ class FakeWorkerConfig(NamedTuple):
             dtype="float32",
             device=self.device,
             groups=groups,
+            tower_slices=self.tower_slices,
         )
 
 
@@ -241,7 +243,8 @@ class FakeWorker:
         rows, starts, counts = unpack_int32(step.rows), unpack_int32(step.starts), unpack_int32(step.counts)
         require(len(rows) == len(starts) == len(counts) == len(step.samples), "rows, starts, counts and samples differ")
         require(len(set(rows)) == len(rows), "a slot has two rows")
-        require(bool(rows), "no rows")
+        self._check_tower(unpack_int32(step.tower))
+        require(bool(rows or step.tower), "no rows")
         require(set(step.samples) <= {0, 1}, "samples are 0 or 1")
         drafts = self._drafts(step, len(rows))
         total = sum(counts) + sum(map(len, drafts))
@@ -264,6 +267,12 @@ class FakeWorker:
         result = fake_result(step.number, step.epoch, sampled, prompt_logprobs, vectors.tobytes())
         faults = [self._slots[slot].fault for slot in rows]
         return result._replace(row_errors=faults) if any(faults) else result
+
+    def _check_tower(self, column: Sequence[int]) -> None:
+        require(len(column) % 3 == 0, "tower slices are triples")
+        for slot, image, slices in zip(column[::3], column[1::3], column[2::3], strict=True):
+            require(slot in self._slots, f"tower slices of the empty slot {slot}")
+            require(image >= 0 and 1 <= slices <= self.limits.tower_slices, f"{slices} tower slices of image {image}")
 
     def _drafts(self, step: Step, rows: int) -> list[list[int | None]]:
         """The drafts of each row; None stands for a draft that the draft model proposes."""

@@ -174,7 +174,7 @@ def read_decoder_config(config: Values) -> DecoderConfig:
     if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
         raise UnsupportedConfig("word_embed_proj_dim")
     for key in ("qk_layernorm", "clip_qkv", "moe_latent_size"):
-        if config.get(key) and key not in values:
+        if config.get(key) and key not in values and key not in family.key_names.values():
             raise UnsupportedConfig(key)
     computed = family.computed(values, config) if family.computed else {}
     return DecoderConfig(**fields | family.fixed | computed)

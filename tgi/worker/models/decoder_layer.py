@@ -59,6 +59,7 @@ class DecoderLayer(NamedTuple):
     cross: "CrossAttention | None" = None  # None: the layer attends to no images
     mlp_gate: float = 1.0  # multiplies the result of the MLP
     scale: float = 1.0  # multiplies the hidden states after the layer
+    joins_embedding: bool = False  # see LayerConfig
 
     @property
     def mlps(self) -> list[Mlp | Experts]:
@@ -181,7 +182,7 @@ class LayerOperations(Protocol[X]):
         """x with its first columns normed, as many as the norm has. Overwrites x."""
 
     def join(self, x: X) -> X:
-        """The input of attention next to x; see DecoderConfig.joins_embedding."""
+        """The input of attention next to x; see LayerConfig.joins_embedding."""
 
     def head_products(self, products: HeadProducts, x: X, last: X | None = None) -> X:
         """products(x, last)."""
@@ -233,7 +234,7 @@ def run_layer(layer: DecoderLayer, config: DecoderConfig, operations: LayerOpera
         assert isinstance(layer.mlp, Mlp)
         ahead = operations.gate_up(layer.mlp, operations.norm(layer.mlp_before, hidden))
     normed = _norm(layer.attention_before, operations, hidden)
-    if config.joins_embedding:
+    if layer.joins_embedding:
         normed = operations.join(normed)
     if layer.recurrence is not None:
         first, mixer, last = layer.recurrence
@@ -361,7 +362,7 @@ class DecoderStep(NamedTuple):
     state: StateRows | None = None  # of the recurrent layers
     layer_inputs: Tensor | None = None  # [rows, layers * width], see LayerInputConfig
     seen_images: SeenImages | None = None
-    joined: Tensor | None = None  # [rows, hidden], see DecoderConfig.joins_embedding
+    joined: Tensor | None = None  # [rows, hidden], see LayerConfig.joins_embedding
 
     def layer(self, number: int) -> "TensorOperations":
         """The operations of a layer."""

@@ -13,7 +13,8 @@ o_i in the place of h_{i + 1}. In EAGLE-3 (Li et al., 2025) the head fuses the h
     x_i = layer(h)_i, whose attention reads [embedding_norm(e(t_{i + 1})), hidden_norm(h_i)] in the place of h_i
 
 and the logits are head(norm(x_i)), of the ids that the head scores, which may be some of the vocabulary. A further
-token is predicted from x_i in the place of h_{i + 1}. What heads differ in is data: DraftHeadConfig.
+token is predicted from x_i in the place of h_{i + 1}. Ordinary layers may follow the first one: x is then the output of
+the last. What heads differ in is data: DraftHeadConfig.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class DraftHeadWeights(NamedTuple):
     embedding_norm: Norm
     hidden_norm: Norm | None
     projection: Linear | None  # [hidden, 2 * hidden]
-    layer: DecoderLayer
+    layers: list[DecoderLayer]
     norm: Norm
     fusion: Linear | None  # [hidden, taps * target_hidden]
     fusion_norms: tuple[Norm, ...]  # of all that is tapped, or of each tap
@@ -55,7 +56,7 @@ class DraftHead:
     def __init__(self, config: DraftHeadConfig, weights: DraftHeadWeights, served: DecoderModel) -> None:
         self.taps = config.taps
         self._config, self._weights, self._served = config, weights, served
-        self._decoder = served.with_layers(config.decoder, [weights.layer], weights.norm, weights.footprint)
+        self._decoder = served.with_layers(config.decoder, weights.layers, weights.norm, weights.footprint)
         self.vocab_size, self.context_length = served.vocab_size, served.context_length
         self.hidden_size = config.decoder.hidden
         self.kv, self.device, self.footprint = self._decoder.kv, served.device, weights.footprint

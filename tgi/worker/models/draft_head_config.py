@@ -13,6 +13,15 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import CheckpointLayout, DecoderConfig, TensorNames, UnsupportedConfig
 from tgi.worker.models.config_reader import read_config_file, read_decoder_config, require_sizes
 
+MAX_LAYERS = 16
+# What NVIDIA's trainer may say of a head: key -> the value that is computed, and what another one means.
+_REQUIRED: dict[str, tuple[object, str]] = {
+    "use_aux_hidden_state": (True, "reads the last hidden states alone"),
+    "use_input_layernorm_in_first_layer": (True, "has no norm of the embedding"),
+    "use_last_layernorm": (True, "has no last norm"),
+    "use_mtp_layernorm": (False, "has norms of its inputs as layers for multi-token prediction"),
+    "parallel_draft_step": (1, "predicts several tokens at once"),
+}
 # Layers that a head may be made of: with heads of queries and keys as in Llama.
 _LAYER_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 # EAGLE-3 heads by the names of a model of one layer. The training code of the paper calls the layer midlayer.
@@ -28,7 +37,7 @@ _EAGLE3_LAYOUT = CheckpointLayout(
 class DraftHeadNames(NamedTuple):
     """Names of the parts in the checkpoint; None: the head does not have it."""
 
-    layer: str = "model.layers.0."  # prefix of the tensors of the decoder layer
+    layer: str = ""  # prefix of the tensors of the only decoder layer; "": as of a model
     embedding_norm: str = "model.layers.0.input_layernorm"
     hidden_norm: str | None = None
     projection: str | None = None
@@ -42,7 +51,7 @@ class DraftHeadNames(NamedTuple):
 class DraftHeadConfig:
     """What a head computes; see draft_head.py."""
 
-    decoder: DecoderConfig  # of the head's layer alone, with the vocabulary of the served model
+    decoder: DecoderConfig  # of the head's layers alone, with the vocabulary of the served model
     names: DraftHeadNames
     taps: tuple[int, ...] = ()  # numbers of layers of the served model: DecoderModel.tap_hidden
     target_hidden: int = 0  # width of each tapped hidden state
@@ -99,21 +108,21 @@ def read_eagle3_config(directory: Path, served: DecoderConfig | None = None) -> 
     kind = layer.get("model_type", "llama")
     if kind not in _LAYER_TYPES:
         raise UserError(f"The layer of the EAGLE-3 head in {directory} is one of {kind}, which is not computed.")
-    if layer.get("num_hidden_layers", 1) != 1:
-        raise UserError(
-            f"The EAGLE-3 head in {directory} has {layer['num_hidden_layers']} layers; heads of one layer are computed."
-        )
-    if eagle.get("use_aux_hidden_state") is False:
-        raise UserError(
-            f"The EAGLE-3 head in {directory} reads the last hidden states alone (use_aux_hidden_state), which is not "
-            "computed. Choose another --draft-model-id."
-        )
+    count = layer.get("num_hidden_layers", 1)
+    if type(count) is not int or not 0 < count <= MAX_LAYERS:
+        raise UserError(f"{path} is not that of an EAGLE-3 head: it has {count!r} layers, 1 to {MAX_LAYERS} expected.")
+    for key, (allowed, meaning) in _REQUIRED.items():
+        if (value := eagle.get(key, config.get(key, allowed))) not in (None, allowed):
+            raise UserError(
+                f"The EAGLE-3 head in {directory} {meaning} ({key} {value!r}), which is not computed. Choose another "
+                "--draft-model-id."
+            )
 
     def flag(name: str) -> bool:
         return bool(config.get(name, eagle.get(name)))
 
     try:
-        decoder = require_sizes(read_decoder_config(layer | {"model_type": kind, "num_hidden_layers": 1}))
+        decoder = require_sizes(read_decoder_config(layer | {"model_type": kind, "num_hidden_layers": count}))
         taps = _taps(directory, config, eagle, None if served is None else len(served.layers))
         scored = int(config.get("draft_vocab_size") or decoder.vocab_size)
         target_hidden = int(config.get("target_hidden_size") or decoder.hidden)
@@ -133,14 +142,16 @@ def read_eagle3_config(directory: Path, served: DecoderConfig | None = None) -> 
         fusion_norms = tuple(f"model.fc_norm.{number}" for number in range(len(taps)))
     # Either the residual stream begins after the norm, or the norm is that before attention.
     first = flag("norm_before_residual")
-    names = TensorNames(attention_before=None if first else "hidden_norm", layout=_EAGLE3_LAYOUT)
+    names = TensorNames(layout=_EAGLE3_LAYOUT)
+    joining = replace(names, attention_before=None if first else "hidden_norm")
+    layers = (decoder.layers[0]._replace(joins_embedding=True), *decoder.layers[1:])
     own = DraftHeadNames(
         hidden_norm="model.layers.0.hidden_norm" if first else None,
         fusion="model.fc",
         fusion_norms=fusion_norms,
         targets="d2t" if scored < decoder.vocab_size else None,
     )
-    decoder = replace(decoder, joins_embedding=True, tied=False, names=names)
+    decoder = replace(decoder, layers=layers, tied=False, names=names, joining_names=joining)
     head = DraftHeadConfig(decoder, own, taps, target_hidden, scored, returns_normed=flag("norm_output"))
     if served is None:
         return head

@@ -168,17 +168,18 @@ def build_model(
     return build_transformers_model(directory, spec.dtype, torch.device(device), progress, trust_code, gpu)
 
 
-def build_mtp(
-    directory: Path,
-    served: Model,
-    dtype: str,
-    kernels: CpuKernels | None = None,
-    quantize: str | None = None,
-    gpu: GpuKernels | None = None,
-) -> DraftHead:
-    """Loads the MTP layer of the served model, which is that of this directory; all as in `build_model`. Raises
-    UserError if it has none."""
-    spec = read_model_spec(directory, dtype, quantize)
+class HeadOptions(NamedTuple):
+    """How a head that drafts is computed: arguments of `build_model`."""
+
+    dtype: str
+    kernels: CpuKernels | None = None
+    quantize: str | None = None
+    gpu: GpuKernels | None = None
+
+
+def build_mtp(directory: Path, served: Model, options: HeadOptions) -> DraftHead:
+    """Loads the MTP layer of the served model, which is that of this directory. Raises UserError if it has none."""
+    spec = read_model_spec(directory, options.dtype, options.quantize)
     if spec.decoder is None or not isinstance(served, DecoderModel):
         raise UserError(
             f"The model in {directory} runs through transformers, where its layer for multi-token prediction is not "
@@ -186,28 +187,20 @@ def build_mtp(
         )
     with open_checkpoint(directory, spec.decoder) as checkpoint:
         config = read_mtp_config(directory, set(checkpoint), spec.decoder)
-        return _build_draft_head(checkpoint, config, spec, served, kernels, gpu)
+        return _build_draft_head(checkpoint, config, spec, served, options)
 
 
-def build_eagle3(
-    directory: Path,
-    served: Model,
-    dtype: str,
-    kernels: CpuKernels | None = None,
-    quantize: str | None = None,
-    gpu: GpuKernels | None = None,
-) -> DraftHead:
-    """Loads the EAGLE-3 head of this directory for the served model; all as in `build_model`. Raises UserError if it is
-    not for this model."""
+def build_eagle3(directory: Path, served: Model, options: HeadOptions) -> DraftHead:
+    """Loads the EAGLE-3 head of this directory. Raises UserError if it is not for the served model."""
     if not isinstance(served, DecoderModel):
         raise UserError(
             "An EAGLE-3 head drafts for models of the built-in decoder only, and the served model is computed "
             "otherwise. Start with --speculate and without --draft-model-id."
         )
-    spec = read_model_spec(directory, dtype, quantize)
+    spec = read_model_spec(directory, options.dtype, options.quantize)
     config = read_eagle3_config(directory, served.whole_config)
     with open_checkpoint(directory, config.decoder) as checkpoint:
-        return _build_draft_head(checkpoint, config, spec, served, kernels, gpu)
+        return _build_draft_head(checkpoint, config, spec, served, options)
 
 
 def _build_draft_head(
@@ -215,15 +208,14 @@ def _build_draft_head(
     head: DraftHeadConfig,
     spec: ModelSpec,
     served: DecoderModel,
-    kernels: CpuKernels | None,
-    gpu: GpuKernels | None,
+    options: HeadOptions,
 ) -> DraftHead:
-    config, device = head.decoder, served.device
+    config, device, kernels = head.decoder, served.device, options.kernels
     quantizer = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
     exact = spec.dtype is torch.float32
     source = spec.scheme.source(checkpoint, quantizer, float8.stays_float8_on(device), exact=exact)
     with torch.inference_mode():
-        loader = DecoderWeightLoader(source, config, whole_model(config), spec.dtype, device, kernels, gpu)
+        loader = DecoderWeightLoader(source, config, whole_model(config), spec.dtype, device, kernels, options.gpu)
         weights = loader.load_draft_head(head)
         if head.names.targets is not None:
             targets = read_targets(checkpoint, head.names.targets, head.scored, config.vocab_size)

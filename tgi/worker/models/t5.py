@@ -27,29 +27,11 @@ from tgi.worker.greedy import FindGreedyTokens, GreedyTokens, find_greedy_tokens
 from tgi.worker.head_logits import HeadLogits
 from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.norm import Norm
-from tgi.worker.models.config_reader import EPILOGUES
 from tgi.worker.models.interface import LogitsReader, PreparedDecode, WeightFootprint
+from tgi.worker.models.t5_config import T5Config, read_t5_config
 
 # Queries of the encoder that attend together: bounds the memory of their biases and scores.
 QUERY_BLOCK = 256
-
-
-class T5Config(NamedTuple):
-    """The numbers of a model, read from config.json."""
-
-    vocab_size: int
-    hidden: int
-    intermediate: int
-    heads: int
-    head_dim: int
-    encoder_layers: int
-    decoder_layers: int
-    activation: str  # an epilogue of layers.linear.Linear
-    gated: bool  # the MLP has a gate
-    epsilon: float
-    buckets: int  # of distances
-    max_distance: int  # from this one on all share the last bucket
-    output_scale: float  # of the hidden states that the head gets
 
 
 class T5Mlp(NamedTuple):
@@ -86,36 +68,6 @@ class T5DecoderLayer(NamedTuple):
     cross_pairs: Linear  # keys and values of the encoder's result
     cross_output: Linear
     mlp: T5Mlp
-
-
-def read_t5_config(config: dict[str, Any]) -> T5Config:
-    """The T5Config of a parsed config.json. Raises UserError if it asks for something that is not implemented, and
-    KeyError if a key is missing."""
-    first, _, last = config.get("feed_forward_proj", "relu").rpartition("-")
-    activation = "gelu_new" if (first, last) == ("gated", "gelu") else last
-    if first not in ("", "gated") or activation not in EPILOGUES:
-        raise UserError(
-            f"feed_forward_proj {config['feed_forward_proj']!r} of config.json is not supported; expected one of "
-            f"{', '.join(EPILOGUES)}, or gated- before it."
-        )
-    hidden = config["d_model"]
-    # T5 v1.1 does not scale. transformers writes scale_decoder_outputs, older versions mean it by this key.
-    scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
-    return T5Config(
-        vocab_size=config["vocab_size"],
-        hidden=hidden,
-        intermediate=config["d_ff"],
-        heads=config["num_heads"],
-        head_dim=config["d_kv"],
-        encoder_layers=config["num_layers"],
-        decoder_layers=config.get("num_decoder_layers") or config["num_layers"],
-        activation=EPILOGUES[activation],
-        gated=first == "gated",
-        epsilon=config.get("layer_norm_epsilon", 1e-6),
-        buckets=config.get("relative_attention_num_buckets", 32),
-        max_distance=config.get("relative_attention_max_distance", 128),
-        output_scale=hidden**-0.5 if scaled else 1.0,
-    )
 
 
 def distance_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tensor:
@@ -166,7 +118,6 @@ class T5Model:
         self._decoder_norm = self._norm("decoder.final_layer_norm")
         # [heads, 2 * longest - 1] by position of the key - that of the query + longest - 1
         self._encoder_bias = self._encoder_biases()
-        self.footprint = WeightFootprint(self._bytes, self._numbers)
         self.kv = KVCacheSpec(
             layers=config.decoder_layers,
             heads=config.heads,
@@ -176,6 +127,7 @@ class T5Model:
             gpu_kernels=gpu,
             position_bias=self._decoder_biases(),
         )
+        self.footprint = WeightFootprint(self._bytes, self._numbers)
         every: list[T5EncoderLayer | T5DecoderLayer] = [*self._encoder, *self._decoder]
         choose_row_counts([self._head, *(linear for layer in every for linear in _linears(layer))])
 

@@ -244,7 +244,7 @@ class DecoderWeightLoader:
             embedding_norm=self._norm(names.embedding_norm, size),
             hidden_norm=None if names.hidden_norm is None else self._norm(names.hidden_norm, size),
             projection=None if names.projection is None else self._whole(names.projection, size, 2 * size),
-            layer=self._layer(0, names.layer),
+            layers=[self._layer(number, names.layer) for number in range(len(config.layers))],
             norm=self._norm(names.norm, size),
             fusion=None if names.fusion is None else self._whole(names.fusion, size, fused),
             fusion_norms=tuple(self._norm(name, each) for name in names.fusion_norms),
@@ -286,6 +286,7 @@ class DecoderWeightLoader:
             cross=self._cross_attention(prefix) if layer.sees_images else None,
             mlp_gate=self._gate(prefix + names.cross_mlp_gate) if layer.sees_images else 1.0,
             scale=float(self._source.tensor(prefix + names.scale, 1)) if config.layer_scales else 1.0,
+            joins_embedding=layer.joins_embedding,
         )
 
     def _recurrence(self, prefix: str, number: int, more_follows: bool) -> Recurrence:
@@ -331,7 +332,7 @@ class DecoderWeightLoader:
             pairs = [self._matrices(False, config.hidden, one)[0][0] for one in qkv]
             first = self._build(stack_weights(pairs, self._dtype), None, "none")
         else:
-            first = self._linear(config.qkv_bias, config.attention_inputs, *qkv, **_clipping(config))
+            first = self._linear(config.qkv_bias, config.attention_inputs(number), *qkv, **_clipping(config))
         return AttentionWeights(
             qkv=first,
             query_key_norms=self._query_key_norms(number, prefix + names.query_norm, prefix + names.key_norm),
@@ -616,7 +617,10 @@ class DecoderWeightLoader:
         weights = []
         for name, heads, own in parts:
             stored = (heads, dim) if kind == "each" else (dim,)
-            weight = self._norm_weight(name, *stored) if config.query_key_norm_scaled else self._ones(dim)
+            if "{}" in name:
+                weight = torch.stack([self._norm_weight(name.format(head), dim) for head in range(heads)])
+            else:
+                weight = self._norm_weight(name, *stored) if config.query_key_norm_scaled else self._ones(dim)
             weights.append(weight.expand(heads, -1)[own.start : own.stop])
         if config.value_norm and layer.shares is None:
             weights.append(self._ones(dim).expand(len(local), -1))

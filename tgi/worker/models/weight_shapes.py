@@ -38,7 +38,8 @@ def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
 def head_matrices(head: DraftHeadConfig) -> Iterator[MatrixShape]:
     """All matrices of a head that drafts, with the embedding that an EAGLE-3 head may have."""
     config, names = head.decoder, head.names
-    yield from _layer_matrices(config, whole_model(config), 0)
+    for number in range(len(config.layers)):
+        yield from _layer_matrices(config, whole_model(config), number)
     rows, fused = config.hidden, len(head.taps) * head.target_hidden
     for name, inputs in ((names.projection, 2 * config.hidden), (names.fusion, fused)):
         if name is not None:
@@ -153,7 +154,7 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
 
 
 def _attention_matrices(config: DecoderConfig, shard: Shard, number: int, prefix: str) -> Iterator[MatrixShape]:
-    names, hidden, layer = config.names, config.attention_inputs, config.layers[number]
+    names, hidden, layer = config.names, config.attention_inputs(number), config.layers[number]
     (kv_heads, dim), own = config.head_shape(number), layer_kv_heads(config, shard, number)
     if config.output_gate:
         yield MatrixShape(prefix + names.query, config.heads * dim, hidden, len(shard.heads) * dim, range(hidden))
@@ -252,6 +253,10 @@ def _query_key_norms(config: DecoderConfig, shard: Shard, number: int, prefix: s
     for name, heads, local in parts[:1] if layer.shares is not None else parts:
         stored = dim if config.query_key_norm == "head" else heads * dim
         held = heads * dim if config.query_key_norm == "all" else len(local) * dim
+        if "{}" in name:
+            for head in range(heads):
+                yield VectorShape(f"{prefix}{name.format(head)}.weight", dim, dim * (head in local), True)
+            continue
         yield VectorShape(f"{prefix}{name}.weight", stored if scaled else 0, held, True)
     if config.value_norm and layer.shares is None:
         yield VectorShape(f"{prefix}{VALUE_NORM}.weight", 0, len(own) * dim, True)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tgi.hub.gguf_import import vision_part
-from tgi.hub.model_config import T5_FAMILY, is_draft_head
+from tgi.hub.model_config import T5_CONTEXT, T5_FAMILY, is_draft_head
 from tgi.hub.vision_towers import vision_family
 from tgi.hub.weight_files import OF_AUDIO, OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
 from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.host.interpreter import require_packages
 from tgi.microkernel.settings.table import MTP, QUANTIZED_AT_LOAD, Settings
-from tgi.worker.decoder_config import DecoderConfig, HeadShape, UnsupportedConfig
+from tgi.worker.decoder_config import DecoderConfig, HeadShape, LayerConfig, TensorNames, UnsupportedConfig
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.engine import memory
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim, state_tensor_bytes, token_bytes
@@ -30,6 +30,7 @@ from tgi.worker.lora.projections import adapter_bytes
 from tgi.worker.models.config_reader import read_config, read_decoder_config, require_sizes, stored_dtype
 from tgi.worker.models.draft_head_config import DraftHeadConfig, mtp_configs, read_eagle3_config
 from tgi.worker.models.families import FAMILIES
+from tgi.worker.models.t5_config import read_t5_config, t5_shapes
 from tgi.worker.models.weight_shapes import head_matrices, head_vectors, matrices, vectors
 from tgi.worker.planning.devices import Devices
 from tgi.worker.quantization.config import GGUF_METHOD, QuantizationConfig, find_config
@@ -71,6 +72,8 @@ class PlannedModel(NamedTuple):
     tensors: dict[str, StoredTensor] | None = None
     tower: int = 0  # bytes of a vision tower; 0: it has none, or its weights are not here
     head: DraftHeadConfig | None = None  # of a head that drafts, whose decoder is `config`
+    # Of an encoder-decoder model the numbers of its weights: `config` has what limits depend on of its decoder.
+    numbers: int = 0
 
     def matrices(self, shard: Shard) -> Iterator[MatrixShape]:
         """Its matrices; a head is whole on each rank."""
@@ -211,6 +214,8 @@ def read_planned_deployment(request: PlanRequest) -> PlannedDeployment:
         draft = PlannedModel(head.decoder, served.dtype, served.dtype, made, head=head)
     elif request.draft is not None:
         draft = read_planned_model(request.draft, of_draft)
+    if served.numbers and request.adapters:
+        raise UserError(f"--lora-adapters is not for encoder-decoder models, as that in {request.model}. Leave it out.")
     found = PlannedDeployment(served, draft, tuple(LoraConfig(directory) for directory in request.adapters))
     memory.require_context(settings, found.context)
     return found
@@ -233,6 +238,8 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
     for name in (stored, dtype):
         if name not in ITEM_SIZES:
             raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(ITEM_SIZES)} with --dtype.")
+    if config["model_type"] in T5_FAMILY:
+        return _planned_t5(path, config, dtype, stored, settings)
     decoder = _read_decoder(path, config)
     asked = settings.quantize
     made = QUANTIZED_AT_LOAD.get(asked or "")
@@ -245,6 +252,46 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
         )
     numbers = _tower_numbers(path, settings) if tower is None else tower
     return PlannedModel(decoder, dtype, stored, made, found, tensors, numbers * ITEM_SIZES[dtype])
+
+
+def _planned_t5(path: Path, config: dict[str, Any], dtype: str, stored: str, settings: Settings) -> PlannedModel:
+    """An encoder-decoder model. All its weights have the type in which it computes, and pages hold keys and values of
+    cross-attention at the positions of an input, those of self-attention at the decoder's."""
+    refused = {
+        "--dtype float16": dtype == "float16",
+        "--quantize": settings.quantize is not None or config.get("quantization_config") is not None,
+        "--kv-cache-dtype": settings.kv_cache_dtype is not None,
+        "--draft-model-id": settings.draft_model_id is not None,
+        "--num-shard": (settings.num_shard or 1) > 1,
+    }
+    for option, given in refused.items():
+        if given:
+            raise UserError(f"{option} is not for encoder-decoder models, as that in {path}. Leave it out.")
+    try:
+        numbers = read_t5_config(config)
+        tied = config.get("tie_word_embeddings", True) is not False
+        shapes = dict(t5_shapes(numbers, tied))
+        decoder = DecoderConfig(
+            vocab_size=numbers.vocab_size,
+            hidden=numbers.hidden,
+            intermediate=numbers.intermediate,
+            heads=numbers.heads,
+            kv_heads=numbers.heads,
+            head_dim=numbers.head_dim,
+            context_length=T5_CONTEXT,
+            layers=(LayerConfig(rope=None),) * numbers.decoder_layers,
+            ropes=(),
+            tied=tied,
+            names=TensorNames(),
+            norm_epsilon=numbers.epsilon,
+        )
+        return PlannedModel(
+            require_sizes(decoder), dtype, stored, None, numbers=sum(math.prod(shape) for shape in shapes.values())
+        )
+    except KeyError as error:
+        raise UserError(f"{path} has no {error}, which {config['model_type']} needs.") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"{path} does not describe a model: {error}. Fetch it again.") from error
 
 
 def _tower_numbers(path: Path, settings: Settings) -> int:
@@ -270,10 +317,13 @@ def _read_gguf(path: Path, settings: Settings) -> tuple[dict[str, Any], dict[str
     plan = plan_conversion(file)
     images = vision_part(path, settings.mmproj) if settings.media_workers else None
     vision = [] if images is None else plan_vision(read_gguf(images), file, plan.config).tensors
-    return plan.config, packed_tensors(file, plan.tensors), sum(math.prod(tensor.shape) for tensor in vision)
+    packed = {} if plan.plain else packed_tensors(file, plan.tensors)
+    return plan.config, packed, sum(math.prod(tensor.shape) for tensor in vision)
 
 
 def _parameters(model: PlannedModel) -> int:
+    if model.numbers:
+        return model.numbers
     whole = shard_decoder(model.config, 0, 1)
     stored = {vector.name: vector.numbers for vector in model.vectors(whole)}
     return sum(matrix.local_numbers for matrix in model.matrices(whole)) + sum(stored.values())
@@ -310,6 +360,9 @@ def _state_bytes(config: DecoderConfig, itemsize: int) -> int:
 def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: Settings) -> tuple[int, int]:
     """Bytes of the weights, and of each token of KV cache."""
     config = model.config
+    if model.numbers:
+        item = ITEM_SIZES[model.dtype]
+        return model.numbers * item, len(config.layers) * 2 * config.heads * config.head_dim * item
     memory.require_kv_cache_dtype(settings.kv_cache_dtype, device.type)
     if model.made == "fp8" and not device.float8:
         raise UserError(f"--quantize fp8 makes weights 8-bit floats, which {device.name} does not multiply.")
@@ -394,8 +447,6 @@ def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
         raise UserError(f"{described} has no {error}, which {config['model_type']} needs.") from error
     except (TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
         raise UserError(f"{described} does not describe a model: {error}. Fetch it again.") from error
-    if config["model_type"] in T5_FAMILY:
-        raise UserError(f"The model in {path} is an encoder-decoder model, which this command does not plan.")
     size = _indexed_size(path)
     told = "" if size is None else f" Its index says that the weights take {size / 1e9:.2f} GB as stored."
     raise UserError(
@@ -450,6 +501,8 @@ def _splits(deployment: PlannedDeployment, devices: Devices, request: PlanReques
     asked, wanted = request.settings.num_shard, request.replicas or 1
     found = []
     for ranks in range(1, min(devices.number // wanted, MAX_RANKS) + 1) if asked is None else [asked]:
+        if deployment.served.numbers and ranks > 1:
+            continue
         if ranks * wanted > devices.number or (asked is None and ranks & (ranks - 1) and devices.number % ranks):
             continue
         try:

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
-from tgi.worker.vision.tower import ImageFeatures
+from tgi.worker.vision.features import ImageFeatures
 
 
 class FeatureCache:
@@ -14,6 +14,9 @@ class FeatureCache:
         self._limit = limit
         self._features: OrderedDict[bytes, ImageFeatures] = OrderedDict()
         self.bytes = 0
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._features
 
     def get(self, digest: bytes, compute: Callable[[], ImageFeatures]) -> ImageFeatures:
         """The features of an image, which are computed if they are not there. Raises what `compute` raises."""

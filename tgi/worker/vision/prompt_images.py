@@ -15,9 +15,11 @@ from tgi.worker.attention.image_states import ImageStates, Run, StoredImages, To
 from tgi.worker.attention.interface import ForwardBatch, ImageBlocks, ImageRows
 from tgi.worker.device_copies import copy_columns_to_device
 from tgi.worker.vision.feature_cache import FeatureCache
+from tgi.worker.vision.features import ImageFeatures
 from tgi.worker.vision.image_file import BadImage, ImageFiles
 from tgi.worker.vision.rope_positions import PlacedGrid, RopePositions, rope_positions
-from tgi.worker.vision.tower import ImageFeatures, VisionTower
+from tgi.worker.vision.tower import VisionTower
+from tgi.worker.vision.tower_run import TowerRun
 
 Ints = NDArray[np.int64]
 
@@ -72,6 +74,8 @@ class SlotImages(NamedTuple):
 
 
 ENDLESS = 1 << 62  # a position after those of any request
+# Images that are computed in part; of more, the one that was begun first is given up, and computed anew when needed.
+MAX_RUNS = 4
 
 
 def _seen_groups(images: list[PlacedImage]) -> list[SeenGroup]:
@@ -109,6 +113,7 @@ class PromptImages:
         self._files = files
         self._slots: dict[int, SlotImages] = {}
         self._work = TowerWork()
+        self.runs: dict[bytes, TowerRun] = {}  # of images that are computed in part, by digest
 
     @property
     def shifts(self) -> bool:
@@ -124,6 +129,10 @@ class PromptImages:
         return UNDIVIDED_IMAGES if kind else ""
 
     @property
+    def slices(self) -> int:
+        return self.tower.slices
+
+    @property
     def weight_bytes(self) -> int:
         return self.tower.nbytes
 
@@ -135,6 +144,8 @@ class PromptImages:
     def reset(self) -> None:
         for slot in list(self._slots):
             self.discard(slot)
+        for digest in list(self.runs):
+            self.runs.pop(digest).abandon()
 
     def discard(self, slot: int) -> None:
         """Another request gets this slot."""
@@ -185,6 +196,19 @@ class PromptImages:
                 self.states.place(slot, stored, stored.ends[-1])
                 found = True
         return found
+
+    def advance(self, slot: int, index: int, slices: int, faults: dict[int, str]) -> None:
+        own = self._slots.get(slot)
+        if own is None or slot in faults:
+            return
+        image = own.images[index]
+        if (digest := image.segment.digest) in self.cache:
+            return
+        try:
+            if (found := self._advance(image, slices)) is not None:
+                self.cache.get(digest, lambda: found)
+        except BadImage as error:
+            faults[slot] = str(error)
 
     def shift(self, slot: int) -> int:
         own = self._slots.get(slot)
@@ -292,12 +316,31 @@ class PromptImages:
         return self.cache.get(image.segment.digest, lambda: self._compute(image))
 
     def _compute(self, image: PlacedImage) -> ImageFeatures:
+        """All that is left of it."""
+        found = self._advance(image, self.slices)
+        while found is None:  # a tower that goes through its layers more than once
+            found = self._advance(image, self.slices)
+        return found
+
+    def _advance(self, image: PlacedImage, slices: int) -> ImageFeatures | None:
+        """Computes so many slices more of an image. Returns its features if they are complete. Raises BadImage."""
         began = time.monotonic()
-        found = self.tower.compute(self._files.read(image.segment, self.tower.family))
-        self.computed += 1
-        positions = len(found.embeddings) if self.states is None else len(image.tokens)
+        digest = image.segment.digest
+        run = self.runs.pop(digest, None)
+        if run is None and slices >= self.slices:
+            found: ImageFeatures | None = self.tower.compute(self._files.read(image.segment, self.tower.family))
+        else:
+            run = run or self.tower.begin(lambda: self._files.read(image.segment, self.tower.family))
+            found = self.tower.advance(run, slices)
+        if found is None and run is not None:
+            self.runs[digest] = run
+            if len(self.runs) > MAX_RUNS:
+                self.runs.pop(next(iter(self.runs))).abandon()
+        else:
+            self.computed += 1
         took, done = int(1e6 * (time.monotonic() - began)), self._work
-        self._work = TowerWork(done.positions + positions, done.us + took)
+        share = min(1.0, slices / self.slices)
+        self._work = TowerWork(done.positions + max(1, round(share * len(image.tokens))), done.us + took)
         return found
 
     def _blocks(self, images: list[PlacedImage], tokens: int) -> list[tuple[int, int]]:

@@ -29,6 +29,7 @@ DRAFT = ".draft"
 MAX_ARRIVING, WINDOW = 4, 4
 # Of the directory; no more than half of its file system.
 MAX_BYTES = 2 << 30
+NO_ROOM = "images of other requests take all memory for images of the worker's host"
 
 
 class ArrivingImage:
@@ -175,6 +176,8 @@ class ReceivedImages:
 
     def _open(self, image: ArrivingImage) -> str:
         """Makes room for an image, and its draft. Returns why that is not possible, or ""."""
+        if image.size > self._limit:
+            return f"an image takes {image.size} bytes, and the worker's host keeps {self._limit}"
         files = []
         for path in self._directory.iterdir():
             if path.suffix != DRAFT:
@@ -187,7 +190,7 @@ class ReceivedImages:
                 path.unlink()
                 excess -= size
         if excess > 0:
-            return "images of other requests take all memory for images of the worker's host"
+            return NO_ROOM
         try:
             image.file = image.path.open("wb", buffering=0)
         except OSError as error:
@@ -198,7 +201,7 @@ class ReceivedImages:
         log.error("an image of another host: %s", fault)
         self._drop(image)
         self._needed.discard(image.digest)
-        self._answers.append(FetchImage(0, image.digest, 0, fault))
+        self._answers.append(FetchImage(0, image.digest, 0, fault, overloaded=fault is NO_ROOM))
 
     def _drop(self, image: ArrivingImage) -> None:
         del self._arriving[image.digest]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,9 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.vision.cpu_layers import replace_layers
+from tgi.worker.vision.features import ImageFeatures
 from tgi.worker.vision.image_file import BadImage
-
-
-class ImageFeatures(NamedTuple):
-    """What the decoder gets of an image, on the model's device: for each of its image tokens, in order, the embedding,
-    and with deepstack (Qwen3-VL, 2025) what is added to the result of each of the first layers."""
-
-    embeddings: Tensor  # [n, hidden]
-    deeper: tuple[Tensor, ...] = ()  # [n, hidden] each
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in (self.embeddings, *self.deeper))
+from tgi.worker.vision.tower_run import TowerRun
 
 
 class VisionTower:
@@ -38,6 +28,30 @@ class VisionTower:
         self._model = model
         self._dtype = dtype
         self._device = device
+        self._running: TowerRun | None = None
+        # A layer is a slice, with what comes before the first one and after the last one.
+        layers = max((one for one in model.modules() if isinstance(one, nn.ModuleList)), key=len, default=())
+        # On a GPU a tower takes milliseconds, and what the thread of a run launches would be on another stream.
+        layers = layers if device.type == "cpu" and not family.crosses else ()
+        self.slices = max(1, len(layers))
+        for layer in list(layers)[1:]:
+            layer.register_forward_pre_hook(self._between_layers)
+
+    def begin(self, read: Callable[[], dict[str, Tensor]]) -> TowerRun:
+        """A run that computes the image with the tensors that `read` returns. See `compute`."""
+        return TowerRun(lambda: self.compute(read()))
+
+    def advance(self, run: TowerRun, slices: int) -> ImageFeatures | None:
+        """Computes so many slices more. Returns the features if they are complete. Raises BadImage."""
+        self._running = run
+        try:
+            return run.advance(slices)
+        finally:
+            self._running = None
+
+    def _between_layers(self, *_: Any) -> None:
+        if self._running is not None:
+            self._running.pause()
 
     @torch.inference_mode()
     def compute(self, tensors: dict[str, Tensor]) -> ImageFeatures:

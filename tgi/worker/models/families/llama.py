@@ -116,8 +116,11 @@ FAMILIES: dict[str, ModelFamily] = {
             "use_qkv_bias": False,
             "use_parallel_residual": False,
             "partial_rotary_factor": 0.25,
+            "use_qk_norm": False,
         },
         {"norm_centred": True, "norm_bias": True, "output_bias": False},
+        TensorNames(query_norm="self_attn.q_layernorm.norms.{}", key_norm="self_attn.k_layernorm.norms.{}"),
+        key_names={"use_qk_norm": "qk_layernorm"},
     ),
     "smollm3": ModelFamily(
         {

@@ -1,0 +1,105 @@
+"""The vision tower's work for an image is divided among steps, between which prompts of others are computed."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.scheduler.test_images import FIRST, SECOND, TOKENIZER, WORKER, add, scheduler
+from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.messages.protocol import Add, RequestContext, Step, encode
+from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.scheduler.scheduler import Scheduler
+from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
+
+SLICES = FIRST.length
+SLICE_US, TOKEN_US = 8000, 200  # so two slices are within TOWER_SECONDS
+
+
+def text(rid: int, client: str) -> Add:
+    ids = pack_column(INT32, range(rid, rid + 10))
+    return Add(rid, ids, 1, encode(SamplingParams(0)), context=RequestContext(client=client))
+
+
+def image(rid: int, client: str) -> Add:
+    """One with two images that no other one has."""
+    images = [one._replace(digest=b"%08d%08d" % (rid, one.position)) for one in (FIRST, SECOND)]
+    return add(rid, images)._replace(max_new_tokens=1, context=RequestContext(client=client))
+
+
+class Run:
+    """A scheduler and its worker, whose slices and tokens take their time."""
+
+    def __init__(self, undivided: str = "") -> None:
+        self.scheduler: Scheduler = scheduler(undivided, max_batch_prefill_tokens=200, tower_slices=SLICES)
+        self._worker = FakeWorker(FakeWorkerConfig(page_size=4, max_batch_prefill_tokens=200, tower_slices=SLICES))
+
+    def add(self, message: Add) -> None:
+        self.scheduler.handle(message, TOKENIZER, 0.0)
+
+    def steps(self) -> Iterator[Step]:
+        """The steps until there is nothing to compute."""
+        while (step := self.scheduler.plan(0.0)) is not None:
+            result = self._worker.run_step(step)
+            assert not result.error
+            yield step
+            slices, tokens = sum(unpack_int32(step.tower)[2::3]), sum(unpack_int32(step.counts))
+            took = {"encoder_us": SLICE_US * slices, "forward_us": SLICE_US * slices + TOKEN_US * tokens}
+            self.scheduler.handle(result._replace(encoder_positions=slices, **took), WORKER, 0.0)
+            self.scheduler.commit()
+
+
+def measured(undivided: str = "") -> Run:
+    """One that has computed a text and an image."""
+    run = Run(undivided)
+    run.add(text(1, "a"))
+    assert len([*run.steps()]) == 1
+    run.add(image(2, "a"))
+    assert sum(slices(step) for step in run.steps()) == 2 * SLICES
+    return run
+
+
+def slices(step: Step) -> int:
+    return sum(unpack_int32(step.tower)[2::3])
+
+
+@pytest.mark.parametrize(
+    ("undivided", "tokens"), [("", 16), ("images", 16), ("prompt", 20)]
+)  # the first page is cached
+def test_a_step_has_few_slices_and_no_prompt(undivided: str, tokens: int) -> None:
+    """The prompt follows when its images are computed, of one request after the other."""
+    run = measured(undivided)
+    run.add(image(3, "a"))
+    run.add(image(4, "a"))
+    steps = [(slices(step), sum(unpack_int32(step.counts))) for step in run.steps()]
+    each = 6 * [(2, 0)] + [(0, tokens)]
+    assert steps == 2 * each
+
+
+def test_a_text_beside_a_flood_of_images_is_in_the_next_step() -> None:
+    run = measured()
+    for rid in range(10, 18):
+        run.add(image(rid, "flood"))
+    waited = []
+    for number, step in enumerate(run.steps()):
+        assert slices(step) * SLICE_US <= 2 * SLICE_US
+        if number % 5 == 0 and len(waited) < 12:
+            run.add(text(100 + number, "text"))
+            asked = number
+        elif 10 in unpack_int32(step.counts):
+            assert not step.tower  # the text's token does not wait for the tower
+            waited.append(number - asked)
+    assert waited == 12 * [1]
+
+
+def test_an_image_gets_its_turn_in_a_flood_of_texts() -> None:
+    """A client's share counts the tower's work: texts do not keep an image from the tower."""
+    run = measured()
+    run.add(image(10, "image"))
+    texts, done = 0, 0
+    for step in run.steps():
+        done += slices(step)
+        if done < 2 * SLICES and texts < 200:
+            texts += 1
+            run.add(text(100 + texts, "flood"))
+    assert done == 2 * SLICES
+    assert texts < 200
