@@ -15,9 +15,11 @@ from typing import Any
 import psutil
 
 from scripts.benchmarks.streams import BadStream, burst
+from tgi.microkernel.host import rundir
 
 START_SECONDS = 900  # a server without a token by then has failed
 STOP_SECONDS = 30  # before its processes are killed
+SETTLED_SECONDS = 0.5
 
 
 class Failed(Exception):
@@ -83,6 +85,16 @@ class Server:
                     raise Failed(f"{complaint}{self.said()}") from None
             time.sleep(0.02)
         raise Failed(f"no token after {START_SECONDS} s: {complaint}{self.said()}")
+
+    def settle(self) -> None:
+        """Waits until all processes of this server have been ready for SETTLED_SECONDS: a second tokenizer starts after
+        the first token, and loads what others do not. Only for `tgi`."""
+        ready_at, ready = time.perf_counter(), -1
+        while time.perf_counter() - ready_at < SETTLED_SECONDS:
+            states = rundir.read_states(self.run_directory)
+            if ready != len(states) or any(one.state != "ready" for one in states):
+                ready_at, ready = time.perf_counter(), len(states)
+            time.sleep(0.02)
 
     def said(self) -> str:
         """The last lines of its log, for messages."""

@@ -118,6 +118,7 @@ def main() -> None:
     try:
         with start(arguments) as server:
             server.wait(ROUTE, bodies(1, 0, 16, 1)[0])
+            server.settle()
             burst(server.port, ROUTE, bodies(2, 1, 16, 8))  # first use of every path
             results = {n: measure(server, n, arguments) for n in arguments.concurrency}
             memory = {
