@@ -1,14 +1,22 @@
-"""Decode of experts, latent attention and recurrent layers on CPU, next to llama.cpp on the same shapes.
+"""Decode of experts, latent attention and recurrent layers on CPU, next to llama.cpp on the same file.
 
     scripts/bench architectures [--only lfm2,gpt-oss] [--format Q8_0] [--rows 1,8,32] [--turns 3] [--clock cpu]
 
 Four models of 0.3 to 0.8 billion random weights, written as GGUF files once; gpt-oss has experts in MXFP4 and the rest
-in Q8_0. In each turn this server's engine, then llama.cpp decode with the same threads behind prompts that differ by
-row, both from this file. Prints medians of tokens/s over the turns, and the median, the smallest and the largest of
-their ratios by turn; lines of a shape are printed when it is measured. All shapes take about four minutes on two cores,
-once the files are written and llama.cpp is built.
+in Q8_0. In each turn this server's engine, then llama.cpp, both from this file. llama.cpp computes the tokens that this
+engine has sampled, so both compute the same tokens behind the same prompts, and choose the same experts. Times are
+those of decode steps, each of one token for all rows; this engine's include sampling, which llama.cpp's do not.
 
-With `--clock cpu` both compute on one thread, and seconds are those of its CPU time, which other load disturbs less.
+llama.cpp has its weights in huge pages, as this engine has, and the fastest of its settings, flash attention or none
+and each number of threads, which a first turn chooses for each number of rows.
+
+Prints medians of tokens/s over the turns, and the median, the smallest and the largest of their ratios by turn; lines
+of a shape are printed when it is measured. All shapes take about four minutes on two cores, once the files are written
+and llama.cpp is built.
+
+With `--clock cpu` both compute on one thread, where none waits for another, and seconds are those of its CPU time,
+which other load disturbs less. By the clock only a quiet machine tells anything: llama.cpp's threads wait for each
+other in each operation, so any other program makes them many times slower.
 """
 
 import argparse
@@ -21,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +38,13 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from scripts.benchmarks import workloads
-from scripts.benchmarks.engine_driver import Requests, collected, flow
+from scripts.benchmarks.engine_driver import Requests, collected
 from scripts.benchmarks.peers import llama_cpp_program
 from scripts.benchmarks.servers import Failed
 from scripts.benchmarks.shapes import write_tokenizer
 from scripts.make_gguf import add
 from tgi.hub.resolver import model_directory
+from tgi.microkernel.messages.codec import unpack_int32
 from tgi.microkernel.settings.options import count, counts
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.engine.engine import TorchEngine
@@ -43,6 +53,7 @@ from tgi.worker.host_cpu import THREADS_VARIABLE, usable_cores
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]  # name, shape; matrices are [..., outputs, inputs]
 VOCABULARY = 32000
+PAGE = 64  # tokens: a multiple of the pages of the KV cache, in which longest rows are counted
 
 
 class Shape(NamedTuple):
@@ -286,8 +297,22 @@ def write(architecture: str, form: str, path: Path) -> None:
     writer.close()
 
 
+class Result(NamedTuple):
+    """What decode steps have computed."""
+
+    rate: float  # tokens per second
+    ids: list[list[int]]  # of each row: the prompt, and the token that each step has read
+
+
+class Peer(NamedTuple):
+    """How llama.cpp computes."""
+
+    flash: bool  # attention
+    threads: int
+
+
 def start(file: Path, rows: int, tokens: int, run: Path) -> TorchEngine:
-    """This server's engine with the file."""
+    """This server's engine with the file, for rows of up to that many tokens."""
     settings = Settings(
         model_dir=model_directory(str(file)),
         run_dir=run,
@@ -297,37 +322,44 @@ def start(file: Path, rows: int, tokens: int, run: Path) -> TorchEngine:
         max_total_tokens=tokens,
         max_batch_total_tokens=2 * rows * tokens,
         max_batch_prefill_tokens=min(2048, 2 * rows * tokens),
+        packed_weights_bytes=0,  # a thread that writes them would compute while steps are measured
     )
     return start_engine(settings, lambda stage, percent: None)
 
 
-def ours(engine: TorchEngine, rows: int, prompt: int, tokens: int, clock: Callable[[], float]) -> float:
-    """Tokens per second of decode steps, one at a time."""
+def ours(engine: TorchEngine, rows: int, prompt: int, tokens: int, clock: Callable[[], float]) -> Result:
+    """Decode steps, one at a time."""
     engine.reset()
     requests = Requests(engine, range(rows), prompt, tokens + 2, apart=prompt)
-    flow(engine, requests.prompts())
+    results = [collected(engine, engine.launch(step)) for step in requests.prompts()]
     began = clock()
-    for step in requests.steps(tokens):
-        collected(engine, engine.launch(step))
-    return rows * tokens / (clock() - began)
+    steps = [collected(engine, engine.launch(step)) for step in requests.steps(tokens)]
+    rate = rows * tokens / (clock() - began)
+    columns = [unpack_int32(b"".join(one.token_ids for one in results))]
+    columns += [unpack_int32(one.token_ids) for one in steps[:-1]]
+    return Result(rate, [[*requests.prompt_ids(row), *read] for row, read in enumerate(zip(*columns, strict=True))])
 
 
 @contextmanager
-def llama_decode(file: Path, rows: int, tokens: int, threads: int, directory: Path) -> Iterator[Callable[..., float]]:
-    """Starts and ends llama.cpp. Yields a function of rows, prompt, tokens and whether CPU time counts, which returns
-    what `ours` does. Raises Failed."""
-    command: list[str | Path | int] = [llama_cpp_program("llama_decode", directory), file, rows, tokens, threads]
+def llama_decode(file: Path, rows: int, tokens: int, directory: Path) -> Iterator[Callable[..., float]]:
+    """Starts and ends llama.cpp. Yields a function of the token ids of rows, how many of them are the prompt, the
+    settings and whether CPU time counts, which returns tokens per second. Raises Failed."""
+    command: list[str | Path | int] = [llama_cpp_program("llama_decode", directory), file, rows, tokens]
+    # Memory of malloc in huge pages. llama.cpp's weights would have small ones, which take it up to 1.7 times as long.
+    environ = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(list(map(str, command)), stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(list(map(str, command)), stdin=pipe, stdout=pipe, text=True, env=environ) as process:
 
-        def theirs(rows: int, prompt: int, tokens: int, cpu: bool) -> float:
+        def theirs(ids: list[list[int]], prompt: int, peer: Peer, cpu: bool) -> float:
             assert process.stdin is not None
             assert process.stdout is not None
-            print(rows, prompt, tokens, file=process.stdin, flush=True)
+            steps = len(ids[0]) - prompt
+            words = [int(peer.flash), peer.threads, len(ids), prompt, steps, *chain.from_iterable(ids)]
+            print(*words, file=process.stdin, flush=True)
             said = process.stdout.readline().split()
             if not said:
                 raise Failed(f"llama.cpp does not compute {file}")
-            return rows * tokens / float(said[cpu])
+            return len(ids) * steps / float(said[cpu])
 
         try:
             yield theirs
@@ -337,23 +369,33 @@ def llama_decode(file: Path, rows: int, tokens: int, threads: int, directory: Pa
 
 def measure(options: argparse.Namespace, architecture: str, threads: int, cpu: bool) -> None:
     """Measures a shape and prints its lines."""
-    sizes, clock = (options.prompt, options.tokens), time.process_time if cpu else time.perf_counter
+    prompt, tokens, clock = options.prompt, options.tokens, time.process_time if cpu else time.perf_counter
     form = options.format or ("Q8_0" if SHAPES[architecture].experts else "BF16")
     path = workloads.PEERS_DIRECTORY / "models" / f"{architecture}-{form}.gguf"
     file = workloads.whole(path, partial(write, architecture, form))
-    most, longest = max(options.rows), 2 * sum(sizes)
+    most, longest = max(options.rows), -(-(prompt + tokens + 2) // PAGE) * PAGE
+    settings = [Peer(flash, number) for flash in (False, True) for number in range(1, threads + 1)]
     with tempfile.TemporaryDirectory(prefix="tgi-") as run:
         engine = start(file, most, longest, Path(run))
-        with llama_decode(file, most, longest, threads, Path(run)) as theirs:
-            turns = [
-                [(ours(engine, rows, *sizes, clock), theirs(rows, *sizes, cpu)) for rows in options.rows]
-                for _ in range(options.turns + 1)
-            ][1:]
+        with llama_decode(file, most, longest, Path(run)) as theirs:
+            best: dict[int, Peer] = {}
+            for rows in options.rows:
+                ids = ours(engine, rows, prompt, tokens, clock).ids
+                rates = {peer: theirs(ids, prompt, peer, cpu) for peer in settings}
+                best[rows] = max(rates, key=rates.__getitem__)
+            turns = []
+            for _ in range(options.turns):
+                turn = []
+                for rows in options.rows:
+                    own = ours(engine, rows, prompt, tokens, clock)
+                    turn.append((own.rate, theirs(own.ids, prompt, best[rows], cpu)))
+                turns.append(turn)
     for at, rows in enumerate(options.rows):
-        own, other = ([turn[at][side] for turn in turns] for side in range(2))
-        ratios = [one / two for one, two in zip(own, other, strict=True)]
+        mine, other = ([turn[at][side] for turn in turns] for side in range(2))
+        ratios = [one / two for one, two in zip(mine, other, strict=True)]
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-        figures = f"{statistics.median(own):.1f} | {statistics.median(other):.1f} | {middle:.2f}"
+        how = f"{'flash' if best[rows].flash else 'plain'}, {best[rows].threads}"
+        figures = f"{statistics.median(mine):.1f} | {statistics.median(other):.1f} | {how} | {middle:.2f}"
         print(f"| {architecture}, {form} | {rows} | {figures} | {low:.2f} to {high:.2f} |", flush=True)
 
 
@@ -371,7 +413,8 @@ def main() -> None:
     cpu = options.clock == "cpu"
     threads = 1 if cpu else usable_cores()
     os.environ[THREADS_VARIABLE] = str(threads)
-    print("| | rows | ours, tokens/s | llama.cpp | ratio | by turn |\n|---|---|---|---|---|---|", flush=True)
+    titles = ("", "rows", "ours, tokens/s", "llama.cpp", "its attention, threads", "ratio", "by turn")
+    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|", flush=True)
     for architecture in options.only.split(","):
         measure(options, architecture, threads, cpu)
 

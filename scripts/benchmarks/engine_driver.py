@@ -62,9 +62,13 @@ class Requests:
         """The given number of decode steps."""
         return (self.next() for _ in range(count))
 
-    def _slot(self, slot: int, at: int) -> SlotAssignment:
+    def prompt_ids(self, slot: int) -> list[int]:
+        """The token ids of the prompt in a slot."""
         first = 100 + slot * self._apart
-        ids = pack_column(INT32, ((first + place) % self._limits.vocab_size for place in range(self._prompt)))
+        return [(first + place) % self._limits.vocab_size for place in range(self._prompt)]
+
+    def _slot(self, slot: int, at: int) -> SlotAssignment:
+        ids = pack_column(INT32, self.prompt_ids(slot))
         return SlotAssignment(slot, ids, self._prompt, encode(self._samplings[at]))
 
     def _step(self, slots: range, start: int, count: int, new: list[SlotAssignment]) -> Step:

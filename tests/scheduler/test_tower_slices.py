@@ -12,7 +12,7 @@ from tgi.scheduler.scheduler import Scheduler
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 SLICES = FIRST.length
-SLICE_US, TOKEN_US = 8000, 200  # so two slices are within TOWER_SECONDS
+SLICE_US, TOKEN_US = 2000, 200  # so two slices are within TOWER_SECONDS
 
 
 def text(rid: int, client: str) -> Add:

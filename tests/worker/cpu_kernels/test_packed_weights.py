@@ -1,6 +1,8 @@
 """Packed weights in files: the same model as from the checkpoint, and no file that is damaged or too many is kept."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,3 +110,28 @@ def test_the_files_are_bounded(tmp_path: Path) -> None:
     for files in (PackedWeightFiles(tmp_path, 1000, 0), PackedWeightFiles(tmp_path, BYTES)):
         assert build("qwen3", files)[1]
     assert set(tmp_path.iterdir()) == left
+
+
+# Weights of 4 GB that take no memory, and files that take no time: the writer is in torch almost all the time.
+ENDS_WHILE_IT_WRITES = """
+import time
+from pathlib import Path
+import torch
+from tgi.worker.models import packed_weights
+
+packed_weights._write_all = lambda file, data: None
+packed_weights.MOST_OF_FREE = 1e9
+files = packed_weights.PackedWeightFiles(Path("."), 1 << 40, 0)
+files._kept.append(("weights", [torch.zeros(1 << 28, dtype=torch.uint8) for _ in range(16)]))
+files.write_behind()
+while not list(Path(".").iterdir()):
+    time.sleep(0.01)
+print("writes")
+"""
+
+
+def test_a_process_may_end_while_it_writes(tmp_path: Path) -> None:
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-P", "-c", ENDS_WHILE_IT_WRITES]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "writes\n", "")

@@ -7,6 +7,7 @@ Where these are small, it is read into memory in huge pages, since decoding from
 that is not as its header and sums say is removed and never used.
 """
 
+import atexit
 import fcntl
 import hashlib
 import io
@@ -65,6 +66,8 @@ class PackedWeightFiles:
         self._directory, self._most, self._least = directory, most_bytes, least_bytes
         self._kept: list[tuple[str, DecoderWeights]] = []
         self._writer = threading.Thread(target=self._write_kept, name="packed weights", daemon=True)
+        # The writer is in torch. A process that ends meanwhile would abort: Python ends such a thread within C++ code.
+        self._in_torch = threading.Lock()
         self.mapped_bytes = 0  # of the file cache, which the system counts as available
 
     def read(self, identity: dict[str, Any], kernels: CpuKernels) -> DecoderWeights | None:
@@ -95,6 +98,7 @@ class PackedWeightFiles:
     def write_behind(self) -> None:
         """Begins to write in a thread what is kept."""
         if self._kept:
+            atexit.register(self._in_torch.acquire)
             self._writer.start()
 
     def wait(self) -> None:
@@ -116,7 +120,8 @@ class PackedWeightFiles:
 
     def _write(self, path: Path, described: str, weights: DecoderWeights) -> None:
         structure = _Structure()
-        structure.add(weights)
+        with self._in_torch:
+            structure.add(weights)
         size = sum(_aligned(tensor.nbytes) for tensor in structure.tensors)
         if size < self._least:
             return
@@ -136,7 +141,7 @@ class PackedWeightFiles:
                 return
             try:
                 file.truncate(0)
-                _write(file, described, structure.nodes, structure.tensors)
+                _write(file, described, structure.nodes, structure.tensors, self._in_torch)
                 os.fsync(file.fileno())
                 unfinished.replace(path)
             except OSError:
@@ -297,16 +302,28 @@ def _aligned(size: int) -> int:
 # --- a file: MAGIC, the length and the digest of the description, the description, the tensors ---
 
 
-def _write(file: io.FileIO, described: str, nodes: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> None:
-    """Writes a file; the description last, since it has the sums."""
+def _write(
+    file: io.FileIO,
+    described: str,
+    nodes: Sequence[Sequence[Any]],
+    tensors: Sequence[Tensor],
+    in_torch: threading.Lock,
+) -> None:
+    """Writes a file; the description last, since it has the sums. Holds the lock while it is in torch."""
     size = sum(_aligned(tensor.nbytes) for tensor in tensors)
     fields = {"identity": described, "bytes": size, "sums": [-(1 << 63)] * -(-size // CHUNK), "nodes": nodes}
     length = len(json.dumps(fields))  # no sum has more digits
     file.seek(_start_of_data(length))
-    sums = []
-    for chunk in _chunks(tensors):
-        sums.append(_sum(chunk))
-        _write_all(file, memoryview(chunk.numpy()))
+    sums: list[int] = []
+    chunks = _chunks(tensors)
+    while True:
+        with in_torch:
+            chunk = next(chunks, None)
+            if chunk is None:
+                break
+            sums.append(_sum(chunk))
+            data = memoryview(chunk.numpy())
+        _write_all(file, data)
     description = json.dumps(fields | {"sums": sums}).ljust(length).encode()
     file.seek(0)
     first = MAGIC + length.to_bytes(LENGTH_BYTES, "little") + hashlib.sha256(description).digest()
