@@ -59,8 +59,8 @@ def start_child(
     start: Callable[[Sequence[str], Mapping[str, str], Mapping[str, int]], P],
 ) -> StartedChild[P]:
     """Starts `run_role(arguments)` in a new process, by `start_interpreter`, a fork server or `fork_role`. Its further
-    variables are `environment`, and `inherited` with the numbers of file descriptors. To be called by the main thread: the child is
-    killed when the thread that has started it ends. Raises OSError."""
+    variables are `environment`, and `inherited` with the numbers of file descriptors. To be called by the main thread:
+    the child is killed when the thread that has started it ends. Raises OSError."""
     parent_end, pipe = os.pipe()
     own = {SETTINGS: settings.to_json(), PARENT_PID: str(os.getpid())}
     variables = {**interpreter.child_environment(), **environment, **own}
