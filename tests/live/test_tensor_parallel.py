@@ -1,5 +1,6 @@
 """`tgi up --num-shard 2`: a model on two rank processes, in a whole process tree, while ranks die and hang."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from tests.live.server import Server
 from tests.live.test_tree import all_streams, token_ids
 from tests.models import write_adapter
 from tgi.microkernel.host import rundir
+from tgi.microkernel.settings.table import Settings
+from tgi.worker.preload import Preload
 
 pytestmark = pytest.mark.live
 
@@ -30,6 +33,17 @@ def undisturbed(server: Server) -> list[list[int]]:
     return [token_ids(events) for events in all_streams(server, TOKENS)]
 
 
+def address_of_torch(process: psutil.Process) -> str:
+    """Where a process has mapped torch: Linux chooses a new address for each interpreter."""
+    return next(mapped.addr for mapped in process.memory_maps(grouped=False) if "libtorch_cpu" in mapped.path)
+
+
+@pytest.mark.skipif(Preload.of(Settings(num_shard=2)) is None or sys.platform != "linux", reason="ranks import torch")
+def test_ranks_are_forked_with_torch(server: Server) -> None:
+    running = server.processes()
+    assert address_of_torch(running["worker-0.1"]) == address_of_torch(running["worker-0"])
+
+
 def test_streams_survive_the_death_of_any_rank(server: Server, undisturbed: list[list[int]]) -> None:
     for name in ("worker-0.1", "worker-0"):
         ranks = {process.pid for rank, process in server.processes().items() if rank.startswith("worker")}
@@ -38,6 +52,7 @@ def test_streams_survive_the_death_of_any_rank(server: Server, undisturbed: list
         successors = {process.pid for rank, process in server.processes().items() if rank.startswith("worker")}
         assert len(successors) == 2
         assert not ranks & successors  # the group was restarted as one
+        server.wait_until(lambda: not any(map(psutil.pid_exists, ranks)), "the ended ranks are reaped")  # noqa: B023
 
 
 def test_streams_survive_a_rank_that_hangs(server: Server, undisturbed: list[list[int]]) -> None:
@@ -93,6 +108,7 @@ def test_a_model_that_cannot_be_divided_is_refused(tiny_llama: Path, tmp_path: P
         server.start()
         assert server.commands["up"].wait(120) != 0
         assert "cannot be divided among 3 ranks" in server.output_text()
+        assert not list(server.run_directory.rglob("worker-0.*.beat")), "further ranks have started"
 
 
 def test_all_ranks_end_with_the_server(server: Server) -> None:

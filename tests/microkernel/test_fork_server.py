@@ -151,6 +151,60 @@ def test_a_process_leaves_a_fork_server_behind_with_what_it_has_loaded() -> None
     assert [eval(line) for line in done.stdout.splitlines()] == [expected, expected]
 
 
+FORKING = """
+import os, signal, socket, sys, threading
+from tgi.microkernel.processes import fork_server
+from tgi.microkernel.processes.fork_server import count_threads, fork_role
+
+def role(arguments):
+    state = {
+        "arguments": arguments, "parent": os.getppid() == parent, "group": os.getpgrp() == os.getpgid(parent),
+        "loaded": loaded, "variables": len(os.environ), "descriptors": len(os.listdir("/proc/self/fd")) - 1,
+        "default": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    }
+    os.write(int(os.environ["OUTPUT"]), ascii(state).encode())
+    os.read(int(os.environ["INPUT"]), 1)
+    raise SystemExit(7)
+
+fork_server.run_role = role
+parent, loaded = os.getpid(), "imports"
+wake, write_wake = socket.socketpair()
+write_wake.setblocking(False)
+signal.set_wakeup_fd(write_wake.fileno())
+signal.signal(signal.SIGTERM, lambda *_: None)
+output, write = os.pipe()
+wait, end = os.pipe()
+assert count_threads() == 1
+children = []
+for rank in ("1", "2"):
+    children.append(fork_role(["worker", "0", rank], {}, {"OUTPUT": write, "INPUT": wait}))
+    print(os.read(output, 1000).decode())
+ended, killed = children
+codes = []
+waiting = [threading.Thread(target=lambda: codes.append(killed.wait())) for _ in range(2)]
+for thread in waiting:
+    thread.start()
+assert killed.poll() is None
+killed.send_signal(signal.SIGKILL)
+for thread in waiting:
+    thread.join()
+assert codes == [-signal.SIGKILL] * 2
+killed.send_signal(signal.SIGKILL)
+os.write(end, b".")
+assert ended.wait() == 7
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a process is forked with torch")
+def test_a_process_forks_children_which_share_what_it_has_imported_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = {"parent": True, "group": True, "loaded": "imports", "variables": 2, "descriptors": 5, "default": True}
+    assert [eval(line) for line in done.stdout.splitlines()] == [
+        {"arguments": ["worker", "0", rank], **expected} for rank in ("1", "2")
+    ]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the supervisor starts new interpreters")
 def test_a_forked_process_is_a_child_of_the_supervisor_with_an_environment_and_descriptors_of_its_own() -> None:
     assert eval(supervise(CHILD, REPORT)) == {

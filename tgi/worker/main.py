@@ -68,6 +68,7 @@ def main(process: Process) -> None:
                 return
             process.last_exit = group.last_exit(process.last_exit)
         elif ranks > 1 and settings.worker == "torch":
+            _require_divisible(settings.model_dir, ranks)
             group = RankGroup(process, ranks)
             place = group.place
         else:
@@ -94,6 +95,21 @@ def main(process: Process) -> None:
             group.close()
         if link is not None:
             link.close()
+
+
+def _require_divisible(directory: Path, ranks: int) -> None:
+    """Raises UserError if the model cannot be divided among these ranks, before they start. What else is wrong with it
+    they find when they load it."""
+    from tgi.worker.decoder_config import UnsupportedConfig
+    from tgi.worker.distributed.sharding import local_config, shard_decoder
+    from tgi.worker.models.config_reader import read_config, read_decoder_config
+
+    try:
+        config = read_decoder_config(read_config(directory))
+    except (UnsupportedConfig, KeyError):
+        return
+    for rank in range(ranks):
+        local_config(config, shard_decoder(config, rank, ranks))
 
 
 def _keeps_pages(last_exit: LastExit | None) -> bool:

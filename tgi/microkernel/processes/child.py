@@ -58,9 +58,9 @@ def start_child(
     inherited: Mapping[str, int],
     start: Callable[[Sequence[str], Mapping[str, str], Mapping[str, int]], P],
 ) -> StartedChild[P]:
-    """Starts `run_role(arguments)` in a new process, by `start_interpreter` or a fork server. Its further variables are
-    `environment`, and `inherited` with the numbers of file descriptors. To be called by the main thread: the child is
-    killed when the thread that has started it ends. Raises OSError."""
+    """Starts `run_role(arguments)` in a new process, by `start_interpreter`, a fork server or `fork_role`. Its further
+    variables are `environment`, and `inherited` with the numbers of file descriptors. To be called by the main thread:
+    the child is killed when the thread that has started it ends. Raises OSError."""
     parent_end, pipe = os.pipe()
     own = {SETTINGS: settings.to_json(), PARENT_PID: str(os.getpid())}
     variables = {**interpreter.child_environment(), **environment, **own}
@@ -74,17 +74,20 @@ def start_child(
 
 
 def start_interpreter(
-    arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[str, int]
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    descriptors: Mapping[str, int],
+    process_group: int | None = 0,
 ) -> "subprocess.Popen[bytes]":
-    """Starts `python -m tgi.microkernel ARGUMENTS`. Raises OSError."""
+    """Starts `python -m tgi.microkernel ARGUMENTS`, by default in a process group of its own: signals of the terminal
+    (Ctrl-C, hang-up) reach the supervisor only, which drains the roles in order. None: in that of this process. Raises
+    OSError."""
     return subprocess.Popen(
         interpreter.python_command("tgi.microkernel", *arguments),
         env={**environment, **{name: str(descriptor) for name, descriptor in descriptors.items()}},
         pass_fds=[*descriptors.values()],
         stdin=subprocess.DEVNULL,
-        # Its own process group: signals of the terminal (Ctrl-C, hang-up) reach the supervisor only, which drains
-        # the roles in order.
-        process_group=0,
+        process_group=process_group,
     )
 
 

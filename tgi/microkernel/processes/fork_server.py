@@ -10,7 +10,8 @@ process that forks the role and ends, and an orphan belongs to the nearest ances
 
 A process may leave a fork server behind, too: `leave_fork_server` forks one with all that this process has loaded until
 then, such as the weights of a model, which the process and its successors share with it page by page. The memory is
-that of one copy, as long as none of them writes to it.
+that of one copy, as long as none of them writes to it. And a process that has one thread may fork others for roles,
+which are its own children: `fork_role`.
 """
 
 import contextlib
@@ -23,8 +24,9 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from tgi.microkernel.errors import ForkedRole
@@ -47,18 +49,29 @@ class ForkServerLost(Exception):
 
 
 class ForkedProcess:
-    """A child process of this one that a fork server has forked: what the supervisor uses of `subprocess.Popen`."""
+    """A child process of this one that it or a fork server has forked: what is used of `subprocess.Popen`. Thread-safe,
+    as that is."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
+        self._reaping = threading.Lock()
 
     def poll(self) -> int | None:
         """The exit code once it has ended (negative: the signal that ended it), else None."""
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
+        with self._reaping:
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
+            return self._code
+
+    def wait(self) -> int:
+        """Waits until it has ended. Returns the exit code."""
+        with contextlib.suppress(ChildProcessError):  # another thread has called `poll` meanwhile
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        code = self.poll()
+        assert code is not None
+        return code
 
     def send_signal(self, number: int) -> None:
         """Sends a signal if it still runs."""
@@ -171,7 +184,7 @@ def _serve(requests: socket.socket, preload: Callable[[], None], parent: int) ->
         preload()
     except Exception:
         log.debug("a process that needs this will report it", exc_info=True)
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:  # whose locks would never be free in forked processes
+    if (threads := count_threads()) > 1:
         log.error("the imports of a fork server have started %d threads, so it forks no processes", threads - 1)
         os._exit(1)
     requests.sendall(READY)
@@ -189,22 +202,59 @@ def leave_fork_server(requests: socket.socket) -> None:
     if pid:
         requests.close()
         return
+
+    def serve() -> list[str]:
+        name_process("tgi fork server")
+        requests.sendall(READY)
+        return _fork_roles(requests)
+
+    _run_forked(serve, (requests.fileno(),))
+
+
+def fork_role(
+    arguments: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[str, int]
+) -> ForkedProcess:
+    """Starts `run_role` as `ForkServer.start` does, in a process that has what this one has imported. It is in the
+    process group of this one. To be called by a process of one thread on Linux. Raises OSError."""
+    if pid := os.fork():
+        return ForkedProcess(pid)
+
+    def role() -> Sequence[str]:
+        _take_environment(environment, descriptors)
+        return arguments
+
+    _run_forked(role, descriptors.values())
+
+
+def count_threads() -> int:
+    """The number of threads of this process, on Linux. A process that is forked from one with several would wait for
+    the locks of the others for ever."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _run_forked(role: Callable[[], Sequence[str]], kept: Collection[int]) -> NoReturn:
+    """Runs the role with these arguments in a process that a supervised one has forked, of whose descriptors only the
+    standard ones and `kept` stay open."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, HAND_OVER):
             signal.signal(number, signal.SIG_DFL)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2 and descriptor != requests.fileno():
+            if descriptor > 2 and descriptor not in kept:
                 with contextlib.suppress(OSError):  # that of the list itself
                     os.close(descriptor)
-        name_process("tgi fork server")
-        requests.sendall(READY)
-        status = _exit_status(_fork_roles(requests))
+        status = _exit_status(role())
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
     logging.shutdown()
-    os._exit(status)  # the functions that called this one belong to the process that has forked the fork server
+    os._exit(status)  # the functions that have called this one belong to the other process
+
+
+def _take_environment(environment: Mapping[str, str], descriptors: Mapping[str, int]) -> None:
+    """Makes these variables and those with the numbers of descriptors the environment of this process."""
+    os.environ.clear()
+    os.environ.update({**environment, **{name: str(number) for name, number in descriptors.items()}})
 
 
 def _exit_status(arguments: Sequence[str]) -> int:
@@ -236,8 +286,7 @@ def _fork_roles(requests: socket.socket) -> list[str]:
         if answer == 0:
             requests.close()
             os.setpgid(0, 0)
-            os.environ.clear()
-            os.environ.update(environment | dict(zip(names, map(str, descriptors), strict=True)))
+            _take_environment(environment, dict(zip(names, descriptors, strict=True)))
             return [str(one) for one in arguments]
         for descriptor in descriptors:
             os.close(descriptor)

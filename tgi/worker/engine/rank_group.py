@@ -9,10 +9,12 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
+import sys
 import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
@@ -21,6 +23,7 @@ from tgi.microkernel.host.rundir import process_name
 from tgi.microkernel.links.link import Link
 from tgi.microkernel.messages.protocol import DeploymentLimits, HeldPages, ResetSlots, Step, StepResult, UpdateAdapter
 from tgi.microkernel.processes.child import StartedChild, start_child, start_interpreter
+from tgi.microkernel.processes.fork_server import ForkedProcess, count_threads, fork_role
 from tgi.microkernel.processes.process import Heartbeat, Process, fatal_error_path
 from tgi.microkernel.recovery.exit_causes import OWN_SIGNALS
 from tgi.worker.distributed.group_memory import create_memory
@@ -28,6 +31,9 @@ from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.interface import BadStep, Engine, Poisoned
 from tgi.worker.engine.rank import RANK_MEMORY, RANK_RENDEZVOUS, ranks_socket
 from tgi.worker.lora.registry import AdapterRegistry
+
+if TYPE_CHECKING:
+    import subprocess
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +46,7 @@ class RankGroup:
     rank without the others can neither go on nor return from a collective operation."""
 
     def __init__(self, process: Process, ranks: int) -> None:
-        self.link = Link.bind(process.link_address(ranks_socket(process.replica)), process.hello())
+        """To be called before this process has threads."""
         self._process = process
         self._ending = False
         memory = create_memory()
@@ -53,12 +59,21 @@ class RankGroup:
         self._heartbeats = [Heartbeat(process.run_dir / f"{name}.beat") for name in names]
         for heartbeat in self._heartbeats:
             heartbeat.begin(time.monotonic() + process.settings.start_timeout)
+        # The supervisor reaps the process group of a worker that was killed, so the ranks belong to it.
+        start: Callable[..., ForkedProcess | subprocess.Popen[bytes]] = partial(start_interpreter, process_group=None)
+        if "torch" in sys.modules and count_threads() == 1:  # a fork server has imported it
+            start = fork_role
         self._children = [
-            start_child(process.settings, (*arguments, str(rank)), environment, inherited, start_interpreter)
+            start_child(process.settings, (*arguments, str(rank)), environment, inherited, start)
             for rank in range(1, ranks)
         ]
-        for rank, child in enumerate(self._children, start=1):
-            threading.Thread(target=self._await_end, args=(rank, child), daemon=True).start()
+        self.link = Link.bind(process.link_address(ranks_socket(process.replica)), process.hello())  # starts threads
+        self._watchers = [
+            threading.Thread(target=self._await_end, args=(rank, child), daemon=True)
+            for rank, child in enumerate(self._children, start=1)
+        ]
+        for watcher in self._watchers:
+            watcher.start()
 
     def send(self, message: tuple[Any, ...]) -> None:
         for peer in self.link.peers:
@@ -78,15 +93,14 @@ class RankGroup:
     def close(self) -> None:
         self._ending = True
         for child in self._children:
-            child.process.terminate()
-        for child in self._children:
-            try:
-                child.process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.process.kill()
+            child.process.send_signal(signal.SIGTERM)
+        for child, watcher in zip(self._children, self._watchers, strict=True):
+            watcher.join(GRACE_SECONDS)
+            if watcher.is_alive():
+                child.process.send_signal(signal.SIGKILL)
         self.link.close()
 
-    def _await_end(self, rank: int, child: "StartedChild[subprocess.Popen[bytes]]") -> None:
+    def _await_end(self, rank: int, child: "StartedChild[ForkedProcess | subprocess.Popen[bytes]]") -> None:
         """Ends this process as the child has ended, so that the supervisor sees the cause. Runs in a thread of its own,
         since the main thread may wait for the rank that has ended."""
         code = child.process.wait()
