@@ -1,12 +1,13 @@
 """The vision tower's work for an image is divided among steps, between which prompts of others are computed."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from tests.scheduler.test_images import FIRST, SECOND, TOKENIZER, WORKER, add, scheduler
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.messages.protocol import Add, RequestContext, Step, encode
+from tgi.microkernel.messages.protocol import MAX_DIVIDED_IMAGES, Add, RequestContext, Step, encode
 from tgi.microkernel.messages.sampling_params import SamplingParams
 from tgi.scheduler.scheduler import Scheduler
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
@@ -103,3 +104,38 @@ def test_an_image_gets_its_turn_in_a_flood_of_texts() -> None:
             run.add(text(100 + texts, "flood"))
     assert done == 2 * SLICES
     assert texts < 200
+
+
+def test_images_of_many_clients_are_computed_in_part_a_few_at_a_time() -> None:
+    """The worker gives up an image if more than MAX_DIVIDED_IMAGES are computed in part, and begins it anew."""
+    run = measured()
+    clients = MAX_DIVIDED_IMAGES + 3
+    for rid in range(clients):
+        run.add(image(10 + rid, f"client {rid}"))
+    done: Counter[tuple[int, int]] = Counter()  # slices of an image of a slot
+    waited = []
+    for number, step in enumerate(run.steps()):
+        tower = unpack_int32(step.tower)
+        for slot, index, count in zip(tower[::3], tower[1::3], tower[2::3], strict=True):
+            done[slot, index] += count
+        assert sum(count < SLICES for count in done.values()) <= MAX_DIVIDED_IMAGES
+        if number % 5 == 0 and len(waited) < 5:
+            run.add(text(100 + number, "text"))
+            asked = number
+        elif 10 in unpack_int32(step.counts):
+            waited.append(number - asked)
+    assert [*done.values()] == 2 * clients * [SLICES]
+    assert max(waited) <= 2
+
+
+def test_an_image_of_higher_priority_does_not_wait_for_others() -> None:
+    run = measured()
+    for rid in range(MAX_DIVIDED_IMAGES):
+        run.add(image(10 + rid, f"client {rid}"))
+    steps = run.steps()
+    for _ in range(MAX_DIVIDED_IMAGES):
+        assert slices(next(steps)) == 2
+    urgent = image(30, "urgent")
+    run.add(urgent._replace(context=urgent.context._replace(priority=1)))
+    first = next(steps)
+    assert {unpack_int32(first.tower)[0]} == {one.slot for one in first.slots}

@@ -7,6 +7,7 @@ from tgi.microkernel.messages.kv_groups import paged_groups
 from tgi.microkernel.messages.protocol import (
     CHUNK,
     LAST_CHUNK,
+    MAX_DIVIDED_IMAGES,
     PREEMPT,
     PREFILL,
     UNDIVIDED_PROMPT,
@@ -369,11 +370,15 @@ class StepPlanner:
         They are few, so that requests that arrive do not wait long, and none in a step with prompt tokens, whose first
         token would wait for them.
         """
-        start, whole = request.planned, self.limits.tower_slices
+        start, whole, share = request.planned, self.limits.tower_slices, request.share
         request.state = CHUNK[request.state]
         self.batch.prefilling[request] = None
         if builder.chunks:
             return budget
+        charged = start >= request.charged_tokens  # not so if it was computed before a preemption
+        if not request.tower_slices and (other := self._divided_before(request)) is not None:
+            # The client pays for its turn nevertheless: it is for its image that the other one is completed first.
+            request, start, tokens = other, other.planned, other.images[other.tower_images].position + 1 - other.planned
         most, cost = self._prefill_budget.tower_tokens(budget), 0.0
         while image := request.next_image(start, start + tokens, self.limits.undivided):
             each = image.length * self._prefill_budget.encoder_cost / whole
@@ -390,9 +395,16 @@ class StepPlanner:
         builder.encoding.append(request)
         builder.encoder_cost += int(cost)
         builder.unmeasured |= not self._prefill_budget.encoder_measured
-        if start >= request.charged_tokens:  # not so if it was computed before a preemption
-            request.share.served += request.share.input_cost * cost
+        if charged:
+            share.served += share.input_cost * cost
         return budget
+
+    def _divided_before(self, request: Request) -> Request | None:
+        """The first request with an image that the tower has computed in part, if there are MAX_DIVIDED_IMAGES whose
+        clients have at least the priority of this request's."""
+        priority = request.share.priority
+        divided = [one for one in self.batch.prefilling if one.tower_slices and one.share.priority >= priority]
+        return divided[0] if len(divided) >= MAX_DIVIDED_IMAGES else None
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
         """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available, or too
