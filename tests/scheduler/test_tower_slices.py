@@ -1,15 +1,30 @@
 """The vision tower's work for an image is divided among steps, between which prompts of others are computed."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 
-from tests.scheduler.test_images import FIRST, SECOND, TOKENIZER, WORKER, add, scheduler
+from tests.scheduler.invariants import check_scheduler
+from tests.scheduler.test_images import FIRST, SECOND, TOKENIZER, WORKER, add, extras, scheduler
 from tgi.microkernel.messages.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.messages.protocol import MAX_DIVIDED_IMAGES, Add, RequestContext, Step, encode
+from tgi.microkernel.messages.protocol import (
+    MAX_DIVIDED_IMAGES,
+    PIPELINE_DEPTH,
+    PROTOCOL,
+    Add,
+    Cancel,
+    End,
+    Hello,
+    RequestContext,
+    Status,
+    Step,
+    StepResult,
+    encode,
+)
 from tgi.microkernel.messages.sampling_params import SamplingParams
-from tgi.scheduler.scheduler import Scheduler
+from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 SLICES = FIRST.length
@@ -30,9 +45,9 @@ def image(rid: int, client: str) -> Add:
 class Run:
     """A scheduler and its worker, whose slices and tokens take their time."""
 
-    def __init__(self, undivided: str = "") -> None:
-        self.scheduler: Scheduler = scheduler(undivided, max_batch_prefill_tokens=200, tower_slices=SLICES)
-        self._worker = FakeWorker(FakeWorkerConfig(page_size=4, max_batch_prefill_tokens=200, tower_slices=SLICES))
+    def __init__(self, undivided: str = "", tokens: int = 200) -> None:
+        self.scheduler: Scheduler = scheduler(undivided, max_batch_prefill_tokens=tokens, tower_slices=SLICES)
+        self._worker = FakeWorker(FakeWorkerConfig(page_size=4, max_batch_prefill_tokens=tokens, tower_slices=SLICES))
 
     def add(self, message: Add) -> None:
         self.scheduler.handle(message, TOKENIZER, 0.0)
@@ -49,9 +64,9 @@ class Run:
             self.scheduler.commit()
 
 
-def measured(undivided: str = "") -> Run:
-    """One that has computed a text and an image."""
-    run = Run(undivided)
+def measured(undivided: str = "", tokens: int = 200) -> Run:
+    """One that has computed a text and an image, at most so many tokens in a step."""
+    run = Run(undivided, tokens)
     run.add(text(1, "a"))
     assert len([*run.steps()]) == 1
     run.add(image(2, "a"))
@@ -139,3 +154,54 @@ def test_an_image_of_higher_priority_does_not_wait_for_others() -> None:
     run.add(urgent._replace(context=urgent.context._replace(priority=1)))
     first = next(steps)
     assert {unpack_int32(first.tower)[0]} == {one.slot for one in first.slots}
+
+
+def test_an_undivided_prompt_waits_for_a_step_that_it_fits() -> None:
+    """Its images are computed, and a text of another client leaves too few of the tokens of a step."""
+    run = measured("prompt", tokens=24)
+    run.add(image(10, "image"))
+    steps = run.steps()
+    assert [slices(next(steps)) for _ in range(2 * SLICES)] == 2 * SLICES * [1]
+    run.add(text(100, "text")._replace(max_new_tokens=2))
+    assert [sum(unpack_int32(step.counts)) for step in steps] == [10, 21]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_all_requests_end_whatever_is_cancelled_and_preempted(seed: int) -> None:
+    """Images are shared, pages and slots are few, priorities differ, and steps are in flight."""
+    random = Random(seed)
+    step_tokens = random.choice([24, 60, 200])
+    config = FakeWorkerConfig(
+        page_size=4, pages=random.choice([12, 20, 1000]), slots=random.choice([2, 4, 16]),
+        max_batch_prefill_tokens=step_tokens, tower_slices=SLICES,
+    )  # fmt: skip
+    worker, running = FakeWorker(config), Scheduler(SchedulerConfig())
+    for peer in (TOKENIZER, WORKER):
+        running.handle(Hello(PROTOCOL, *peer), peer, 0.0)
+    limits = worker.limits._replace(undivided=random.choice(["", "images", "prompt"]))
+    running.handle(Status(True, True, "", 100, limits), WORKER, 0.0)
+    in_flight: deque[StepResult] = deque()
+    asked: set[int] = set()
+    for turn in range(2000):
+        if turn < 150 and random.random() < 0.4:
+            made = random.choice([text, image])(turn, f"client {random.randrange(6)}")
+            if made.images and random.random() < 0.5:  # which others have, too
+                made = made._replace(images=[FIRST], extras=extras(FIRST))
+            context = made.context._replace(priority=random.choice([0, 0, 0, 1]))
+            running.handle(made._replace(max_new_tokens=random.randrange(1, 6), context=context), TOKENIZER, 0.0)
+            asked.add(turn)
+        if asked and random.random() < 0.05:
+            running.handle(Cancel(random.choice(sorted(asked))), TOKENIZER, 0.0)
+        while len(in_flight) < PIPELINE_DEPTH and (step := running.plan(0.0)) is not None:
+            result, count = worker.run_step(step), slices(step)
+            assert not result.error
+            took = SLICE_US * count, SLICE_US * count + TOKEN_US * sum(unpack_int32(step.counts))
+            in_flight.append(result._replace(encoder_positions=count, encoder_us=took[0], forward_us=took[1]))
+        if in_flight and random.random() < 0.8:
+            running.handle(in_flight.popleft(), WORKER, 0.0)
+        running.commit()
+        check_scheduler(running)
+        asked -= {message.rid for _, message in running.outgoing() if isinstance(message, End)}
+        if turn > 150 and not asked:
+            break
+    assert not asked

@@ -341,8 +341,9 @@ class StepPlanner:
 
     def _add_images(self, builder: "StepBuilder", request: Request, tokens: int, budget: int) -> tuple[int, int]:
         """How many tokens the next chunk of a prompt with images has that would have `tokens`, and what its images cost
-        in tokens. 0: there are too few pages for one that is not divided; or it goes on with an image that does not fit
-        a step in which prompts of other clients have tokens, which do not wait for it."""
+        in tokens. 0: there are too few pages for one that is not divided; or it goes on with more tokens than a step
+        with those of other prompts may have, or with an image that does not fit a step in which prompts of other
+        clients have tokens, which do not wait for it."""
         start, cost = request.planned, self._prefill_budget.encoder_cost
         if self.limits.tower_slices > 1:
             cost = 0.0  # the tower has done its work
@@ -350,9 +351,11 @@ class StepPlanner:
         undivided = self.limits.undivided
         end, positions = request.image_chunk(start, start + tokens, budget, cost, shared, undivided)
         encoder_cost = int(positions * cost)
-        too_large = positions and request.state is PREFILL and end - start + encoder_cost > budget
-        others = (*builder.finishing, *builder.prefilling)
-        if end > request.capacity or (too_large and any(other.share is not request.share for other in others)):
+        too_large = bool(builder.chunks) and end - start > budget
+        if positions and end - start + encoder_cost > budget:
+            others = (*builder.finishing, *builder.prefilling)
+            too_large |= any(other.share is not request.share for other in others)
+        if end > request.capacity or (too_large and request.state is PREFILL):
             return 0, 0
         if not cost:
             return end - start, 0
