@@ -220,7 +220,7 @@ def test_t5_has_a_decoder_start_and_a_context_of_its_own(copy: Path, source: str
     config = read_model_config(copy)
     assert (config.decoder_start, config.max_position_embeddings) == (3, 4096)
     change(copy / source, decoder_start_token_id=2**31)
-    with pytest.raises(UserError, match="2147483648 .* is not one of the"):
+    with pytest.raises(UserError, match=r"2147483648 .* is not one of the"):
         read_model_config(copy)
 
 
