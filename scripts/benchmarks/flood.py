@@ -9,6 +9,8 @@ a model. The first sends a short request at a time and notes the time to its fir
 - generations: 100 streams of 1,000 tokens at once, started again when they end
 - prompts: 100 requests at once, each with a prompt of 4,000 tokens and one new token
 - connections: 200 connections with a request of 300 tokens each, sent again at once when it is refused
+- images: 16 requests at once, each with an image of 448 x 448 pixels that no other one has and one new token; the model
+  must see images (`scripts/bench images` has made one in .peers/models/gemma3-448)
 
 Prints the median and the 95th percentile of the time to the first token without and with the flood, the ratio of the
 medians, and how many requests of each client got 429.
@@ -16,6 +18,7 @@ medians, and how many requests of each client got 429.
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -23,12 +26,14 @@ import sys
 import time
 from typing import Any
 
+from scripts.benchmarks.images import image
 from scripts.benchmarks.servers import Failed
 from scripts.benchmarks.serving import ROUTE, start
 from tgi.microkernel.settings.options import count
 
 LIGHT, HEAVY = "127.0.0.1", "127.0.0.2"
 SETTLE_SECONDS = 2.0
+IMAGES = 200  # made before the flood, which is to send each once
 
 
 class Answer:
@@ -64,6 +69,8 @@ def short_request() -> dict[str, Any]:
 
 def flood_request(kind: str) -> dict[str, Any]:
     """A request of the heavy client; with a number in place of @, no two have a prefix in common."""
+    if kind == "images":
+        return {"inputs": f"![]({image(random.Random())}) @", "parameters": {"max_new_tokens": 1}}
     if kind == "prompts":
         words = " ".join(str(random.randrange(1000)) for _ in range(4000))
         return {"inputs": f"@ {words}", "parameters": {"max_new_tokens": 1, "truncate": 4000}}
@@ -76,16 +83,18 @@ async def measure(port: int, kind: str, seconds: float) -> tuple[list[Answer], l
     light: list[Answer] = []
     heavy: list[Answer] = []
 
-    flood_body = json.dumps(flood_request(kind)).encode()
+    bodies = itertools.cycle(
+        [json.dumps(flood_request(kind)).encode() for _ in range(IMAGES if kind == "images" else 1)]
+    )
 
     async def send_again() -> None:
         while True:
-            answer = await ask(port, HEAVY, flood_body.replace(b"@", str(random.random()).encode()))
+            answer = await ask(port, HEAVY, next(bodies).replace(b"@", str(random.random()).encode()))
             heavy.append(answer)
             if answer.status != 200:
                 await asyncio.sleep(0.05)
 
-    connections = {"": 0, "connections": 200}.get(kind, 100)
+    connections = {"": 0, "connections": 200, "images": 16}.get(kind, 100)
     flood = [asyncio.create_task(send_again()) for _ in range(connections)]
     await asyncio.sleep(SETTLE_SECONDS if flood else 0)
     end = time.monotonic() + seconds

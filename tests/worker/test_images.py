@@ -447,30 +447,30 @@ def test_tower_in_slices(native: bool, tmp_path: Path) -> None:
     harness = Harness(directory, tmp_path, native=native)
     tower = harness.images.tower
     prompts = [prompt("llava", tmp_path, 1, number) for number in range(MAX_DIVIDED_IMAGES + 2)]
-    assert tower.slices == 2
+    assert tower.slices == 4  # two layers
     read = [partial(ImageFiles(tmp_path).read, one.images[0], tower.family) for one in prompts]
     whole = [tower.compute(one()).embeddings for one in read]
     runs = [tower.begin(one) for one in read]
-    assert [tower.advance(run, 1) for run in runs] == [None] * len(runs)
+    assert [tower.advance(run, 2) for run in runs] == [None] * len(runs)
     for run, wanted in zip(runs, whole, strict=True):
-        found = tower.advance(run, 1)
+        found = tower.advance(run, 2)
         assert found is not None
         assert torch.equal(found.embeddings, wanted)
 
     images, faults = harness.images, dict[int, str]()
     for slot, one in enumerate(prompts):
         images.assign(slot, one.images, np.array(one.ids))
-        images.advance(slot, 0, 1, faults)
+        images.advance(slot, 0, 2, faults)
     assert images.computed == 0
-    images.advance(len(prompts) - 1, 0, 1, faults)
+    images.advance(len(prompts) - 1, 0, 2, faults)
     assert images.computed == 1
     for _ in range(2):  # of one that was given up, from its begin
         assert images.computed == 1
-        images.advance(0, 0, 1, faults)
+        images.advance(0, 0, 2, faults)
     assert images.computed == 2
     assert not faults
     (tmp_path / prompts[1].images[0].name).unlink()
-    images.advance(1, 0, 1, faults)
+    images.advance(1, 0, 2, faults)
     assert faults == {1: "the file of an image is gone"}
 
 

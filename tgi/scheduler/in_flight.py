@@ -138,7 +138,9 @@ class StepPipeline:
     @property
     def has_room(self) -> bool:
         """Whether another step may be sent."""
-        return len(self._steps) < PIPELINE_DEPTH and not self._abandoned
+        if self._abandoned or (self._steps and self._steps[-1].message.tower):
+            return False  # a prompt that arrives while the vision tower computes is not to wait for more of its slices
+        return len(self._steps) < PIPELINE_DEPTH
 
     def add(self, step: InFlightStep, now: float) -> None:
         if not self._steps:
