@@ -315,6 +315,8 @@ def test_encoder_decoder_models_keep_no_codes(tmp_path: Path) -> None:
         ({"t5.attention.value_length": 8}, "value_length' is '8'; the length of keys, 16, was expected"),
         ({"t5.attention.scale": 0.5}, "'t5.attention.scale' set, which import does not know"),
         ({"t5.attention.relative_buckets_count": 3}, "at least 4 was expected"),
+        ({"t5.attention.relative_buckets_count": 256}, "less than 256 was expected"),
+        ({"t5.decoder_start_token_id": 2**31}, "is '2147483648'; an id below"),
         ({"tokenizer.ggml.scores": None}, "neither merges nor scores"),
     ],
 )

@@ -219,6 +219,9 @@ def test_t5_has_a_decoder_start_and_a_context_of_its_own(copy: Path, source: str
     change(copy / source, decoder_start_token_id=3)
     config = read_model_config(copy)
     assert (config.decoder_start, config.max_position_embeddings) == (3, 4096)
+    change(copy / source, decoder_start_token_id=2**31)
+    with pytest.raises(UserError, match=r"2147483648 .* is not one of the"):
+        read_model_config(copy)
 
 
 def test_an_unknown_encoder_decoder_is_rejected(copy: Path) -> None:

@@ -1,5 +1,7 @@
 """The operations on whole columns agree with their definition item by item."""
 
+from array import array
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -19,11 +21,13 @@ from tgi.scheduler.columns import (
     SampledColumns,
     TopTokens,
     compress_columns,
+    increment_each,
     split_top_tokens,
     token_runs_message,
     tokens_message,
 )
 
+MAX_POSITION = 2**31 - 2
 LIST_OF_UINT32 = st.lists(st.integers(0, 2**32 - 1), max_size=50)
 
 
@@ -39,6 +43,13 @@ def test_compress_columns(rids: list[int], data: st.DataObject) -> None:
     expected = [rid for rid, keep in zip(rids, kept, strict=True) if keep]
     for one in compress_columns(SampledColumns(column, column, column), kept):
         assert unpack_uint32(one) == expected
+
+
+@given(st.lists(st.integers(0, MAX_POSITION) | st.sampled_from([0, 0xFF, 0xFFFF, MAX_POSITION]), max_size=50))
+def test_increment_each(positions: list[int]) -> None:
+    column = array(INT32, positions)
+    assert increment_each(column).tolist() == [position + 1 for position in positions]
+    assert column.tolist() == positions
 
 
 def test_messages() -> None:

@@ -27,7 +27,7 @@ from tests.worker.scheduled import ScheduledEngine, Served
 from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.kv_groups import ONE_FULL_GROUP, GroupKind, KVGroup, paged_groups
-from tgi.microkernel.messages.protocol import DeploymentLimits, ImageSegment
+from tgi.microkernel.messages.protocol import MAX_DIVIDED_IMAGES, DeploymentLimits, ImageSegment
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.cuda import CudaAttention
@@ -41,7 +41,7 @@ from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.planning.deployment_plan import read_planned_model
 from tgi.worker.vision.image_file import ImageFiles
-from tgi.worker.vision.prompt_images import MAX_RUNS, PromptImages
+from tgi.worker.vision.prompt_images import PromptImages
 from tgi.worker.vision.rope_positions import PlacedGrid, rope_positions
 from tgi.worker.vision.tower import load_tower
 
@@ -445,7 +445,8 @@ def test_tower_in_slices(native: bool, tmp_path: Path) -> None:
     completes what a row needs, and gives up what too many others follow."""
     directory = make("llava")
     harness = Harness(directory, tmp_path, native=native)
-    tower, prompts = harness.images.tower, [prompt("llava", tmp_path, 1, number) for number in range(MAX_RUNS + 2)]
+    tower = harness.images.tower
+    prompts = [prompt("llava", tmp_path, 1, number) for number in range(MAX_DIVIDED_IMAGES + 2)]
     assert tower.slices == 4  # two layers
     read = [partial(ImageFiles(tmp_path).read, one.images[0], tower.family) for one in prompts]
     whole = [tower.compute(one()).embeddings for one in read]

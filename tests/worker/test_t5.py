@@ -1,5 +1,6 @@
 """Encoder-decoder models: tokens against transformers, batch invariance, resumption, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tgi.worker.engine.encoder_inputs import EncoderInputs
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.models.loader import build_model
 from tgi.worker.models.t5 import T5Model
+from tgi.worker.models.t5_config import read_t5_config
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +111,14 @@ def test_same_bits_in_any_batch_and_resumed(dtype: str) -> None:
 def test_what_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         build(t5_model("t5"), **{"dtype": "float32", **options})
+
+
+@pytest.mark.parametrize("buckets", [0, 3, 256])
+def test_buckets_that_no_formula_has_are_refused(buckets: int) -> None:
+    config = json.loads((t5_model("t5") / "config.json").read_text())
+    changed = {"relative_attention_num_buckets": buckets, "relative_attention_max_distance": 128}
+    with pytest.raises(UserError, match=f"asks for {buckets} buckets of distances up to 128"):
+        read_t5_config(config | changed)
 
 
 def test_adapters_are_refused() -> None:

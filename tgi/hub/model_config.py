@@ -268,6 +268,11 @@ def _decoder_start(directory: Path, config: dict[str, Any]) -> int:
     """The id that the decoder of an encoder-decoder model starts with."""
     for source in (_json(directory / "generation_config.json"), config):
         if ids := _ids(source.get("decoder_start_token_id")):
+            if not 0 <= ids[0] < config["vocab_size"]:
+                raise UserError(
+                    f"{directory} has the decoder start with the id {ids[0]} (decoder_start_token_id), which is not "
+                    f"one of the {config['vocab_size']} of its vocabulary."
+                )
             return ids[0]
     raise UserError(
         f"{directory / 'config.json'} does not say decoder_start_token_id, which an encoder-decoder model needs."

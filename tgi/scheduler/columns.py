@@ -34,8 +34,9 @@ NO_TOKENS = SampledColumns(b"", b"", b"")
 
 
 def increment_each(column: "array[int]") -> "array[int]":
-    """Returns an int32 column of positions with 1 added to each: as one long integer, since none is large enough to
-    carry into the next one."""
+    """Returns an int32 column with 1 added to each item, which is 0 to 2**31 - 2: as one long integer, since no such
+    item carries into the next one. Once a step, when other code has filled the processor's caches, a call of numpy
+    takes three times as long for 1 or 64 items (61 and 44 us against 15 and 22), and about as long for 1024."""
     packed = column.tobytes()
     incremented = int.from_bytes(packed, "little") + int.from_bytes(ONE * len(column), "little")
     return array(INT32, incremented.to_bytes(len(packed), "little"))

@@ -7,6 +7,7 @@ from tgi.microkernel.messages.kv_groups import paged_groups
 from tgi.microkernel.messages.protocol import (
     CHUNK,
     LAST_CHUNK,
+    MAX_DIVIDED_IMAGES,
     PREEMPT,
     PREFILL,
     UNDIVIDED_PROMPT,
@@ -340,8 +341,9 @@ class StepPlanner:
 
     def _add_images(self, builder: "StepBuilder", request: Request, tokens: int, budget: int) -> tuple[int, int]:
         """How many tokens the next chunk of a prompt with images has that would have `tokens`, and what its images cost
-        in tokens. 0: there are too few pages for one that is not divided; or it goes on with an image that does not fit
-        a step in which prompts of other clients have tokens, which do not wait for it."""
+        in tokens. 0: there are too few pages for one that is not divided; or it goes on with more tokens than a step
+        with those of other prompts may have, or with an image that does not fit a step in which prompts of other
+        clients have tokens, which do not wait for it."""
         start, cost = request.planned, self._prefill_budget.encoder_cost
         if self.limits.tower_slices > 1:
             cost = 0.0  # the tower has done its work
@@ -349,9 +351,11 @@ class StepPlanner:
         undivided = self.limits.undivided
         end, positions = request.image_chunk(start, start + tokens, budget, cost, shared, undivided)
         encoder_cost = int(positions * cost)
-        too_large = positions and request.state is PREFILL and end - start + encoder_cost > budget
-        others = (*builder.finishing, *builder.prefilling)
-        if end > request.capacity or (too_large and any(other.share is not request.share for other in others)):
+        too_large = bool(builder.chunks) and end - start > budget
+        if positions and end - start + encoder_cost > budget:
+            others = (*builder.finishing, *builder.prefilling)
+            too_large |= any(other.share is not request.share for other in others)
+        if end > request.capacity or (too_large and request.state is PREFILL):
             return 0, 0
         if not cost:
             return end - start, 0
@@ -369,11 +373,15 @@ class StepPlanner:
         They are few, so that requests that arrive do not wait long, and none in a step with prompt tokens, whose first
         token would wait for them.
         """
-        start, whole = request.planned, self.limits.tower_slices
+        start, whole, share = request.planned, self.limits.tower_slices, request.share
         request.state = CHUNK[request.state]
         self.batch.prefilling[request] = None
         if builder.chunks:
             return budget
+        charged = start >= request.charged_tokens  # not so if it was computed before a preemption
+        if not request.tower_slices and (other := self._divided_before(request)) is not None:
+            # The client pays for its turn nevertheless: it is for its image that the other one is completed first.
+            request, start, tokens = other, other.planned, other.images[other.tower_images].position + 1 - other.planned
         most, cost = self._prefill_budget.tower_tokens(budget), 0.0
         while image := request.next_image(start, start + tokens, self.limits.undivided):
             each = image.length * self._prefill_budget.encoder_cost / whole
@@ -390,9 +398,16 @@ class StepPlanner:
         builder.encoding.append(request)
         builder.encoder_cost += int(cost)
         builder.unmeasured |= not self._prefill_budget.encoder_measured
-        if start >= request.charged_tokens:  # not so if it was computed before a preemption
-            request.share.served += request.share.input_cost * cost
+        if charged:
+            share.served += share.input_cost * cost
         return budget
+
+    def _divided_before(self, request: Request) -> Request | None:
+        """The first request with an image that the tower has computed in part, if there are MAX_DIVIDED_IMAGES whose
+        clients have at least the priority of this request's."""
+        priority = request.share.priority
+        divided = [one for one in self.batch.prefilling if one.tower_slices and one.share.priority >= priority]
+        return divided[0] if len(divided) >= MAX_DIVIDED_IMAGES else None
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
         """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available, or too

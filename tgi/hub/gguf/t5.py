@@ -46,10 +46,15 @@ def plan_t5(file: GGUFFile) -> ConversionPlan:
     buckets = number("attention.relative_buckets_count")
     if buckets < MIN_BUCKETS:
         raise metadata.wrong(f"{T5}.attention.relative_buckets_count", buckets, f"at least {MIN_BUCKETS}")
+    if buckets >= 2 * MAX_DISTANCE:
+        raise metadata.wrong(f"{T5}.attention.relative_buckets_count", buckets, f"less than {2 * MAX_DISTANCE}")
     vocab_size = metadata.vocabulary_size()
     gated, tied = "enc.blk.0.ffn_gate.weight" in tensors, "output.weight" not in tensors
     end = metadata.integer("tokenizer.ggml.eos_token_id", 1)
     pad = metadata.integer("tokenizer.ggml.padding_token_id", 0)
+    start = metadata.integer(f"{T5}.decoder_start_token_id", pad)
+    if start >= vocab_size:
+        raise metadata.wrong(f"{T5}.decoder_start_token_id", start, f"an id below {vocab_size}")
     config: dict[str, Any] = {
         "architectures": ["T5ForConditionalGeneration"],
         "model_type": "t5",
@@ -69,7 +74,7 @@ def plan_t5(file: GGUFFile) -> ConversionPlan:
         # Of T5 as first published, also where its checkpoint has the head twice.
         "scale_decoder_outputs": tied or not gated,
         "n_positions": number("context_length", 512),
-        "decoder_start_token_id": metadata.integer(f"{T5}.decoder_start_token_id", pad),
+        "decoder_start_token_id": start,
         "eos_token_id": end,
         "pad_token_id": pad,
         "dtype": "bfloat16",

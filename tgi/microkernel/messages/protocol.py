@@ -183,6 +183,8 @@ class Goodbye(NamedTuple):
 
 
 UNDIVIDED_IMAGES, UNDIVIDED_PROMPT = "images", "prompt"  # each image; all of the prompt
+# A worker keeps what its vision tower has computed of this many images that it computes in slices.
+MAX_DIVIDED_IMAGES = 4
 
 
 class DeploymentLimits(NamedTuple):

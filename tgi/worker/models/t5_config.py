@@ -35,6 +35,13 @@ def read_t5_config(config: dict[str, Any]) -> T5Config:
             f"feed_forward_proj {config['feed_forward_proj']!r} of config.json is not supported; expected one of "
             f"{', '.join(EPILOGUES)}, or gated- before it."
         )
+    buckets = config.get("relative_attention_num_buckets", 32)
+    max_distance = config.get("relative_attention_max_distance", 128)
+    if buckets < 4 or buckets // 2 >= max_distance:
+        raise UserError(
+            f"config.json asks for {buckets} buckets of distances up to {max_distance} (relative_attention_num_buckets,"
+            " relative_attention_max_distance); at least 4 were expected, and less than twice the distance."
+        )
     hidden = config["d_model"]
     # T5 v1.1 does not scale. transformers writes scale_decoder_outputs, older versions mean it by this key.
     scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
@@ -49,8 +56,8 @@ def read_t5_config(config: dict[str, Any]) -> T5Config:
         activation=EPILOGUES[activation],
         gated=first == "gated",
         epsilon=config.get("layer_norm_epsilon", 1e-6),
-        buckets=config.get("relative_attention_num_buckets", 32),
-        max_distance=config.get("relative_attention_max_distance", 128),
+        buckets=buckets,
+        max_distance=max_distance,
         output_scale=hidden**-0.5 if scaled else 1.0,
     )
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.hub.vision_towers import Bidirectional
-from tgi.microkernel.messages.protocol import UNDIVIDED_IMAGES, UNDIVIDED_PROMPT, ImageSegment
+from tgi.microkernel.messages.protocol import MAX_DIVIDED_IMAGES, UNDIVIDED_IMAGES, UNDIVIDED_PROMPT, ImageSegment
 from tgi.worker.attention.image_states import ImageStates, Run, StoredImages, TooManyImages
 from tgi.worker.attention.interface import ForwardBatch, ImageBlocks, ImageRows
 from tgi.worker.device_copies import copy_columns_to_device
@@ -74,8 +74,6 @@ class SlotImages(NamedTuple):
 
 
 ENDLESS = 1 << 62  # a position after those of any request
-# Images that are computed in part; of more, the one that was begun first is given up, and computed anew when needed.
-MAX_RUNS = 4
 
 
 def _seen_groups(images: list[PlacedImage]) -> list[SeenGroup]:
@@ -113,7 +111,9 @@ class PromptImages:
         self._files = files
         self._slots: dict[int, SlotImages] = {}
         self._work = TowerWork()
-        self.runs: dict[bytes, TowerRun] = {}  # of images that are computed in part, by digest
+        # Of images that are computed in part, by digest. Of more than MAX_DIVIDED_IMAGES, the one whose latest slice is
+        # the oldest is given up, and computed anew when needed.
+        self.runs: dict[bytes, TowerRun] = {}
 
     @property
     def shifts(self) -> bool:
@@ -334,7 +334,7 @@ class PromptImages:
             found = self.tower.advance(run, slices)
         if found is None and run is not None:
             self.runs[digest] = run
-            if len(self.runs) > MAX_RUNS:
+            if len(self.runs) > MAX_DIVIDED_IMAGES:
                 self.runs.pop(next(iter(self.runs))).abandon()
         else:
             self.computed += 1
