@@ -75,7 +75,7 @@ def test_requests_of_a_hung_tokenizer_move_to_another(standing: Server, undistur
 
 def test_a_suspended_server_continues_without_a_restart(tiny_llama: Path, tmp_path: Path) -> None:
     """As in a suspended laptop or a frozen container: all processes, the supervisor last. None is taken for hung."""
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED, "--validation-workers", "1") as server:
         server.start().wait_until_ready()
         processes = [psutil.Process(server.commands["up"].pid), *server.processes().values()]
         stream = server.stream("Hello", max_new_tokens=40)
