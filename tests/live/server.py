@@ -85,6 +85,7 @@ class Server:
         self.commands: dict[str, subprocess.Popen[str]] = {}
         self.output: dict[str, list[str]] = {}  # per command: the lines of stdout and stderr so far
         self._readers: dict[str, threading.Thread] = {}
+        self._awaits_tokenizer = False  # `tgi up` has started, with the usual two
         self.client = httpx.Client(
             base_url=self.url, transport=None if host is None else HostTransport(host), **CLIENT_OPTIONS
         )
@@ -94,6 +95,7 @@ class Server:
         """Starts `tgi COMMAND`."""
         address = ("--hostname", "127.0.0.1", "--port", str(self.port))
         full_command = [sys.executable, "-m", "tgi", command, *address, *self.arguments, *arguments]
+        self._awaits_tokenizer = command == "up" and "--validation-workers" not in full_command
         return self.launch(command, full_command, self.environment, self.cwd)
 
     def launch(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> "Server":
@@ -117,8 +119,11 @@ class Server:
         return self
 
     def wait_until_ready(self) -> "Server":
-        """Waits until /health is 200."""
+        """Waits until /health is 200, and after a start until the second tokenizer runs, which starts last."""
         self.wait_until(self.is_healthy, "the server is ready", poll_seconds=0.05)
+        if self._awaits_tokenizer:
+            self.wait_until(lambda: "tokenizer-1" in self.processes(), "the second tokenizer runs")
+            self._awaits_tokenizer = False
         return self
 
     def is_healthy(self) -> bool:
