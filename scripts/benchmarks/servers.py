@@ -34,11 +34,14 @@ def free_port() -> int:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """CPU seconds of all threads. On Linux from the process clock (clock_getcpuclockid(3)): accounting in ticks of ten
-    milliseconds is too coarse for processes that wake up for one token."""
-    if sys.platform == "linux":
-        return time.clock_gettime((~process.pid << 3) | 2)
-    return sum(process.cpu_times()[:2])
+    """CPU seconds of all threads; 0 of a process that has ended. On Linux from the process clock
+    (clock_getcpuclockid(3)): accounting in ticks of ten milliseconds is too coarse for processes that wake up for one
+    token."""
+    with contextlib.suppress(OSError, psutil.NoSuchProcess):
+        if sys.platform == "linux":
+            return time.clock_gettime((~process.pid << 3) | 2)
+        return sum(process.cpu_times()[:2])
+    return 0.0
 
 
 class Server:
@@ -117,11 +120,7 @@ class Server:
 
     def cpu(self) -> float:
         """CPU seconds of its processes."""
-        total = 0.0
-        for process in self._tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += cpu_seconds(process)
-        return total
+        return sum(map(cpu_seconds, self._tree))
 
     def memory(self) -> float:
         """Resident memory of its processes in MB; shared pages count for each process."""

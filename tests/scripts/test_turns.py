@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from scripts.benchmarks import comparison, peers, serving, workloads
 from scripts.benchmarks.comparison import Records, compare, tables
 from scripts.benchmarks.peers import PEERS, Peer, our_body, ours
-from scripts.benchmarks.servers import Failed
+from scripts.benchmarks.servers import Failed, cpu_seconds
 from scripts.benchmarks.workloads import Model, Words, Workload, whole
 from tests.models import model
 
@@ -232,6 +233,13 @@ def test_created_files_appear_complete_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert whole(tmp_path / "file", lambda path: path.write_text("all")).read_text() == "all"
     assert whole(tmp_path / "file", broken).read_text() == "all"
+
+
+def test_a_process_that_has_ended_uses_no_processor() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        process = psutil.Process(ended.pid)
+    assert cpu_seconds(process) == 0.0
+    assert cpu_seconds(psutil.Process()) > 0.0
 
 
 def test_servers_are_ended(records: Records, earlier_children: set[int]) -> None:

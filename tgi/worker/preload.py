@@ -11,8 +11,17 @@ from typing import NamedTuple
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, numa_nodes, request_reproducible_mkl
 
-# Of what the worker imports besides torch, that which takes longest.
-BESIDE_TORCH = ("numpy", "asyncio", "llguidance", "multiprocessing.shared_memory", "tokenizers")
+# Of what the worker and torch import, that which takes longest and imports no torch.
+BESIDE_TORCH = (
+    "numpy",
+    "asyncio",
+    "llguidance",
+    "multiprocessing.shared_memory",
+    "tokenizers",
+    "torchgen.model",
+    "tqdm",
+    "unittest.mock",
+)
 
 
 class Preload(NamedTuple):
@@ -37,7 +46,8 @@ class Preload(NamedTuple):
         libraries = Thread(target=_load_torch_libraries)
         libraries.start()
         for module in BESIDE_TORCH:
-            import_module(module)
+            with suppress(ImportError):  # whoever needs it tells that it is missing
+                import_module(module)
         libraries.join()  # the fork server has one thread again
         set_number = import_module("torch").set_num_threads
         usual = import_module("torch").get_num_threads()
