@@ -1,17 +1,19 @@
 """`tgi up --ray`: workers on a real Ray cluster of several nodes on this host; some are killed under streams."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.live.server import Server, still_running
+from tests.live.server import TIMEOUT_SECONDS, Server, still_running
 from tests.live.test_tree import all_streams, token_ids
 
 pytestmark = pytest.mark.live
@@ -44,11 +46,23 @@ class Cluster:
         self.raylets.remove(raylet)
         assert self._ask(f"kill {raylet}") == 0
 
-    def kill_actor_of(self, rank: psutil.Process) -> None:
-        """Kills the actor that runs a rank."""
-        actor = next(parent for parent in rank.parents() if "RankActor" in " ".join(parent.cmdline()))
-        actor.kill()
-        actor.wait(60)
+    def kill_actor(self) -> None:
+        """Kills the actor that runs the rank which has started last. A rank of an actor that Ray has removed may still
+        be ending, without one."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not (actors := self._actors()):
+            assert time.monotonic() < deadline, "no rank has an actor"
+            time.sleep(0.05)
+        actors[-1].kill()
+        actors[-1].wait(60)
+
+    def _actors(self) -> list[psutil.Process]:
+        """Those that run ranks, the latest last."""
+        found = []
+        for rank in self.ranks():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [one for one in rank.parents() if "RankActor" in " ".join(one.cmdline())]
+        return sorted(found, key=lambda one: one.create_time())
 
     def files_with(self, text: str) -> list[str]:
         """The files of the nodes and of their actors that contain this text."""
@@ -180,7 +194,7 @@ def check_loss_of_the_only_actor(server: Server, cluster: Cluster) -> None:
             server.kill(worker)  # whose actors Ray then removes
         if number == 20:
             assert cluster.files_with(secret) == []  # so a killed actor leaves none
-            cluster.kill_actor_of(cluster.ranks()[0])
+            cluster.kill_actor()
             assert cluster.files_with(secret) == []
     assert found == expected
     server.wait_until(lambda: deaths() == before + 3, "the supervisor has logged the last kill, too")
