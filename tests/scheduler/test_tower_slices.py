@@ -65,7 +65,7 @@ class Run:
 
 
 def measured(undivided: str = "", tokens: int = 200) -> Run:
-    """One that has computed a text and an image, at most so many tokens in a step."""
+    """A run that has computed a text and an image. `tokens`: the most in a step."""
     run = Run(undivided, tokens)
     run.add(text(1, "a"))
     assert len([*run.steps()]) == 1

@@ -15,7 +15,7 @@ STEP_COST_WEIGHT = 0.2
 # more.
 AMORTIZING_RATIO = 16
 # What slices of the vision tower take in a step, unless one takes longer: much more than a step costs by itself, and
-# about a step of decode rows, so that a text beside many images waits for its first token 1.5 times as long as alone.
+# about a step of decode rows, so that the first token of a text among many images takes 1.5 times as long as alone.
 TOWER_SECONDS = 0.005
 
 

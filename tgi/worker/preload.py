@@ -11,8 +11,8 @@ from typing import NamedTuple
 from tgi.microkernel.settings.table import Settings
 from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, numa_nodes, request_reproducible_mkl
 
-# Of what the worker and torch import, that which takes longest and imports no torch.
-BESIDE_TORCH = (
+# What is imported while torch's libraries load: of what the worker and torch import, the slowest that need no torch.
+IMPORTED_DURING_LOAD = (
     "numpy",
     "asyncio",
     "llguidance",
@@ -45,8 +45,8 @@ class Preload(NamedTuple):
         request_reproducible_mkl()
         libraries = Thread(target=_load_torch_libraries)
         libraries.start()
-        for module in BESIDE_TORCH:
-            with suppress(ImportError):  # whoever needs it tells that it is missing
+        for module in IMPORTED_DURING_LOAD:
+            with suppress(ImportError):  # the import where it is needed raises again
                 import_module(module)
         libraries.join()  # the fork server has one thread again
         set_number = import_module("torch").set_num_threads

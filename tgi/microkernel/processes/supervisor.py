@@ -386,8 +386,8 @@ class Supervisor:
         self._hang_up = True
 
     def _start(self, spec: ProcessSpec) -> None:
-        """Starts a process, which is put off while its fork server imports, and while the first process of its role
-        does what it would do beside it. Raises UserError if the system cannot."""
+        """Starts a process. It is put off while its fork server imports, and at a start of the server while the first
+        process of its role is not ready. Raises UserError if the system cannot start it."""
         now = time.monotonic()
         fork_server = self._fork_server_of(spec)
         imports = fork_server is not None and fork_server.is_ready() is None
@@ -407,10 +407,10 @@ class Supervisor:
         log.debug("started %s", spec.name, extra={"pid": child.pid})
 
     def _first_is_starting(self, spec: ProcessSpec) -> bool:
-        """Whether a server that starts has the first process of this one's role still to wait for.
+        """Whether another process is the first one of this role, and has not been ready yet.
 
-        The processors are for the imports of torch meanwhile, which a start waits for longest. The workers and
-        schedulers of several replicas start at once.
+        Until then the processors are for the import of torch, which takes most of a start. Workers and schedulers of
+        several replicas start at the same time.
         """
         first = self.processes(spec.role)[0]
         if spec is first or spec.role in rundir.SINGLE_ROLES or spec.name in self._last_exits:

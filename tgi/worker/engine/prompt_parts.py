@@ -59,7 +59,7 @@ class PromptParts(Protocol):
         gets a fault if an image cannot be computed."""
 
     def advance(self, slot: int, index: int, slices: int, faults: dict[int, str]) -> None:
-        """Computes so many slices more of an image of a slot. The slot gets a fault if that is not possible."""
+        """Computes the next `slices` slices of an image of a slot. The slot gets a fault if that is not possible."""
 
     def shift(self, slot: int) -> int:
         """What the rotary embedding adds to the positions of a slot after its last part."""

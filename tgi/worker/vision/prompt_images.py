@@ -323,7 +323,7 @@ class PromptImages:
         return found
 
     def _advance(self, image: PlacedImage, slices: int) -> ImageFeatures | None:
-        """Computes so many slices more of an image. Returns its features if they are complete. Raises BadImage."""
+        """Computes the next `slices` slices of an image. Returns its features if they are complete. Raises BadImage."""
         began = time.monotonic()
         digest = image.segment.digest
         run = self.runs.pop(digest, None)

@@ -44,7 +44,7 @@ class VisionTower:
         return TowerRun(lambda: self.compute(read()))
 
     def advance(self, run: TowerRun, slices: int) -> ImageFeatures | None:
-        """Computes so many slices more. Returns the features if they are complete. Raises BadImage."""
+        """Computes the next `slices` slices. Returns the features if they are complete. Raises BadImage."""
         self._running = run
         try:
             return run.advance(slices)

@@ -27,7 +27,7 @@ class TowerRun:
         self._thread: threading.Thread | None = None
 
     def advance(self, slices: int) -> ImageFeatures | None:
-        """Computes so many slices more. Returns the result if it is complete. Raises what `compute` raises."""
+        """Computes the next `slices` slices. Returns the result if it is complete. Raises what `compute` raises."""
         if self._features is not None:
             return self._features
         self._slices = slices
