@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cases import each_case
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.cpu_kernels.test_models import directory, logprobs
 from tgi.worker.cpu_kernels.arena import LARGE_PAGE
@@ -39,24 +40,27 @@ def build(kind: str, files: PackedWeightFiles | None, quantize: str | None = Non
 
 
 # A tied head and a separate one, experts, heads of latent attention, recurrent layers, and codes with scales.
-@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize(
     ("kind", "quantize"),
     [("gemma2", None), ("llama", "int4"), ("mixtral", None), ("deepseek_v2", None), ("qwen3_next", "int8"),
      ("nemotron_h", None)],
 )  # fmt: skip
 def test_weights_that_were_written_compute_the_same_bits(
-    kind: str, quantize: str | None, mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, quantize: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of these small files the system has no huge pages.
-    monkeypatch.setattr(packed_weights, "HUGE_SHARE", 0.0 if mapped else 1.1)
+    """From files that are read, and mapped."""
     first, packs = build(kind, PackedWeightFiles(tmp_path, BYTES, 0), quantize)
-    files = PackedWeightFiles(tmp_path, BYTES, 0)
-    second, packs_again = build(kind, files, quantize)
-    assert (packs, packs_again) == (True, False)
-    assert bool(files.mapped_bytes) == mapped
-    assert first.footprint == second.footprint
-    assert torch.equal(logprobs(first), logprobs(second))
+    assert packs
+    expected = logprobs(first)
+    for mapped in (False, True):
+        # Of these small files the system has no huge pages.
+        monkeypatch.setattr(packed_weights, "HUGE_SHARE", 0.0 if mapped else 1.1)
+        files = PackedWeightFiles(tmp_path, BYTES, 0)
+        second, packs_again = build(kind, files, quantize)
+        assert not packs_again
+        assert bool(files.mapped_bytes) == mapped
+        assert first.footprint == second.footprint
+        assert torch.equal(logprobs(second), expected)
     # Another format of the same model is another file.
     assert build(kind, files, "int8" if quantize is None else None)[1]
 
@@ -65,7 +69,16 @@ def flip(at: int) -> Callable[[bytes], bytes]:
     return lambda stored: stored[:at] + bytes([stored[at] ^ 1]) + stored[at:][1:]
 
 
-@pytest.mark.parametrize(
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, Path]:
+    """What a model computes, and the file of its weights."""
+    directory = tmp_path_factory.mktemp("sound")
+    model, _ = build("llama", PackedWeightFiles(directory, BYTES, 0))
+    (path,) = directory.iterdir()
+    return logprobs(model), path
+
+
+@each_case(
     "damage",
     [
         lambda stored: b"",
@@ -80,15 +93,16 @@ def flip(at: int) -> Callable[[bytes], bytes]:
         flip(LARGE_PAGE),  # of the first tensor
     ],
 )
-def test_a_damaged_file_is_removed_and_never_used(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    sound, _ = build("llama", PackedWeightFiles(tmp_path, BYTES, 0))
-    (path,) = tmp_path.iterdir()
-    stored = path.read_bytes()
+def test_a_damaged_file_is_removed_and_never_used(
+    damage: Callable[[bytes], bytes], sound: tuple[torch.Tensor, Path], tmp_path: Path
+) -> None:
+    expected, stored = sound[0], sound[1].read_bytes()
+    path = tmp_path / sound[1].name
     path.write_bytes(damage(stored))
     found, packs = build("llama", PackedWeightFiles(tmp_path, BYTES, 0))
     assert packs
     assert path.read_bytes() == stored
-    assert torch.equal(logprobs(found), logprobs(sound))
+    assert torch.equal(logprobs(found), expected)
 
 
 def test_the_files_are_bounded(tmp_path: Path) -> None:
@@ -122,7 +136,7 @@ from tgi.worker.models import packed_weights
 packed_weights._write_all = lambda file, data: None
 packed_weights.MOST_OF_FREE = 1e9
 files = packed_weights.PackedWeightFiles(Path("."), 1 << 40, 0)
-files._kept.append(("weights", [torch.zeros(1 << 28, dtype=torch.uint8) for _ in range(16)]))
+files._kept.append(("weights", [torch.empty(1 << 28, dtype=torch.uint8) for _ in range(16)]))
 files.write_behind()
 while not list(Path(".").iterdir()):
     time.sleep(0.01)
