@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 from tempfile import TemporaryDirectory
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, TensorNameMap, get_tensor_name_map
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
@@ -830,7 +831,7 @@ def vision_tensor_name(part: VisionPart, name: str, vision: dict[str, Any]) -> s
             if deeper is None:
                 return stored
             return stored.replace(deeper[1], str(vision["deepstack_visual_indexes"][int(deeper[1])]), 1)
-    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, 1 + vision.get("depth", vision.get("num_hidden_layers", 0)))
+    names = _vision_names(1 + vision.get("depth", vision.get("num_hidden_layers", 0)))
     whole = name.replace("_projection_weight", "_projection.weight")
     others = (
         *(whole, whole.removeprefix("model."), whole.replace("tower.", "tower.vision_model.")),
@@ -842,6 +843,11 @@ def vision_tensor_name(part: VisionPart, name: str, vision: dict[str, Any]) -> s
     assert mapped is not None, name
     ends = ("weight", "bias", "class_embd", "std_bias", "std_scale")
     return str(mapped) if mapped.endswith(ends) else f"{mapped}.weight"
+
+
+@cache
+def _vision_names(blocks: int) -> TensorNameMap:
+    return get_tensor_name_map(MODEL_ARCH.MMPROJ, blocks)
 
 
 def of_experts(joint: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,11 +26,17 @@ Result = TypeVar("Result")
 LIBRARIES = ("torch", "transformers")
 
 
+@cache
+def versions() -> list[tuple[str, str]]:
+    """Of LIBRARIES. Each is read from a file of thousands of lines."""
+    return [(name, version(name)) for name in LIBRARIES]
+
+
 def reference(compute: Callable[..., Result], directory: Path, *arguments: Any) -> Result:
     """compute(directory, *arguments), or what an earlier call returned: tensors and numbers, in lists, tuples and
     dictionaries. `compute` calls no code of the tests; the arguments consist of the same types, and of strings."""
     key = hashlib.sha256(inspect.getsource(compute).encode())
-    _add(key, [(name, version(name)) for name in LIBRARIES])
+    _add(key, versions())
     _add(key, arguments)
     for path in sorted(one for one in directory.iterdir() if one.is_file()):
         _add(key, path.name)

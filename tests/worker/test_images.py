@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from scripts.make_vision_model import IMAGE_TOKEN_ID
 from tests.families import in_depth, with_variants
 from tests.models import vision_model as make
 from tests.references import reference
+from tests.worker.batches import PAGE
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.scheduled import ScheduledEngine, Served
 from tgi.hub.vision_towers import VISION_FAMILIES, vision_family
@@ -43,7 +44,7 @@ from tgi.worker.planning.deployment_plan import read_planned_model
 from tgi.worker.vision.image_file import ImageFiles
 from tgi.worker.vision.prompt_images import PromptImages
 from tgi.worker.vision.rope_positions import PlacedGrid, rope_positions
-from tgi.worker.vision.tower import load_tower
+from tgi.worker.vision.tower import VisionTower, load_tower
 
 pytestmark = pytest.mark.slow
 
@@ -228,6 +229,19 @@ def expected(directory: Path, given: Prompt) -> tuple[list[int], list[float]]:
     return reference(greedy_tokens, directory, *asked)
 
 
+@lru_cache(32)
+def loaded(
+    directory: Path, native: bool, gpu: GpuKernels | None, device: torch.device
+) -> tuple[DecoderModel, VisionTower]:
+    """A model in float32, which keeps nothing of what engines compute."""
+    kernels = our_kernels(read_model_spec(directory, "float32")) if native else None
+    model = build_model(directory, "float32", str(device), lambda stage, percent: None, kernels=kernels, gpu=gpu)
+    family = vision_family(directory)
+    assert family is not None
+    assert isinstance(model, DecoderModel)
+    return model, load_tower(directory, family, torch.float32, device, kernels=kernels)
+
+
 class Harness:
     """An engine of a model whose images are in a directory."""
 
@@ -247,17 +261,9 @@ class Harness:
         divided: bool = True,  # whether the tower's work for an image is divided among steps
         device: torch.device = CPU,  # on another one than the CPU, `gpu` computes the model
     ) -> None:
-        kernels = our_kernels(read_model_spec(directory, "float32")) if native else None
-        of_model = None if device == CPU else gpu
-        model = build_model(
-            directory, "float32", str(device), lambda stage, percent: None, kernels=kernels, gpu=of_model
-        )
-        family = vision_family(directory)
-        assert family is not None
-        assert isinstance(model, DecoderModel)
+        model, tower = loaded(directory, native, None if device == CPU else gpu, device)
         own, model.kv = model.kv, model.kv._replace(gpu_kernels=gpu)
         states, model.kv = model.image_states(stored), own
-        tower = load_tower(directory, family, torch.float32, device, kernels=kernels)
         self.images = PromptImages(tower, ImageFiles(media), kept, states)
         groups, slots = kv_groups(model), 4
         attention: Any = build_attention(
@@ -370,9 +376,9 @@ def test_preempted_and_resumed(kind: str, tmp_path: Path) -> None:
     directory = make(kind)
     prompts = [prompt(kind, tmp_path, 1, 1), prompt(kind, tmp_path, 2, 2), prompt(kind, tmp_path, 4, 3)]
     wanted = [expected(directory, one) for one in prompts]
-    size = Harness(directory, tmp_path).engine.limits.page_size
-    pages = sum(-(-len(one.ids) // size) for one in prompts) + 1
+    pages = sum(-(-len(one.ids) // PAGE) for one in prompts) + 1
     harness = Harness(directory, tmp_path, pages=pages, kept=1, divided=False)
+    assert harness.engine.limits.page_size == PAGE
     running = harness.start()
     answers = [running.add(one.ids, COUNT, one.images) for one in prompts]
     running.run()

@@ -99,10 +99,11 @@ def adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
             "are not served. Merge the adapter into the weights, or start without it."
         )
     found: dict[str, Module] = {}
+    shapes = projection_shapes(config)
     for number, layer in enumerate(config.layers):
         for projection in PROJECTIONS:
             inner = projection in ("gate", "up", "down")
-            if projection not in projection_shapes(config) or (layer.routed if inner else layer.sees_images):
+            if projection not in shapes or (layer.routed if inner else layer.sees_images):
                 continue
             name = f"model.layers.{number}.{getattr(config.names, projection)}"
             _, others = found.get(name, (number, ()))

@@ -495,11 +495,10 @@ def _model_activations(model: PlannedModel, shard: Shard, settings: Settings, de
     return tokens * token + LOGIT_COPIES * rows * config.vocab_size * 4 + GRAPH_POOL_BYTES
 
 
-def _splits(deployment: PlannedDeployment, devices: Devices, request: PlanRequest) -> list[Split]:
+def _splits(deployment: PlannedDeployment, devices: Devices, request: PlanRequest) -> Iterator[Split]:
     """The splits over the devices of one kind: by the ranks and replicas that are asked for, else by powers of two and
     divisors of the number of devices, among which the model can be divided."""
     asked, wanted = request.settings.num_shard, request.replicas or 1
-    found = []
     for ranks in range(1, min(devices.number // wanted, MAX_RANKS) + 1) if asked is None else [asked]:
         if deployment.served.numbers and ranks > 1:
             continue
@@ -511,8 +510,7 @@ def _splits(deployment: PlannedDeployment, devices: Devices, request: PlanReques
             if asked is not None:
                 raise
             continue
-        found.append(_split(deployment, shards, devices, request))
-    return found
+        yield _split(deployment, shards, devices, request)
 
 
 def _too_few_devices(request: PlanRequest) -> UserError:
@@ -661,17 +659,16 @@ def _what_would_fit(deployment: PlannedDeployment, request: PlanRequest) -> str:
         changed = deployment._replace(
             served=served._replace(made=form), draft=None if draft is None else draft._replace(made=form)
         )
-        fitting = [split for one in request.devices for split in _splits(changed, one, request) if split.fits]
-        if fitting:
-            split = fitting[0]
+        fitting = (split for one in request.devices for split in _splits(changed, one, request) if split.fits)
+        if split := next(fitting, None):
             proposals.append(f"--quantize {form} with {_ranks(split.ranks)} on {split.device}")
             break
     first = request.devices[0]
     free = request._replace(settings=replace(request.settings, num_shard=None), replicas=None)
-    more = [split for split in _splits(deployment, first._replace(number=MAX_RANKS), free) if split.fits]
+    more = next((split for split in _splits(deployment, first._replace(number=MAX_RANKS), free) if split.fits), None)
     wanted = request.replicas or 1
-    if more and more[0].ranks * wanted > first.number:
-        proposals.append(f"{more[0].ranks * wanted}x{first.name}")
+    if more and more.ranks * wanted > first.number:
+        proposals.append(f"{more.ranks * wanted}x{first.name}")
     if not proposals:
         return "No smaller type and no number of these devices among which the model can be divided would be enough."
     return f"What would fit: {', or '.join(proposals)}."
