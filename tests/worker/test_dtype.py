@@ -1,42 +1,20 @@
 """The dtype in which a model computes: named, the model's own, or the quickest on this processor by trial."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.models import model
+from tests.worker.test_host_cpu import reported
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings.table import Settings
 from tgi.worker import host_cpu
 from tgi.worker.engine.startup import DTYPE_FILE, start_engine
-from tgi.worker.host_cpu import CPU_VARIABLE
-from tgi.worker.instruction_sets import INSTRUCTION_SETS
 from tgi.worker.models.dtype import DTYPES, dtype_name, resolve_dtype
 
 pytestmark = pytest.mark.slow
-
-# Prints the quickest dtype for models of each dtype, under the limit that its argument names; "": no limit.
-TRIAL = """
-import logging, sys
-from tgi.worker.host_cpu import has_arithmetic, limit_instruction_set
-logging.basicConfig(level=logging.INFO, format="%(message)s")
-limit_instruction_set(sys.argv[1] or None)
-from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype
-print(*(dtype_name(quickest_dtype(own)) for own in DTYPES.values()), has_arithmetic("bfloat16"))
-"""
-
-
-def trial(level: str) -> tuple[list[str], str]:
-    """The words that it prints and the lines that it logs."""
-    hidden = {CPU_VARIABLE, *(name for one in INSTRUCTION_SETS for name in one.environment)}
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    command = [sys.executable, "-c", TRIAL, level]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.split(), done.stderr
 
 
 def test_a_dtype_is_the_models_own_unless_another_is_named() -> None:
@@ -53,13 +31,13 @@ def test_a_dtype_is_the_models_own_unless_another_is_named() -> None:
 def test_the_trial_avoids_emulated_types() -> None:
     if "avx2" not in host_cpu._processor_features():
         pytest.skip("this processor has no AVX2")
-    found, logged = trial("avx2")
-    assert found == ["float32", "float32", "float32", "False"]
-    assert "computing in float32: in a trial on this processor bfloat16 took " in logged
+    found = reported("avx2")
+    assert found.quickest == ["float32", "float32", "float32", "False"]
+    assert "computing in float32: in a trial on this processor bfloat16 took " in found.logged
 
 
 def test_the_trial_prefers_16_bits_where_the_processor_computes_in_them() -> None:
-    (single, brain, half, arithmetic), logged = trial("")
+    _, (single, brain, half, arithmetic), logged = reported("")
     assert (single, half in DTYPES) == ("float32", True)
     if arithmetic == "True":
         assert brain == "bfloat16"

@@ -5,7 +5,9 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -26,6 +28,12 @@ import torch
 ours = [name for name in ("avx2", "fma", "avx512f", "avx_vnni", "amx_bf16") if name in cpu_features()]
 reorders = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 print(kernel_set().name, torch.backends.cpu.get_cpu_capability(), *ours, has_arithmetic("bfloat16"), reorders)
+
+# The quickest dtype for models of each dtype (test_dtype.py).
+import logging
+from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+print(*(dtype_name(quickest_dtype(own)) for own in DTYPES.values()), has_arithmetic("bfloat16"))
 """
 
 
@@ -103,20 +111,32 @@ def test_apple_silicon_is_recognized(listed: str, chosen: str, tmp_path: Path, m
     assert found.name == chosen
 
 
-def reported(limit: str) -> str:
+class Report(NamedTuple):
+    """What REPORT prints: the words of its two lines, and what is logged."""
+
+    used: str
+    quickest: list[str]
+    logged: str
+
+
+@cache
+def reported(limit: str) -> Report:
+    """Of a process with this limit, which takes a second to import torch."""
     variables = {CPU_VARIABLE, *(name for one in INSTRUCTION_SETS for name in one.environment)}
     environment = {name: value for name, value in os.environ.items() if name not in variables}
     command = [sys.executable, "-c", REPORT, limit]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    used, quickest = done.stdout.splitlines()
+    return Report(used, quickest.split(), done.stderr)
 
 
 def test_the_limit_applies_to_torch_and_the_cpu_kernels() -> None:
     features = host_cpu._processor_features()
     if not BY_NAME["avx2"].features <= features:
         pytest.skip("this processor has no AVX2")
-    assert reported("avx2") == "avx2 AVX2 avx2 fma False False"
+    assert reported("avx2").used == "avx2 AVX2 avx2 fma False False"
     if BY_NAME["avx512_bf16"].features <= features:
-        assert reported("avx512_bf16") == "avx512_bf16 AVX512 avx2 fma avx512f True True"
+        assert reported("avx512_bf16").used == "avx512_bf16 AVX512 avx2 fma avx512f True True"
 
 
 @pytest.mark.parametrize(

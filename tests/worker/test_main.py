@@ -95,26 +95,22 @@ def test_a_worker_process_computes_what_the_engine_computes(tmp_path: Path) -> N
         scheduler.link.close()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (Settings(device="cuda"), "There is no CUDA device"),
-        (Settings(model_dir=Path("/nowhere")), "/nowhere is not a directory"),
-    ],
-)
-def test_a_user_error_ends_the_worker_without_a_restart(
-    settings: Settings, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_user_error_ends_the_worker_without_a_restart(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rundir.create_run_dir(tmp_path)
-    values = {"run_dir": tmp_path} | ({} if settings.model_dir != Path(".") else {"model_dir": model("llama")})
-    child = ChildProcess(ProcessSpec("worker", 0), Settings(**{**vars(settings), **values}))
+    settings = Settings(model_dir=Path("/nowhere"), run_dir=tmp_path)
+    child = ChildProcess(ProcessSpec("worker", 0), settings)
     try:
         assert end(child) == FATAL
     finally:
         child.signal(signal.SIGKILL)
         child.close()
-    assert words in fatal_error_path(tmp_path, "worker-0").read_text()
+    assert "/nowhere is not a directory" in fatal_error_path(tmp_path, "worker-0").read_text()
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_device_that_is_not_there_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="There is no CUDA device"):
+        start_engine(Settings(model_dir=model("llama"), run_dir=tmp_path, device="cuda"), lambda stage, percent: None)
 
 
 def test_more_tokens_than_the_models_context_are_rejected(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What fork servers import starts no thread, and torch computes with several in the forked process."""
+"""What fork servers import starts no thread and, for workers, is none of the libraries that few models need; torch
+computes with several threads in the forked process."""
 
 import os
 import subprocess
@@ -19,6 +20,8 @@ def threads():
 COMPUTES = """
 from tgi.worker.preload import Preload
 Preload(None).run()
+heavy = {"transformers", "safetensors.torch", "torch._dynamo", "triton"}  # which take seconds
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
 import torch
 assert threads() == 1
 torch.set_num_threads(2)

@@ -89,8 +89,8 @@ def case(request: pytest.FixtureRequest) -> Case:
     sinks = draw_sinks(heads) if with_sinks else ()
     sizes = heads, kv_heads, head_dim
     kv = KVCacheSpec(2, *sizes, torch.bfloat16, (None, window), cap, sinks=sinks, value_dim=value_dim)
-    # Keys of 576 numbers cost as much as all other cases, which have more positions.
-    most, other, short = FEW if EMULATED or head_dim > 256 else MANY
+    # Cases without a window and with long ones have the most parts; keys of 576 numbers cost as much as all others.
+    most, other, short = FEW if EMULATED or head_dim > 256 or (window is not None and window < 100) else MANY
     if EMULATED and (kv_heads, head_dim) == (2, 32):  # the case of test_neon.py, where threads have parts of the sums
         most = 200
     sequences = Sequence(most, kv, 0), Sequence(short, kv, 1, seed=1), Sequence(other, kv, 2, seed=2)
