@@ -190,14 +190,25 @@ def _expanded(x: tl.tensor, shape: _Shape) -> tl.tensor:
 _check_types = TritonSemantic.binary_op_type_checking_impl
 _WHOLE, _EXACT = (tl.int32, tl.int64), (tl.int1, tl.int32, tl.int64, tl.float32, tl.float64)
 _ADDED = {id(dtype) for dtype in _WHOLE}  # to pointers
+_WIDER = {id(tl.int64), id(tl.float32)}  # than int32, which becomes this
 # Numbers that become constants of the type of the other operand.
 _NUMBERS = {id(tl.float32): (int, float)} | {id(dtype): (int,) for dtype in _WHOLE}
 _SAME, _SAME_BUT_QUOTIENTS = {id(dtype) for dtype in _EXACT}, {id(tl.float16), id(tl.bfloat16)}
 
 
+_scalar_constant = TritonSemantic.scalar_constant
+
+
 @lru_cache(4096)
 def _constant(value: float, dtype: tl.dtype) -> tl.tensor:
-    return interpreter.interpreter_semantic.scalar_constant(value, dtype)
+    return _scalar_constant(interpreter.interpreter_semantic, value, dtype)
+
+
+def _make_constant(self: TritonSemantic, value: Any, dtype: tl.dtype) -> tl.tensor:
+    return _constant(value, dtype) if id(dtype) in _NUMBERS else _scalar_constant(self, value, dtype)
+
+
+_INTEGERS, _FLOATS = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES), frozenset(tl.dtype.FP_TYPES)
 
 
 def _operands(
@@ -216,6 +227,10 @@ def _operands(
         key = id(left)
         if left is right:
             known = key in _SAME or (key in _SAME_BUT_QUOTIENTS and not div_or_mod)
+        elif right is tl.int32 and key in _WIDER:
+            return _as_one_shape(self, lhs, _cast_number(self, rhs, left))
+        elif left is tl.int32 and id(right) in _WIDER:
+            return _as_one_shape(self, _cast_number(self, lhs, right), rhs)
         else:
             known = allow_lhs_ptr and type(left) is tl.pointer_type and id(right) in _ADDED
         if known:
@@ -293,9 +308,12 @@ def _init_handle(self: TensorHandle, data: Any, dtype: tl.dtype) -> None:
 _unwrap_if_constexpr = tl.core._unwrap_if_constexpr
 
 
+_UNWRAPPED = {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
+
+
 def _unwrap(value: Any) -> Any:
     kind = type(value)
-    if kind is tl.tensor:
+    if kind in _UNWRAPPED:
         return value
     return value.value if kind is tl.constexpr else _unwrap_if_constexpr(value)
 
@@ -390,7 +408,10 @@ def fix_interpreter() -> None:
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *arguments: None
     tl.core._unwrap_if_constexpr = _unwrap
     TritonSemantic.broadcast_impl_value, TritonSemantic.binary_op_type_checking_impl = _broadcast, _operands
-    TritonSemantic.cast, tl.tensor.__getitem__ = _cast_number, _getitem
+    TritonSemantic.cast, TritonSemantic.scalar_constant = _cast_number, _make_constant
+    tl.tensor.__getitem__ = _getitem
+    tl.dtype.is_int = lambda self: self.name in _INTEGERS
+    tl.dtype.is_floating = lambda self: self.name in _FLOATS
     for name in ("add", "sub", "mul"):
         setattr(tl.tensor, f"__{name}__", _operator(name, False))
         setattr(tl.tensor, f"__r{name}__", _operator(name, True))
