@@ -27,6 +27,8 @@ import httpx
 import psutil
 
 from scripts.reliability.network import Host
+from tests.live import commands
+from tests.live.commands import Command
 from tests.network import HostTransport
 from tgi.microkernel.host import rundir
 
@@ -71,9 +73,11 @@ class Server:
         env: dict[str, str] | None = None,
         host: Host | None = None,
         cwd: Path | None = None,
+        forked: bool = True,
     ) -> None:
         """`arguments`: of every command. `env`: changes to the environment of every command. `host`: where commands
-        and client run, if not here. `cwd`: the working directory of `start`, if not the present one."""
+        and client run, if not here. `cwd`: the working directory of `start`, if not the present one. `forked`: False
+        for tests of what a command costs as a user starts it (see tests/live/commands.py)."""
         longest = run_directory / rundir.LONGEST_SOCKET_NAME
         assert len(os.fsencode(longest)) <= rundir.MAX_SOCKET_PATH, f"shorten the test's name: {longest} is too long"
         self.port = free_port()
@@ -81,26 +85,31 @@ class Server:
         self.url = f"{'https' if '--ssl-certfile' in arguments else 'http'}://127.0.0.1:{self.port}"
         self.arguments = arguments
         self.cwd = cwd
-        self.environment = os.environ | {"TGI_RUN": str(run_directory), "HF_HUB_OFFLINE": "1"} | (env or {})
-        self.commands: dict[str, subprocess.Popen[str]] = {}
+        self._variables = {"TGI_RUN": str(run_directory), "HF_HUB_OFFLINE": "1"} | (env or {})
+        self.environment = os.environ | self._variables
+        self.commands: dict[str, Command] = {}
         self.output: dict[str, list[str]] = {}  # per command: the lines of stdout and stderr so far
         self._readers: dict[str, threading.Thread] = {}
         self._awaits_tokenizer = False  # `tgi up` has started, with the usual two
         self.client = httpx.Client(
             base_url=self.url, transport=None if host is None else HostTransport(host), **CLIENT_OPTIONS
         )
-        self._popen = subprocess.Popen if host is None else partial(host.run, subprocess.Popen)
+        self._host = host
+        self._forked = forked and host is None
 
     def start(self, command: str = "up", *arguments: str) -> "Server":
         """Starts `tgi COMMAND`."""
         address = ("--hostname", "127.0.0.1", "--port", str(self.port))
-        full_command = [sys.executable, "-m", "tgi", command, *address, *self.arguments, *arguments]
+        full_command = [command, *address, *self.arguments, *arguments]
         self._awaits_tokenizer = command == "up" and "--validation-workers" not in full_command
-        return self.launch(command, full_command, self.environment, self.cwd)
+        if not self._forked:
+            return self.launch(command, [sys.executable, "-m", "tgi", *full_command], self.environment, self.cwd)
+        return self._follow(command, commands.start(*full_command, cwd=self.cwd, **self._variables))
 
     def launch(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> "Server":
-        """Starts any command as the server, or as a part of it."""
-        process: subprocess.Popen[str] = self._popen(
+        """Starts any command as the server, or as a part of it, in a new interpreter."""
+        popen = subprocess.Popen if self._host is None else partial(self._host.run, subprocess.Popen)
+        process: subprocess.Popen[str] = popen(
             command,
             env=env,
             cwd=cwd,
@@ -109,6 +118,10 @@ class Server:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        return self._follow(name, process)
+
+    def _follow(self, name: str, process: Command) -> "Server":
+        """Keeps what the process prints."""
         self.commands[name] = process
         lines: list[str] = []
         self.output[name] = lines

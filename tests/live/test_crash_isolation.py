@@ -1,8 +1,6 @@
 """Requests that crash a process, among others: only they fail, and all other streams are the same as without them."""
 
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.live import commands
 from tests.live.faults import sitecustomize as faults
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, python_path
 from tgi.microkernel.recovery.crash_isolation import QUARANTINE_STRIKES
@@ -103,9 +102,7 @@ def test_only_the_request_that_crashes_a_process_fails(
     assert again.status_code == 424
     assert "in quarantine" in again.json()["error"]
     assert crashes(server, role) - before == QUARANTINE_STRIKES
-    listed = subprocess.run(
-        [sys.executable, "-m", "tgi", "ps"], env=server.environment, capture_output=True, text=True, check=True
-    ).stdout
+    listed = commands.run("ps", check=True, TGI_RUN=str(server.run_directory)).stdout
     assert f"the {role} was killed by SIGSEGV" in listed
 
 
@@ -157,7 +154,7 @@ def test_a_quarantine_holds_for_all_clients_and_after_restarts_of_front_ends(ser
     server.kill("api-0")
     server.wait_until_ready()
     refused()
-    subprocess.run([sys.executable, "-m", "tgi", "restart", "api"], env=server.environment, check=True)
+    commands.run("restart", "api", check=True, TGI_RUN=str(server.run_directory))
     refused()
     for name in ("scheduler-0", "tokenizer-0", "tokenizer-1", "worker-0"):
         server.kill(name)
@@ -179,14 +176,12 @@ def test_tgi_why_tells_the_trial_of_a_request(server: Server) -> None:
         assert answer.status_code == 424
 
     server.stream_all([("Innocent", {"max_new_tokens": 200})], act=poison, after=5)
-    command = [sys.executable, "-m", "tgi", "why", "poison"]
-    told = subprocess.run(command, env=server.environment, capture_output=True, text=True, check=True).stdout
+    told = commands.run("why", "poison", check=True, TGI_RUN=str(server.run_directory)).stdout
     for phase in ("recovery of worker-0", "queue on trial", "decode on trial", "on trial with 2 strikes"):
         assert phase in told, told
     key = re.search(r"others are on trial.*?: (\w{16})", told, re.DOTALL)
     assert key is not None, told
-    command = [sys.executable, "-m", "tgi", "why", key[1]]
-    other = subprocess.run(command, env=server.environment, capture_output=True, text=True, check=True).stdout
+    other = commands.run("why", key[1], check=True, TGI_RUN=str(server.run_directory)).stdout
     assert "others are on trial" in other
     assert "released from trial" in other
     assert "ended with 200 tokens" in other

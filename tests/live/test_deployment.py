@@ -13,6 +13,7 @@ import pytest
 
 from tests.deploy.dockerfile import read_stages
 from tests.deploy.shapes import DEPLOY, command_of, environment_of, pod_specs
+from tests.live import commands
 from tests.live.server import Server, free_port
 
 pytestmark = pytest.mark.live
@@ -73,7 +74,7 @@ def pods(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Po
     """The pod with scheduler and worker, and one with a front end, with keys; nothing is started."""
     directory = tmp_path_factory.mktemp("pods")  # a short name, for the paths of sockets
     keys = directory / "keys"
-    subprocess.run([sys.executable, "-m", "tgi", "keys", "new", keys], check=True, capture_output=True)
+    commands.run("keys", "new", str(keys), check=True)
     (directory / "api-keys").write_text(f"{KEY}\n")
     address = f"tcp://127.0.0.1:{free_port()}"
     changes = {

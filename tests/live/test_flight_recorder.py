@@ -1,10 +1,8 @@
 """The flight recorder: `tgi why` tells where the time of a request went, also after the processes that knew it died."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.live import commands
 from tests.live.server import Server, event_lines
 from tgi.microkernel.messages.protocol import RequestContext
 from tgi.microkernel.observability.flight_recorder import (
@@ -46,9 +45,7 @@ def ask(server: Server, request_id: str, tokens: int, address: str = "192.0.2.1"
 
 
 def why(server: Server, request_id: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tgi", "why", request_id]
-    environment = os.environ | {"TGI_RUN": str(server.run_directory)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return commands.run("why", request_id, TGI_RUN=str(server.run_directory))
 
 
 def phases(printed: str) -> dict[str, float]:

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
+from tests.live import commands
 from tests.live.server import Server, SharedServers, free_port
 from tests.live.test_tree import all_streams, token_ids
 from tests.microkernel.tcp import Cable, cable
@@ -51,8 +51,7 @@ def missing_here() -> str:
 
 
 def new_keys(directory: Path) -> str:
-    command = [sys.executable, "-m", "tgi", "keys", "new", str(directory)]
-    subprocess.run(command, check=True, capture_output=True)
+    commands.run("keys", "new", str(directory), check=True)
     return str(directory / "host.key")
 
 

@@ -2,14 +2,13 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.live import commands
 from tests.live.server import TIMEOUT_SECONDS, Server, event_lines, free_port, python_path
 from tests.live.test_operating import succeed
 from tests.microkernel.tcp import cable
@@ -31,8 +30,7 @@ class Hosts:
         self.directory = directory
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self.keys = directory / "keys"
-        command = [sys.executable, "-m", "tgi", "keys", "new", str(self.keys)]
-        made = subprocess.run(command, capture_output=True, text=True, check=True)
+        made = commands.run("keys", "new", str(self.keys), check=True)
         assert "host.key" in made.stdout
         self._model = ("--model-id", model_id)
         self.first = Server(directory / "first", *self._model)
@@ -220,7 +218,7 @@ def test_a_worker_serves_one_scheduler(hosts: Hosts) -> None:
 
 def test_host_without_the_right_keys_is_told(hosts: Hosts) -> None:
     keys = hosts.directory / "foreign"
-    subprocess.run([sys.executable, "-m", "tgi", "keys", "new", str(keys)], capture_output=True, check=True)
+    commands.run("keys", "new", str(keys), check=True)
     stranger = hosts.other("second")
     with hosts.start_first() as first, stranger:
         stranger.start("worker", *SCRIPTED, "--keys", str(keys / "host.key"))

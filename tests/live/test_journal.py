@@ -1,12 +1,12 @@
 """The scheduler's journal: recorded by a whole server with kills, repeated by `tgi replay`."""
 
 import subprocess
-import sys
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
+from tests.live import commands
 from tests.live.server import Server, scheduled_requests
 from tgi.microkernel.messages.protocol import Add
 from tgi.scheduler.journal import SUFFIX, read_journal
@@ -20,7 +20,7 @@ LARGE, LARGE_PROMPT = 140, 1900
 
 
 def replay_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tgi", "replay", *arguments], capture_output=True, text=True)
+    return commands.run("replay", *arguments)
 
 
 @pytest.fixture(scope="module")

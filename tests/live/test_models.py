@@ -76,7 +76,8 @@ def directory_of(case: Case) -> Path:
 def server(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ("--model-id", str(directory_of(case)), "--dtype", case.dtype, "--validation-workers", "1")
     limits = ("--max-batch-total-tokens", str(case.kv_tokens), "--max-total-tokens", str(case.kv_tokens))
-    with Server(tmp_path_factory.mktemp("models") / "run", *arguments, *limits) as server:
+    run = tmp_path_factory.mktemp("models") / "run"
+    with Server(run, *arguments, *limits, forked=case is not DEMO) as server:  # whose memory is measured
         yield server.start().wait_until_ready()
 
 

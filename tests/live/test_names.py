@@ -3,12 +3,12 @@ of the system, with a hosts file of the test's own."""
 
 import os
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.live import commands
 from tests.live.server import Server, free_port
 from tests.live.test_hosts import SCRIPTED, tokens_of
 from tgi.microkernel.processes.process import read_progress
@@ -42,7 +42,7 @@ class NamedHosts:
         self._hosts = directory / "hosts"
         self._hosts.write_text("127.0.0.1 localhost\n")
         self.port, self.front_port = free_port(), free_port()
-        subprocess.run([sys.executable, "-m", "tgi", "keys", "new", self.keys], capture_output=True, check=True)
+        commands.run("keys", "new", self.keys, check=True)
         self.front = ServerWithNames(directory / "front", self._hosts, *self._model)
 
     def name(self, **names: list[int]) -> None:

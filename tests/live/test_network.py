@@ -4,8 +4,6 @@ exactly, or end as documented."""
 import contextlib
 import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import psutil
 import pytest
 
 from scripts.reliability.network import Network
+from tests.live import commands
 from tests.live.server import Server, event_lines, still_running
 from tests.network import network
 from tgi.microkernel.processes.process import read_progress
@@ -42,8 +41,7 @@ class Deployment:
         self.network = net
         self._directory = directory
         self._keys = directory / "keys"
-        command = [sys.executable, "-m", "tgi", "keys", "new", str(self._keys)]
-        subprocess.run(command, capture_output=True, check=True)
+        commands.run("keys", "new", str(self._keys), check=True)
         self._model = ("--model-id", model_id)
         self.front, self.tokenizer, self.scheduler, self.worker, self.spare = map(self._server, HOSTS)
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.live import commands
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, free_port
 from tests.models import model, write_adapter
 from tgi.microkernel.host import rundir
@@ -39,13 +40,7 @@ def standing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def tgi(server: Server, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Runs a command of `tgi` for this server."""
-    return subprocess.run(
-        [sys.executable, "-m", "tgi", *arguments],
-        env=os.environ | {"TGI_RUN": str(server.run_directory)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
+    return commands.run(*arguments, timeout=TIMEOUT_SECONDS, TGI_RUN=str(server.run_directory), **environment)
 
 
 def begin(server: Server, *arguments: str) -> "subprocess.Popen[str]":

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.live import commands
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers, still_running
 from tests.models import model
 from tgi.microkernel.host import rundir
@@ -139,8 +139,7 @@ def test_roles_start_bottom_up(server: Server) -> None:
     server.wait_until_ready()
     assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
     server.wait_until(lambda: set(server.processes()) == ROLES_OF_ALL, "both tokenizers run")
-    command, env = [sys.executable, "-m", "tgi", "reload", "--model-id", server.arguments[1]], server.environment
-    reload = subprocess.run(command, env=env, capture_output=True, text=True)
+    reload = commands.run("reload", "--model-id", server.arguments[1], TGI_RUN=str(server.run_directory))
     assert reload.returncode == 1
     assert "Other supervisors run processes of this server" in reload.stderr
     stream = server.stream("Hello", max_new_tokens=40)
@@ -230,8 +229,7 @@ def test_sigterm_drains_streams_refuses_connections_and_leaves_no_process(server
 
 def test_tgi_down_ends_the_tree(server: Server) -> None:
     server.start().wait_until_ready()
-    env = os.environ | {"TGI_RUN": str(server.run_directory)}
-    done = subprocess.run([sys.executable, "-m", "tgi", "down"], env=env, check=True, capture_output=True, text=True)
+    done = commands.run("down", check=True, TGI_RUN=str(server.run_directory))
     assert done.stdout == f"The server in {server.run_directory} has ended.\n"
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
 
@@ -251,8 +249,7 @@ def test_process_titles_show_roles(standing: Server) -> None:
 
 
 def test_tgi_ps_shows_states_and_memory(standing: Server) -> None:
-    command, env = [sys.executable, "-m", "tgi", "ps"], os.environ | {"TGI_RUN": str(standing.run_directory)}
-    listed = json.loads(subprocess.run([*command, "--json"], env=env, capture_output=True, check=True).stdout)
+    listed = json.loads(commands.run("ps", "--json", check=True, TGI_RUN=str(standing.run_directory)).stdout)
     supervisor, *rows = [row for row in listed if row["run"] == str(standing.run_directory)]
     assert supervisor["pid"] == standing.commands["up"].pid
     assert {row["name"]: row["pid"] for row in rows} == {
@@ -263,19 +260,15 @@ def test_tgi_ps_shows_states_and_memory(standing: Server) -> None:
 
 
 def test_a_second_server_in_the_same_run_directory_is_rejected(standing: Server) -> None:
-    env = os.environ | {"TGI_RUN": str(standing.run_directory)}
-    again = subprocess.run(
-        [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1"], env=env, capture_output=True, text=True
-    )
+    again = commands.run("up", "--hostname", "127.0.0.1", TGI_RUN=str(standing.run_directory))
     assert again.returncode == 1
     assert "Another tgi (pid" in again.stderr
     assert "Traceback" not in again.stderr
 
 
 def test_a_port_in_use_is_reported(standing: Server, tmp_path: Path) -> None:
-    env = os.environ | {"TGI_RUN": str(tmp_path / "other")}
-    command = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", str(standing.port)]
-    again = subprocess.run(command, env=env, capture_output=True, text=True)
+    address = ("--hostname", "127.0.0.1", "--port", str(standing.port))
+    again = commands.run("up", *address, TGI_RUN=str(tmp_path / "other"))
     assert again.returncode == 1
     assert f"Cannot listen on 127.0.0.1:{standing.port}" in again.stderr
     assert "Traceback" not in again.stderr

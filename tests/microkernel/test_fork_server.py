@@ -102,7 +102,7 @@ def role(arguments):
         "threads": len(os.listdir("/proc/self/task")), "descriptors": len(os.listdir("/proc/self/fd")) - 1,
     }
     os.write(int(os.environ["OUTPUT"]), ascii(state).encode())
-    raise SystemExit(7)
+    os._exit(7)
 
 def wait(process):
     while (code := process.poll()) is None:
@@ -164,7 +164,7 @@ def role(arguments):
     }
     os.write(int(os.environ["OUTPUT"]), ascii(state).encode())
     os.read(int(os.environ["INPUT"]), 1)
-    raise SystemExit(7)
+    os._exit(7)
 
 fork_server.run_role = role
 parent, loaded = os.getpid(), "imports"

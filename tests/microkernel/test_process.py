@@ -1,4 +1,5 @@
-"""The heartbeat that a process and its supervisor share, the stages of a start, and the id of a served model."""
+"""The heartbeat that a process and its supervisor share, the stages of a start, the id of a served model, and the end
+of a process."""
 
 import subprocess
 import sys
@@ -19,6 +20,36 @@ print(flush=True)
 while True:
     beat.set_deadline(2.0)
     beat.set_deadline(3.0)
+"""
+
+ENDING = """
+import atexit, os, sys, threading, time, zmq
+from tgi.microkernel.links.link import LINGER_SECONDS
+from tgi.microkernel.processes.process import run_and_exit
+
+def raises(error):
+    raise error
+
+def works():
+    atexit.register(print, "of atexit")
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    push.connect(sys.argv[1])
+    push.send(b"the last message")
+    push.close(int(1000 * LINGER_SECONDS))
+    print("done", end="")
+
+context = zmq.Context()
+pull = context.socket(zmq.PULL)
+address = f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}"
+ends = [works, lambda: sys.exit(3), lambda: sys.exit("too late"), lambda: raises(KeyError("why"))]
+if len(sys.argv) > 1:
+    push = zmq.Context.instance().socket(zmq.PUSH)
+    run_and_exit(ends[int(sys.argv[2])])
+import subprocess
+for number in range(len(ends)):
+    process = subprocess.run([sys.executable, *sys.orig_argv[1:3], address, str(number)], capture_output=True, text=True)
+    print(process.returncode, process.stdout, process.stderr.splitlines()[-1:], sep="|")
+print(pull.recv() if pull.poll(1000) else "nothing")
 """
 
 
@@ -54,3 +85,15 @@ def test_stages_of_a_start_are_summed_until_it_is_ready(monkeypatch: pytest.Monk
         ended.append(stages.enter(stage))
     assert ended == [False] * 4 + [True, False]
     assert str(stages) == "4.75 s: interpreter 0.50, starting 1.25, weights 3.00"
+
+
+def test_a_process_ends_with_its_exit_code_and_what_it_has_sent() -> None:
+    """And waits neither for threads nor for what is registered with atexit."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "0|done|[]",
+        "3||[]",
+        "1||['too late']",
+        "1||[\"KeyError: 'why'\"]",
+        "b'the last message'",
+    ], done.stderr

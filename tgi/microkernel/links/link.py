@@ -5,6 +5,7 @@ the run directory, those between hosts are encrypted TCP connections (see curve)
 """
 
 import logging
+import threading
 import time
 import weakref
 from collections import deque
@@ -54,6 +55,8 @@ MAX_MESSAGES_PER_RECEIVE = 256
 MAX_BYTES_PER_RECEIVE = 4 << 20
 # pyzmq's flags as plain integers: combining its enums costs more than a send.
 _LAST, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
+# How long a closed link still sends what it has queued.
+LINGER_SECONDS = 0.5
 # libzmq reports a broken connection shortly before sends to it fail, so the probes are repeated.
 PROBE_ATTEMPTS = 20
 PROBE_SECONDS = 0.001
@@ -489,6 +492,15 @@ def _release(socket: "zmq.Socket[bytes]", event_sources: "list[zmq.Socket[bytes]
         socket.context.term()
 
 
+def send_remaining() -> None:
+    """Waits until what closed links have queued is sent, at most their linger time: for a process that is about to end
+    without the interpreter's clean-up."""
+    term = zmq.Context.instance().term
+    sending = threading.Thread(target=term, daemon=True)  # which waits for ever if a socket is open
+    sending.start()
+    sending.join(LINGER_SECONDS)
+
+
 def _socket(kind: int, address: str, keys: ListeningKeys | ConnectingKeys | None) -> "zmq.Socket[bytes]":
     """A socket with the options of all links. Raises UserError for an address that cannot be used."""
     url = urlsplit(address)
@@ -505,7 +517,7 @@ def _socket(kind: int, address: str, keys: ListeningKeys | ConnectingKeys | None
     socket.setsockopt(zmq.IMMEDIATE, 1)  # queue for live connections only: a dead one must not accept messages
     socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, since a full queue drops silently; the roles bound what is in flight
     socket.setsockopt(zmq.RCVHWM, MAX_WAITING_MESSAGES if listens else 0)
-    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.LINGER, int(1000 * LINGER_SECONDS))
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     if url.scheme == "tcp":
         socket.setsockopt(zmq.IPV6, 1)

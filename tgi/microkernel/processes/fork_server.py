@@ -188,7 +188,7 @@ def _serve(requests: socket.socket, preload: Callable[[], None], parent: int) ->
         log.error("the imports of a fork server have started %d threads, so it forks no processes", threads - 1)
         os._exit(1)
     requests.sendall(READY)
-    raise ForkedRole(_fork_roles(requests))
+    raise ForkedRole(fork_roles(requests))
 
 
 def leave_fork_server(requests: socket.socket) -> None:
@@ -206,7 +206,7 @@ def leave_fork_server(requests: socket.socket) -> None:
     def serve() -> list[str]:
         name_process("tgi fork server")
         requests.sendall(READY)
-        return _fork_roles(requests)
+        return fork_roles(requests)
 
     _run_forked(serve, (requests.fileno(),))
 
@@ -243,12 +243,11 @@ def _run_forked(role: Callable[[], Sequence[str]], kept: Collection[int]) -> NoR
             if descriptor > 2 and descriptor not in kept:
                 with contextlib.suppress(OSError):  # that of the list itself
                     os.close(descriptor)
-        status = _exit_status(role())
+        arguments = role()
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        status = 1
-    logging.shutdown()
-    os._exit(status)  # the functions that have called this one belong to the other process
+        os._exit(1)  # the functions that have called this one belong to the other process
+    run_role(arguments)
 
 
 def _take_environment(environment: Mapping[str, str], descriptors: Mapping[str, int]) -> None:
@@ -257,20 +256,9 @@ def _take_environment(environment: Mapping[str, str], descriptors: Mapping[str, 
     os.environ.update({**environment, **{name: str(number) for name, number in descriptors.items()}})
 
 
-def _exit_status(arguments: Sequence[str]) -> int:
-    """Runs a role. Returns the exit status of its process."""
-    try:
-        run_role(arguments)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-            return 1
-        return end.code or 0
-    return 0
-
-
-def _fork_roles(requests: socket.socket) -> list[str]:
-    """Forks a process for each request. Returns there, with the arguments of its role; ends with the connection."""
+def fork_roles(requests: socket.socket) -> list[str]:
+    """What a fork server does once it has imported and sent READY: forks a process for each request. Returns there,
+    with the arguments of its role; ends with the connection."""
     gc.freeze()  # collections would copy what the processes share, and take a tenth of the time of its imports
     gc.enable()
     while True:

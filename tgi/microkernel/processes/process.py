@@ -16,16 +16,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tgi import __version__
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.host import interpreter, rundir
 from tgi.microkernel.host.mapped_file import map_file
 from tgi.microkernel.links import curve
-from tgi.microkernel.links.link import Link, PeerId
+from tgi.microkernel.links.link import Link, PeerId, send_remaining
 from tgi.microkernel.links.liveness import BEAT_SECONDS
 from tgi.microkernel.messages.protocol import PROTOCOL, Beat, Hello, LastExit
 from tgi.microkernel.observability import log, metrics
@@ -390,8 +390,35 @@ def served_model_id(model: str, quantize: str | None, kv_cache_dtype: str | None
 # --- start and end of the process ---
 
 
-def run_role(arguments: Sequence[str]) -> None:
-    """Runs a role: ROLE REPLICA [RANK]. Exits with FATAL for an error that a restart cannot fix."""
+def run_role(arguments: Sequence[str]) -> NoReturn:
+    """Runs a role, ROLE REPLICA [RANK], and ends this process: with FATAL for an error that a restart cannot fix."""
+    run_and_exit(lambda: _run_role(arguments))
+
+
+def run_and_exit(run: Callable[[], object]) -> NoReturn:
+    """Ends this process after `run`, with the exit code that the interpreter would have.
+
+    The interpreter is not taken apart: that takes 0.06 s of processor time, with torch 0.25 s, since every object that
+    goes is first copied from what the process shares with its fork server. So `run` closes what it has opened, and
+    nothing that is registered with `atexit` runs.
+    """
+    code = 0
+    try:
+        run()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = 1 if isinstance(end.code, str) else end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    send_remaining()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _run_role(arguments: Sequence[str]) -> None:
     role, replica, rank = arguments[0], int(arguments[1]), int(arguments[2]) if len(arguments) > 2 else 0
     name = rundir.process_name(role, replica, rank)
     die_with_parent(int(os.environ[PARENT_PID]))
