@@ -39,6 +39,9 @@ MAX_REASON = 200
 
 # Collecting makes hundreds of thousands of objects that stay; searching them for garbage takes a tenth of the time.
 gc.disable()
+# From then on a search each so many new objects, and among older ones after ten of these. With Python's own 700 a tenth
+# of the time of the tests goes into searches, which find little.
+GC_THRESHOLDS = (10_000, 10, 10)
 
 # No deadline per example: tests must not fail because the machine is busy. TGI_FUZZ_EXAMPLES asks for more examples.
 hypothesis.settings.register_profile(
@@ -86,6 +89,7 @@ def pytest_collection_finish() -> None:
     """Leaves what collecting has made out of all searches for garbage, also out of those in which pytest looks for
     unraisable exceptions at the end. Python's own search when it ends includes it; otherwise Triton reports leaks."""
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     gc.enable()
     atexit.register(gc.unfreeze)
 

@@ -38,10 +38,13 @@ def _factors(tensors: dict[str, Tensor], stem: str, column: str) -> Tensor | Non
 def transformers_model(directory: Path, dtype: torch.dtype) -> Any:
     """The model of transformers, also for a directory with quantized weights."""
     import transformers
+    from transformers.initialization import no_init_weights
 
     config = transformers.AutoConfig.from_pretrained(directory)
-    network = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with no_init_weights():
+        network = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     found = network.load_state_dict(plain_weights(load_file(directory / "model.safetensors"), dtype), strict=False)
     assert not found.unexpected_keys
     assert set(found.missing_keys) <= {"lm_head.weight"}  # tied
+    network.tie_weights()
     return network.eval()

@@ -106,6 +106,7 @@ def _object(kind: Any, wrong: Strategy) -> Strategy:
 
 
 NUMBER = "@number"  # stands for the number in what with_number yields
+PLACEHOLDER = 987654321  # stands for the number of an item in the JSON of one
 
 
 def smallest(kind: Any, number: int = 0) -> Any:
@@ -146,10 +147,11 @@ def with_long_list(kind: Any, length: int) -> Iterator[Any]:
     def fill(kind: Any) -> list[Any]:
         match kind:
             case inspect.ListType():
-                items = [smallest(kind.item_type, number) for number in range(length)]
+                item = json.dumps(smallest(kind.item_type, PLACEHOLDER))
+                items = json.loads(f"[{','.join(item.replace(str(PLACEHOLDER), str(n)) for n in range(length))}]")
                 return [items, [*items, ["wrong"]]]
             case inspect.DictType():
-                members = {str(number): smallest(kind.value_type) for number in range(length)}
+                members = dict.fromkeys(map(str, range(length)), smallest(kind.value_type))
                 return [members, members | {"wrong": ["wrong"]}]
         return []
 

@@ -5,7 +5,7 @@ import re
 from functools import cache
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema_rs import Draft202012Validator
 
 from tgi.api import openapi
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 KUSTOMIZATION = "kustomization.yaml"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's takes a tenth of the time
 ALLOWED = {"apiVersion", "kind", "resources", "patches"}
 # Lists whose items are merged, by this field; other lists are replaced.
 MERGE_KEYS = {
@@ -23,18 +24,22 @@ MERGE_KEYS = {
 }
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.load_all(path.read_text(), LOADER))
+
+
 def render(directory: Path) -> list[dict[str, Any]]:
     """The objects that `kubectl kustomize DIRECTORY` prints."""
-    kustomization = yaml.safe_load((directory / KUSTOMIZATION).read_text())
+    (kustomization,) = read(directory / KUSTOMIZATION)
     unknown = set(kustomization) - ALLOWED
     assert not unknown, f"{directory}: {unknown} is not in the subset"
     objects: list[dict[str, Any]] = []
     for name in kustomization["resources"]:
         path = directory / name
-        objects += render(path) if path.is_dir() else yaml.safe_load_all(path.read_text())
+        objects += render(path) if path.is_dir() else read(path)
     for patch in kustomization.get("patches", ()):
         assert set(patch) == {"path"}, f"{directory}: {patch} is not in the subset"
-        for change in yaml.safe_load_all((directory / patch["path"]).read_text()):
+        for change in read(directory / patch["path"]):
             (position,) = [at for at, one in enumerate(objects) if identity(one) == identity(change)]
             objects[position] = merged(objects[position], change)
     names = [identity(one) for one in objects]

@@ -11,7 +11,7 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.deploy.kustomize import identity, normalized, render
+from tests.deploy.kustomize import LOADER, identity, normalized, render
 from tests.deploy.shapes import (
     DEPLOY,
     KUBERNETES,
@@ -52,7 +52,7 @@ def test_every_directory_is_a_shape() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kubectl_renders_the_same(shape: str) -> None:
     done = subprocess.run(["kubectl", "kustomize", KUBERNETES / shape], capture_output=True, text=True, check=True)
-    theirs = {identity(one): normalized(one) for one in yaml.safe_load_all(done.stdout)}
+    theirs = {identity(one): normalized(one) for one in yaml.load_all(done.stdout, LOADER)}
     assert theirs == {identity(one): normalized(one) for one in render(KUBERNETES / shape)}
 
 

@@ -11,6 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.deploy.kustomize import LOADER
 from tests.deploy.shapes import DEPLOY, KUBERNETES, ROOT, settings_of
 from tests.deploy.test_docker import IMAGES, environment_of
 from tests.deploy.test_kubernetes import LATEST, MORE_VARIABLES, OLDEST, VARIABLES
@@ -94,7 +95,7 @@ def test_the_example_of_an_overlay_is_valid(tmp_path: Path) -> None:
     (tmp_path / "kustomization.yaml").write_text(example.replace("../tgi/deploy/kubernetes/one-gpu", base))
     done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    objects = list(yaml.safe_load_all(done.stdout))
+    objects = list(yaml.load_all(done.stdout, LOADER))
     for one in objects:
         kubernetes_validate.validate(one, LATEST, strict=True)
     (deployment,) = [one for one in objects if one["kind"] == "Deployment"]

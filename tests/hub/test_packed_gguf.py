@@ -212,17 +212,15 @@ def test_the_result_does_not_depend_on_the_piece_size(tmp_path: Path, monkeypatc
 def test_block_types_are_recorded_in_the_config_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     original = model("llama", layers=1)
-    directories = {}
-    for block in ("Q4_0", "F16"):
-        source = write_gguf(original, tmp_path / f"{block}.gguf", block)
-        directories[block] = model_directory(str(source), cache=tmp_path / "cache")
-    said = json.loads((directories["Q4_0"] / "config.json").read_text())["quantization_config"]
+    directory = model_directory(str(write_gguf(original, tmp_path / "m.gguf", "Q4_0")), cache=tmp_path / "cache")
+    said = json.loads((directory / "config.json").read_text())["quantization_config"]
     assert said == {"quant_method": "gguf", "kept": {"Q4_0": 9}, "plain": {"F32": 3}}
     assert [line for line in caplog.messages if "bits of" in line] == [
         "weights keep the bits of the GGUF file where its tensors are Q4_0 (9); plain are F32 (3)"
     ]
-    assert "quantization_config" not in json.loads((directories["F16"] / "config.json").read_text())
-    assert read_model_config(directories["Q4_0"]).dtype == "bfloat16"
+    assert read_model_config(directory).dtype == "bfloat16"
+    imported(write_gguf(original, tmp_path / "plain.gguf", "F16"), tmp_path / "plain", packed=True)
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
 def test_a_weight_whose_scales_are_beyond_float16_is_dequantized(tmp_path: Path) -> None:

@@ -46,10 +46,10 @@ def publish(index: Path, name: str, version: str, tag: str = "py3-none-any") -> 
     (wheel.parent / "index.html").write_text(f'<a href="{quote(wheel.name)}#sha256={digest}">{wheel.name}</a>')
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an index with the packages big-one and torch; that of builds of torch for the CPU is below /cpu."""
-    folder = tmp_path / "index"
+    folder = tmp_path_factory.mktemp("index")
     publish(folder, "big-one", "1.5")
     publish(folder, "torch", "2.13.0", f"py3-none-linux_{platform.machine()}")
     publish(folder / "cpu", "torch", "2.13.0+cpu", f"py3-none-linux_{platform.machine()}")

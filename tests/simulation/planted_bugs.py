@@ -213,14 +213,14 @@ TOKENIZER_KILLS = WORKER_KILLS._replace(role_weights=(0, 1, 0, 0))
 SCHEDULER_KILLS = WORKER_KILLS._replace(role_weights=(0, 0, 1, 0))
 PLANTED_BUGS = {
     "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
-        Downstream, "_on_lost", tokenizations_are_forgotten, seed=14, clients=160, faults=TOKENIZER_KILLS
+        Downstream, "_on_lost", tokenizations_are_forgotten, seed=34, clients=160, faults=TOKENIZER_KILLS, patience=60.0
     ),
-    "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=0),
+    "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=4),
     "front end resubmits without the grammar": PlantedBug(
         Generation, "to_message", resubmitted_without(grammar=b""), seed=9
     ),
     "front end ignores the limit of a key": PlantedBug(Admission, "_acquire", key_limits_are_ignored, seed=4),
-    "tokenizer forgets what it has sent of a stream": PlantedBug(ResumableStream, "record", does_nothing, seed=9),
+    "tokenizer forgets what it has sent of a stream": PlantedBug(ResumableStream, "record", does_nothing, seed=43),
     "scheduler serves clients in the order of arrival": PlantedBug(
         WaitingQueue, "_key", in_order_of_arrival, seed=5, clients=160, faults=NO_FAULTS
     ),
@@ -236,7 +236,7 @@ PLANTED_BUGS = {
     "front end asks for the whole prompt again": PlantedBug(
         Generation, "to_message", prompt_positions_are_not_resumed, seed=1
     ),
-    "front end does not resubmit": PlantedBug(Downstream, "_on_lost", does_nothing, seed=26),
+    "front end does not resubmit": PlantedBug(Downstream, "_on_lost", does_nothing, seed=30),
     "front end keeps permits": PlantedBug(Router, "_deactivate", permit_is_kept, seed=2),
     "front end is always healthy": PlantedBug(
         Health, "can_compute", answers(True), seed=1, faults=STOPPED_WORKERS._replace(role_weights=(0, 0, 1, 0))
@@ -255,7 +255,7 @@ PLANTED_BUGS = {
         TokenizerPool, "_resubmit", does_nothing, seed=0, faults=SCHEDULER_KILLS, patience=60.0
     ),
     "tokenizer leaves requests at a replica whose worker does not compute": PlantedBug(
-        TokenizerPool, "_move_requests", does_nothing, seed=3, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
+        TokenizerPool, "_move_requests", does_nothing, seed=24, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
     ),
     "tokenizer does not tell schedulers of changes of adapters": PlantedBug(
         AdapterDirectory,
@@ -272,7 +272,7 @@ PLANTED_BUGS = {
         WorkerAdapters,
         "_is_due",
         lambda original: lambda self, change, now: change.name not in self._failed,
-        seed=9,
+        seed=43,
         adapter_share=0.1,
         adapter_failures=0.3,
         replicas=2,
@@ -283,7 +283,7 @@ PLANTED_BUGS = {
         SchedulerReplica,
         "takes_requests",
         lambda original: lambda self: not self.unfit,
-        seed=3,
+        seed=57,
         replicas=2,
         step_seconds=0.05,
         faults=NO_FAULTS._replace(mean_seconds=2.0, weights=(0, 0, 0, 0, 1), role_weights=(0, 0, 1, 0)),
@@ -295,9 +295,9 @@ PLANTED_BUGS = {
         TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1
     ),
     "tokenizer sends no texts for a lost front end's successor": PlantedBug(
-        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=12
+        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=45
     ),
-    "tokenizer does not report its status again": PlantedBug(TokenizerPool, "_publish_status", does_nothing, seed=9),
+    "tokenizer does not report its status again": PlantedBug(TokenizerPool, "_publish_status", does_nothing, seed=43),
     "scheduler sends ends twice": PlantedBug(Outbox, "extend", ends_are_sent_twice, seed=0),
     "scheduler does not end cancelled requests": PlantedBug(
         Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped, seed=2
@@ -306,7 +306,7 @@ PLANTED_BUGS = {
         Scheduler, "_handle_tokenizer_message", ignoring(PeerDisconnected), seed=8
     ),
     "scheduler ignores lost workers": PlantedBug(
-        Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=13
+        Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=43
     ),
     "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing, seed=29),
     "scheduler does not notice a stalled worker": PlantedBug(
@@ -314,18 +314,18 @@ PLANTED_BUGS = {
         "is_stalled",
         answers(False),
         faults=STOPPED_WORKERS,
-        seed=1,
+        seed=26,
     ),
     "scheduler does not release pages": PlantedBug(KVCacheManager, "release_later", pages_are_not_released, seed=2),
     "scheduler gives back a page that its window needs": PlantedBug(
         KVCacheManager, "give_back", pages_are_given_back_early, seed=17
     ),
-    "scheduler finds the pages of lost steps": PlantedBug(KVCacheManager, "forget", does_nothing, seed=15),
+    "scheduler finds the pages of lost steps": PlantedBug(KVCacheManager, "forget", does_nothing, seed=48),
     "scheduler keeps the prefixes of a lost worker": PlantedBug(
         KVCacheManager, "worker_state_lost", does_nothing, seed=8
     ),
     "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_finish_steps", does_nothing, seed=1),
-    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing, seed=11),
+    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing, seed=32),
     "link does not notice that a front end is stopped": PlantedBug(
         SilenceDetector,
         "tick",

@@ -19,6 +19,7 @@ from tgi.microkernel.messages.protocol import (
     decode,
 )
 from tgi.microkernel.messages.sampling_params import SamplingParams
+from tgi.tokenizer.answers.formats import FormatTokens
 from tgi.tokenizer.vocabulary import Vocabulary
 
 Parts = list[tuple[str, str]]
@@ -34,6 +35,11 @@ class ParsedAnswer(NamedTuple):
 @cache
 def table(vocabulary: Vocabulary) -> LLTokenizer:
     return token_table(vocabulary.tokenizer, [EOS], 0)
+
+
+@cache
+def format_tokens(vocabulary: Vocabulary) -> FormatTokens:
+    return FormatTokens(vocabulary)
 
 
 @cache

@@ -18,6 +18,7 @@ from scripts.make_model import SPECIAL_TOKENS
 from tests.schemas import validate
 from tests.tokenizer.answer.dialogue import (
     accepts,
+    format_tokens,
     harness_of,
     merge_parts,
     parsed_answer,
@@ -279,15 +280,19 @@ def expected(form: Form, reasoning: str = "", text: str = "") -> list[tuple[str,
     return before + (calls[:2] if form.single else calls)
 
 
-def answer_format(name: str, tools: Any = TOOLS) -> AnswerFormat:
-    known = TABLE[name]
-    types = {one["function"]["name"]: argument_types(one["function"].get("parameters")) for one in tools}
+TYPES = {name: argument_types(SCHEMAS[name]) for name in SCHEMAS}
+
+
+def answer_format(name: str, tools: Any = None) -> AnswerFormat:
+    known, types = TABLE[name], TYPES
+    if tools is not None:
+        types = {one["function"]["name"]: argument_types(one["function"].get("parameters")) for one in tools}
     tags = None if known.channels else next((one for one in REASONING_TAGS if one.open in FORMS[name].signs), None)
     return AnswerFormat((known,), tags, channels=known.channels, tools=types)
 
 
 def parts(name: str, pieces: list[str], complete: bool = True) -> list[tuple[str, str]]:
-    parser = AnswerParser(answer_format(name), FormatTokens(byte_level()))
+    parser = AnswerParser(answer_format(name), format_tokens(byte_level()))
     found: list[tuple[Any, str]] = []
     for piece in pieces:
         found += parser.parse_piece(piece)
@@ -466,13 +471,13 @@ def test_tokens_with_a_suffix(name: str, literal: bool) -> None:
     assert tags == (f"<think{suffix}>", f"</think{suffix}>")
     types = {tool["function"]["name"]: argument_types(tool["function"].get("parameters")) for tool in TOOLS}
     whole = re.sub(r"(</?\w+)>", rf"\1{suffix}>", "<think>So</think>" + form.calls)
-    format_tokens = FormatTokens(vocabulary)
+    suffixed = FormatTokens(vocabulary)
     for cuts in (1, len(whole)):
         size = -(-len(whole) // cuts)
-        parser = AnswerParser(AnswerFormat((call_format,), tags, tools=types), FormatTokens(byte_level()))
+        parser = AnswerParser(AnswerFormat((call_format,), tags, tools=types), format_tokens(byte_level()))
         found = [part for at in range(0, len(whole), size) for part in parser.parse_piece(whole[at : at + size])]
         assert merge_parts(found + parser.finish(True)) == expected(form, "So")
-    assert format_tokens.token_id(call_format.marker) == vocabulary.tokenizer.token_to_id(f"<tool_calls{suffix}>")
+    assert suffixed.token_id(call_format.marker) == vocabulary.tokenizer.token_to_id(f"<tool_calls{suffix}>")
 
 
 def test_named_form_of_a_template_without_tools() -> None:
@@ -556,7 +561,7 @@ def test_a_tag_may_say_whether_a_value_is_a_text() -> None:
         answer = "<think>So</think>" + DSML_TEXT.format(is_text, text)
         assert accepts(add, answer, byte_level()) == (value is not None)
         if value is not None:
-            parser = AnswerParser(answer_format(name, tools), FormatTokens(byte_level()))
+            parser = AnswerParser(answer_format(name, tools), format_tokens(byte_level()))
             assert merge_parts(parser.parse_piece(answer))[-1] == ("arguments", f'{{"a": {value}}}')
 
 
@@ -584,7 +589,7 @@ def test_keys_without_quotes_and_nested_values() -> None:
         assert accepts(add, answer, byte_level()) == (value is not None), body
         if value is not None:
             for pieces in ([answer], list(answer)):
-                parser = AnswerParser(answer_format("gemma4", tools), FormatTokens(byte_level()))
+                parser = AnswerParser(answer_format("gemma4", tools), format_tokens(byte_level()))
                 found = merge_parts([part for piece in pieces for part in parser.parse_piece(piece)])
                 assert [kind for kind, _ in found] == ["call", "arguments"]
                 assert json.loads(found[1][1]) == value
@@ -616,8 +621,8 @@ def test_python_literals_are_json_however_they_are_cut(value: Any, size: int) ->
 def test_a_token_is_parsed_without_those_before_it(name: str, character: str) -> None:
     """Wherever in a call: what is held back is not searched again for each token."""
     whole = FORMS[name].calls
-    for size in range(0, len(whole), 23):
-        parser = AnswerParser(answer_format(name), FormatTokens(byte_level()))
+    for size in range(0, len(whole), 37):
+        parser = AnswerParser(answer_format(name), format_tokens(byte_level()))
         parser.parse_piece(whole[:size])
         searched = 0
         for _ in range(300):

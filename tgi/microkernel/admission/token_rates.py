@@ -36,7 +36,8 @@ class TokenRates:
             log.error("clients have a rate at each front end, not at all: cannot use %s: %s", path, error.strerror)
             self._table = mmap.mmap(-1, size)
         self._file = path.open("a+b")
-        self._rows: dict[int, int] = {}  # offset of each client's row; rows never move
+        self._rows: dict[float, int] = {}  # offset of each client's row; rows never move
+        self._read = 0  # offset of the first row that this process has not seen in use
 
     def wait_seconds(self, client: int, per_minute: int) -> float:
         """How long the client has to wait until its next request; 0 if it need not."""
@@ -63,12 +64,13 @@ class TokenRates:
     def _find(self, client: int) -> int | None:
         if (known := self._rows.get(client)) is not None:
             return known
-        for offset in range(0, ROW.size * MAX_CLIENTS, ROW.size):
+        for offset in range(self._read, ROW.size * MAX_CLIENTS, ROW.size):
             found = ROW.unpack_from(self._table, offset)[0]
             if not found:
                 ROW.pack_into(self._table, offset, client, 0.0, self._clock())
+            self._rows[found or client] = offset
+            self._read = offset + ROW.size
             if found in (0.0, client):
-                self._rows[client] = offset
                 return offset
         return None
 
