@@ -47,7 +47,8 @@ if len(sys.argv) > 1:
     run_and_exit(ends[int(sys.argv[2])])
 import subprocess
 for number in range(len(ends)):
-    process = subprocess.run([sys.executable, *sys.orig_argv[1:3], address, str(number)], capture_output=True, text=True)
+    again = [sys.executable, *sys.orig_argv[1:3], address, str(number)]
+    process = subprocess.run(again, capture_output=True, text=True)
     print(process.returncode, process.stdout, process.stderr.splitlines()[-1:], sep="|")
 print(pull.recv() if pull.poll(1000) else "nothing")
 """
