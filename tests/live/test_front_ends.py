@@ -186,6 +186,7 @@ def test_metrics_are_the_sums_of_two_front_ends(server: Server) -> None:
         steps = {name: found[f"tgi_batch_{name}{method}"] for name in ("inference_success", "decode_duration_count")}
         return steps | {"next_size_sum": found["tgi_batch_next_size_sum"]}
 
+    server.wait_until(lambda: {"api-0", "api-1"} <= server.processes("ready").keys(), "both front ends are ready")
     server.wait_until(both_have_answered, "both front ends have answered")
     check()
     before = prefills()

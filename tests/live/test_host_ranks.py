@@ -96,7 +96,7 @@ def test_ranks_that_cannot_share_memory_give_the_same_bits(ranks: Ranks, tiny_ll
     port, keys = free_port(), new_keys(tmp_path / "keys")
     with (
         Server(tmp_path / "0", *flags_of_rank(tiny_llama, keys, 0, port)) as first,
-        ServerInContainer(tmp_path / "1", *flags_of_rank(tiny_llama, keys, 1, port)) as second,
+        ServerInContainer(tmp_path / "1", *flags_of_rank(tiny_llama, keys, 1, port), forked=False) as second,
     ):
         second.start("worker")
         first.start().wait_until_ready()

@@ -62,7 +62,7 @@ class ServerWithNames(Server):
     """Its commands run with another hosts file."""
 
     def __init__(self, run_directory: Path, hosts: Path, *arguments: str) -> None:
-        super().__init__(run_directory, *arguments)
+        super().__init__(run_directory, *arguments, forked=False)
         self._prefix = ["unshare", "--mount", "sh", "-c", WITH_HOSTS, "-", str(hosts)]
 
     def launch(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> Server:

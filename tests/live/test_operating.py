@@ -40,7 +40,8 @@ def standing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def tgi(server: Server, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Runs a command of `tgi` for this server."""
-    return commands.run(*arguments, timeout=TIMEOUT_SECONDS, TGI_RUN=str(server.run_directory), **environment)
+    variables = {"TGI_RUN": str(server.run_directory)} | environment
+    return commands.run(*arguments, timeout=TIMEOUT_SECONDS, **variables)
 
 
 def begin(server: Server, *arguments: str) -> "subprocess.Popen[str]":

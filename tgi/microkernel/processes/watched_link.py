@@ -77,6 +77,8 @@ class WatchedLink:
         """Without this thread the process would neither hear the others nor notice their end."""
         try:
             self._run()
+        except zmq.ContextTerminated:
+            pass  # the process is about to end
         except Exception:
             log.critical("the link of the ranks has failed; the supervisor starts this process again", exc_info=True)
             os._exit(1)
