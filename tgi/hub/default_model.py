@@ -21,7 +21,7 @@ from tgi.hub.gguf_import import ProgressCallback, cached_directory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host import interpreter
 
-IMPORTER = 9  # incremented when the importer's output changes, so that cached directories are rebuilt
+IMPORTER = 10  # incremented when the importer's output changes, so that cached directories are rebuilt
 CHUNK = 1 << 20
 
 

@@ -171,6 +171,8 @@ def convert_in_child(
                     kind, *words = json.loads(line)
                     if kind == "refused":
                         refused = words[0]
+                    elif kind == "note":
+                        log.warning("%s: %s", file, words[0])
                     else:
                         progress(*words)
             except BaseException:

@@ -15,7 +15,9 @@ from tgi.hub.gguf.conversion_plan import (
     refuse_unknown_keys,
     require_tensors,
 )
-from tgi.hub.gguf.families import FAMILIES, REFUSED, GGUFArchitecture
+from tgi.hub.gguf.encoders import ENCODERS, plan_encoder
+from tgi.hub.gguf.families import FAMILIES, REFUSED, REFUSED_ENCODERS, GGUFArchitecture
+from tgi.hub.gguf.pooling import decoder_vectors, pooling_type
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.hub.gguf.t5 import T5, plan_t5
 from tgi.microkernel.errors import UserError
@@ -41,9 +43,16 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     architecture = metadata.string("general.architecture")
     if architecture == T5:
         return plan_t5(file)
+    if architecture in ENCODERS:
+        return plan_encoder(file, architecture)
+    if architecture in REFUSED_ENCODERS:
+        raise UserError(
+            f"{file.path} holds an encoder of architecture {architecture!r}, {REFUSED_ENCODERS[architecture]}. Of "
+            f"encoders, {', '.join(ENCODERS)} and gemma-embedding are served."
+        )
     family = FAMILIES.get(architecture)
     if family is None:
-        known = f"import knows {', '.join((*FAMILIES, T5))}"
+        known = f"import knows {', '.join((*FAMILIES, *ENCODERS, T5))}"
         raise UserError(
             f"{file.path} holds a model of architecture {architecture!r}; {REFUSED.get(architecture, known)}. "
             "Use the model's safetensors version instead."
@@ -54,9 +63,18 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     for name, value in family.required.items():
         if file.metadata.get(key := f"{architecture}.{name}", value) != value:
             raise metadata.wrong(key, file.metadata[key], str(value))
-    refuse_unknown_keys(file, architecture, KNOWN | {*family.numbers, *family.required, *family.further})
+    own = {*family.numbers, *family.required, *family.further}
+    if pooling_type(metadata, architecture) is not None:
+        own.add("attention.causal")
+    refuse_unknown_keys(file, architecture, KNOWN | own)
     config = _config(metadata, architecture, family)
     wanted = _tensors(config, family, file)
+    files: dict[str, Any] = {}
+    parts: dict[str, list[TargetTensor]] = {}
+    if (vectors := decoder_vectors(metadata, architecture, config)) is not None:
+        config |= vectors.config
+        wanted += vectors.tensors
+        files, parts = vectors.files, vectors.parts
     shared = range(config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0), config["num_hidden_layers"])
     unused = {f"blk.{layer}.{name}.weight" for layer in shared for name in KEYS_AND_VALUES}
     further = tuple(
@@ -64,8 +82,9 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     )  # of multi-token prediction, which are not read
     unused |= {name for name in file.tensors if name.startswith(further)}
     unused |= set(LONGROPE) if config["rope_parameters"].get("rope_type") == "longrope" else set()
-    require_tensors(file, architecture, wanted, unused | {"rope_freqs.weight"})
-    return ConversionPlan(config, wanted)
+    every = [*wanted, *(tensor for part in parts.values() for tensor in part)]
+    require_tensors(file, architecture, every, unused | {"rope_freqs.weight"})
+    return ConversionPlan(config, wanted, files=files, parts=parts, notes=family.notes)
 
 
 def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> dict[str, Any]:

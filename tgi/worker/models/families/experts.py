@@ -58,6 +58,23 @@ _MIXTRAL_NAMES = TensorNames(
     expert_down="block_sparse_moe.experts.{}.w2",
 )
 
+_PHIMOE = ModelFamily(
+    {
+        **RMS5,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "sliding_window": None,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+        "norm_topk_prob": False,
+        "lm_head_bias": False,
+    },
+    {"norm_centred": True, "norm_bias": True},
+    _MIXTRAL_NAMES,
+    router={"score": "sparsemixer"},
+)
+
 FAMILIES: dict[str, ModelFamily] = {
     "mixtral": ModelFamily(
         {
@@ -70,21 +87,10 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         names=_MIXTRAL_NAMES,
     ),
-    "phimoe": ModelFamily(
-        {
-            **RMS5,
-            "rope_theta": 1000000.0,
-            "attention_bias": False,
-            "sliding_window": None,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 2,
-            "router_jitter_noise": 0.01,
-            "norm_topk_prob": False,
-            "lm_head_bias": False,
-        },
-        {"norm_centred": True, "norm_bias": True},
-        _MIXTRAL_NAMES,
-        router={"score": "sparsemixer"},
+    "phimoe": _PHIMOE,
+    # As llama.cpp computes it, from GGUF files.
+    "phimoe_gguf": replace(
+        _PHIMOE, keys={**_PHIMOE.keys, "norm_topk_prob": True}, fixed={"norm_bias": True}, router={}
     ),
     "qwen2_moe": ModelFamily(
         {
