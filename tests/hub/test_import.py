@@ -28,7 +28,6 @@ from tests.worker.batches import prefill
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.conversion_plan import TargetTensor
 from tgi.hub.gguf.convert import convert
-from tgi.hub.gguf.families import REFUSED as REFUSED_ARCHITECTURES
 from tgi.hub.gguf.tokenizer import REFUSED, SPLITS, complete_tokenizer
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
@@ -556,10 +555,46 @@ def test_the_text_part_of_models_that_see_images(kind: str, name: str, tmp_path:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
 
 
-def test_phimoe_is_refused_with_the_reason(tmp_path: Path) -> None:
-    source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"general.architecture": "phimoe"})
-    with pytest.raises(UserError, match=re.escape(REFUSED_ARCHITECTURES["phimoe"])):
-        imported(source, tmp_path / "out")
+class RMSNormWithBias(torch.nn.Module):
+    def __init__(self, norm: torch.nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.norm.bias is not None
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.norm.weight, self.norm.eps) + self.norm.bias
+
+
+def test_phimoe_is_computed_as_llama_cpp_computes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """RMS norms, a softmax of the two best experts, and the factor of the file; the log says so."""
+    from transformers.models.phimoe import modeling_phimoe
+
+    factors = {f"{sort}_factor": [1.0 + step / 4 for step in range(8)] for sort in ("short", "long")}
+    scales = dict.fromkeys(("short_mscale", "long_mscale", "attention_factor"), 1.25)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors, **scales}
+    original = model("phimoe", dtype="bfloat16", more=(("rope_parameters", rope),))
+    with caplog.at_level("WARNING"):
+        import_gguf(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out", quiet)
+    assert [one for one in caplog.messages if "phimoe is computed as llama.cpp computes it" in one]
+    before, after = (load_file(place / "model.safetensors") for place in (original, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+    def softmax(scores: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = scores.softmax(-1).topk(2)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+    monkeypatch.setattr(modeling_phimoe, "sparsemixer", softmax)
+    network = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
+    for module in [*network.modules()]:
+        for name, norm in module.named_children():
+            if isinstance(norm, torch.nn.LayerNorm):
+                setattr(module, name, RMSNormWithBias(norm))
+    with torch.no_grad():
+        expected = network(torch.tensor([list(range(5, 60))])).logits[0, -1]
+    torch.testing.assert_close(decoded(tmp_path / "out").flatten(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:

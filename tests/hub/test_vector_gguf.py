@@ -328,6 +328,7 @@ def test_the_unigram_model_of_xlm_roberta() -> None:
             f"tokenizer.ggml.{role}_token_id": n for role, n in (("bos", 0), ("padding", 1), ("eos", 2), ("unknown", 3))
         },
         "tokenizer.ggml.seperator_token_id": 2,
+        "tokenizer.ggml.remove_extra_whitespaces": False,
         **{f"tokenizer.ggml.add_{end}_token": True for end in ("bos", "eos", "sep")},
     }
     file, words = described(metadata)

@@ -66,6 +66,20 @@ def read_pooling_config(directory: Path) -> PoolingConfig | None:
         return _read(directory)
 
 
+def ends_in_vector(config: dict[str, Any], modules: bool) -> bool:
+    """Whether the model of a parsed config.json does, with or without modules of sentence-transformers."""
+    architecture = str((config.get("architectures") or [""])[0])
+    if modules or architecture.endswith(CLASSIFIER) or config.get("use_bidirectional_attention"):
+        return True
+    return str(config.get("model_type", "")) in ENCODERS
+
+
+def text_positions(config: dict[str, Any]) -> int:
+    """The tokens that the positions of a parsed config.json allow."""
+    context = int(config.get("max_position_embeddings", 512))
+    return context - (config.get("pad_token_id", 1) + 1 if config.get("model_type") in OFFSET_POSITIONS else 0)
+
+
 def _read(directory: Path) -> PoolingConfig | None:
     config = _json(directory / "config.json")
     if not isinstance(config, dict):
@@ -74,11 +88,9 @@ def _read(directory: Path) -> PoolingConfig | None:
     architecture = str((config.get("architectures") or [""])[0])
     modules = _json(directory / MODULES)
     classifies = architecture.endswith(CLASSIFIER)
-    if not classifies and modules is None and kind not in ENCODERS and not config.get("use_bidirectional_attention"):
+    if not ends_in_vector(config, modules is not None):
         return None
-    context = config.get("max_position_embeddings", 512)
-    if kind in OFFSET_POSITIONS:
-        context -= config.get("pad_token_id", 1) + 1
+    context = text_positions(config)
     own = _json(directory / "sentence_bert_config.json")
     limit = own.get("max_seq_length") if isinstance(own, dict) else None
     trained = min(limit, context) if isinstance(limit, int) and limit > 0 else context

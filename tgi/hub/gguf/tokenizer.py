@@ -243,7 +243,9 @@ def unigram_tokenizer(file: GGUFFile, described: Mapping[str, Any]) -> Tokenizer
         tokenizer.normalizer = normalizers.Precompiled(bytes(one & 0xFF for one in charsmap))
     scheme = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
     spaces = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", True):
+    # XLM-RoBERTa always does; the converter takes that of another setting where it reads tokenizer.json.
+    encoder = metadata.get("general.architecture") in ENCODERS
+    if encoder or metadata.get("tokenizer.ggml.remove_extra_whitespaces", True):
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
     else:
         tokenizer.pre_tokenizer = spaces
