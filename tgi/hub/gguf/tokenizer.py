@@ -155,8 +155,10 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
         raise UserError(f"{file.path} has no vocabulary ('tokenizer.ggml.tokens'). Fetch or convert it again.")
     if len(set(tokens)) != len(tokens):
         raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
-    kind = found.get("model")
-    if kind not in (kinds := ("gpt2", "llama", "gemma4", UNIGRAM, WORDPIECE)):
+    kind, kinds = found.get("model"), ["gpt2", "llama", "gemma4", UNIGRAM]
+    if file.metadata.get("general.architecture") in ENCODERS:
+        kinds.append(WORDPIECE)
+    if kind not in kinds:
         raise UserError(
             f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; one of {', '.join(kinds)} was expected."
         )
@@ -172,7 +174,7 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
         raise UserError(f"{file.path} has neither merges nor scores for its tokens. Fetch or convert it again.")
     described = {
         "tokenizer_type": kind,
-        "pre_tokenizer_type": found.get("pre"),
+        "pre_tokenizer_type": pre if isinstance(pre := found.get("pre"), str) else None,
         "tokens": tokens,
         "merges": found.get("merges"),
         "scores": found.get("scores"),
@@ -306,11 +308,11 @@ def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: M
     if metadata.get("tokenizer.ggml.model") == "gpt2" and not merges_characters(file):
         pre = _pre_tokenizer(file)
         known = DIGITS_APART | GPT2 | LLAMA3 | converter_splits.keys() | SPLITS.keys() | SAME_SPLIT.keys()
-        if isinstance(pre, str) and pre in REFUSED:
+        if pre in REFUSED:
             raise UserError(
                 f"{file.path} has the pre-tokenizer {pre} ('tokenizer.ggml.pre'), unsupported: {REFUSED[pre]}."
             )
-        if not isinstance(pre, str) or pre not in known:
+        if pre not in known:
             raise UserError(f"{file.path} splits text in the unknown way {str(pre)[:40]!r} ('tokenizer.ggml.pre').")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         if pre in DIGITS_APART:
@@ -378,10 +380,12 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _pre_tokenizer(file: GGUFFile) -> Any:
+def _pre_tokenizer(file: GGUFFile) -> str | None:
     """The name of the pre-tokenizer; a kind of tokenizer of its own has the one of its name."""
     kind = file.metadata.get("tokenizer.ggml.model")
-    return kind if kind == "gemma4" else file.metadata.get("tokenizer.ggml.pre", "default") if kind == "gpt2" else None
+    if kind == "gpt2":
+        return str(file.metadata.get("tokenizer.ggml.pre", "default"))
+    return "gemma4" if kind == "gemma4" else None
 
 
 def _strings(value: Any) -> bool:
