@@ -39,6 +39,7 @@ def read(directory: Path, **files: Any) -> PoolingConfig:
 def test_models_that_generate_have_no_pooling(tiny_llama: Path, tmp_path: Path) -> None:
     assert read_pooling_config(tiny_llama) is None
     assert read_pooling_config(model("qwen3")) is None
+    assert read_pooling_config(model("gemma4_unified_text")) is None  # where images see both sides
     assert read_pooling_config(tmp_path) is None
 
 

@@ -15,6 +15,7 @@ ENCODERS = frozenset(("bert", "camembert", "modernbert", "roberta", "xlm-roberta
 # Position ids of these begin after the id of padding, so that as many positions are unused.
 OFFSET_POSITIONS = frozenset(("camembert", "roberta", "xlm-roberta"))
 CLASSIFIER = "ForSequenceClassification"
+BIDIRECTIONAL = "use_bidirectional_attention"
 MODULES = "modules.json"
 # Files besides config.json that say how a model pools: part of its content hash.
 POOLING_FILES = (MODULES, "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
@@ -69,9 +70,14 @@ def read_pooling_config(directory: Path) -> PoolingConfig | None:
 def ends_in_vector(config: dict[str, Any], modules: bool) -> bool:
     """Whether the model of a parsed config.json does, with or without modules of sentence-transformers."""
     architecture = str((config.get("architectures") or [""])[0])
-    if modules or architecture.endswith(CLASSIFIER) or config.get("use_bidirectional_attention"):
+    if modules or architecture.endswith(CLASSIFIER) or is_bidirectional(config):
         return True
     return str(config.get("model_type", "")) in ENCODERS
+
+
+def is_bidirectional(config: dict[str, Any]) -> bool:
+    """Whether the tokens of texts see both sides. With "vision" those of images alone do (Gemma 4)."""
+    return config.get(BIDIRECTIONAL) not in (None, False, "vision")
 
 
 def text_positions(config: dict[str, Any]) -> int:

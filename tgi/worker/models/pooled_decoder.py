@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tgi.hub.pooling import BIDIRECTIONAL, is_bidirectional
 from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.attention.packed import ALL, PackedAttention, PackedSequences
 from tgi.worker.checkpoint import Checkpoint
@@ -20,8 +21,6 @@ from tgi.worker.models.decoder import layer_linears
 from tgi.worker.models.decoder_layer import DecoderStep, run_layer
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 from tgi.worker.quantization.weight_sources import WeightSource
-
-BIDIRECTIONAL = "use_bidirectional_attention"
 
 
 class BareCheckpoint(Checkpoint):
@@ -42,7 +41,7 @@ class BareCheckpoint(Checkpoint):
 
 def sees_both_sides(config: dict[str, Any]) -> bool:
     """Whether every token of this model sees the whole text."""
-    return bool(config.get(BIDIRECTIONAL)) or config.get("is_causal") is False
+    return is_bidirectional(config) or config.get("is_causal") is False
 
 
 class PooledDecoder:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tgi.hub.gguf_import import vision_part
 from tgi.hub.model_config import T5_CONTEXT, T5_FAMILY, is_draft_head
-from tgi.hub.pooling import ENCODERS, MODULES, ends_in_vector, read_pooling_config, text_positions
+from tgi.hub.pooling import BIDIRECTIONAL, ENCODERS, MODULES, ends_in_vector, read_pooling_config, text_positions
 from tgi.hub.vision_towers import vision_family
 from tgi.hub.weight_files import OF_AUDIO, OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
 from tgi.microkernel.errors import UserError, reading
@@ -248,7 +248,7 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
         _refuse_settings(path, settings, "models that end in a vector", {})
     if config["model_type"] in ENCODERS:
         return _planned_encoder(path, config, dtype, stored)
-    decoder = _read_decoder(path, config | {"use_bidirectional_attention": None} if pools else config)
+    decoder = _read_decoder(path, config | {BIDIRECTIONAL: None} if pools else config)
     decoder = replace(decoder, tied=True) if pools else decoder  # a vector needs no output head
     asked = settings.quantize
     made = QUANTIZED_AT_LOAD.get(asked or "")
