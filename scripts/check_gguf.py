@@ -54,7 +54,7 @@ Q4_K_M = 15  # the number of that type in llama.h
 # the standard deviation of a sample, where the model takes that of all.
 LIMIT, LIMIT_OF_GELU = 2e-4, 1e-1
 GELU = ("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "gpt2", "gpt_bigcode", "gpt_neox", "falcon")
-LIMIT_OF_GELU_IN_VECTORS, LIMITS_OF_VECTORS = 1e-2, {"qwen3": 1e-5}
+LIMIT_OF_GELU_IN_VECTORS, LIMITS_OF_VECTORS = 1e-2, {"vectors:qwen3": 1e-5}
 LIMITS = dict.fromkeys((*GELU, "bloom", "mpt", "starcoder2"), LIMIT_OF_GELU) | {"gemma3n_text": 1.0}
 
 # The converter, with the tokenizer of tiny models, and without layers for multi-token prediction, which they lack. Its
@@ -440,7 +440,7 @@ def check_pooled(family: str, place: Path, program: Path, writer: Converter) -> 
     if "classes" not in POOLED[family]:
         found, theirs, expected = (one / one.norm(dim=1, keepdim=True) for one in (found, theirs, expected))
     to_llama, of_transformers = (float((one - theirs).abs().max()) for one in (found, expected))
-    return Result(family, "", to_llama, of_transformers, same, vectors=True)
+    return Result(f"vectors:{family}", "", to_llama, of_transformers, same, vectors=True)
 
 
 def pooled(directory: Path, texts: list[np.ndarray]) -> Tensor:

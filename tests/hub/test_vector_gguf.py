@@ -61,6 +61,9 @@ def test_embeddings(kind: str, tmp_path: Path) -> None:
     for name in ("task", "vocab_size", "typed", "pooling", "max_tokens", "longest"):
         assert getattr(after, name) == getattr(before, name), name
     assert after.normalizes
+    configs = [json.loads((place / "config.json").read_text()) for place in (original, made)]
+    for name in ("use_bidirectional_attention", "is_causal"):  # by which transformers computes masks
+        assert configs[0].get(name) == configs[1].get(name)
     # norms of EmbeddingGemma are stored with 1 added
     torch.testing.assert_close(vectors(made), vectors(original), rtol=1e-5, atol=1e-5 if kind == "gemma3" else 0)
 
@@ -193,7 +196,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "ranking by another decoder": (
         lambda path: write_gguf(model("llama"), path, metadata={"llama.pooling_type": 4}),
-        "as for all but qwen3",
+        "as of all but a causal qwen3",
     ),
     "a decoder that generates and is not causal": (
         lambda path: write_gguf(model("llama"), path, metadata={"llama.attention.causal": False}),

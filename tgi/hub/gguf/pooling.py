@@ -4,7 +4,7 @@ sentence-transformers, and the head of a classifier."""
 from typing import Any, NamedTuple
 
 from tgi.hub.gguf.conversion_plan import Metadata, TargetTensor
-from tgi.hub.pooling import CLASSIFIER, MODULES, POOLING_KEYS
+from tgi.hub.pooling import CLASSIFIER, MODULES, POOLING_KEYS, is_bidirectional
 
 # Values of the key pooling_type, as gguf.constants.PoolingType has them. The key that the mode is written as.
 MODES = {1: "pooling_mode_mean_tokens", 2: "pooling_mode_cls_token", 3: "pooling_mode_lasttoken"}
@@ -72,15 +72,16 @@ def decoder_vectors(metadata: Metadata, architecture: str, config: dict[str, Any
     pooling, tensors, hidden = pooling_type(metadata, architecture), metadata.file.tensors, config["hidden_size"]
     if pooling is None:
         return None
-    if pooling == RANK:
-        if architecture != "qwen3":
-            raise metadata.wrong(f"{architecture}.pooling_type", RANK, "a pooling of embeddings, as for all but qwen3,")
-        # A score of the difference of two logits is that of these rows' difference.
-        head = TargetTensor(YES_AND_NO, "score.weight", (1, hidden), apart=True)
-        return VectorFiles({"architectures": ["Qwen3" + CLASSIFIER], "id2label": {"0": "LABEL_0"}}, {}, {}, [head])
     causal = metadata.file.metadata.get(key := f"{architecture}.attention.causal", True)
     if not isinstance(causal, bool):
         raise metadata.wrong(key, causal, "a truth value")
+    if pooling == RANK:
+        if architecture != "qwen3" or not causal:
+            expected = "a pooling of embeddings, as of all but a causal qwen3,"
+            raise metadata.wrong(f"{architecture}.pooling_type", RANK, expected)
+        # A score of the difference of two logits is that of these rows' difference.
+        head = TargetTensor(YES_AND_NO, "score.weight", (1, hidden), apart=True)
+        return VectorFiles({"architectures": ["Qwen3" + CLASSIFIER], "id2label": {"0": "LABEL_0"}}, {}, {}, [head])
     dense, parts = {}, {}
     for number in (2, 3):
         found = tensors.get(source := f"dense_{number}.weight")
@@ -91,4 +92,5 @@ def decoder_vectors(metadata: Metadata, architecture: str, config: dict[str, Any
     sizes = [hidden, *(size for pair in dense.values() for size in pair)]
     if any(size != following for size, following in zip(sizes[::2], sizes[1::2], strict=False)):
         raise metadata.wrong("dense_2.weight, dense_3.weight", sizes[1:], f"layers one after the other, of {hidden}")
-    return VectorFiles({} if causal else {"is_causal": False}, modules(pooling, hidden, dense), parts, [])
+    entries = {} if causal or is_bidirectional(config) else {"is_causal": False}
+    return VectorFiles(entries, modules(pooling, hidden, dense), parts, [])
