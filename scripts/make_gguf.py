@@ -293,8 +293,11 @@ def write_gguf(
             f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
     if rope.get("rope_type") == "longrope":
-        keys[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-        keys[f"{arch}.rope.scaling.attn_factor"] = rope["attention_factor"]
+        original = rope["original_max_position_embeddings"]
+        keys[f"{arch}.rope.scaling.original_context_length"] = original
+        scale = config["max_position_embeddings"] / original
+        own = math.sqrt(1 + math.log(scale) / math.log(original))  # whatever short_mscale is
+        keys[f"{arch}.rope.scaling.attn_factor"] = rope.get("attention_factor", own)
         sorts = ("short", "long")
         extra = {f"rope_factors_{sort}.weight": np.array(rope[f"{sort}_factor"], np.float32) for sort in sorts}
     if kind in ("lfm2", "lfm2_moe", "nemotron_h", "granitemoehybrid"):
@@ -327,7 +330,7 @@ def write_gguf(
         )
     if config.get("sliding_window") and kind != "starcoder2":
         keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
-    if kind == "phi3":
+    if kind in ("phi3", "phimoe"):
         keys.setdefault(f"{arch}.attention.sliding_window", 0)
     if kind == "gemma3n_text":
         keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_STREAMS.items()}

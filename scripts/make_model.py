@@ -55,8 +55,6 @@ MAMBA2 = {
     "time_step_limit": (0.3, 2.0),
 }
 
-PHIMOE = {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}
-
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 # The transformers configuration of each kind, and settings of its tiny model besides the shape.
@@ -183,7 +181,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("GPTBigCodeConfig", {}),
     "opt": ("OPTConfig", {}),
     "dbrx": ("DbrxConfig", {}),
-    **dict.fromkeys(("phimoe", "phimoe_gguf"), ("PhimoeConfig", PHIMOE)),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True}),
     "llama4_text": (
         "Llama4TextConfig",
         {
@@ -626,9 +624,6 @@ def make_model(
     model.generation_config.do_sample = False
     model.save_pretrained(directory)
     make_tokenizer(kind, directory, vocab, context)
-    if kind.endswith("_gguf"):  # which transformers does not have
-        path = directory / "config.json"
-        write_json(path, json.loads(path.read_text()) | {"model_type": kind})
     return directory
 
 

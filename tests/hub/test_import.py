@@ -555,46 +555,31 @@ def test_the_text_part_of_models_that_see_images(kind: str, name: str, tmp_path:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
 
 
-class RMSNormWithBias(torch.nn.Module):
-    def __init__(self, norm: torch.nn.LayerNorm) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.norm.bias is not None
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.norm.weight, self.norm.eps) + self.norm.bias
-
-
-def test_phimoe_is_computed_as_llama_cpp_computes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("scaled", [True, False])
+def test_phimoe_has_the_factor_of_the_published_model(
+    scaled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """RMS norms, a softmax of the two best experts, and the factor of the file; the log says so."""
-    from transformers.models.phimoe import modeling_phimoe
-
+    """Files lack the factor of the rotary embedding, and have another one, by which llama.cpp computes."""
     factors = {f"{sort}_factor": [1.0 + step / 4 for step in range(8)] for sort in ("short", "long")}
-    scales = dict.fromkeys(("short_mscale", "long_mscale", "attention_factor"), 1.25)
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors, **scales}
-    original = model("phimoe", dtype="bfloat16", more=(("rope_parameters", rope),))
+    scales = dict.fromkeys(("short_mscale", "long_mscale"), 1.243163121016122)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if scaled:
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 64, **factors, **scales}
+    original = model("phimoe", dtype="bfloat16", more=(("rope_parameters", rope), ("sliding_window", 24)))
     with caplog.at_level("WARNING"):
         import_gguf(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out", quiet)
-    assert [one for one in caplog.messages if "phimoe is computed as llama.cpp computes it" in one]
+    said = [message for logger, _, message in caplog.record_tuples if logger.startswith("tgi.")]
+    assert said == [
+        f"{tmp_path / 'm.gguf'}: the file lacks the factor of the rotary embedding (short_mscale and long_mscale); "
+        "1.243163121016122 is assumed, that of Phi-3.5-MoE."
+    ] * int(scaled)
     before, after = (load_file(place / "model.safetensors") for place in (original, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
-
-    def softmax(scores: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, chosen = scores.softmax(-1).topk(2)
-        return weights / weights.sum(-1, keepdim=True), chosen
-
-    monkeypatch.setattr(modeling_phimoe, "sparsemixer", softmax)
-    network = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
-    for module in [*network.modules()]:
-        for name, norm in module.named_children():
-            if isinstance(norm, torch.nn.LayerNorm):
-                setattr(module, name, RMSNormWithBias(norm))
-    with torch.no_grad():
-        expected = network(torch.tensor([list(range(5, 60))])).logits[0, -1]
-    torch.testing.assert_close(decoded(tmp_path / "out").flatten(), expected, rtol=1e-4, atol=1e-3)
+    ids = list(range(5, 60))
+    expected = logits(original, ids)
+    assert torch.equal(logits(tmp_path / "out", ids), expected)
+    torch.testing.assert_close(decoded(tmp_path / "out").flatten(), expected[-1], rtol=1e-4, atol=1e-4)
 
 
 def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:

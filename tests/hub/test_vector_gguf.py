@@ -19,8 +19,10 @@ from scripts.make_gguf import add, write_gguf, write_vector_gguf
 from scripts.make_pooling_model import CONFIGS, VOCAB
 from tests.models import model, pooling_model
 from tgi.hub.gguf import reader, tokenizer
+from tgi.hub.gguf.conversion_plan import Metadata
 from tgi.hub.gguf.convert import convert
 from tgi.hub.gguf.families import REFUSED_ENCODERS
+from tgi.hub.gguf.pooling import MAX_CLASSES, labels
 from tgi.hub.pooling import read_pooling_config
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.messages.protocol import ModelTask
@@ -145,6 +147,19 @@ def test_a_decoder_whose_tokens_see_both_sides(tmp_path: Path) -> None:
     assert not torch.allclose(found, vectors(pooling_model("qwen3")), atol=1e-3)
 
 
+@pytest.mark.parametrize("keys", [{}, {"qwen3.pooling_type": 0}])
+def test_a_decoder_without_pooling_generates(keys: dict[str, int], tmp_path: Path) -> None:
+    source = write_gguf(model("qwen3"), tmp_path / "m.gguf", metadata=keys)
+    assert read_pooling_config(imported(source, tmp_path / "out")) is None
+
+
+def test_classes_are_bounded() -> None:
+    metadata = Metadata(reader.GGUFFile(Path("m.gguf"), {}, {}))
+    assert len(labels(metadata, "bert", MAX_CLASSES)) == MAX_CLASSES
+    with pytest.raises(UserError, match="has 65537 classes; at most 65536 are served"):
+        labels(metadata, "bert", MAX_CLASSES + 1)
+
+
 def without_tensor(source: Path, path: Path, *names: str) -> Path:
     """A copy of a file without these tensors."""
     whole = reader.read_gguf(source)
@@ -172,6 +187,13 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "ranks without a head": (lambda path: bert(path, bert__pooling_type=4), r"lacks the tensor 'cls\.output\.weight'"),
     "causal": (lambda path: bert(path, bert__attention__causal=True), "causal' is 'True'; false, as of all encoders"),
     "unknown key": (lambda path: bert(path, bert__attention__max_alibi_bias=8.0), "which import does not know"),
+    "windows of a bert": (lambda path: bert(path, bert__attention__sliding_window=64), "which import does not know"),
+    "heads of odd size": (
+        lambda path: write_vector_gguf(
+            pooling_model("modernbert"), path, metadata={"modern-bert.attention.head_count": 64}
+        ),
+        "heads of even size",
+    ),
     "odd heads": (lambda path: bert(path, bert__attention__head_count=5), "a divisor of 64"),
     "many layers": (lambda path: bert(path, bert__block_count=1 << 20), "at most 1024"),
     "more layers": (lambda path: bert(path, bert__block_count=4), r"lacks the tensor 'blk\.3\.attn_q\.weight'"),

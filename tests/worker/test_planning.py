@@ -1,6 +1,7 @@
 """`tgi plan`: its sizes are those of models that are loaded, for every family; its answers for known shapes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -403,6 +404,14 @@ def test_models_that_end_in_a_vector(kind: str, tmp_path: Path) -> None:
         command = ["plan", "--model-id", str(file), "--devices", "2xA100-80GB", option, value]
         done = CliRunner().invoke(main, command)
         assert f"{option} is not for models that end in a vector" in done.output
+
+
+def test_texts_that_are_shorter_than_the_positions_allow(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(pooling_model("bert"), directory)
+    (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
+    done = CliRunner().invoke(main, ["plan", "--model-id", str(directory), "--devices", "A100-80GB", "--json"])
+    assert [split["longest"] for split in json.loads(done.output)["splits"]] == [100]
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["gpu", "cpu"])

@@ -27,6 +27,7 @@ POOLING_KEYS = {
 }
 DENSE_ACTIVATIONS = {"Identity": "none", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
 MAX_MODULES = 16
+MAX_POSITIONS = 1 << 31  # with which counters of all requests' tokens stay below 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def is_bidirectional(config: dict[str, Any]) -> bool:
 
 def text_positions(config: dict[str, Any]) -> int:
     """The tokens that the positions of a parsed config.json allow."""
-    context = int(config.get("max_position_embeddings", 512))
+    context = min(int(config.get("max_position_embeddings", 512)), MAX_POSITIONS)
     return context - (config.get("pad_token_id", 1) + 1 if config.get("model_type") in OFFSET_POSITIONS else 0)
 
 

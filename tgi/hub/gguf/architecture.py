@@ -17,7 +17,7 @@ from tgi.hub.gguf.conversion_plan import (
 )
 from tgi.hub.gguf.encoders import ENCODERS, plan_encoder
 from tgi.hub.gguf.families import FAMILIES, REFUSED, REFUSED_ENCODERS, GGUFArchitecture
-from tgi.hub.gguf.pooling import decoder_vectors, pooling_type
+from tgi.hub.gguf.pooling import NONE, decoder_vectors, pooling_type
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.hub.gguf.t5 import T5, plan_t5
 from tgi.microkernel.errors import UserError
@@ -30,6 +30,9 @@ MAX_STREAMS = 64
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 LLAMA4_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
+# Files of phimoe lack what scales cos and sin. Of the published models only Phi-3.5-MoE has longrope, with this value
+# at all lengths. (https://huggingface.co/microsoft/Phi-3.5-MoE-instruct, config.json, short_mscale and long_mscale)
+PHIMOE_MSCALE = 1.243163121016122
 
 ATTENDING = "attn_layer_indices"  # a layer_types_key that has the numbers of layers with attention
 NO_ROWS: dict[str, tuple[int, int]] = {}
@@ -64,7 +67,7 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
         if file.metadata.get(key := f"{architecture}.{name}", value) != value:
             raise metadata.wrong(key, file.metadata[key], str(value))
     own = {*family.numbers, *family.required, *family.further}
-    if pooling_type(metadata, architecture) is not None:
+    if pooling_type(metadata, architecture) != NONE:
         own.add("attention.causal")
     refuse_unknown_keys(file, architecture, KNOWN | own)
     config = _config(metadata, architecture, family)
@@ -84,7 +87,11 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     unused |= set(LONGROPE) if config["rope_parameters"].get("rope_type") == "longrope" else set()
     every = [*wanted, *(tensor for part in parts.values() for tensor in part)]
     require_tensors(file, architecture, every, unused | {"rope_freqs.weight"})
-    return ConversionPlan(config, wanted, files=files, parts=parts, notes=family.notes)
+    notes: tuple[str, ...] = ()
+    if "short_mscale" in config["rope_parameters"]:
+        lacking = "the file lacks the factor of the rotary embedding (short_mscale and long_mscale)"
+        notes = (f"{lacking}; {PHIMOE_MSCALE} is assumed, that of Phi-3.5-MoE.",)
+    return ConversionPlan(config, wanted, files=files, parts=parts, notes=notes)
 
 
 def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> dict[str, Any]:
@@ -195,7 +202,10 @@ def _rope(
         original = metadata.positive(f"{architecture}.rope.scaling.original_context_length")
         short, long = (_divisors(metadata, name, turned // 2) for name in LONGROPE)
         factors = {"short_factor": short, "long_factor": long, "factor": max(1.0, context / original)}
-        scale = {"attention_factor": metadata.number(f"{architecture}.rope.scaling.attn_factor")}
+        if architecture == "phimoe":
+            scale = dict.fromkeys(("short_mscale", "long_mscale"), PHIMOE_MSCALE)
+        else:
+            scale = {"attention_factor": metadata.number(f"{architecture}.rope.scaling.attn_factor")}
         return {"rope_type": "longrope", "rope_theta": theta, "original_max_position_embeddings": original} | (
             factors | scale
         )

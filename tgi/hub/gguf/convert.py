@@ -107,11 +107,11 @@ def _write_tokenizer(source: reader.GGUFFile, described: dict[str, Any], path: P
         else:
             kind = source.metadata["general.architecture"]
             backend, _ = gguf_tokenizer_mapping.convert_gguf_tokenizer(kind, described)
+        tokenizer.complete_tokenizer(source, backend, gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS)
     except UserError:
         raise
     except Exception as error:  # the library documents no exceptions; its input has been checked
         raise UserError(f"{source.path} has a tokenizer that cannot be converted: {error}.") from error
-    tokenizer.complete_tokenizer(source, backend, gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS)
     backend.save(str(path))
 
 

@@ -11,7 +11,7 @@ from tgi.hub.gguf.conversion_plan import (
     refuse_unknown_keys,
     require_tensors,
 )
-from tgi.hub.gguf.pooling import CLASSIFIER_MODES, RANK, labels, modules, pooling_type
+from tgi.hub.gguf.pooling import CLASSIFIER_MODES, FIRST, RANK, labels, modules, pooling_type
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.hub.pooling import CLASSIFIER
 from tgi.microkernel.errors import UserError
@@ -39,6 +39,7 @@ _MODERN_BERT_LAYER: tuple[Block, ...] = (
     ("ffn_up", "mlp.Wi", ("2I", "H")),
     ("ffn_down", "mlp.Wo", ("H", "I")),
 )
+_KEYS_OF_MODERN_BERT = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
 _QKV, _JOINT = ("attn_q", "attn_k", "attn_v"), "attn_qkv"
 
 
@@ -55,17 +56,17 @@ _KINDS = {"bert": _Kind("bert", "Bert"), "gpt2": _Kind("roberta", "Roberta"), "t
 def plan_encoder(file: GGUFFile, architecture: str) -> ConversionPlan:
     """Checks that the file has a complete encoder. Raises UserError otherwise. Its weights become plain numbers."""
     metadata = Metadata(file)
-    windows = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
-    refuse_unknown_keys(file, architecture, KNOWN | {"attention.causal"} | windows)
+    further = _KEYS_OF_MODERN_BERT if architecture == MODERN_BERT else set()
+    refuse_unknown_keys(file, architecture, KNOWN | {"attention.causal"} | further)
     if file.metadata.get(key := f"{architecture}.attention.causal", False) is not False:
         raise metadata.wrong(key, file.metadata[key], "false, as of all encoders,")
     config = _config(metadata, architecture)
     plan = _modern_bert if architecture == MODERN_BERT else _bert
     wanted = plan(metadata, config)
-    pooling, classifies = pooling_type(metadata, architecture), HEAD in file.tensors
+    pooling, classifies = pooling_type(metadata, architecture, FIRST), HEAD in file.tensors
     if pooling == RANK and not classifies:
         raise UserError(f"{file.path} lacks the tensor {HEAD!r} of a model that ranks. Fetch or convert it again.")
-    files = {} if pooling is None or classifies else modules(pooling, config["hidden_size"])
+    files = {} if classifies else modules(pooling, config["hidden_size"])
     require_tensors(file, architecture, wanted, set())
     return ConversionPlan(config, wanted, plain=True, files=files)
 
@@ -91,8 +92,6 @@ def _config(metadata: Metadata, architecture: str) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype": "float32",
     }
-    if (key := "tokenizer.ggml.padding_token_id") in metadata.file.metadata:
-        config["pad_token_id"] = metadata.integer(key)
     if (found := metadata.file.tensors.get(HEAD)) is not None:
         config["id2label"] = labels(metadata, architecture, found.shape[0] if len(found.shape) > 1 else 1)
     return config
@@ -132,7 +131,7 @@ def _bert(metadata: Metadata, config: dict[str, Any]) -> list[TargetTensor]:
             (config["max_position_embeddings"], hidden),
         ),
     ]
-    zeros = () if typed else (0.0,) * hidden  # DistilBERT has no types
+    zeros = () if typed else (0.0,)  # DistilBERT has no types
     wanted.append(TargetTensor(TYPES, f"{table}token_type_embeddings.weight", (types, hidden), numbers=zeros))
     wanted += _both("token_embd_norm", f"{table}LayerNorm", (hidden,))
     wanted += _layers(file, config, _BERT_LAYER, f"{prefix}encoder.layer.", biased=True)
@@ -146,6 +145,8 @@ def _modern_bert(metadata: Metadata, config: dict[str, Any]) -> list[TargetTenso
     """The same of a ModernBERT."""
     file, hidden, layers = metadata.file, config["hidden_size"], config["num_hidden_layers"]
     classifies = HEAD in file.tensors
+    if hidden // config["num_attention_heads"] % 2:
+        raise metadata.wrong(f"{MODERN_BERT}.attention.head_count", config["num_attention_heads"], "heads of even size")
     window = metadata.integer(f"{MODERN_BERT}.attention.sliding_window", 0)
     every = file.metadata.get(key := f"{MODERN_BERT}.attention.sliding_window_pattern", 3)
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:

@@ -99,7 +99,6 @@ class GGUFArchitecture:
     last_norm: tuple[str, str] = ("output_norm", "model.norm")
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
-    notes: tuple[str, ...] = ()  # ConversionPlan.notes
     # A tensor, or a metadata key without the architecture prefix: a file that has it, and not as 0, is of the other.
     instead: tuple[str, "GGUFArchitecture"] | None = None
 
@@ -476,9 +475,8 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         fixed=_NO_PADDING,
         rotates_part=True,
     ),
-    # As llama.cpp computes it, of which files have the factor of the rotary embedding.
     "phimoe": GGUFArchitecture(
-        "phimoe_gguf",
+        "phimoe",
         "PhimoeForCausalLM",
         (
             *_ATTENTION,
@@ -490,14 +488,9 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         ),
         _ATTENTION_BIASES,
         always_biased=("attn_norm", "ffn_norm", "output_norm", "output"),
-        numbers=_NUMBERS_OF_EXPERTS,
-        fixed={"sliding_window": None, "lm_head_bias": True, **_NO_PADDING},
-        further=("attention.sliding_window", "rope.scaling.attn_factor"),
-        notes=(
-            "phimoe is computed as llama.cpp computes it: with the factor of the rotary embedding that the file states "
-            "(that of the model, short_mscale, is not in files), with RMS norms, and with a softmax as the router. The "
-            "safetensors version is computed as published.",
-        ),
+        numbers=_NUMBERS_OF_EXPERTS | {"attention.sliding_window": "sliding_window"},
+        fixed={"lm_head_bias": True, **_NO_PADDING},
+        further=("rope.scaling.attn_factor",),
     ),
     "granite": GGUFArchitecture(
         "granite",

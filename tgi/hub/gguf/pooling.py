@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 from tgi.hub.gguf.conversion_plan import Metadata, TargetTensor
 from tgi.hub.pooling import CLASSIFIER, MODULES, POOLING_KEYS, is_bidirectional
+from tgi.microkernel.errors import UserError
 
 # Values of the key pooling_type, as gguf.constants.PoolingType has them. The key that the mode is written as.
 MODES = {1: "pooling_mode_mean_tokens", 2: "pooling_mode_cls_token", 3: "pooling_mode_lasttoken"}
-RANK = 4
+NONE, FIRST, LAST, RANK = 0, 2, 3, 4
+MAX_CLASSES = 1 << 16
 CLASSIFIER_MODES = {1: "mean", 2: "cls"}  # of the key classifier.pooling_type
 YES_AND_NO = "cls.output.weight"  # of a decoder that ranks: the rows of the output head for these two tokens
 _TYPE = "sentence_transformers.models."
@@ -23,19 +25,20 @@ class VectorFiles(NamedTuple):
     tensors: list[TargetTensor]  # of the model's weights
 
 
-def pooling_type(metadata: Metadata, architecture: str) -> int | None:
-    """The number of a pooling that is served, or RANK; None if the file has none."""
-    if (key := f"{architecture}.pooling_type") not in metadata.file.metadata:
-        return None
-    number = metadata.integer(key)
-    if number not in MODES and number != RANK:
+def pooling_type(metadata: Metadata, architecture: str, absent: int = NONE) -> int:
+    """The number of a pooling that is served, or RANK, and of a model that generates NONE. `absent` is what a file
+    without the key has; with another than NONE the model does not generate."""
+    number = metadata.integer(key := f"{architecture}.pooling_type", absent)
+    if number not in (*MODES, RANK, absent):
         raise metadata.wrong(key, number, "1 (mean), 2 (first token), 3 (last token) or 4 (a model that ranks)")
     return number
 
 
 def labels(metadata: Metadata, architecture: str, count: int) -> dict[str, str]:
-    """id2label of a classifier of so many classes."""
+    """id2label of a classifier with `count` classes."""
     found = metadata.file.metadata.get(key := f"{architecture}.classifier.output_labels")
+    if count > MAX_CLASSES:
+        raise UserError(f"{metadata.file.path} has {count} classes; at most {MAX_CLASSES} are served.")
     if found is None:
         return {str(number): f"LABEL_{number}" for number in range(count)}
     if not isinstance(found, list) or len(found) != count or not all(isinstance(one, str) for one in found):
@@ -69,8 +72,9 @@ def modules(pooling: int, hidden: int, dense: dict[str, tuple[int, int]] | None 
 
 def decoder_vectors(metadata: Metadata, architecture: str, config: dict[str, Any]) -> VectorFiles | None:
     """The files of a decoder; None if it generates text."""
-    pooling, tensors, hidden = pooling_type(metadata, architecture), metadata.file.tensors, config["hidden_size"]
-    if pooling is None:
+    tensors, hidden, bidirectional = metadata.file.tensors, config["hidden_size"], is_bidirectional(config)
+    pooling = pooling_type(metadata, architecture, LAST if bidirectional else NONE)
+    if pooling == NONE:
         return None
     causal = metadata.file.metadata.get(key := f"{architecture}.attention.causal", True)
     if not isinstance(causal, bool):
@@ -92,5 +96,5 @@ def decoder_vectors(metadata: Metadata, architecture: str, config: dict[str, Any
     sizes = [hidden, *(size for pair in dense.values() for size in pair)]
     if any(size != following for size, following in zip(sizes[::2], sizes[1::2], strict=False)):
         raise metadata.wrong("dense_2.weight, dense_3.weight", sizes[1:], f"layers one after the other, of {hidden}")
-    entries = {} if causal or is_bidirectional(config) else {"is_causal": False}
+    entries = {} if causal or bidirectional else {"is_causal": False}
     return VectorFiles(entries, modules(pooling, hidden, dense), parts, [])

@@ -166,7 +166,7 @@ def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[
     whole."""
     if wanted.numbers:
         assert isinstance(form, str)
-        yield [PLAIN_FORMS[form](np.array(wanted.numbers, np.float32))]
+        yield [PLAIN_FORMS[form](np.broadcast_to(np.array(wanted.numbers, np.float32), wanted.shape))]
         return
     if wanted.expanded is not None or wanted.axes or wanted.apart:
         assert isinstance(form, str)

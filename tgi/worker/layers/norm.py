@@ -38,7 +38,6 @@ class Norm(NamedTuple):
             y = F.layer_norm(x.to(wide), size, weight, bias, self.epsilon)
         else:
             y = F.rms_norm(x.to(wide), size, weight, self.epsilon)
-            y = y if bias is None else y + bias
         return (y if flat else y * self.weight).to(x.dtype)
 
     def normalize_in_place(self, x: Tensor) -> None:

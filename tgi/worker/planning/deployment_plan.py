@@ -75,7 +75,7 @@ class PlannedModel(NamedTuple):
     head: DraftHeadConfig | None = None  # of a head that drafts, whose decoder is `config`
     # Of an encoder, or an encoder-decoder model, the numbers of its weights: `config` has what limits depend on.
     numbers: int = 0
-    pools: bool = False  # it ends in a vector, and has no KV cache
+    text_tokens: int = 0  # of a model that ends in a vector, which has no KV cache: a text's most by default
 
     def matrices(self, shard: Shard) -> Iterator[MatrixShape]:
         """Its matrices; a head is whole on each rank."""
@@ -216,8 +216,8 @@ def read_planned_deployment(request: PlanRequest) -> PlannedDeployment:
         draft = PlannedModel(head.decoder, served.dtype, served.dtype, made, head=head)
     elif request.draft is not None:
         draft = read_planned_model(request.draft, of_draft)
-    if (served.numbers or served.pools) and request.adapters:
-        kind = "models that end in a vector" if served.pools else "encoder-decoder models"
+    if (served.numbers or served.text_tokens) and request.adapters:
+        kind = "models that end in a vector" if served.text_tokens else "encoder-decoder models"
         raise UserError(f"--lora-adapters is not for {kind}, as that in {request.model}. Leave it out.")
     found = PlannedDeployment(served, draft, tuple(LoraConfig(directory) for directory in request.adapters))
     memory.require_context(settings, found.context)
@@ -229,11 +229,12 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
     Raises UserError if its sizes do not follow from them."""
     with reading(path):
         if path.suffix.lower() == ".gguf" and not path.is_dir():
-            config, tensors, tower, pools = _read_gguf(path, settings)
+            config, tensors, tower, text_tokens = _read_gguf(path, settings)
             found = None
         else:
             config = read_config(path)
-            pools = read_pooling_config(path) is not None
+            pooling = read_pooling_config(path)
+            text_tokens = 0 if pooling is None else pooling.max_tokens
             found, tensors, tower = find_config(path, config), None, None
             if found is not None and found.method == GGUF_METHOD:  # a directory that was imported
                 found, tensors = None, stored_tensors(path)
@@ -244,12 +245,12 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
             raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(ITEM_SIZES)} with --dtype.")
     if config["model_type"] in T5_FAMILY:
         return _planned_t5(path, config, dtype, stored, settings)
-    if pools:
+    if text_tokens:
         _refuse_settings(path, settings, "models that end in a vector", {})
     if config["model_type"] in ENCODERS:
-        return _planned_encoder(path, config, dtype, stored)
-    decoder = _read_decoder(path, config | {BIDIRECTIONAL: None} if pools else config)
-    decoder = replace(decoder, tied=True) if pools else decoder  # a vector needs no output head
+        return _planned_encoder(path, config, dtype, stored)._replace(text_tokens=text_tokens)
+    decoder = _read_decoder(path, config | {BIDIRECTIONAL: None} if text_tokens else config)
+    decoder = replace(decoder, tied=True) if text_tokens else decoder  # a vector needs no output head
     asked = settings.quantize
     made = QUANTIZED_AT_LOAD.get(asked or "")
     if asked == "fp8" and found is not None:
@@ -260,7 +261,8 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
             "int8 or int4, which are made at load, or leave out --quantize."
         )
     numbers = _tower_numbers(path, settings) if tower is None else tower
-    return PlannedModel(decoder, dtype, stored, made, found, tensors, numbers * ITEM_SIZES[dtype], pools=pools)
+    tower_bytes = numbers * ITEM_SIZES[dtype]
+    return PlannedModel(decoder, dtype, stored, made, found, tensors, tower_bytes, text_tokens=text_tokens)
 
 
 def _refuse_settings(path: Path, settings: Settings, kind: str, further: dict[str, bool]) -> None:
@@ -338,7 +340,7 @@ def _planned_encoder(path: Path, config: dict[str, Any], dtype: str, stored: str
             rows = vocabulary + config["max_position_embeddings"] + config.get("type_vocab_size", 2)
             vectors, matrices_of_layer = 9 * layers + 2, hidden * (4 * hidden + 2 * inner) + inner
         numbers = (rows + vectors) * hidden + layers * matrices_of_layer
-        return PlannedModel(require_sizes(decoder), dtype, stored, None, numbers=numbers, pools=True)
+        return PlannedModel(require_sizes(decoder), dtype, stored, None, numbers=numbers)
     except KeyError as error:
         raise UserError(f"{path} has no {error}, which {config['model_type']} needs.") from error
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -355,9 +357,9 @@ def _tower_numbers(path: Path, settings: Settings) -> int:
     return sum(math.prod(tensor.shape) for tensor in others)
 
 
-def _read_gguf(path: Path, settings: Settings) -> tuple[dict[str, Any], dict[str, StoredTensor], int, bool]:
+def _read_gguf(path: Path, settings: Settings) -> tuple[dict[str, Any], dict[str, StoredTensor], int, int]:
     """The config.json of the text model that the import of a GGUF file makes, its tensors, how many numbers its vision
-    part has, and whether it ends in a vector."""
+    part has, and PlannedModel.text_tokens."""
     require_packages(GGUF_PACKAGES, "Planning with a GGUF file")
     from tgi.hub.gguf.architecture import plan_conversion
     from tgi.hub.gguf.projector import plan_vision
@@ -369,8 +371,8 @@ def _read_gguf(path: Path, settings: Settings) -> tuple[dict[str, Any], dict[str
     images = vision_part(path, settings.mmproj) if settings.media_workers else None
     vision = [] if images is None else plan_vision(read_gguf(images), file, plan.config).tensors
     packed = {} if plan.plain else packed_tensors(file, plan.tensors)
-    pools = ends_in_vector(plan.config, MODULES in plan.files)
-    return plan.config, packed, sum(math.prod(tensor.shape) for tensor in vision), pools
+    text_tokens = text_positions(plan.config) if ends_in_vector(plan.config, MODULES in plan.files) else 0
+    return plan.config, packed, sum(math.prod(tensor.shape) for tensor in vision), text_tokens
 
 
 def _parameters(model: PlannedModel) -> int:
@@ -425,7 +427,7 @@ def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: 
     )
     kv_dtype = settings.kv_cache_dtype or model.dtype
     own = local_config(config, shard)
-    kv_token = 0 if model.pools else sum(_layer_bytes(own, shape, kv_dtype, device) for shape in own.head_shapes)
+    kv_token = 0 if model.text_tokens else sum(_layer_bytes(own, shape, kv_dtype, device) for shape in own.head_shapes)
     return matrix_bytes + vector_bytes, kv_token
 
 
@@ -553,7 +555,7 @@ def _splits(deployment: PlannedDeployment, devices: Devices, request: PlanReques
     asked, wanted = request.settings.num_shard, request.replicas or 1
     found = []
     for ranks in range(1, min(devices.number // wanted, MAX_RANKS) + 1) if asked is None else [asked]:
-        if (deployment.served.numbers or deployment.served.pools) and ranks > 1:
+        if (deployment.served.numbers or deployment.served.text_tokens) and ranks > 1:
             continue
         if ranks * wanted > devices.number or (asked is None and ranks & (ranks - 1) and devices.number % ranks):
             continue
@@ -590,8 +592,8 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
     if most.weights + most.reserve >= usable:
         needed = f"weights and reserve take {(most.weights + most.reserve) / 1e9:.1f} GB of each device"
         return replace(none, problem=f"with {_ranks(ranks)}, {needed}, which has {usable / 1e9:.1f} GB")
-    if deployment.served.pools:
-        longest = settings.max_input_tokens or settings.max_total_tokens or deployment.context
+    if deployment.served.text_tokens:
+        longest = settings.max_input_tokens or settings.max_total_tokens or deployment.served.text_tokens
         slots = memory.max_batch_size(settings, devices.type, devices.bytes)
         return replace(
             none,

@@ -58,23 +58,6 @@ _MIXTRAL_NAMES = TensorNames(
     expert_down="block_sparse_moe.experts.{}.w2",
 )
 
-_PHIMOE = ModelFamily(
-    {
-        **RMS5,
-        "rope_theta": 1000000.0,
-        "attention_bias": False,
-        "sliding_window": None,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.01,
-        "norm_topk_prob": False,
-        "lm_head_bias": False,
-    },
-    {"norm_centred": True, "norm_bias": True},
-    _MIXTRAL_NAMES,
-    router={"score": "sparsemixer"},
-)
-
 FAMILIES: dict[str, ModelFamily] = {
     "mixtral": ModelFamily(
         {
@@ -87,10 +70,21 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         names=_MIXTRAL_NAMES,
     ),
-    "phimoe": _PHIMOE,
-    # As llama.cpp computes it, from GGUF files.
-    "phimoe_gguf": replace(
-        _PHIMOE, keys={**_PHIMOE.keys, "norm_topk_prob": True}, fixed={"norm_bias": True}, router={}
+    "phimoe": ModelFamily(
+        {
+            **RMS5,
+            "rope_theta": 1000000.0,
+            "attention_bias": False,
+            "sliding_window": None,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.01,
+            "norm_topk_prob": False,
+            "lm_head_bias": False,
+        },
+        {"norm_centred": True, "norm_bias": True},
+        _MIXTRAL_NAMES,
+        router={"score": "sparsemixer"},
     ),
     "qwen2_moe": ModelFamily(
         {
