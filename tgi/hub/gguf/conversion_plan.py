@@ -128,7 +128,8 @@ class TargetTensor:
     a head, rows that rotate), it has put the first rows of the pairs that rotate before the second ones. With `axes`,
     the tensor, or all of its sources stacked, in the shape `view` has its axes in another order. With `rows`, (first,
     total), it has put the rows from the first one on into a tensor of that total. With `apart`, the file has two rows,
-    and the result the first one less the second. With `numbers` there is no source; a single one is that of all elements.
+    and the result the first one less the second. With `numbers` there is no source; a single one stands for all
+    elements.
     """
 
     source: str
