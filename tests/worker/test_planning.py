@@ -406,6 +406,12 @@ def test_models_that_end_in_a_vector(kind: str, tmp_path: Path) -> None:
         assert f"{option} is not for models that end in a vector" in done.output
 
 
+def test_layers_that_models_with_vectors_lack(tmp_path: Path) -> None:
+    file = write_gguf(make("lfm2"), tmp_path / "m.gguf", metadata={"lfm2.pooling_type": 2})
+    done = CliRunner().invoke(main, ["plan", "--model-id", str(file), "--devices", "A100-80GB"])
+    assert f"recurrent layers in {file}: not served in a model that ends in a vector" in done.output
+
+
 def test_texts_that_are_shorter_than_the_positions_allow(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(pooling_model("bert"), directory)

@@ -597,9 +597,8 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         if f"blk.{layer}.{JOINT}.weight" in file.tensors:  # of convert_hf_to_gguf.py --fuse-qkv, and of old ChatGLM
             rows = _rows_of_joint({source: own[shape[0]] for source, _, shape in every if source in QKV})
         for key, name, shape in family.metadata_blocks:
-            numbers = (file.metadata[key][layer],)
-            full = f"{family.layers}.{layer}.{name}"
-            wanted.append(TargetTensor("", full, tuple(own[size] for size in shape), numbers=numbers))
+            full, number = f"{family.layers}.{layer}.{name}", file.metadata[key][layer]
+            wanted.append(TargetTensor("", full, tuple(own[size] for size in shape), number=number))
         for source, name, shape in every:
             values_are_keys = config.get("attention_k_eq_v") and config["layer_types"][layer] == "full_attention"
             if (shares and source in KEYS_AND_VALUES) or (values_are_keys and source == "attn_v"):

@@ -128,8 +128,7 @@ class TargetTensor:
     a head, rows that rotate), it has put the first rows of the pairs that rotate before the second ones. With `axes`,
     the tensor, or all of its sources stacked, in the shape `view` has its axes in another order. With `rows`, (first,
     total), it has put the rows from the first one on into a tensor of that total. With `apart`, the file has two rows,
-    and the result the first one less the second. With `numbers` there is no source; a single one stands for all
-    elements.
+    and the result the first one less the second. With `number` there is no source: all elements are that.
     """
 
     source: str
@@ -149,7 +148,7 @@ class TargetTensor:
     axes: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
     apart: bool = False
-    numbers: tuple[float, ...] = ()
+    number: float | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -172,7 +171,7 @@ class TargetTensor:
     @property
     def sources(self) -> tuple[str, ...]:
         """The tensors of the file."""
-        return (self.source, *self.then) if not self.numbers else ()
+        return (self.source, *self.then) if self.number is None else ()
 
     @property
     def matrix(self) -> bool:

@@ -131,8 +131,8 @@ def _bert(metadata: Metadata, config: dict[str, Any]) -> list[TargetTensor]:
             (config["max_position_embeddings"], hidden),
         ),
     ]
-    zeros = () if typed else (0.0,)  # DistilBERT has no types
-    wanted.append(TargetTensor(TYPES, f"{table}token_type_embeddings.weight", (types, hidden), numbers=zeros))
+    zero = None if typed else 0.0  # DistilBERT has no types
+    wanted.append(TargetTensor(TYPES, f"{table}token_type_embeddings.weight", (types, hidden), number=zero))
     wanted += _both("token_embd_norm", f"{table}LayerNorm", (hidden,))
     wanted += _layers(file, config, _BERT_LAYER, f"{prefix}encoder.layer.", biased=True)
     if classifies:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tgi.hub.gguf_import import vision_part
 from tgi.hub.model_config import T5_CONTEXT, T5_FAMILY, is_draft_head
-from tgi.hub.pooling import BIDIRECTIONAL, ENCODERS, MODULES, ends_in_vector, read_pooling_config, text_positions
+from tgi.hub.pooling import ENCODERS, MODULES, ends_in_vector, read_pooling_config, text_positions
 from tgi.hub.vision_towers import vision_family
 from tgi.hub.weight_files import OF_AUDIO, OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
 from tgi.microkernel.errors import UserError, reading
@@ -28,7 +28,13 @@ from tgi.worker.engine import memory
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim, state_tensor_bytes, token_bytes
 from tgi.worker.lora.config import LoraConfig
 from tgi.worker.lora.projections import adapter_bytes
-from tgi.worker.models.config_reader import read_config, read_decoder_config, require_sizes, stored_dtype
+from tgi.worker.models.config_reader import (
+    read_config,
+    read_decoder_config,
+    read_pooled_config,
+    require_sizes,
+    stored_dtype,
+)
 from tgi.worker.models.draft_head_config import DraftHeadConfig, mtp_configs, read_eagle3_config
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.t5_config import read_t5_config, t5_shapes
@@ -249,7 +255,7 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
         _refuse_settings(path, settings, "models that end in a vector", {})
     if config["model_type"] in ENCODERS:
         return _planned_encoder(path, config, dtype, stored)._replace(text_tokens=text_tokens)
-    decoder = _read_decoder(path, config | {BIDIRECTIONAL: None} if text_tokens else config)
+    decoder = _read_decoder(path, config, pooled=text_tokens > 0)
     decoder = replace(decoder, tied=True) if text_tokens else decoder  # a vector needs no output head
     asked = settings.quantize
     made = QUANTIZED_AT_LOAD.get(asked or "")
@@ -489,11 +495,11 @@ def _is_lookup(matrix: MatrixShape, config: DecoderConfig) -> bool:
     return (matrix.name == EMBEDDING and not config.tied) or matrix.name == config.names.input_embedding
 
 
-def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
+def _read_decoder(path: Path, config: dict[str, Any], *, pooled: bool) -> DecoderConfig:
     described = path if path.suffix.lower() == ".gguf" else path / "config.json"
     try:
         if config["model_type"] in FAMILIES:
-            return require_sizes(read_decoder_config(config))
+            return require_sizes(read_pooled_config(config) if pooled else read_decoder_config(config))
         reason = f"model_type {config['model_type']!r}"
     except UnsupportedConfig as error:
         reason = str(error)
@@ -501,6 +507,8 @@ def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
         raise UserError(f"{described} has no {error}, which {config['model_type']} needs.") from error
     except (TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
         raise UserError(f"{described} does not describe a model: {error}. Fetch it again.") from error
+    if pooled:
+        raise UserError(f"{reason} in {described}: not served in a model that ends in a vector (docs/embeddings.md).")
     size = _indexed_size(path)
     told = "" if size is None else f" Its index says that the weights take {size / 1e9:.2f} GB as stored."
     raise UserError(
