@@ -9,9 +9,11 @@
 Of each family a tiny random model, computed in float32 by transformers, by llama.cpp from the file that its
 convert_hf_to_gguf.py writes, and by this server from the same file: logprobs at 70 positions of a prompt and at
 llama.cpp's 24 greedy tokens. A line has the largest difference of this server to llama.cpp, of llama.cpp to
-transformers, and whether the greedy tokens are the same. Of the families in WIDE also a file that llama.cpp has
-quantized to Q4_K_M, where llama.cpp rounds activations to 8 bits and this server does not: the mean difference of
-logprobs, and how many of the 94 likeliest tokens are the same. Exits with 1 if float32 files differ.
+transformers, and whether the greedy tokens are the same. OTHER_MODELS are compared with transformers. Of the families
+in WIDE also a file that llama.cpp has quantized to Q4_K_M, where llama.cpp rounds activations to 8 bits and this server
+does not: the mean difference of logprobs, and how many of the 94 likeliest tokens are the same. Of models that end in a
+vector (vectors:FAMILY), the largest differences of the vectors, of length 1, or of the logits of classes. Exits with 1
+if float32 files differ.
 """
 
 import argparse
@@ -27,16 +29,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.benchmarks.peers import llama_cpp_program, llama_cpp_source
 from scripts.benchmarks.workloads import demo
 from scripts.make_model import LATENT_YARN, make_model
+from scripts.make_pooling_model import make_pooling_model
+from tests.models import minilm
 from tests.worker.batches import Row, make_batch
 from tgi.hub.gguf.convert import convert
+from tgi.hub.pooling import read_pooling_config
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.messages.protocol import ModelTask
 from tgi.worker.attention import build_attention
+from tgi.worker.attention.packed import PackedSequences
+from tgi.worker.engine.pooling_startup import load_pooled_model
 from tgi.worker.models.loader import build_model
 
 PROMPT, GREEDY, VOCABULARY = 70, 24, 512
@@ -45,6 +55,10 @@ Q4_K_M = 15  # the number of that type in llama.h
 # the standard deviation of a sample, where the model takes that of all.
 LIMIT, LIMIT_OF_GELU = 2e-4, 1e-1
 GELU = ("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "gpt2", "gpt_bigcode", "gpt_neox", "falcon")
+# Which llama.cpp computes as other models, so that this server is compared with transformers: phimoe with RMS norms, a
+# softmax as the router and another factor of the rotary embedding.
+OTHER_MODELS = ("phimoe",)
+LIMIT_OF_GELU_IN_VECTORS, LIMITS_OF_VECTORS = 1e-2, {"vectors:qwen3": 1e-5}
 LIMITS = dict.fromkeys((*GELU, "bloom", "mpt", "starcoder2"), LIMIT_OF_GELU) | {"gemma3n_text": 1.0}
 
 # The converter, with the tokenizer of tiny models, and without layers for multi-token prediction, which they lack. Its
@@ -68,10 +82,13 @@ def load_hparams(model, *more, **options):
         return json.load(file) | read(model, *more, **options)
 
 conversion.load_all_models()
+from conversion import bert
 for kind in kinds(base.TextModel):
     kind.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-    kind.set_vocab = base.TextModel._set_vocab_gpt2
     kind.no_mtp = True
+    if not issubclass(kind, bert.BertModel):
+        kind.set_vocab = base.TextModel._set_vocab_gpt2
+bert.XLMRobertaModel.set_vocab = bert.RobertaModel.set_vocab
 read, base.ModelBase.load_hparams = base.ModelBase.load_hparams, staticmethod(load_hparams)
 for line in sys.stdin:
     model, out, *options = json.loads(line)
@@ -104,6 +121,12 @@ LONGROPE = {
     **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256, "factor": 8.0},
     **{"short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], "long_factor": [float(n) for n in range(1, 7)]},
     "partial_rotary_factor": 0.75,
+}
+PHIMOE_LONGROPE = {
+    **LONGROPE,
+    **{"short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0], "long_factor": [float(n) for n in range(1, 9)]},
+    **dict.fromkeys(("short_mscale", "long_mscale"), 1.243163121016122),
+    "partial_rotary_factor": 1.0,
 }
 DELTA: tuple[tuple[str, Any], ...] = (
     ("layer_types", ["linear_attention"] * 3 + [FULL]),
@@ -165,6 +188,7 @@ FAMILIES: dict[str, Options] = {
     "bloom": {"tie": True},
     "mpt": {"more": (("attn_config", {"clip_qkv": 0.8}),)},
     "gpt2": {"intermediate": 256},
+    "phimoe": {"more": (("rope_parameters", PHIMOE_LONGROPE), ("original_max_position_embeddings", 256))},
     "gpt_bigcode": {"intermediate": 256},
     "dbrx": {},
     "llama4_text": {
@@ -216,6 +240,7 @@ PUBLISHED: dict[str, Options] = {
     "gpt2": {"n_ctx": 2048},
     **{kind: {"scoring_func": "sigmoid"} for kind in ("deepseek_v3", "exaone_moe", "dots1")},
     "deepseek_v2": {"scoring_func": "softmax"},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
     "glm4_moe_lite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "minimax_m2": {"scoring_func": "sigmoid", "rotary_dim": 64},
     "falcon_h1": {"head_dim": 16},
@@ -226,6 +251,38 @@ PUBLISHED: dict[str, Options] = {
     # transformers reads a top-level theta alone
     "dbrx": {"attn_config": {"clip_qkv": 1.2, "kv_n_heads": 2, "rope_theta": 10000.0}},
 }
+# Models that end in a vector: options of make_pooling_model. llama.cpp has in its code which layers of EmbeddingGemma
+# have a window, and the factor of its scores.
+POOLED: dict[str, Options] = {
+    **{"bert": {}, "roberta": {}, "xlm-roberta": {}, "modernbert": {}, "qwen3": {}},
+    "bert/fused": {},
+    "gemma3": {"more": (("num_hidden_layers", 7), ("sliding_window_pattern", 6), ("query_pre_attn_scalar", 32))},
+    **{"roberta/classes": {"classes": 1}, "xlm-roberta/classes": {"classes": 3}},
+    "modernbert/classes": {"classes": 4, "more": (("classifier_pooling", "mean"),)},
+    "modernbert/ranking": {"classes": 1, "more": (("classifier_pooling", "cls"),)},
+    "minilm": {},  # all-MiniLM-L6-v2, with token ids
+}
+# What its tokenizer may cut otherwise: capitals, accents, scripts, marks, control characters, special and long words.
+TEXTS = (
+    *("The capital of France is Paris.", "  Crème BRÛLÉE  naïve Ångström İstanbul ẞtraße", "x\u0301e\u0301 combining"),
+    *("今天天气很好，我们去公园散步。日本語の文章", "안녕하세요 세계", "Привет, МИР! Ёлка", "हिन्दी ภาษาไทย עִבְרִית عَرَبِيّ"),
+    *(
+        "emoji 😀👍🏽 👨‍👩‍👧‍👦 ok!",
+        "Hello,world!!! don't (do) [that] $5.00 50% a_b#c @x",
+        "①②③ ㎏ Ａｂｃ ﬁ ½ № ™ … “x” — ‐",
+    ),
+    *(
+        "tabs\tand\r\nlines\x00\x07 \u200b\u00ad\ufeff",
+        "[CLS] in [SEP] [MASK] [UNK] ##ing ▁",
+        "a" * 120,
+        "",
+        "1,234.5 1e-5 -7",
+    ),
+)
+PUBLISHED_OF_POOLED: dict[str, Options] = {"modernbert": {"layer_norm_eps": 1e-5}}
+CONVERTER_OPTIONS = {"gemma3": ["--sentence-transformers-dense-modules"]}
+LENGTHS = (1, 2, 33, 130)  # of texts
+
 # Of which models 256 wide are quantized: rows of K-quants are multiples of that.
 WIDE = (
     *("llama", "qwen2", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next"),
@@ -297,14 +354,17 @@ class Result(NamedTuple):
 
     family: str
     refused: str = ""  # or why there is nothing to compare
-    difference: float = 0.0  # the largest one, of this server to llama.cpp
+    difference: float = 0.0  # the largest one, of this server to llama.cpp, or of OTHER_MODELS to transformers
     of_transformers: float = 0.0  # of llama.cpp to transformers
     same_tokens: bool = False
     quantized: tuple[float, int] | None = None  # the mean difference, and how many of the likeliest tokens are the same
+    vectors: bool = False  # differences are of these
 
     @property
     def right(self) -> bool:
-        """Whether this server computes what llama.cpp does."""
+        """Whether this server computes the same."""
+        if self.vectors:
+            return self.same_tokens and self.difference < LIMITS_OF_VECTORS.get(self.family, LIMIT_OF_GELU_IN_VECTORS)
         limit = LIMITS.get(self.family.partition("/")[0], LIMIT)
         return not self.refused and self.difference < limit and self.same_tokens
 
@@ -313,6 +373,7 @@ class Result(NamedTuple):
         if self.refused:
             return [self.family, self.refused, "", "", ""]
         tokens = "the same" if self.same_tokens else "OTHERS"
+        tokens = "" if self.vectors and self.same_tokens else tokens
         words = [self.family, f"{self.difference:.0e}", f"{self.of_transformers:.0e}", tokens]
         return [*words, "{:.3f}, {}".format(*self.quantized) if self.quantized else ""]
 
@@ -339,14 +400,85 @@ def check(family: str, place: Path, program: Path, writer: Converter) -> Result:
         q_found = ours(place / "q.gguf", place / "imported-quantized", ids + q_greedy)
         same = int((q_found.argmax(-1) == q_llamas.argmax(-1)).sum())
         quantized = float((q_found - q_llamas).abs().mean()), same
+    reference = expected if kind in OTHER_MODELS else llamas
     return Result(
         family,
         "",
-        float((found - llamas).abs().max()),
+        float((found - reference).abs().max()),
         float((llamas - expected).abs().max()),
-        found.argmax(-1)[PROMPT - 1 : -1].tolist() == greedy,
+        bool((found.argmax(-1) == reference.argmax(-1))[PROMPT - 1 : -1].all()),
         quantized,
     )
+
+
+def check_pooled(family: str, place: Path, program: Path, writer: Converter) -> Result:
+    """Compares a model that ends in a vector."""
+    kind, _, variant = family.partition("/")
+    generator, directory, file = np.random.default_rng(3), place / "model", place / "m.gguf"
+    texts = [generator.integers(6, 400, length) for length in LENGTHS]
+    tokenizer, same = None, True
+    if kind == "minilm":
+        directory = minilm()
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        texts = [np.array(tokenizer.encode(text).ids) for text in TEXTS]
+    try:
+        if tokenizer is None:
+            make_pooling_model(kind, directory, **POOLED[family])
+            path = directory / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | PUBLISHED_OF_POOLED.get(kind, {})))
+        writer.convert(directory, file, *CONVERTER_OPTIONS.get(kind, ()), *["--fuse-qkv"] * (variant == "fused"))
+        (place / "imported").mkdir()
+        convert(file, place / "imported", lambda stage, percent, size=0: None, packed=True)
+        if tokenizer is not None:
+            made = Tokenizer.from_file(str(place / "imported" / "tokenizer.json"))
+            same = all(made.encode(text).ids == ids.tolist() for text, ids in zip(TEXTS, texts, strict=True))
+        found = pooled(place / "imported", texts)
+        expected = pooled_by_transformers(directory, texts)
+        llamas = []
+        for text in texts:
+            llama(program, "vector", file, place / "vector", found.shape[1], ids=text.tolist())
+            llamas.append(torch.from_numpy(np.fromfile(place / "vector", np.float32)))
+    except (UserError, RuntimeError) as error:
+        return Result(family, " ".join(str(error).split())[:200])
+    theirs = torch.stack(llamas)
+    if "classes" not in POOLED[family]:
+        found, theirs, expected = (one / one.norm(dim=1, keepdim=True) for one in (found, theirs, expected))
+    to_llama, of_transformers = (float((one - theirs).abs().max()) for one in (found, expected))
+    return Result(f"vectors:{family}", "", to_llama, of_transformers, same, vectors=True)
+
+
+def pooled(directory: Path, texts: list[np.ndarray]) -> Tensor:
+    """This server's vectors [texts, size] of a model directory."""
+    pooling = read_pooling_config(directory)
+    assert pooling is not None
+    cpu = torch.device("cpu")
+    with torch.inference_mode():
+        model = load_pooled_model(directory, pooling, torch.float32, cpu, None, lambda stage, percent: None, 128)
+        return model.vectors(PackedSequences.of(texts, cpu))
+
+
+def pooled_by_transformers(directory: Path, texts: list[np.ndarray]) -> Tensor:
+    """The same of transformers, and of the modules of sentence-transformers."""
+    pooling = read_pooling_config(directory)
+    assert pooling is not None
+    classifies = pooling.task is ModelTask.CLASSIFY
+    loader = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModel
+    network = loader.from_pretrained(directory, attn_implementation="eager").eval()
+    found = []
+    with torch.inference_mode():
+        for text in texts:
+            result = network(torch.from_numpy(text)[None])
+            if classifies:
+                found.append(result.logits[0])
+                continue
+            states = result.last_hidden_state[0]
+            vector = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[pooling.pooling]
+            for dense in pooling.dense:
+                vector = load_file(dense.directory / "model.safetensors")["linear.weight"] @ vector
+            found.append(vector)
+    return torch.stack(found)
 
 
 def made(kind: str, directory: Path, options: Options) -> Any:
@@ -363,8 +495,6 @@ def made(kind: str, directory: Path, options: Options) -> Any:
 
 def check_demo(scratch: Path, program: Path) -> None:
     """Compares greedy tokens of the default model's file: this server's own ones, in two types, with llama.cpp's."""
-    from tokenizers import Tokenizer
-
     model = demo()
     assert model.gguf is not None
     tokenizer = Tokenizer.from_file(str(model.directory / "tokenizer.json"))
@@ -401,8 +531,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print a table in Markdown")
     parser.add_argument("--demo", action="store_true", help="compare the default model's file instead")
     arguments = parser.parse_args()
-    if unknown := set(arguments.families) - set(FAMILIES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(FAMILIES)}")
+    known = [*FAMILIES, *(f"vectors:{name}" for name in POOLED)]
+    if unknown := set(arguments.families) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(known)}")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -418,9 +549,10 @@ def main() -> None:
                 "| family | to llama.cpp | llama.cpp to transformers | greedy tokens | Q4_K_M |\n|---|---|---|---|---|"
             )
         with converter(scratch) as writer:
-            for family in arguments.families or FAMILIES:
+            for family in arguments.families or known:
                 with tempfile.TemporaryDirectory(dir=scratch) as place:
-                    result = check(family, Path(place), program, writer)
+                    compare = check_pooled if family.startswith("vectors:") else check
+                    result = compare(family.removeprefix("vectors:"), Path(place), program, writer)
                 cells = result.cells()
                 print(f"| {' | '.join(cells)} |" if arguments.table else ", ".join(filter(None, cells)), flush=True)
                 wrong = wrong or not result.right

@@ -23,7 +23,9 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from scripts.make_model import OTHER_NAMES
+from tgi.hub.pooling import OFFSET_POSITIONS, read_pooling_config
 from tgi.hub.weight_files import OF_DECODER, text_name
+from tgi.microkernel.messages.protocol import ModelTask
 
 ARCHITECTURES = {
     "gemma3_text": MODEL_ARCH.GEMMA3,
@@ -272,6 +274,8 @@ def write_gguf(
     )
     rope = config.get("rope_parameters") or {}
     tensors = load_file(model / "model.safetensors")
+    if "embed_tokens.weight" in tensors:  # of a decoder that was saved without its head
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
     keys = {
         f"{arch}.block_count": count,
         f"{arch}.context_length": config["max_position_embeddings"],
@@ -290,8 +294,11 @@ def write_gguf(
             f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
     if rope.get("rope_type") == "longrope":
-        keys[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-        keys[f"{arch}.rope.scaling.attn_factor"] = rope["attention_factor"]
+        original = rope["original_max_position_embeddings"]
+        keys[f"{arch}.rope.scaling.original_context_length"] = original
+        scale = config["max_position_embeddings"] / original
+        own = math.sqrt(1 + math.log(scale) / math.log(original))  # whatever short_mscale is
+        keys[f"{arch}.rope.scaling.attn_factor"] = rope.get("attention_factor", own)
         sorts = ("short", "long")
         extra = {f"rope_factors_{sort}.weight": np.array(rope[f"{sort}_factor"], np.float32) for sort in sorts}
     if kind in ("lfm2", "lfm2_moe", "nemotron_h", "granitemoehybrid"):
@@ -324,7 +331,7 @@ def write_gguf(
         )
     if config.get("sliding_window") and kind != "starcoder2":
         keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
-    if kind == "phi3":
+    if kind in ("phi3", "phimoe"):
         keys.setdefault(f"{arch}.attention.sliding_window", 0)
     if kind == "gemma3n_text":
         keys |= {f"{arch}.{stored}": config[name] for name, stored in NUMBERS_OF_STREAMS.items()}
@@ -567,6 +574,139 @@ def write_t5_gguf(model: Path, path: Path, quantization: str = "F32", metadata: 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+# Of models that end in a vector: the architecture, and the prefix of tensors under the head of a classifier.
+VECTORS = {
+    "bert": (MODEL_ARCH.BERT, "bert."),
+    "roberta": (MODEL_ARCH.BERT, "roberta."),
+    "xlm-roberta": (MODEL_ARCH.BERT, "roberta."),
+    "modernbert": (MODEL_ARCH.MODERN_BERT, "model."),
+    "distilbert": (MODEL_ARCH.BERT, "distilbert."),
+}
+POOLING_TYPES = {"mean": 1, "cls": 2, "last": 3}
+LEFT_OUT = ("pooler.dense.", "cls.predictions.", "embeddings.position_ids")
+
+
+def write_vector_gguf(
+    model: Path, path: Path, quantization: str = "F32", metadata: dict[str, Any] | None = None
+) -> Path:
+    """The same of a model that ends in a vector."""
+    pooling = read_pooling_config(model)
+    assert pooling is not None
+    config = json.loads((model / "config.json").read_text())
+    kind = config["model_type"]
+    classifies = pooling.task is ModelTask.CLASSIFY
+    pools = {} if classifies else {"pooling_type": POOLING_TYPES[pooling.pooling]}
+    if kind not in VECTORS:
+        arch = "gemma-embedding" if kind == "gemma3_text" else MODEL_ARCH_NAMES[architecture(kind)]
+        dense = {
+            f"dense_{number}.weight": load_file(one.directory / "model.safetensors")["linear.weight"].numpy()
+            for number, one in enumerate(pooling.dense, 2)
+        }
+        own: dict[str, Any] = {f"{arch}.{key}": value for key, value in pools.items()}
+        if kind == "gemma3_text":
+            theta = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+            own |= {f"{arch}.rope.freq_base_swa": theta, f"{arch}.attention.causal": False}
+        return write_gguf(model, path, quantization, own | (metadata or {}), dense, name_of_architecture=arch)
+    number, prefix = VECTORS[kind]
+    arch, count = MODEL_ARCH_NAMES[number], config["num_hidden_layers"]
+    offset = config["pad_token_id"] + 1 if kind in OFFSET_POSITIONS else 0
+    keys: dict[str, Any] = {
+        "block_count": count,
+        "context_length": config["max_position_embeddings"] - offset,
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.layer_norm_epsilon": config.get("layer_norm_eps") or config["norm_eps"],
+        "attention.causal": False,
+        **pools,
+    }
+    if kind == "modernbert":
+        rope = config["rope_parameters"]
+        keys |= {
+            "attention.sliding_window": config["local_attention"],
+            "attention.sliding_window_pattern": config.get("global_attn_every_n_layers", 2),
+            "rope.freq_base": rope["full_attention"]["rope_theta"],
+            "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+            "hidden_activation": config["hidden_activation"],
+        }
+    if classifies:
+        keys |= {"classifier.output_labels": list(pooling.labels)}
+        keys |= {"classifier.pooling_type": POOLING_TYPES[pooling.pooling]} if kind == "modernbert" else {}
+    whole = {f"{arch}.{key}": value for key, value in keys.items()} | vector_tokenizer(model, kind)
+    if kind != "modernbert":
+        whole["tokenizer.ggml.token_type_count"] = config.get("type_vocab_size", 1)
+    writer = GGUFWriter(path, arch)
+    for key, value in (whole | (metadata or {})).items():
+        add(writer, key, value)
+    names = get_tensor_name_map(number, count)
+    for name, tensor in load_file(model / "model.safetensors").items():
+        bare = name.removeprefix(prefix)
+        if bare.startswith(LEFT_OUT):
+            continue
+        if classifies and kind in ("bert", "modernbert"):
+            bare = re.sub(r"^classifier\.", "classifier.out_proj.", bare)
+        values = tensor.float().numpy()
+        if "position_embeddings" in bare:
+            values = values[offset:]
+        stored = names.get_name(bare, (".weight", ".bias"))
+        assert stored is not None, name
+        plain = values.ndim == 1 or values.shape[-1] % 32 or stored.startswith(("token_types", "position"))
+        block = GGMLQuantizationType["F32" if plain else quantization]
+        writer.add_tensor(stored, quantize(np.ascontiguousarray(values), block), raw_dtype=block)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def vector_tokenizer(model: Path, kind: str) -> dict[str, Any]:
+    """GGUF metadata of the tokenizer of an encoder: that of WordPiece for BERT, whatever the model's is."""
+    if kind not in ("bert", "distilbert"):
+        tokenizer = tokenizer_metadata(model)
+        ends = {"tokenizer.ggml.seperator_token_id": tokenizer["tokenizer.ggml.eos_token_id"]}
+        double = {"tokenizer.ggml.add_sep_token": kind != "modernbert"}
+        return (
+            tokenizer
+            | ends
+            | double
+            | dict.fromkeys((f"tokenizer.ggml.add_{end}_token" for end in ("bos", "eos")), True)
+        )
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    special = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
+    vocabulary = tokenizer["model"]["vocab"] | special
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    normalizer = tokenizer["normalizer"] or {}
+    given = {
+        f"tokenizer.ggml.normalizer.{key}": normalizer[key]
+        for key in ("lowercase", "strip_accents")
+        if normalizer.get(key) is not None
+    }
+    ids = {
+        f"tokenizer.ggml.{role}_token_id": special[settings[name]]
+        for role, names in ROLES_OF_BERT.items()
+        for name in names
+        if settings.get(name) in special
+    }
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [
+            token if token in special else token[2:] if token.startswith("##") else "\u2581" + token for token in tokens
+        ],
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        **given,
+        **ids,
+    }
+
+
+ROLES_OF_BERT = {
+    **{"bos": ("bos_token", "cls_token"), "eos": ("eos_token", "sep_token"), "seperator": ("eos_token", "sep_token")},
+    **{"cls": ("bos_token", "cls_token"), "padding": ("pad_token",), "unknown": ("pad_token", "unk_token")},
+}
 
 
 class VisionPart(NamedTuple):

@@ -38,14 +38,17 @@ POOLING = {"gemma3": "mean", "qwen3": "lasttoken", "modernbert": "cls_token", "x
 DENSE_WIDTH = 96
 
 
-def make_pooling_model(kind: str, directory: Path | str, *, classes: int = 0, seed: int = 0) -> Path:
-    """Writes a model of `kind` (a key of CONFIGS) to `directory` and returns it."""
+def make_pooling_model(
+    kind: str, directory: Path | str, *, classes: int = 0, seed: int = 0, more: tuple[tuple[str, Any], ...] = ()
+) -> Path:
+    """Writes a model of `kind` (a key of CONFIGS) to `directory` and returns it. `more`: entries of config.json."""
     import torch
     import transformers
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     name, entries = CONFIGS[kind]
+    entries = entries | dict(more)
     context = CONTEXT + (2 if entries.get("pad_token_id") == 1 else 0)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
     config = getattr(transformers, name)(**{"vocab_size": VOCAB, "max_position_embeddings": context, **ids, **entries})

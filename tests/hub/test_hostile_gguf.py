@@ -145,6 +145,7 @@ def test_the_message_names_the_damage(content: bytes, words: str, place: Path) -
         ({"llama.context_length": "long"}, "whole number"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.pre": "made-up"}, "'made-up'"),
+        ({"tokenizer.ggml.pre": [1.5]}, "'[1.5]'"),
         ({"tokenizer.ggml.tokens": None}, "vocabulary"),
         ({"tokenizer.ggml.tokens": ["a", "b", "c", "a"]}, "twice"),
         ({"tokenizer.ggml.merges": ["no-pair"]}, "not pairs"),

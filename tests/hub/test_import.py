@@ -28,7 +28,6 @@ from tests.worker.batches import prefill
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.conversion_plan import TargetTensor
 from tgi.hub.gguf.convert import convert
-from tgi.hub.gguf.families import REFUSED as REFUSED_ARCHITECTURES
 from tgi.hub.gguf.tokenizer import REFUSED, SPLITS, complete_tokenizer
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
 from tgi.hub.resolver import import_gguf
@@ -556,10 +555,31 @@ def test_the_text_part_of_models_that_see_images(kind: str, name: str, tmp_path:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
 
 
-def test_phimoe_is_refused_with_the_reason(tmp_path: Path) -> None:
-    source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"general.architecture": "phimoe"})
-    with pytest.raises(UserError, match=re.escape(REFUSED_ARCHITECTURES["phimoe"])):
-        imported(source, tmp_path / "out")
+@pytest.mark.parametrize("scaled", [True, False])
+def test_phimoe_has_the_factor_of_the_published_model(
+    scaled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files lack the factor of the rotary embedding, and have another one, by which llama.cpp computes."""
+    factors = {f"{sort}_factor": [1.0 + step / 4 for step in range(8)] for sort in ("short", "long")}
+    scales = dict.fromkeys(("short_mscale", "long_mscale"), 1.243163121016122)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if scaled:
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 64, **factors, **scales}
+    original = model("phimoe", dtype="bfloat16", more=(("rope_parameters", rope), ("sliding_window", 24)))
+    with caplog.at_level("WARNING"):
+        import_gguf(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out", quiet)
+    said = [message for logger, _, message in caplog.record_tuples if logger.startswith("tgi.")]
+    assert said == [
+        f"{tmp_path / 'm.gguf'}: the file lacks the factor of the rotary embedding (short_mscale and long_mscale); "
+        "1.243163121016122 is assumed, that of Phi-3.5-MoE."
+    ] * int(scaled)
+    before, after = (load_file(place / "model.safetensors") for place in (original, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    ids = list(range(5, 60))
+    expected = logits(original, ids)
+    assert torch.equal(logits(tmp_path / "out", ids), expected)
+    torch.testing.assert_close(decoded(tmp_path / "out").flatten(), expected[-1], rtol=1e-4, atol=1e-4)
 
 
 def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:

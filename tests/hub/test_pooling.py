@@ -36,9 +36,16 @@ def read(directory: Path, **files: Any) -> PoolingConfig:
     return found
 
 
+def test_positions_are_bounded(tmp_path: Path) -> None:
+    """By which limits of the deployment fit their messages."""
+    config = {"model_type": "modernbert", "vocab_size": 9, "max_position_embeddings": 2**64 - 1}
+    assert read(tmp_path, config=config).longest == 1 << 31
+
+
 def test_models_that_generate_have_no_pooling(tiny_llama: Path, tmp_path: Path) -> None:
     assert read_pooling_config(tiny_llama) is None
     assert read_pooling_config(model("qwen3")) is None
+    assert read_pooling_config(model("gemma4_unified_text")) is None  # where images see both sides
     assert read_pooling_config(tmp_path) is None
 
 

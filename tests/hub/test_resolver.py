@@ -13,7 +13,7 @@ import pytest
 
 from scripts.make_gguf import write_gguf
 from tests.models import model
-from tgi.hub import default_model
+from tgi.hub import gguf_import
 from tgi.hub.gguf_import import default_cache
 from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import model_directory
@@ -101,9 +101,8 @@ def test_a_gguf_file_is_imported_once(imported: Import, monkeypatch: pytest.Monk
     again: list[str] = []
     assert model_directory(str(source), cache=cache, progress=lambda stage, *_: again.append(stage)) == first
     assert again == []
-    monkeypatch.setattr(
-        default_model, "IMPORTER", default_model.IMPORTER + 1
-    )  # as in a version that imports differently
+    # as in a version that imports differently
+    monkeypatch.setattr(gguf_import, "IMPORTER", gguf_import.IMPORTER + 1)
     assert model_directory(str(source), cache=cache) != first
 
 

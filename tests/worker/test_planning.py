@@ -1,6 +1,7 @@
 """`tgi plan`: its sizes are those of models that are loaded, for every family; its answers for known shapes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,11 +13,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from scripts.make_gguf import write_gguf, write_t5_gguf
+from scripts.make_gguf import write_gguf, write_t5_gguf, write_vector_gguf
 from tests.cases import each_case
 from tests.families import STRUCTURES, in_depth, with_variants
 from tests.models import model as make
-from tests.models import t5_model, vision_model
+from tests.models import pooling_model, t5_model, vision_model
 from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Awq, Compressed, Float4, Form, Fp8, Gptq, write
@@ -379,6 +380,44 @@ def test_encoder_decoder_models_from_the_command_line(tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(main, ["plan", "--model-id", str(directory), "--devices", "2xA100-80GB", *arguments])
         assert said in done.output
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "gemma3", "qwen3"])
+def test_models_that_end_in_a_vector(kind: str, tmp_path: Path) -> None:
+    """They have no KV cache, and the weights of the files. The plan of a GGUF file is that of the model."""
+    directory = pooling_model(kind)
+    file = write_vector_gguf(directory, tmp_path / "m.gguf")
+    plans = []
+    for source in (directory, file):
+        command = ["plan", "--model-id", str(source), "--devices", "2xA100-80GB", "--dtype", "float32", "--json"]
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 0, done.output
+        plans.append(json.loads(done.output))
+    one, other = ([split | {"command": ""} for split in plan["splits"]] for plan in plans)
+    assert one == other
+    assert [(split["ranks"], split["kv_token_bytes"], split["longest"]) for split in one] == [(1, 0, 512)]
+    with Checkpoint(directory) as checkpoint:
+        used = [name for name in checkpoint if "pooler" not in name]
+        numbers = sum(checkpoint.raw_tensor(name).numel() for name in used)
+    assert one[0]["weight_bytes"] == 4 * (numbers + {"gemma3": 384, "qwen3": 384}.get(kind, 0))  # norms of heads
+    for option, value in (("--quantize", "int8"), ("--num-shard", "2")):
+        command = ["plan", "--model-id", str(file), "--devices", "2xA100-80GB", option, value]
+        done = CliRunner().invoke(main, command)
+        assert f"{option} is not for models that end in a vector" in done.output
+
+
+def test_layers_that_models_with_vectors_lack(tmp_path: Path) -> None:
+    file = write_gguf(make("lfm2"), tmp_path / "m.gguf", metadata={"lfm2.pooling_type": 2})
+    done = CliRunner().invoke(main, ["plan", "--model-id", str(file), "--devices", "A100-80GB"])
+    assert f"recurrent layers in {file}: not served in a model that ends in a vector" in done.output
+
+
+def test_texts_that_are_shorter_than_the_positions_allow(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(pooling_model("bert"), directory)
+    (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
+    done = CliRunner().invoke(main, ["plan", "--model-id", str(directory), "--devices", "A100-80GB", "--json"])
+    assert [split["longest"] for split in json.loads(done.output)["splits"]] == [100]
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["gpu", "cpu"])

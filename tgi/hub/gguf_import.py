@@ -16,6 +16,10 @@ from typing import Protocol
 from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.host import interpreter
 
+# Incremented when the import of some file changes, so that cached directories are rebuilt. If that of the default model
+# changes, so is its own number (default_model.py).
+IMPORTER = 10
+
 
 class ProgressCallback(Protocol):
     """Receives the stage, the percentage done, and the total number of bytes if the stage transfers bytes
@@ -171,6 +175,8 @@ def convert_in_child(
                     kind, *words = json.loads(line)
                     if kind == "refused":
                         refused = words[0]
+                    elif kind == "note":
+                        log.warning("%s: %s", file, words[0])
                     else:
                         progress(*words)
             except BaseException:

@@ -15,6 +15,7 @@ ENCODERS = frozenset(("bert", "camembert", "modernbert", "roberta", "xlm-roberta
 # Position ids of these begin after the id of padding, so that as many positions are unused.
 OFFSET_POSITIONS = frozenset(("camembert", "roberta", "xlm-roberta"))
 CLASSIFIER = "ForSequenceClassification"
+BIDIRECTIONAL = "use_bidirectional_attention"
 MODULES = "modules.json"
 # Files besides config.json that say how a model pools: part of its content hash.
 POOLING_FILES = (MODULES, "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
@@ -26,6 +27,7 @@ POOLING_KEYS = {
 }
 DENSE_ACTIVATIONS = {"Identity": "none", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
 MAX_MODULES = 16
+MAX_POSITIONS = 1 << 31  # with which counters of all requests' tokens stay below 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,25 @@ def read_pooling_config(directory: Path) -> PoolingConfig | None:
         return _read(directory)
 
 
+def ends_in_vector(config: dict[str, Any], modules: bool) -> bool:
+    """Whether the model of a parsed config.json does, with or without modules of sentence-transformers."""
+    architecture = str((config.get("architectures") or [""])[0])
+    if modules or architecture.endswith(CLASSIFIER) or is_bidirectional(config):
+        return True
+    return str(config.get("model_type", "")) in ENCODERS
+
+
+def is_bidirectional(config: dict[str, Any]) -> bool:
+    """Whether the tokens of texts see both sides. With "vision" those of images alone do (Gemma 4)."""
+    return config.get(BIDIRECTIONAL) not in (None, False, "vision")
+
+
+def text_positions(config: dict[str, Any]) -> int:
+    """The tokens that the positions of a parsed config.json allow."""
+    context = min(int(config.get("max_position_embeddings", 512)), MAX_POSITIONS)
+    return context - (config.get("pad_token_id", 1) + 1 if config.get("model_type") in OFFSET_POSITIONS else 0)
+
+
 def _read(directory: Path) -> PoolingConfig | None:
     config = _json(directory / "config.json")
     if not isinstance(config, dict):
@@ -74,11 +95,9 @@ def _read(directory: Path) -> PoolingConfig | None:
     architecture = str((config.get("architectures") or [""])[0])
     modules = _json(directory / MODULES)
     classifies = architecture.endswith(CLASSIFIER)
-    if not classifies and modules is None and kind not in ENCODERS and not config.get("use_bidirectional_attention"):
+    if not ends_in_vector(config, modules is not None):
         return None
-    context = config.get("max_position_embeddings", 512)
-    if kind in OFFSET_POSITIONS:
-        context -= config.get("pad_token_id", 1) + 1
+    context = text_positions(config)
     own = _json(directory / "sentence_bert_config.json")
     limit = own.get("max_seq_length") if isinstance(own, dict) else None
     trained = min(limit, context) if isinstance(limit, int) and limit > 0 else context

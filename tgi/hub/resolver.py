@@ -163,7 +163,7 @@ def _imported(file: Path, mmproj: str | None, cache: Path, progress: ProgressCal
         parts.append(vision)
     others = [part.stat() for part in parts]
     identity += "".join(f" {other.st_size} {other.st_mtime_ns}" for other in others).encode()
-    name = f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:12]}-{default_model.IMPORTER}"
+    name = f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:12]}-{gguf_import.IMPORTER}"
 
     def build(temporary: Path) -> None:
         gguf_import.convert_in_child(file, temporary, progress, packed=True, mmproj=vision)

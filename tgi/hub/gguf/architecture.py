@@ -15,7 +15,9 @@ from tgi.hub.gguf.conversion_plan import (
     refuse_unknown_keys,
     require_tensors,
 )
-from tgi.hub.gguf.families import FAMILIES, REFUSED, GGUFArchitecture
+from tgi.hub.gguf.encoders import ENCODERS, plan_encoder
+from tgi.hub.gguf.families import FAMILIES, REFUSED, REFUSED_ENCODERS, GGUFArchitecture
+from tgi.hub.gguf.pooling import NONE, decoder_vectors, pooling_type
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.hub.gguf.t5 import T5, plan_t5
 from tgi.microkernel.errors import UserError
@@ -28,6 +30,9 @@ MAX_STREAMS = 64
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 LLAMA4_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
+# Files of phimoe lack what scales cos and sin. Of the published models only Phi-3.5-MoE has longrope, with this value
+# at all lengths. (https://huggingface.co/microsoft/Phi-3.5-MoE-instruct, config.json, short_mscale and long_mscale)
+PHIMOE_MSCALE = 1.243163121016122
 
 ATTENDING = "attn_layer_indices"  # a layer_types_key that has the numbers of layers with attention
 NO_ROWS: dict[str, tuple[int, int]] = {}
@@ -41,9 +46,16 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     architecture = metadata.string("general.architecture")
     if architecture == T5:
         return plan_t5(file)
+    if architecture in ENCODERS:
+        return plan_encoder(file, architecture)
+    if architecture in REFUSED_ENCODERS:
+        raise UserError(
+            f"{file.path} holds an encoder of architecture {architecture!r}, {REFUSED_ENCODERS[architecture]}. Of "
+            f"encoders, {', '.join(ENCODERS)} and gemma-embedding are served."
+        )
     family = FAMILIES.get(architecture)
     if family is None:
-        known = f"import knows {', '.join((*FAMILIES, T5))}"
+        known = f"import knows {', '.join((*FAMILIES, *ENCODERS, T5))}"
         raise UserError(
             f"{file.path} holds a model of architecture {architecture!r}; {REFUSED.get(architecture, known)}. "
             "Use the model's safetensors version instead."
@@ -54,9 +66,18 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     for name, value in family.required.items():
         if file.metadata.get(key := f"{architecture}.{name}", value) != value:
             raise metadata.wrong(key, file.metadata[key], str(value))
-    refuse_unknown_keys(file, architecture, KNOWN | {*family.numbers, *family.required, *family.further})
+    own = {*family.numbers, *family.required, *family.further}
+    if pooling_type(metadata, architecture) != NONE:
+        own.add("attention.causal")
+    refuse_unknown_keys(file, architecture, KNOWN | own)
     config = _config(metadata, architecture, family)
     wanted = _tensors(config, family, file)
+    files: dict[str, Any] = {}
+    parts: dict[str, list[TargetTensor]] = {}
+    if (vectors := decoder_vectors(metadata, architecture, config)) is not None:
+        config |= vectors.config
+        wanted += vectors.tensors
+        files, parts = vectors.files, vectors.parts
     shared = range(config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0), config["num_hidden_layers"])
     unused = {f"blk.{layer}.{name}.weight" for layer in shared for name in KEYS_AND_VALUES}
     further = tuple(
@@ -64,8 +85,13 @@ def plan_conversion(file: GGUFFile) -> ConversionPlan:
     )  # of multi-token prediction, which are not read
     unused |= {name for name in file.tensors if name.startswith(further)}
     unused |= set(LONGROPE) if config["rope_parameters"].get("rope_type") == "longrope" else set()
-    require_tensors(file, architecture, wanted, unused | {"rope_freqs.weight"})
-    return ConversionPlan(config, wanted)
+    every = [*wanted, *(tensor for part in parts.values() for tensor in part)]
+    require_tensors(file, architecture, every, unused | {"rope_freqs.weight"})
+    notes: tuple[str, ...] = ()
+    if "short_mscale" in config["rope_parameters"]:
+        lacking = "the file lacks the factor of the rotary embedding (short_mscale and long_mscale)"
+        notes = (f"{lacking}; {PHIMOE_MSCALE} is assumed, that of Phi-3.5-MoE.",)
+    return ConversionPlan(config, wanted, files=files, parts=parts, notes=notes)
 
 
 def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> dict[str, Any]:
@@ -176,7 +202,10 @@ def _rope(
         original = metadata.positive(f"{architecture}.rope.scaling.original_context_length")
         short, long = (_divisors(metadata, name, turned // 2) for name in LONGROPE)
         factors = {"short_factor": short, "long_factor": long, "factor": max(1.0, context / original)}
-        scale = {"attention_factor": metadata.number(f"{architecture}.rope.scaling.attn_factor")}
+        if architecture == "phimoe":
+            scale = dict.fromkeys(("short_mscale", "long_mscale"), PHIMOE_MSCALE)
+        else:
+            scale = {"attention_factor": metadata.number(f"{architecture}.rope.scaling.attn_factor")}
         return {"rope_type": "longrope", "rope_theta": theta, "original_max_position_embeddings": original} | (
             factors | scale
         )
@@ -568,9 +597,8 @@ def _tensors(config: dict[str, Any], family: GGUFArchitecture, file: GGUFFile) -
         if f"blk.{layer}.{JOINT}.weight" in file.tensors:  # of convert_hf_to_gguf.py --fuse-qkv, and of old ChatGLM
             rows = _rows_of_joint({source: own[shape[0]] for source, _, shape in every if source in QKV})
         for key, name, shape in family.metadata_blocks:
-            numbers = (file.metadata[key][layer],)
-            full = f"{family.layers}.{layer}.{name}"
-            wanted.append(TargetTensor("", full, tuple(own[size] for size in shape), numbers=numbers))
+            full, number = f"{family.layers}.{layer}.{name}", file.metadata[key][layer]
+            wanted.append(TargetTensor("", full, tuple(own[size] for size in shape), number=number))
         for source, name, shape in every:
             values_are_keys = config.get("attention_k_eq_v") and config["layer_types"][layer] == "full_attention"
             if (shares and source in KEYS_AND_VALUES) or (values_are_keys and source == "attn_v"):

@@ -1,7 +1,7 @@
 """What an import makes of a file: metadata with checked types, the tensors of the result, and where they come from."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tgi.hub.gguf.reader import GGUFFile
@@ -127,8 +127,8 @@ class TargetTensor:
     by their number within a key head, then by the key head, in the last rows, or in the columns. With `pairs`, (rows of
     a head, rows that rotate), it has put the first rows of the pairs that rotate before the second ones. With `axes`,
     the tensor, or all of its sources stacked, in the shape `view` has its axes in another order. With `rows`, (first,
-    total), it has put the rows from the first one on into a tensor of that total. With `numbers` there is no source:
-    they are of the metadata.
+    total), it has put the rows from the first one on into a tensor of that total. With `apart`, the file has two rows,
+    and the result the first one less the second. With `number` there is no source: all elements are that.
     """
 
     source: str
@@ -147,7 +147,8 @@ class TargetTensor:
     view: tuple[int, ...] = ()
     axes: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
-    numbers: tuple[float, ...] = ()
+    apart: bool = False
+    number: float | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -155,7 +156,7 @@ class TargetTensor:
         rows, *columns = self.shape
         if self.expanded is not None:
             return (self.expanded[0], *columns, self.expanded[1])
-        if self.half is not None:
+        if self.half is not None or self.apart:
             return (2 * rows, *columns)
         if self.rows is not None:
             return (self.rows[1], *columns)
@@ -170,21 +171,26 @@ class TargetTensor:
     @property
     def sources(self) -> tuple[str, ...]:
         """The tensors of the file."""
-        return (self.source, *self.then) if not self.numbers else ()
+        return (self.source, *self.then) if self.number is None else ()
 
     @property
     def matrix(self) -> bool:
         """Whether this is the weight of a linear layer, the embedding or the head, except UNQUANTIZED."""
-        return len(self.shape) == 2 and not self.source.endswith(UNQUANTIZED)
+        return len(self.shape) == 2 and not self.source.endswith(UNQUANTIZED) and not self.apart
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """The configuration and tensors of the resulting model directory. If `plain`, no weights keep their bits."""
+    """The configuration and tensors of the resulting model directory. If `plain`, no weights keep their bits. `files`
+    are further JSON files by name, `parts` further directories with weights, none of which keep their bits. `notes` are
+    sentences to log: in what the model differs from its safetensors version."""
 
     config: dict[str, Any]
     tensors: list[TargetTensor]
     plain: bool = False
+    files: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, list[TargetTensor]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def context(self) -> int:

@@ -3,8 +3,8 @@
 the file of the vision part.
 
 It imports transformers, which takes memory and seconds, and exits. It prints one JSON list per line:
-["progress", stage, percent, bytes] and, for a defective file, ["refused", sentence]. It ends when its standard input
-closes.
+["progress", stage, percent, bytes], ["note", sentence] for the log, and, for a defective file, ["refused", sentence].
+It ends when its standard input closes.
 """
 
 import json
@@ -24,10 +24,10 @@ from tgi.microkernel.errors import UserError
 
 def convert(
     file: Path, directory: Path, progress: ProgressCallback, *, packed: bool = False, mmproj: Path | None = None
-) -> None:
+) -> tuple[str, ...]:
     """Fills `directory`, which exists and is empty. `packed` as for write_weights; config.json then lists the
     block types that kept their bits and those that did not. `mmproj` is the file of the vision part, which keeps its
-    numbers. Raises UserError for a defective file."""
+    numbers. Returns the notes of the plan. Raises UserError for a defective file."""
     progress("reading", 0)
     source = reader.read_gguf(file)
     plan = architecture.plan_conversion(source)
@@ -60,6 +60,13 @@ def convert(
             _write_json(directory / name, value)
         _write_json(directory / weight_files.INDEX, {"metadata": {}, "weight_map": weight_files.weight_map(directory)})
         tokenizer_config |= vision.tokens
+    for name, tensors in plan.parts.items():
+        (directory / name).mkdir()
+        path = directory / name / "model.safetensors"
+        weights.write_weights(source, tensors, path, lambda done, size: None, plain=True, packed=packed)
+    for name, value in plan.files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        _write_json(directory / name, value)
     progress("importing tokenizer", 0)
     _write_tokenizer(source, described, directory / "tokenizer.json")
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
@@ -68,6 +75,7 @@ def convert(
         config["quantization_config"] = quantized
     _write_json(directory / "config.json", config)
     progress("importing tokenizer", 100)
+    return plan.notes
 
 
 def _quantization(source: reader.GGUFFile, plan: conversion_plan.ConversionPlan) -> dict[str, Any]:
@@ -94,12 +102,16 @@ def _write_tokenizer(source: reader.GGUFFile, described: dict[str, Any], path: P
             backend = tokenizer.character_tokenizer(source, described)
         elif described["tokenizer_type"] == tokenizer.UNIGRAM:
             backend = tokenizer.unigram_tokenizer(source, described)
+        elif described["tokenizer_type"] == tokenizer.WORDPIECE:
+            backend = tokenizer.wordpiece_tokenizer(source, described)
         else:
             kind = source.metadata["general.architecture"]
             backend, _ = gguf_tokenizer_mapping.convert_gguf_tokenizer(kind, described)
+        tokenizer.complete_tokenizer(source, backend, gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS)
+    except UserError:
+        raise
     except Exception as error:  # the library documents no exceptions; its input has been checked
         raise UserError(f"{source.path} has a tokenizer that cannot be converted: {error}.") from error
-    tokenizer.complete_tokenizer(source, backend, gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS)
     backend.save(str(path))
 
 
@@ -124,7 +136,8 @@ def main() -> None:
         file, directory, form, *more = sys.argv[1:]
         mmproj = Path(more[0]) if more else None
         progress = lambda *done: _say("progress", *done)  # noqa: E731
-        convert(Path(file), Path(directory), progress, packed=form == "packed", mmproj=mmproj)
+        for note in convert(Path(file), Path(directory), progress, packed=form == "packed", mmproj=mmproj):
+            _say("note", note)
     except UserError as error:
         _say("refused", str(error))
     except OSError as error:  # such as a full disk

@@ -475,6 +475,23 @@ FAMILIES: dict[str, GGUFArchitecture] = {
         fixed=_NO_PADDING,
         rotates_part=True,
     ),
+    "phimoe": GGUFArchitecture(
+        "phimoe",
+        "PhimoeForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            ("ffn_gate_inp", "block_sparse_moe.gate", ("E", "H")),
+            ("ffn_gate_exps", "block_sparse_moe.experts.{}.w1", ("E", "I", "H")),
+            ("ffn_up_exps", "block_sparse_moe.experts.{}.w3", ("E", "I", "H")),
+            ("ffn_down_exps", "block_sparse_moe.experts.{}.w2", ("E", "H", "I")),
+        ),
+        _ATTENTION_BIASES,
+        always_biased=("attn_norm", "ffn_norm", "output_norm", "output"),
+        numbers=_NUMBERS_OF_EXPERTS | {"attention.sliding_window": "sliding_window"},
+        fixed={"lm_head_bias": True, **_NO_PADDING},
+        further=("rope.scaling.attn_factor",),
+    ),
     "granite": GGUFArchitecture(
         "granite",
         "GraniteForCausalLM",
@@ -1194,9 +1211,23 @@ FAMILIES |= {
     for name, text in (("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3moe"))
 }
 
-# Architectures of which files lack what the server computes: name -> why they are refused.
-REFUSED = {
-    "eagle3": "heads that draft are read from their directory with config.json and safetensors",
-    "phimoe": "its files lack the factor of the rotary embedding (long_mscale, short_mscale), and llama.cpp computes "
-    "RMS norms and another choice of experts in place of the model's own",
+FAMILIES["gemma-embedding"] = replace(
+    FAMILIES["gemma3"],
+    architecture="Gemma3TextModel",
+    fixed={**_GEMMA, "use_bidirectional_attention": True, "dtype": "float32"},
+    required={"attention.causal": False},
+)
+
+# Architectures that are not models to serve: name -> why they are refused.
+REFUSED = {"eagle3": "heads that draft are read from their directory with config.json and safetensors"}
+# Encoders with layers that are not computed: name -> which.
+REFUSED_ENCODERS = {
+    "nomic-bert": "a BERT with rotary positions and gated MLPs, which is not computed",
+    "nomic-bert-moe": "a BERT with rotary positions and experts, which is not computed",
+    "jina-bert-v2": "a BERT with ALiBi and gated MLPs, which is not computed",
+    "jina-bert-v3": "a RoBERTa with rotary positions, which is not computed",
+    "neo-bert": "a BERT with rotary positions, RMS norms and gated MLPs, which is not computed",
+    "eurobert": "an encoder with the layers of a llama, which is not computed",
+    "llama-embed": "a llama whose tokens see both sides, which is not read from files",
+    "t5encoder": "the encoder of a T5 alone, which makes no vectors here",
 }

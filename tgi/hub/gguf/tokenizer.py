@@ -6,6 +6,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from tgi.hub.gguf.encoders import ENCODERS
 from tgi.hub.gguf.reader import GGUFFile
 from tgi.microkernel.errors import UserError
 
@@ -122,13 +123,18 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 REFUSED = {"whitespace": "it drops the spaces of a text"}  # names of llama.cpp that are known, and what is missing
 
-UNIGRAM = "t5"  # the kind of tokenizer that T5 has
-SENTINELS = 100
-# Ids that it has where the file says nothing, as llama.cpp reads it.
-UNIGRAM_IDS = {"eos": 1, "unknown": 2, "padding": 0}
+UNIGRAM = "t5"  # the kind of tokenizer that T5 and XLM-RoBERTa have
+WORDPIECE = "bert"
+SENTINELS = 100  # of T5
+# Ids where the file says nothing, as llama.cpp reads it, by the kind of tokenizer.
+DEFAULT_IDS: dict[str, dict[str, int]] = {
+    UNIGRAM: {"eos": 1, "unknown": 2, "padding": 0},
+    WORDPIECE: {"bos": 101, "seperator": 102, "unknown": 100, "padding": 0},
+}
+SEPARATOR = "seperator"  # as the key is spelled
 
 CONTROL = 3  # token_type of special tokens
-UNKNOWN, USER_DEFINED = 2, 4
+NORMAL, UNKNOWN, USER_DEFINED, UNUSED = 1, 2, 4, 5
 # Recommended sampling: names of generation_config.json -> keys behind "general.sampling." (gguf-py, constants.py).
 SAMPLING = {
     "temperature": "temp",
@@ -149,24 +155,26 @@ def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
         raise UserError(f"{file.path} has no vocabulary ('tokenizer.ggml.tokens'). Fetch or convert it again.")
     if len(set(tokens)) != len(tokens):
         raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
-    kind = found.get("model")
-    if kind not in (kinds := ("gpt2", "llama", "gemma4", UNIGRAM)):
+    kind, kinds = found.get("model"), ["gpt2", "llama", "gemma4", UNIGRAM]
+    if file.metadata.get("general.architecture") in ENCODERS:
+        kinds.append(WORDPIECE)
+    if kind not in kinds:
         raise UserError(
             f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; one of {', '.join(kinds)} was expected."
         )
     if "merges" in found and not (_strings(found["merges"]) and all(m.count(" ") == 1 for m in found["merges"])):
         raise UserError(f"{file.path} has merges that are not pairs. Fetch or convert it again.")
-    if "merges" not in found and kind not in ("llama", UNIGRAM):
+    if "merges" not in found and kind not in ("llama", UNIGRAM, WORDPIECE):
         raise UserError(f"{file.path} has no merges ('tokenizer.ggml.merges'). Fetch or convert it again.")
     for name in ("scores", "token_type"):
         items = found.get(name)
         if items is not None and not (isinstance(items, list) and len(items) == len(tokens)):
             raise UserError(f"{file.path}: 'tokenizer.ggml.{name}' does not have one entry for each token.")
-    if (kind == UNIGRAM or "merges" not in found) and "scores" not in found:
+    if kind != WORDPIECE and (kind == UNIGRAM or "merges" not in found) and "scores" not in found:
         raise UserError(f"{file.path} has neither merges nor scores for its tokens. Fetch or convert it again.")
     described = {
         "tokenizer_type": kind,
-        "pre_tokenizer_type": found.get("pre"),
+        "pre_tokenizer_type": pre if isinstance(pre := found.get("pre"), str) else None,
         "tokens": tokens,
         "merges": found.get("merges"),
         "scores": found.get("scores"),
@@ -213,28 +221,33 @@ def character_tokenizer(file: GGUFFile, described: Mapping[str, Any]) -> Tokeniz
 
 
 def unigram_tokenizer(file: GGUFFile, described: Mapping[str, Any]) -> Tokenizer:
-    """That of T5; `described` is a tokenizer_description. Raises what `tokenizers` raises for a charsmap that it cannot
-    read."""
+    """That of T5 and XLM-RoBERTa; `described` is a tokenizer_description. Raises what `tokenizers` raises for a
+    charsmap that it cannot read."""
     metadata, tokens = file.metadata, list(described["tokens"])
     types = described.get("token_type", [0] * len(tokens))
-    # Places of the embedding that the vocabulary leaves; the first ones are the sentinels of blanks, counted down.
+    # Places of the embedding that the vocabulary leaves. T5's first ones are the sentinels of blanks, counted down.
     left = [number for number, token in enumerate(tokens) if re.fullmatch(r"\[PAD\d+\]", token)]
+    left = left if metadata.get("general.architecture") == "t5" else []
     sentinels = {number: f"<extra_id_{SENTINELS - 1 - at}>" for at, number in enumerate(left[:SENTINELS])}
     tokens = [sentinels.get(number, token) for number, token in enumerate(tokens)]
     if len(set(tokens)) != len(tokens):
         raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
     unknown = _token(file, "unknown")
+    # What a character costs that is in no token follows from the least score, which is that of the model's tokens.
+    pairs = list(zip(described["scores"], types, strict=True))
+    least = min((score for score, kind in pairs if kind != UNUSED), default=0.0)
+    scores = [max(score, least) for score, _ in pairs]
     tokenizer = Tokenizer(
-        models.Unigram(
-            vocab=list(zip(tokens, described["scores"], strict=True)), unk_id=None if unknown is None else unknown[0]
-        )
+        models.Unigram(vocab=list(zip(tokens, scores, strict=True)), unk_id=None if unknown is None else unknown[0])
     )
     charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
     if charsmap is not None:
         tokenizer.normalizer = normalizers.Precompiled(bytes(one & 0xFF for one in charsmap))
     scheme = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
     spaces = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", True):
+    # XLM-RoBERTa always does; the converter takes that of another setting where it reads tokenizer.json.
+    encoder = metadata.get("general.architecture") in ENCODERS
+    if encoder or metadata.get("tokenizer.ggml.remove_extra_whitespaces", True):
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
     else:
         tokenizer.pre_tokenizer = spaces
@@ -248,6 +261,43 @@ def unigram_tokenizer(file: GGUFFile, described: Mapping[str, Any]) -> Tokenizer
     return tokenizer
 
 
+def wordpiece_tokenizer(file: GGUFFile, described: Mapping[str, Any]) -> Tokenizer:
+    """That of BERT; `described` is a tokenizer_description. A token that begins a word begins with U+2581 in the file,
+    and others, which begin with ## in the model's own vocabulary, begin with neither."""
+    types = described.get("token_type", [NORMAL] * len(described["tokens"]))
+    pairs = list(zip(described["tokens"], types, strict=True))
+    if any(token.startswith(2 * SPACE) and len(token) > 2 for token, kind in pairs if kind == NORMAL):
+        raise UserError(
+            f"{file.path} has the pieces of a SentencePiece vocabulary as those of WordPiece, as llama.cpp's converter "
+            "writes CamemBERT. Use the model's safetensors version instead."
+        )
+    own = {SPACE: f"##{SPACE}"}  # which no word begins with
+    tokens = [
+        token if kind == CONTROL else own.get(token) or (token[1:] if token.startswith(SPACE) else f"##{token}")
+        for token, kind in pairs
+    ]
+    if len(set(tokens)) != len(tokens):
+        raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
+    unknown = _token(file, "unknown")
+    if unknown is None:
+        raise UserError(f"{file.path} has no token for unknown words ('tokenizer.ggml.unknown_token_id').")
+    # Early files do not say it, of which those with a cased vocabulary have capitals.
+    cased = any(token != token.lower() for token, kind in zip(tokens, types, strict=True) if kind == NORMAL)
+    lowercase = bool(file.metadata.get("tokenizer.ggml.normalizer.lowercase", not cased))
+    strip = bool(file.metadata.get("tokenizer.ggml.normalizer.strip_accents", lowercase))
+    tokenizer = Tokenizer(
+        models.WordPiece(vocab={token: number for number, token in enumerate(tokens)}, unk_token=tokens[unknown[0]])
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    added = [token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(token) for token in added])
+    return tokenizer
+
+
 def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: Mapping[str, str]) -> None:
     """Corrects the converter's result: pre-tokenizer, merges, and the tokens added around a text.
 
@@ -258,11 +308,11 @@ def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: M
     if metadata.get("tokenizer.ggml.model") == "gpt2" and not merges_characters(file):
         pre = _pre_tokenizer(file)
         known = DIGITS_APART | GPT2 | LLAMA3 | converter_splits.keys() | SPLITS.keys() | SAME_SPLIT.keys()
-        if isinstance(pre, str) and pre in REFUSED:
+        if pre in REFUSED:
             raise UserError(
                 f"{file.path} has the pre-tokenizer {pre} ('tokenizer.ggml.pre'), unsupported: {REFUSED[pre]}."
             )
-        if not isinstance(pre, str) or pre not in known:
+        if pre not in known:
             raise UserError(f"{file.path} splits text in the unknown way {str(pre)[:40]!r} ('tokenizer.ggml.pre').")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         if pre in DIGITS_APART:
@@ -330,10 +380,12 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _pre_tokenizer(file: GGUFFile) -> Any:
+def _pre_tokenizer(file: GGUFFile) -> str | None:
     """The name of the pre-tokenizer; a kind of tokenizer of its own has the one of its name."""
     kind = file.metadata.get("tokenizer.ggml.model")
-    return kind if kind == "gemma4" else file.metadata.get("tokenizer.ggml.pre", "default") if kind == "gpt2" else None
+    if kind == "gpt2":
+        return str(file.metadata.get("tokenizer.ggml.pre", "default"))
+    return "gemma4" if kind == "gemma4" else None
 
 
 def _strings(value: Any) -> bool:
@@ -344,8 +396,8 @@ def _token(file: GGUFFile, role: str) -> tuple[int, str] | None:
     """The id and text of a special token; None if the file has none."""
     key = f"tokenizer.ggml.{role}_token_id"
     number, tokens = file.metadata.get(key), file.metadata["tokenizer.ggml.tokens"]
-    if number is None and file.metadata.get("tokenizer.ggml.model") == UNIGRAM:
-        number = UNIGRAM_IDS.get(role)
+    if number is None:
+        number = DEFAULT_IDS.get(str(file.metadata.get("tokenizer.ggml.model")), {}).get(role)
     if number is None or number == 0xFFFFFFFF:  # llama.cpp's "none"
         return None
     if not isinstance(number, int) or not 0 <= number < len(tokens):
@@ -364,9 +416,24 @@ def _adds(file: GGUFFile, role: str) -> bool:
 
 
 def _frame(file: GGUFFile) -> Any:
-    """The post-processor: a template with bos and eos, or none."""
-    bos, eos = (_token(file, role) if _adds(file, role) else None for role in ("bos", "eos"))
+    """The post-processor: a template with bos and eos, or none. Encoders have one of pairs as well."""
+    wordpiece = file.metadata.get("tokenizer.ggml.model") == WORDPIECE
+    if wordpiece:
+        bos, eos = _token(file, "cls") or _token(file, "bos"), _token(file, SEPARATOR)
+    else:
+        bos, eos = (_token(file, role) if _adds(file, role) else None for role in ("bos", "eos"))
     if bos is None and eos is None:
         return None
-    single = [*([bos[1]] if bos else []), "$A", *([eos[1]] if eos else [])]
-    return processors.TemplateProcessing(single=single, special_tokens=[(t[1], t[0]) for t in (bos, eos) if t])
+    first, last = [bos[1]] if bos else [], [eos[1]] if eos else []
+    between, second = list(last), ["$B:1"] if wordpiece else ["$B"]
+    named = [token for token in (bos, eos) if token]
+    if not wordpiece and file.metadata.get("tokenizer.ggml.add_sep_token") and (apart := _token(file, SEPARATOR)):
+        between.append(apart[1])
+        named.append(apart)
+    pair = [*first, "$A", *between, *second, *(f"{one}:1" if wordpiece else one for one in last)]
+    encoder = file.metadata.get("general.architecture") in ENCODERS
+    return processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=pair if encoder else None,
+        special_tokens=list({text: number for number, text in named}.items()),
+    )

@@ -96,7 +96,7 @@ def packed_tensors(file: GGUFFile, wanted: list[TargetTensor]) -> dict[str, Stor
 def _stored_form(file: GGUFFile, wanted: TargetTensor, plain: bool = False) -> StoredForm:
     """The smallest form that holds a tensor exactly, or if `plain` the smallest type. Float32 tensors are read for it:
     those of models that were trained in bfloat16 often hold only such numbers."""
-    if wanted.numbers:
+    if wanted.number is not None:
         return "F32"
     kept, block = None if plain else stored_block_format(file, wanted), file.tensors[wanted.source].type
     if kept is not None:
@@ -104,6 +104,7 @@ def _stored_form(file: GGUFFile, wanted: TargetTensor, plain: bool = False) -> S
     if (
         not wanted.shift
         and not wanted.exponent
+        and not wanted.apart
         and wanted.expanded is None
         and block in (GGMLQuantizationType.BF16, GGMLQuantizationType.F16)
     ):
@@ -161,15 +162,19 @@ def _untiled(values: Array, tiled: TiledHeads, axis: int) -> Array:
 
 
 def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
-    """Yields the tensor's stored columns in row order, at most PIECE elements at a time, but expanded and turned ones
+    """Yields the tensor's stored columns in row order, at most PIECE elements at a time, but those that are computed
     whole."""
-    if wanted.numbers:
+    if wanted.number is not None:
         assert isinstance(form, str)
-        yield [PLAIN_FORMS[form](np.array(wanted.numbers, np.float32))]
+        yield [PLAIN_FORMS[form](np.full(wanted.shape, wanted.number, np.float32))]
         return
-    if wanted.expanded is not None or wanted.axes:
+    if wanted.expanded is not None or wanted.axes or wanted.apart:
         assert isinstance(form, str)
-        whole = _turned(file, wanted) if wanted.expanded is None else _expanded(file, wanted, *wanted.expanded)
+        if wanted.apart:
+            first, second = np.split(_whole_sources(file, wanted)[0], 2)
+            whole = first - second
+        else:
+            whole = _turned(file, wanted) if wanted.expanded is None else _expanded(file, wanted, *wanted.expanded)
         yield [PLAIN_FORMS[form](whole)]
         return
     for source in wanted.sources:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tgi.hub.model_config import require_directory, scaled_context
+from tgi.hub.pooling import BIDIRECTIONAL, is_bidirectional
 from tgi.hub.vision_towers import VISION_FAMILIES, rope_axes
 from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import (
@@ -178,6 +179,34 @@ def read_decoder_config(config: Values) -> DecoderConfig:
             raise UnsupportedConfig(key)
     computed = family.computed(values, config) if family.computed else {}
     return DecoderConfig(**fields | family.fixed | computed)
+
+
+def sees_both_sides(config: Values) -> bool:
+    """Whether every token of a model that ends in a vector sees the whole text."""
+    return is_bidirectional(config) or config.get("is_causal") is False
+
+
+def read_pooled_config(config: Values) -> DecoderConfig:
+    """read_decoder_config of a decoder that ends in a vector. Raises UnsupportedConfig also for what `PooledDecoder`
+    does not compute."""
+    own = config | {BIDIRECTIONAL: None}
+    if sees_both_sides(config) and (window := config.get("sliding_window")):
+        own["sliding_window"] = window // 2 + 1  # on each side, with the own position
+    decoder = read_decoder_config(own)
+    needed = {
+        "heads of several sizes": len(set(decoder.head_shapes)) > 1,
+        "keys of earlier layers": any(layer.shares is not None for layer in decoder.layers),
+        "per-layer embeddings": decoder.layer_inputs is not None,
+        "attention in chunks": any(layer.chunked for layer in decoder.layers),
+        "ALiBi": bool(decoder.alibi),
+        "learned positions": bool(decoder.learned_positions),
+        "attention sinks": decoder.sinks,
+        "recurrent layers": decoder.recurrent is not None,
+    }
+    for what, there in needed.items():
+        if there:
+            raise UnsupportedConfig(what)
+    return decoder
 
 
 def require_sizes(config: DecoderConfig) -> DecoderConfig:

@@ -11,17 +11,14 @@ from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.attention.packed import ALL, PackedAttention, PackedSequences
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels
-from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.sharding import whole_model
 from tgi.worker.layers.linear import choose_row_counts
 from tgi.worker.layers.rotary import RotaryEmbedding
-from tgi.worker.models.config_reader import read_decoder_config
+from tgi.worker.models.config_reader import read_pooled_config, sees_both_sides
 from tgi.worker.models.decoder import layer_linears
 from tgi.worker.models.decoder_layer import DecoderStep, run_layer
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 from tgi.worker.quantization.weight_sources import WeightSource
-
-BIDIRECTIONAL = "use_bidirectional_attention"
 
 
 class BareCheckpoint(Checkpoint):
@@ -40,11 +37,6 @@ class BareCheckpoint(Checkpoint):
         return bare if super().__contains__(bare) else name
 
 
-def sees_both_sides(config: dict[str, Any]) -> bool:
-    """Whether every token of this model sees the whole text."""
-    return bool(config.get(BIDIRECTIONAL)) or config.get("is_causal") is False
-
-
 class PooledDecoder:
     """A decoder: hidden states of packed sequences. `kernels` are our CPU kernels; None = torch's."""
 
@@ -59,13 +51,9 @@ class PooledDecoder:
         tokens: int,
     ) -> None:
         """Loads the weights of a parsed config.json. Raises UserError naming a tensor that is missing,
-        UnsupportedConfig and KeyError as read_decoder_config."""
+        UnsupportedConfig and KeyError as read_pooled_config."""
         both = sees_both_sides(config)
-        config = config | {BIDIRECTIONAL: None}
-        if both and (window := config.get("sliding_window")):
-            config["sliding_window"] = window // 2 + 1  # on each side, with the own position
-        decoder = read_decoder_config(config)
-        _require_plain(decoder)
+        decoder = read_pooled_config(config)
         self.hidden, self.context_length = decoder.hidden, decoder.context_length
         self.dtype, self.device = dtype, device
         self._config = decoder
@@ -110,20 +98,3 @@ class PooledDecoder:
         for number, layer in enumerate(self.weights.layers):
             x = run_layer(layer, self._config, step.layer(number), x)
         return self.weights.norm(x)
-
-
-def _require_plain(decoder: DecoderConfig) -> None:
-    """Raises UnsupportedConfig, naming what is missing, for a decoder of which `PooledDecoder` computes a part only."""
-    needed = {
-        "heads of several sizes": len(set(decoder.head_shapes)) > 1,
-        "keys of earlier layers": any(layer.shares is not None for layer in decoder.layers),
-        "per-layer embeddings": decoder.layer_inputs is not None,
-        "attention in chunks": any(layer.chunked for layer in decoder.layers),
-        "ALiBi": bool(decoder.alibi),
-        "learned positions": bool(decoder.learned_positions),
-        "attention sinks": decoder.sinks,
-        "recurrent layers": decoder.recurrent is not None,
-    }
-    for what, there in needed.items():
-        if there:
-            raise UnsupportedConfig(what)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from tgi.hub.gguf_import import vision_part
 from tgi.hub.model_config import T5_CONTEXT, T5_FAMILY, is_draft_head
+from tgi.hub.pooling import ENCODERS, MODULES, ends_in_vector, read_pooling_config, text_positions
 from tgi.hub.vision_towers import vision_family
 from tgi.hub.weight_files import OF_AUDIO, OF_DECODER, StoredTensor, choose_weight_files, stored_tensors
 from tgi.microkernel.errors import UserError, reading
@@ -27,7 +28,13 @@ from tgi.worker.engine import memory
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim, state_tensor_bytes, token_bytes
 from tgi.worker.lora.config import LoraConfig
 from tgi.worker.lora.projections import adapter_bytes
-from tgi.worker.models.config_reader import read_config, read_decoder_config, require_sizes, stored_dtype
+from tgi.worker.models.config_reader import (
+    read_config,
+    read_decoder_config,
+    read_pooled_config,
+    require_sizes,
+    stored_dtype,
+)
 from tgi.worker.models.draft_head_config import DraftHeadConfig, mtp_configs, read_eagle3_config
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.t5_config import read_t5_config, t5_shapes
@@ -72,8 +79,9 @@ class PlannedModel(NamedTuple):
     tensors: dict[str, StoredTensor] | None = None
     tower: int = 0  # bytes of a vision tower; 0: it has none, or its weights are not here
     head: DraftHeadConfig | None = None  # of a head that drafts, whose decoder is `config`
-    # Of an encoder-decoder model the numbers of its weights: `config` has what limits depend on of its decoder.
+    # Of an encoder, or an encoder-decoder model, the numbers of its weights: `config` has what limits depend on.
     numbers: int = 0
+    text_tokens: int = 0  # of a model that ends in a vector, which has no KV cache: a text's most by default
 
     def matrices(self, shard: Shard) -> Iterator[MatrixShape]:
         """Its matrices; a head is whole on each rank."""
@@ -214,8 +222,9 @@ def read_planned_deployment(request: PlanRequest) -> PlannedDeployment:
         draft = PlannedModel(head.decoder, served.dtype, served.dtype, made, head=head)
     elif request.draft is not None:
         draft = read_planned_model(request.draft, of_draft)
-    if served.numbers and request.adapters:
-        raise UserError(f"--lora-adapters is not for encoder-decoder models, as that in {request.model}. Leave it out.")
+    if (served.numbers or served.text_tokens) and request.adapters:
+        kind = "models that end in a vector" if served.text_tokens else "encoder-decoder models"
+        raise UserError(f"--lora-adapters is not for {kind}, as that in {request.model}. Leave it out.")
     found = PlannedDeployment(served, draft, tuple(LoraConfig(directory) for directory in request.adapters))
     memory.require_context(settings, found.context)
     return found
@@ -226,10 +235,12 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
     Raises UserError if its sizes do not follow from them."""
     with reading(path):
         if path.suffix.lower() == ".gguf" and not path.is_dir():
-            config, tensors, tower = _read_gguf(path, settings)
+            config, tensors, tower, text_tokens = _read_gguf(path, settings)
             found = None
         else:
             config = read_config(path)
+            pooling = read_pooling_config(path)
+            text_tokens = 0 if pooling is None else pooling.max_tokens
             found, tensors, tower = find_config(path, config), None, None
             if found is not None and found.method == GGUF_METHOD:  # a directory that was imported
                 found, tensors = None, stored_tensors(path)
@@ -240,7 +251,12 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
             raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(ITEM_SIZES)} with --dtype.")
     if config["model_type"] in T5_FAMILY:
         return _planned_t5(path, config, dtype, stored, settings)
-    decoder = _read_decoder(path, config)
+    if text_tokens:
+        _refuse_settings(path, settings, "models that end in a vector", {})
+    if config["model_type"] in ENCODERS:
+        return _planned_encoder(path, config, dtype, stored)._replace(text_tokens=text_tokens)
+    decoder = _read_decoder(path, config, pooled=text_tokens > 0)
+    decoder = replace(decoder, tied=True) if text_tokens else decoder  # a vector needs no output head
     asked = settings.quantize
     made = QUANTIZED_AT_LOAD.get(asked or "")
     if asked == "fp8" and found is not None:
@@ -251,22 +267,33 @@ def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
             "int8 or int4, which are made at load, or leave out --quantize."
         )
     numbers = _tower_numbers(path, settings) if tower is None else tower
-    return PlannedModel(decoder, dtype, stored, made, found, tensors, numbers * ITEM_SIZES[dtype])
+    tower_bytes = numbers * ITEM_SIZES[dtype]
+    return PlannedModel(decoder, dtype, stored, made, found, tensors, tower_bytes, text_tokens=text_tokens)
+
+
+def _refuse_settings(path: Path, settings: Settings, kind: str, further: dict[str, bool]) -> None:
+    """Raises UserError for a setting that such models do not have. `further`: ones of the kind, and whether they are
+    given."""
+    refused = {
+        "--quantize": settings.quantize is not None,
+        "--kv-cache-dtype": settings.kv_cache_dtype is not None,
+        "--draft-model-id": settings.draft_model_id is not None,
+        "--num-shard": (settings.num_shard or 1) > 1,
+    }
+    for option, given in (*refused.items(), *further.items()):
+        if given:
+            raise UserError(f"{option} is not for {kind}, as that in {path}. Leave it out.")
 
 
 def _planned_t5(path: Path, config: dict[str, Any], dtype: str, stored: str, settings: Settings) -> PlannedModel:
     """An encoder-decoder model. All its weights have the type in which it computes, and pages hold keys and values of
     cross-attention at the positions of an input, those of self-attention at the decoder's."""
-    refused = {
-        "--dtype float16": dtype == "float16",
-        "--quantize": settings.quantize is not None or config.get("quantization_config") is not None,
-        "--kv-cache-dtype": settings.kv_cache_dtype is not None,
-        "--draft-model-id": settings.draft_model_id is not None,
-        "--num-shard": (settings.num_shard or 1) > 1,
-    }
-    for option, given in refused.items():
-        if given:
-            raise UserError(f"{option} is not for encoder-decoder models, as that in {path}. Leave it out.")
+    _refuse_settings(
+        path,
+        settings,
+        "encoder-decoder models",
+        {"--dtype float16": dtype == "float16", "--quantize": config.get("quantization_config") is not None},
+    )
     try:
         numbers = read_t5_config(config)
         tied = config.get("tie_word_embeddings", True) is not False
@@ -294,6 +321,38 @@ def _planned_t5(path: Path, config: dict[str, Any], dtype: str, stored: str, set
         raise UserError(f"{path} does not describe a model: {error}. Fetch it again.") from error
 
 
+def _planned_encoder(path: Path, config: dict[str, Any], dtype: str, stored: str) -> PlannedModel:
+    """An encoder, without the head of a classifier. All its weights have the type in which it computes."""
+    try:
+        hidden, inner, heads = (config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+        vocabulary, context, layers = config["vocab_size"], text_positions(config), config["num_hidden_layers"]
+        decoder = DecoderConfig(
+            vocab_size=vocabulary,
+            hidden=hidden,
+            intermediate=inner,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            context_length=context,
+            layers=(),
+            ropes=(),
+            tied=True,
+            names=TensorNames(),
+            norm_epsilon=0.0,
+        )
+        if config["model_type"] == "modernbert":  # gated, without biases; the first layer has one norm
+            rows, vectors, matrices_of_layer = vocabulary, 2 * layers + 1, hidden * (4 * hidden + 3 * inner)
+        else:
+            rows = vocabulary + config["max_position_embeddings"] + config.get("type_vocab_size", 2)
+            vectors, matrices_of_layer = 9 * layers + 2, hidden * (4 * hidden + 2 * inner) + inner
+        numbers = (rows + vectors) * hidden + layers * matrices_of_layer
+        return PlannedModel(require_sizes(decoder), dtype, stored, None, numbers=numbers)
+    except KeyError as error:
+        raise UserError(f"{path} has no {error}, which {config['model_type']} needs.") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{path} does not describe a model: {error}. Fetch it again.") from error
+
+
 def _tower_numbers(path: Path, settings: Settings) -> int:
     """Of the vision tower of a model directory, by its weight files."""
     if not settings.media_workers or vision_family(path) is None:
@@ -304,9 +363,9 @@ def _tower_numbers(path: Path, settings: Settings) -> int:
     return sum(math.prod(tensor.shape) for tensor in others)
 
 
-def _read_gguf(path: Path, settings: Settings) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
-    """The config.json of the text model that the import of a GGUF file makes, its tensors, and how many numbers its
-    vision part has."""
+def _read_gguf(path: Path, settings: Settings) -> tuple[dict[str, Any], dict[str, StoredTensor], int, int]:
+    """The config.json of the text model that the import of a GGUF file makes, its tensors, how many numbers its vision
+    part has, and PlannedModel.text_tokens."""
     require_packages(GGUF_PACKAGES, "Planning with a GGUF file")
     from tgi.hub.gguf.architecture import plan_conversion
     from tgi.hub.gguf.projector import plan_vision
@@ -318,7 +377,8 @@ def _read_gguf(path: Path, settings: Settings) -> tuple[dict[str, Any], dict[str
     images = vision_part(path, settings.mmproj) if settings.media_workers else None
     vision = [] if images is None else plan_vision(read_gguf(images), file, plan.config).tensors
     packed = {} if plan.plain else packed_tensors(file, plan.tensors)
-    return plan.config, packed, sum(math.prod(tensor.shape) for tensor in vision)
+    text_tokens = text_positions(plan.config) if ends_in_vector(plan.config, MODULES in plan.files) else 0
+    return plan.config, packed, sum(math.prod(tensor.shape) for tensor in vision), text_tokens
 
 
 def _parameters(model: PlannedModel) -> int:
@@ -361,7 +421,7 @@ def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: 
     """Bytes of the weights, and of each token of KV cache."""
     config = model.config
     if model.numbers:
-        item = ITEM_SIZES[model.dtype]
+        item = ITEM_SIZES[model.dtype]  # with no KV cache where there are no layers
         return model.numbers * item, len(config.layers) * 2 * config.heads * config.head_dim * item
     memory.require_kv_cache_dtype(settings.kv_cache_dtype, device.type)
     if model.made == "fp8" and not device.float8:
@@ -373,7 +433,7 @@ def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: 
     )
     kv_dtype = settings.kv_cache_dtype or model.dtype
     own = local_config(config, shard)
-    kv_token = sum(_layer_bytes(own, shape, kv_dtype, device) for shape in own.head_shapes)
+    kv_token = 0 if model.text_tokens else sum(_layer_bytes(own, shape, kv_dtype, device) for shape in own.head_shapes)
     return matrix_bytes + vector_bytes, kv_token
 
 
@@ -435,11 +495,11 @@ def _is_lookup(matrix: MatrixShape, config: DecoderConfig) -> bool:
     return (matrix.name == EMBEDDING and not config.tied) or matrix.name == config.names.input_embedding
 
 
-def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
+def _read_decoder(path: Path, config: dict[str, Any], *, pooled: bool) -> DecoderConfig:
     described = path if path.suffix.lower() == ".gguf" else path / "config.json"
     try:
         if config["model_type"] in FAMILIES:
-            return require_sizes(read_decoder_config(config))
+            return require_sizes(read_pooled_config(config) if pooled else read_decoder_config(config))
         reason = f"model_type {config['model_type']!r}"
     except UnsupportedConfig as error:
         reason = str(error)
@@ -447,6 +507,8 @@ def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
         raise UserError(f"{described} has no {error}, which {config['model_type']} needs.") from error
     except (TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
         raise UserError(f"{described} does not describe a model: {error}. Fetch it again.") from error
+    if pooled:
+        raise UserError(f"{reason} in {described}: not served in a model that ends in a vector (docs/embeddings.md).")
     size = _indexed_size(path)
     told = "" if size is None else f" Its index says that the weights take {size / 1e9:.2f} GB as stored."
     raise UserError(
@@ -500,7 +562,7 @@ def _splits(deployment: PlannedDeployment, devices: Devices, request: PlanReques
     divisors of the number of devices, among which the model can be divided."""
     asked, wanted = request.settings.num_shard, request.replicas or 1
     for ranks in range(1, min(devices.number // wanted, MAX_RANKS) + 1) if asked is None else [asked]:
-        if deployment.served.numbers and ranks > 1:
+        if (deployment.served.numbers or deployment.served.text_tokens) and ranks > 1:
             continue
         if ranks * wanted > devices.number or (asked is None and ranks & (ranks - 1) and devices.number % ranks):
             continue
@@ -532,6 +594,21 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         devices.name, ranks, replicas, devices.number - ranks * replicas, _command(ranks, replicas, devices, request),
         most.weights, most.adapters, most.reserve, most.kv_token,
     )  # fmt: skip
+    usable = devices.bytes * (1.0 if devices.is_cpu else settings.cuda_memory_fraction)
+    if most.weights + most.reserve >= usable:
+        needed = f"weights and reserve take {(most.weights + most.reserve) / 1e9:.1f} GB of each device"
+        return replace(none, problem=f"with {_ranks(ranks)}, {needed}, which has {usable / 1e9:.1f} GB")
+    if deployment.served.text_tokens:
+        longest = settings.max_input_tokens or settings.max_total_tokens or deployment.served.text_tokens
+        slots = memory.max_batch_size(settings, devices.type, devices.bytes)
+        return replace(
+            none,
+            longest=longest,
+            longest_requests=slots,
+            typical_requests=slots,
+            all_longest_requests=replicas * slots,
+            all_typical_requests=replicas * slots,
+        )
     page = CPU_PAGE_SIZE if devices.is_cpu else GPU_PAGE_SIZE
     left = [_cache_memory(deployment, *each, devices, settings) for each in zip(shards, needs, strict=True)]
     # As many pages as every rank has memory for.
@@ -539,10 +616,6 @@ def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices,
         min(getattr(one, name) // (need.kv_token * page or need.state) for one, need in zip(left, needs, strict=True))
         for name in ("default", "available")
     ]
-    usable = devices.bytes * (1.0 if devices.is_cpu else settings.cuda_memory_fraction)
-    if most.weights + most.reserve >= usable:
-        needed = f"weights and reserve take {(most.weights + most.reserve) / 1e9:.1f} GB of each device"
-        return replace(none, problem=f"with {_ranks(ranks)}, {needed}, which has {usable / 1e9:.1f} GB")
     page_bytes = most.kv_token * page
     required = memory.CacheRequirements(
         context=deployment.context,
