@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NoReturn
@@ -40,6 +41,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # from <linux/prctl.h>
 LENGTH, ANSWER = struct.Struct("=I"), struct.Struct("=i")
 READY = b"+"  # what a fork server sends first, when it has imported or loaded what it is for
 MAX_DESCRIPTORS = 8
+ENDED_THREAD_SECONDS = 0.1  # for which the system may still count a thread that was joined
 # Of the environment of fork servers: libraries that would start threads when they are loaded (of numpy).
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
 
@@ -184,7 +186,10 @@ def _serve(requests: socket.socket, preload: Callable[[], None], parent: int) ->
         preload()
     except Exception:
         log.debug("a process that needs this will report it", exc_info=True)
-    if (threads := count_threads()) > 1:
+    until = time.monotonic() + ENDED_THREAD_SECONDS
+    while (threads := count_threads()) > 1 and time.monotonic() < until:
+        time.sleep(0.001)
+    if threads > 1:
         log.error("the imports of a fork server have started %d threads, so it forks no processes", threads - 1)
         os._exit(1)
     requests.sendall(READY)
