@@ -1,6 +1,6 @@
 """Starts commands of `tgi` for tests, most of them as forks of one process that has imported what they import.
 
-Imports are most of the processor time that a command takes, and a run of all tests starts about a thousand. A forked
+Imports are most of the processor time that a command takes, and a run of all tests starts hundreds. A forked
 command has the arguments, the environment, the working directory and the output that a new interpreter would have, and
 the tree below it has all of its processes. A command whose environment is not that of the tests gets a new interpreter,
 since imports may depend on it. So do tests of the start itself, with `subprocess`.
