@@ -39,7 +39,7 @@ PER_COMMAND = ("PYTEST_CURRENT_TEST", "TGI_RUN", "TORCHINDUCTOR_CACHE_DIR")
 # Variables of requests to the fork server, with descriptors.
 OUTPUT, ERRORS = "TGI_TEST_OUTPUT", "TGI_TEST_ERRORS"
 # What `tgi` imports later than the fork servers of the product do.
-IMPORTED = ("tgi.cli", "tgi.server", "tgi.process_views", "tgi.worker.fake_worker.fake_worker")
+IMPORTED = ("tgi.cli", "tgi.process_views", "tgi.worker.fake_worker.fake_worker")
 START_SECONDS = 240.0  # for the imports, on a busy machine
 POLL_SECONDS = 0.005
 
@@ -107,7 +107,13 @@ def run(
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=check, timeout=timeout)
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = _fork(arguments, environment, None, output=output.fileno(), errors=errors.fileno())
-        code = ForkedCommand(process, None).wait(timeout)
+        command = ForkedCommand(process, None)
+        try:
+            code = command.wait(timeout)
+        except subprocess.TimeoutExpired:
+            command.kill()
+            command.wait()
+            raise
         output.seek(0)
         errors.seek(0)
         done = subprocess.CompletedProcess(["tgi", *arguments], code, output.read(), errors.read())
